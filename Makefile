@@ -1,0 +1,39 @@
+# Every target sets up what it needs first; a set-up that is up to date costs a moment.
+.DEFAULT_GOAL := help
+.PHONY: help quickstart train test lint format setup setup-dev
+
+# Overrides for one command: make train ARGS="env.dataset=math model.name=smollm2-135m"
+ARGS ?=
+PY := .venv/bin/python
+RECIPE := sota-implementations/grpo
+CHECKED := torchrl_grpo sota-implementations tests $(wildcard benchmarks)
+
+help:  ## Show this list (what `make` alone does)
+	@echo 'make TARGET [ARGS="..."] [PYTHON=/path/to/python3.12] [ACCELERATOR=cpu|cuda]'
+	@echo
+	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) \
+		| awk -F ':.*## ' '{ printf "  %-12s %s\n", $$1, $$2 }'
+
+quickstart: setup  ## Train SmolLM2-135M on arithmetic, measure it before and after; works without a GPU
+	$(PY) $(RECIPE)/grpo.py --config-name grpo_quickstart $(ARGS)
+
+train: setup  ## Run grpo.py with ARGS (default: the GSM8K recipe)
+	$(PY) $(RECIPE)/grpo.py $(ARGS)
+
+test: setup-dev  ## Run the whole test suite, real vLLM and SmolLM2 included; ARGS go to pytest
+	$(PY) -m pytest $(ARGS)
+
+lint: setup-dev  ## Check style (ruff), formatting (ruff format) and types (mypy)
+	$(PY) -m ruff check $(CHECKED)
+	$(PY) -m ruff format --check $(CHECKED)
+	$(PY) -m mypy
+
+format: setup-dev  ## Rewrite files into the project's format and mend what ruff can mend
+	$(PY) -m ruff format $(CHECKED)
+	$(PY) -m ruff check --fix $(CHECKED)
+
+setup:  ## Make or update .venv: CUDA vLLM where a GPU is found, CPU vLLM otherwise
+	@PYTHON="$(PYTHON)" ACCELERATOR="$(ACCELERATOR)" bash scripts/setup.sh
+
+setup-dev:  ## The same, and what tests and lint need
+	@PYTHON="$(PYTHON)" ACCELERATOR="$(ACCELERATOR)" bash scripts/setup.sh --dev

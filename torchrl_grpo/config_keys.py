@@ -1,0 +1,180 @@
+"""What the keys of a schema are called, what they hold, and how to speak about a wrong one.
+
+A :class:`KeyBook` reads a dataclass schema once. The command line and the parser ask it whether a
+dotted key exists, which existing key is nearest to a misspelt one, and for the one error message
+that names key, value and mend. It knows nothing of Hydra and nothing of what values mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from typing import Any
+
+from torchrl_grpo.errors import ConfigError
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Any: "a value"}
+_PLURALS = {int: "whole numbers", float: "numbers", bool: "true or false", str: "names", Any: "values"}
+_EXAMPLES = {int: "1", float: "0.5", bool: "true", str: "NAME", Any: "VALUE"}
+
+
+def show(value: Any) -> str:
+    """Write a value the way the command line takes it.
+
+    Args:
+        value: a configuration value: None, a scalar, a list or a mapping.
+
+    Returns:
+        The text, e.g. ``null``, ``true``, ``[0,1]``, ``{a:1}``.
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(show(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{show(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def bad_value(key: str, value: Any, wrong: str, instead: str) -> ConfigError:
+    """Build the error every bad value ends in.
+
+    Args:
+        key: the dotted key.
+        value: its value.
+        wrong: what is wrong, e.g. ``"must be at least 2"``.
+        instead: what to write, e.g. ``"env.repeats=8"``.
+
+    Returns:
+        The error, not raised yet.
+    """
+    return ConfigError(f"{key}={show(value)}: {wrong}; write {instead} instead")
+
+
+class KeyBook:
+    """The keys of one dataclass schema.
+
+    Args:
+        schema: the root dataclass type; nested dataclasses are its sections.
+
+    Attributes:
+        leaves: dotted key to type hint, for every key that holds a value.
+        sections: dotted names of the nested dataclasses.
+        free_form: keys that hold a mapping whose own keys the user chooses.
+    """
+
+    def __init__(self, schema: type) -> None:
+        self.leaves: dict[str, Any] = {}
+        self.sections: set[str] = set()
+        self._defaults: dict[str, Any] = {}
+        self._read(schema, schema(), "")
+        self.free_form = {key for key, hint in self.leaves.items() if typing.get_origin(hint) is dict}
+
+    def _read(self, schema: type, defaults: Any, prefix: str) -> None:
+        for name, hint in typing.get_type_hints(schema).items():
+            value = vars(defaults)[name]
+            if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+                self.sections.add(prefix + name)
+                self._read(hint, value, f"{prefix}{name}.")
+            else:
+                self.leaves[prefix + name] = hint
+                self._defaults[prefix + name] = value
+
+    def free_form_parent(self, key: str) -> str | None:
+        """Return the free-form key that ``key`` is or lies under, or None."""
+        return next((free for free in self.free_form if key == free or key.startswith(free + ".")), None)
+
+    def knows(self, key: str) -> bool:
+        """Return whether ``key`` is a key, a section, or lies under a free-form key."""
+        return key in self.leaves or key in self.sections or self.free_form_parent(key) is not None
+
+    def nearest(self, key: str) -> str | None:
+        """Return the existing key a misspelt ``key`` most likely meant, or None."""
+        last = key.rsplit(".", 1)[-1]
+        same_name = [known for known in self.leaves if known.rsplit(".", 1)[-1] == last]
+        candidates = same_name or list(self.leaves)
+        close = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0 if same_name else 0.6)
+        if close:
+            return close[0]
+        names = {known.rsplit(".", 1)[-1]: known for known in self.leaves}
+        close = difflib.get_close_matches(last, names, n=1, cutoff=0.75)
+        return names[close[0]] if close else None
+
+    def describe(self, key: str) -> str:
+        """Return what ``key`` holds, in words, e.g. ``"a whole number or null"``."""
+        hint = self.leaves[key]
+        arguments = typing.get_args(hint)
+        optional = type(None) in arguments
+        if optional:
+            hint = next(item for item in arguments if item is not type(None))
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if origin is list:
+            words = f"a list of {_PLURALS[arguments[0]]} in square brackets"
+        elif origin is dict:
+            words = f"a mapping of names to {_PLURALS[arguments[1]]} in curly brackets"
+        else:
+            words = _WORDS[hint]
+        return words + (" or null" if optional else "")
+
+    def example(self, key: str) -> str:
+        """Return a value that ``key`` takes, as the command line takes it."""
+        default = self._defaults[key]
+        if default not in (None, [], {}):
+            return show(default)
+        hint = self.leaves[key]
+        arguments = typing.get_args(hint)
+        if type(None) in arguments:
+            hint = next(item for item in arguments if item is not type(None))
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if origin is list:
+            return "[0]" if arguments[0] is int else f"[{_EXAMPLES[arguments[0]]}]"
+        if origin is dict:
+            return "{name:" + _EXAMPLES[arguments[1]] + "}"
+        return _EXAMPLES[hint]
+
+    def unknown(self, key: str, shown: str) -> ConfigError:
+        """Build the error for a key that does not exist.
+
+        Args:
+            key: the dotted key.
+            shown: key and value as the user wrote them, e.g. ``"policy.kl_coeff=0.1"``.
+
+        Returns:
+            The error, not raised yet.
+        """
+        match = self.nearest(key)
+        value = shown.split("=", 1)[1] if "=" in shown else "..."
+        mend = (
+            f"write {match}={value} instead"
+            if match
+            else "write one of the keys that --cfg job lists instead"
+        )
+        return ConfigError(f"{shown}: there is no key {key}; {mend}")
+
+    def wrong_type(self, key: str, shown: str) -> ConfigError:
+        """Build the error for a value of the wrong type.
+
+        Args:
+            key: a dotted leaf key, or one under a free-form key.
+            shown: key and value as the user wrote them.
+
+        Returns:
+            The error, not raised yet.
+        """
+        free = self.free_form_parent(key)
+        if free is not None and key != free:
+            value_type = typing.get_args(self.leaves[free])[1]
+            example = f"{key}={_EXAMPLES[value_type]}"
+            return ConfigError(f"{shown}: must be {_WORDS[value_type]}; write for example {example} instead")
+        return ConfigError(
+            f"{shown}: must be {self.describe(key)}; write for example {key}={self.example(key)} instead"
+        )
+
+    def section_value(self, section: str, shown: str) -> ConfigError:
+        """Build the error for a section that was given a plain value."""
+        first = next(known for known in self.leaves if known.startswith(section + "."))
+        name = f"{section}.name" if f"{section}.name" in self.leaves else first
+        return ConfigError(f"{shown}: {section} is a group of keys; write for example {name}=VALUE instead")

@@ -1,0 +1,37 @@
+"""Taking text out of a row, with a message that helps when it is not there."""
+
+from __future__ import annotations
+
+from torchrl_grpo.data.sources import Row
+from torchrl_grpo.errors import DataError
+
+
+def text(row: Row, column: str, dataset: str) -> str:
+    """The non-empty string in a column.
+
+    Args:
+        row: the row.
+        column: the column's name.
+        dataset: the data set, for messages.
+
+    Returns:
+        The string, unchanged.
+
+    Raises:
+        DataError: the column is missing, is not a string, or holds only spaces.
+    """
+    if column not in row.values:
+        present = ", ".join(map(repr, row.values)) or "none"
+        raise DataError(
+            f"{dataset}: {row.where} has no column {column!r}; it has {present}. "
+            "Rename the column, or name yours with env.dataset=jsonl and env.fields"
+        )
+    value = row.values[column]
+    if not isinstance(value, str):
+        raise DataError(
+            f"{dataset}: {row.where}: column {column!r} is {type(value).__name__} {str(value)[:80]!r}, "
+            "not a string; write it in quotes"
+        )
+    if not value.strip():
+        raise DataError(f"{dataset}: {row.where}: column {column!r} is empty; fill it or remove the row")
+    return value

@@ -1,0 +1,33 @@
+"""GSM8K: word problems whose answers are worked solutions ending in ``#### N``."""
+
+from __future__ import annotations
+
+from torchrl_grpo.config import Config, EnvConfig
+from torchrl_grpo.data import columns, problems, prompts, sources
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.errors import DataError
+
+HUB = sources.Hub("openai/gsm8k", ("main",))
+
+
+def load(cfg: Config) -> problems.Problems:
+    """GSM8K from the hub or from ``env.data_path``; see :func:`torchrl_grpo.data.load`."""
+    return problems.build(cfg, sources.resolve(cfg, HUB), example)
+
+
+def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
+    """One problem; ``truth`` is ``{"answer": "72"}``.
+
+    Raises:
+        DataError: a column is missing or not text, or the answer has nothing after ``####``.
+    """
+    question = columns.text(row, "question", "gsm8k")
+    solution = columns.text(row, "answer", "gsm8k")
+    _, mark, final = solution.rpartition("####")
+    final = final.strip().replace(",", "")
+    if not mark or not final:
+        raise DataError(
+            f"gsm8k: {row.where} has no '####' with a number after it in its answer: {solution[-80:]!r}; "
+            "end the answer with '#### N', or read the file with env.dataset=jsonl"
+        )
+    return Example(id, prompts.messages(env, "gsm8k", question), {"answer": final})

@@ -1,0 +1,50 @@
+"""Any file of questions and answers; ``env.fields`` says which columns they are in."""
+
+from __future__ import annotations
+
+from torchrl_grpo.config import Config, EnvConfig
+from torchrl_grpo.data import columns, problems, prompts, sources
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.errors import ConfigError
+
+_DEFAULT_FIELDS = {"question": "question", "answer": "answer"}
+
+
+def load(cfg: Config) -> problems.Problems:
+    """Rows of ``env.data_path`` (or of ``env.hub_name``); see :func:`torchrl_grpo.data.load`.
+
+    Raises:
+        ConfigError: neither is set, or ``env.fields`` has a key other than ``question`` and ``answer``.
+    """
+    if cfg.env.data_path is None and cfg.env.hub_name is None:
+        raise ConfigError("env.dataset=jsonl needs a file: set env.data_path=FILE.jsonl (or env.hub_name)")
+    field_names(cfg.env)
+    return problems.build(cfg, sources.resolve(cfg, sources.Hub("")), example)
+
+
+def field_names(env: EnvConfig) -> dict[str, str]:
+    """The column of the question and of the answer.
+
+    Raises:
+        ConfigError: ``env.fields`` has other keys.
+    """
+    unknown = sorted(set(env.fields) - set(_DEFAULT_FIELDS))
+    if unknown:
+        raise ConfigError(
+            f"env.fields has unknown key(s) {', '.join(map(repr, unknown))}; write "
+            "env.fields={question: COLUMN, answer: COLUMN}"
+        )
+    return _DEFAULT_FIELDS | env.fields
+
+
+def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
+    """One problem; ``truth`` is ``{"answer": text}``.
+
+    Raises:
+        ConfigError: ``env.fields`` has unknown keys.
+        DataError: a column is missing or not text.
+    """
+    names = field_names(env)
+    question = columns.text(row, names["question"], "jsonl")
+    answer = columns.text(row, names["answer"], "jsonl")
+    return Example(id, prompts.messages(env, "jsonl", question), {"answer": answer.strip()})

@@ -1,0 +1,53 @@
+r"""Competition mathematics (MATH): ``problem``, and ``answer`` or a boxed ``solution``."""
+
+from __future__ import annotations
+
+from torchrl_grpo.config import Config, EnvConfig
+from torchrl_grpo.data import columns, problems, prompts, sources
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.latex import last_boxed
+from torchrl_grpo.errors import DataError
+
+HUB = sources.Hub(
+    "EleutherAI/hendrycks_math",
+    (
+        "algebra",
+        "counting_and_probability",
+        "geometry",
+        "intermediate_algebra",
+        "number_theory",
+        "prealgebra",
+        "precalculus",
+    ),
+)
+
+
+def load(cfg: Config) -> problems.Problems:
+    """MATH from the hub or from ``env.data_path``; see :func:`torchrl_grpo.data.load`."""
+    return problems.build(cfg, sources.resolve(cfg, HUB), example)
+
+
+def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
+    r"""One problem; ``truth`` is ``{"answer": latex}``, taken from ``answer`` or the solution's last
+    ``\boxed{}``.
+
+    Raises:
+        DataError: a column is missing or not text, or the solution has no closed ``\boxed{}``.
+    """
+    question = columns.text(row, "problem", "math")
+    if "answer" in row.values:
+        answer: str | None = columns.text(row, "answer", "math").strip()
+    elif "solution" in row.values:
+        solution = columns.text(row, "solution", "math")
+        answer = last_boxed(solution)
+        if answer is None:
+            raise DataError(
+                f"math: {row.where} has no closed \\boxed{{}} in its solution: {solution[-80:]!r}; "
+                "box the final answer or give it in a column 'answer'"
+            )
+    else:
+        raise DataError(
+            f"math: {row.where} has neither 'answer' nor 'solution'; it has "
+            f"{', '.join(map(repr, row.values))}. Give one of them"
+        )
+    return Example(id, prompts.messages(env, "math", question), {"answer": answer})

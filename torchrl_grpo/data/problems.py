@@ -1,0 +1,107 @@
+"""Training and held-out problems: how one becomes two, and the promise that they share no question."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torchrl_grpo.config import Config, EnvConfig
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.sources import Row, Splits
+from torchrl_grpo.errors import DataError
+
+_log = logging.getLogger(__name__)
+
+#: Chooses the held-out rows. Not ``cfg.seed``: runs with different seeds must be measured on the same
+#: problems.
+HELD_OUT_SEED = 20_231
+
+ToExample = Callable[[Row, EnvConfig, str], Example]
+
+
+@dataclass
+class Problems:
+    """The problems of a run.
+
+    Attributes:
+        train: what the policy is trained on, in the order of the source.
+        held_out: what it is evaluated on, at most ``eval.num_problems``; no question of it is in ``train``.
+    """
+
+    train: Sequence[Example]
+    held_out: list[Example]
+
+
+def question_key(example: Example) -> str:
+    """What makes two problems the same question: the user's turn, spacing aside."""
+    return " ".join(example.messages[-1]["content"].split())
+
+
+def build(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
+    """Turn the rows of a source into problems.
+
+    Args:
+        cfg: the configuration; ``env`` and ``eval.num_problems`` are read.
+        splits: the rows. Where ``splits.test`` is None the held-out rows are split off the training rows.
+        to_example: turns one row into one example, given the row, ``cfg.env`` and the example's id.
+
+    Returns:
+        The problems. The held-out choice depends on the rows and ``eval.num_problems`` only.
+
+    Raises:
+        DataError: a row is bad, there are none, or holding rows out leaves nothing to train on.
+    """
+    name = cfg.env.dataset
+    train = [to_example(row, cfg.env, f"{name}/train/{i}") for i, row in enumerate(splits.train, 1)]
+    if splits.test is None:
+        return split_off(train, cfg.eval.num_problems, splits.train_source)
+    held_out = [to_example(row, cfg.env, f"{name}/test/{i}") for i, row in enumerate(splits.test, 1)]
+    return separate(train, choose(held_out, cfg.eval.num_problems), splits.train_source)
+
+
+def choose(examples: list[Example], count: int) -> list[Example]:
+    """At most ``count`` of the examples, the same ones every time, each question once, in their own order."""
+    unique = list({question_key(example): example for example in reversed(examples)}.values())[::-1]
+    if len(unique) <= count:
+        return unique
+    chosen = sorted(random.Random(HELD_OUT_SEED).sample(range(len(unique)), count))
+    return [unique[i] for i in chosen]
+
+
+def split_off(examples: list[Example], count: int, source: str) -> Problems:
+    """Hold ``count`` questions out of a source that has no split of its own.
+
+    Raises:
+        DataError: the source has no more than ``count`` different questions.
+    """
+    questions = len({question_key(example) for example in examples})
+    if questions <= count:
+        raise DataError(
+            f"{source} has {questions} different questions and no test split; holding out "
+            f"eval.num_problems={count} leaves nothing to train on. Lower eval.num_problems to at most "
+            f"{max(questions - 1, 0)}, or name a second file with env.eval_data_path"
+        )
+    return separate(examples, choose(examples, count), source)
+
+
+def separate(train: list[Example], held_out: list[Example], source: str) -> Problems:
+    """Drop from ``train`` every question that is held out.
+
+    Raises:
+        DataError: nothing is left to train on.
+    """
+    seen = {question_key(example) for example in held_out}
+    kept = [example for example in train if question_key(example) not in seen]
+    if not kept:
+        raise DataError(
+            f"every question of {source} is also held out ({len(train)} rows, {len(held_out)} held out), so "
+            "nothing is left to train on; lower eval.num_problems or give other held-out data with "
+            "env.eval_data_path"
+        )
+    if len(kept) < len(train):
+        _log.info(
+            "%s: %d training rows dropped, their questions are held out", source, len(train) - len(kept)
+        )
+    return Problems(train=kept, held_out=held_out)

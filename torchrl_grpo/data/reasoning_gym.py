@@ -1,0 +1,194 @@
+"""Procedural tasks of ``reasoning_gym``: questions without end, each with its own scorer.
+
+Training problems are generated when they are asked for, not up front: some tasks take 0.07 s a question. A
+problem depends only on the seed and its index, so order and resumption change nothing. Held-out problems
+come from a seed of their own that no run trains on, and a training question that is also held out is
+replaced by another one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any, overload
+
+from torchrl_grpo.config import Config, EnvConfig
+from torchrl_grpo.data import codec, columns, problems, prompts, sources
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.errors import ConfigError, DataError
+
+#: Question i of a task is drawn from seed + i: the seeds of training and held-out stay 2**31 apart.
+_HELD_OUT_SEED = 2**31 + problems.HELD_OUT_SEED
+#: Draws for one training problem before the task is said to have no question left that is not held out.
+_MAX_DRAWS = 1_000
+
+
+def load(cfg: Config) -> problems.Problems:
+    """Training problems (made on demand) and held-out problems of ``env.task``.
+
+    Raises:
+        ConfigError: ``env.task`` or ``env.task_args`` is wrong.
+        DataError: the task has too few different questions for ``eval.num_problems``.
+    """
+    env = cfg.env
+    task, args = check(env)
+    held_out = _held_out(env, task, args, cfg.eval.num_problems)
+    seed = cfg.seed * 1_000_003 % 2**31
+    train = Generated(env, task, args, seed, {problems.question_key(example) for example in held_out})
+    train[0]  # a task whose every question is held out is found now and not in the middle of a run
+    return problems.Problems(train=train, held_out=held_out)
+
+
+def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
+    """One problem; ``truth`` is ``{"task", "args", "entry"}``, all that the task's own scorer needs.
+
+    Args:
+        row: an entry of the task: ``question``, ``answer``, ``metadata``.
+        env: ``task`` and ``task_args`` name the scorer.
+        id: the example's id.
+
+    Raises:
+        ConfigError: ``env.task`` or ``env.task_args`` is wrong.
+        DataError: the entry has no question.
+    """
+    task, args = check(env)
+    return _example(env, task, args, row, id)
+
+
+def check(env: EnvConfig) -> tuple[str, dict[str, Any]]:
+    """The task's name and arguments.
+
+    Raises:
+        ConfigError: the task is unknown, or an argument is not one of the task's or has an impossible value.
+    """
+    if env.task is None:
+        raise ConfigError("env.dataset=reasoning_gym needs a task: set env.task, e.g. env.task=chain_sum")
+    names = task_names()
+    if env.task not in names:
+        near = difflib.get_close_matches(env.task, names, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"write one of: {', '.join(names)}"
+        raise ConfigError(f"env.task={env.task!r} is not one of reasoning_gym's {len(names)} tasks; {hint}")
+    reserved = {"seed": "seed", "size": "env.task_size"}
+    for name, key in reserved.items():
+        if name in env.task_args:
+            raise ConfigError(
+                f"env.task_args.{name}={env.task_args[name]!r} is set by {key}; remove it and set {key}"
+            )
+    make(env.task, env.task_args, seed=0, size=1)
+    return env.task, env.task_args
+
+
+def task_names() -> list[str]:
+    """All tasks, sorted."""
+    import reasoning_gym  # noqa: F401  (fills the registry)
+    from reasoning_gym.factory import DATASETS
+
+    return sorted(DATASETS)
+
+
+def make(task: str, args: dict[str, Any], seed: int, size: int) -> Any:
+    """The task's data set.
+
+    Args:
+        task: a name out of :func:`task_names`.
+        args: the task's own arguments.
+        seed: question i is drawn from ``seed + i``.
+        size: number of questions.
+
+    Returns:
+        A ``reasoning_gym`` ``ProceduralDataset``.
+
+    Raises:
+        ConfigError: the task refuses the arguments.
+    """
+    import dataclasses
+
+    import reasoning_gym
+    from reasoning_gym.composite import DatasetSpec
+    from reasoning_gym.factory import DATASETS
+
+    given = dict(args)
+    try:
+        if task == "composite" and "datasets" in given:
+            given["datasets"] = [
+                DatasetSpec(**({"config": {}, "weight": 1.0} | spec)) for spec in given["datasets"]
+            ]
+        return reasoning_gym.create_dataset(task, seed=seed, size=size, **given)
+    except (TypeError, ValueError, AssertionError) as error:
+        known = [f.name for f in dataclasses.fields(DATASETS[task][1]) if f.name not in ("seed", "size")]
+        raise ConfigError(
+            f"env.task_args={args!r} does not fit env.task={task}: {error}; "
+            f"its arguments are: {', '.join(known)}"
+        ) from error
+
+
+class Generated(Sequence[Example]):
+    """``env.task_size`` training problems, each made when it is asked for.
+
+    Args:
+        env: ``task_size`` and the prompt keys are read.
+        task: the task's name.
+        args: the task's arguments.
+        seed: what the questions are drawn from.
+        held_out: keys of the questions that must not appear.
+    """
+
+    def __init__(
+        self, env: EnvConfig, task: str, args: dict[str, Any], seed: int, held_out: set[str]
+    ) -> None:
+        self._env, self._task, self._args = env, task, args
+        self._seed, self._held_out = seed, held_out
+        self._draws: dict[int, Any] = {}  # draw number -> data set; draw 0 serves nearly every index
+
+    def __len__(self) -> int:
+        return self._env.task_size
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        for draw in range(_MAX_DRAWS):
+            row = sources.Row(self._draw(draw)[index], index + 1, f"{self._task} (training)")
+            found = _example(self._env, self._task, self._args, row, f"reasoning_gym/train/{index + 1}")
+            if problems.question_key(found) not in self._held_out:
+                return found
+        raise DataError(
+            f"env.task={self._task}: in {_MAX_DRAWS} draws every question was one of the "
+            f"{len(self._held_out)} held-out ones: the task has too few different questions. "
+            "Lower eval.num_problems or widen env.task_args"
+        )
+
+    def _draw(self, draw: int) -> Any:
+        if draw not in self._draws:
+            seed = (self._seed + draw * len(self)) % 2**31
+            self._draws[draw] = make(self._task, self._args, seed, len(self))
+        return self._draws[draw]
+
+
+def _held_out(env: EnvConfig, task: str, args: dict[str, Any], count: int) -> list[Example]:
+    """At most ``count`` different questions from the held-out seed."""
+    found: dict[str, Example] = {}
+    limit = 20 * count
+    entries = make(task, args, _HELD_OUT_SEED, max(limit, 1))
+    for index in range(limit):
+        if len(found) == count:
+            break
+        row = sources.Row(entries[index], index + 1, f"{task} (held out)")
+        new = _example(env, task, args, row, f"reasoning_gym/test/{index + 1}")
+        found.setdefault(problems.question_key(new), new)
+    return list(found.values())
+
+
+def _example(env: EnvConfig, task: str, args: dict[str, Any], row: sources.Row, id: str) -> Example:
+    question = columns.text(row, "question", "reasoning_gym")
+    entry = codec.encode(row.values)
+    truth = {"task": task, "args": args, "entry": entry}
+    return Example(id, prompts.messages(env, "reasoning_gym", question), truth)

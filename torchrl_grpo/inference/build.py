@@ -1,0 +1,49 @@
+"""From the configuration to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.inference.protocol import Engine
+from torchrl_grpo.models.loading import load_model
+from torchrl_grpo.models.precision import resolve_dtype
+
+
+def build_engine(
+    cfg: Config, source: str, device: torch.device, end_ids: Sequence[int], pad_id: int, max_num_seqs: int
+) -> Engine:
+    """The engine ``inference_model.backend`` names, on ``device``, holding the weights at ``source``.
+
+    Args:
+        cfg: the run's configuration.
+        source: folder or hub name.
+        device: where it runs.
+        end_ids: tokens that end a response.
+        pad_id: padding id.
+        max_num_seqs: most responses decoded at a time.
+    """
+    options = cfg.inference_model
+    dtype = resolve_dtype(options.dtype, device)
+    if options.backend == "transformers":
+        from torchrl_grpo.inference.transformers_engine import TransformersEngine
+
+        return TransformersEngine(load_model(source, cfg.model, device, dtype), end_ids, pad_id)
+    from torchrl_grpo.inference.vllm_engine import VLLMEngine
+
+    return VLLMEngine(
+        source,
+        device=device,
+        dtype=dtype,
+        max_model_len=options.max_model_len,
+        max_num_seqs=max_num_seqs,
+        seed=cfg.seed,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        kv_cache_gib=options.kv_cache_gib,
+        block_size=options.block_size,
+        enforce_eager=options.enforce_eager,
+        enable_sleep=options.sleep,
+        trust_remote_code=cfg.model.trust_remote_code,
+    )

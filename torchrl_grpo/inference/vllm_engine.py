@@ -1,0 +1,186 @@
+"""Generation with vLLM in this process, on CPU or GPU.
+
+Weights go into the running engine through its model runner, in place. Every request carries its own
+seed, so responses do not depend on what was generated before. Left out: several devices and servers.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_grpo.errors import ConfigError, ModelError
+from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Sampling
+
+# vLLM's CPU attention kernel takes multiples of 32 only, and the smallest lets short prompts be shared.
+_CPU_BLOCK_SIZE = 32
+
+
+class VLLMEngine(Engine):
+    """A vLLM engine on ``source``.
+
+    Args:
+        source: folder or hub name of the model.
+        device: where it runs.
+        dtype: of its weights and activations.
+        max_model_len: prompt and response together, in tokens.
+        max_num_seqs: responses decoded at a time.
+        seed: of the engine; requests carry their own.
+        gpu_memory_utilization: share of the GPU's memory it may take.
+        kv_cache_gib: size of the key/value cache on CPU.
+        block_size: tokens per cache block, None for the smallest the device's kernels take.
+        enforce_eager: None compiles on GPU and does not on CPU, where compiling takes minutes.
+        enable_sleep: prepare for :meth:`sleep` (GPU only).
+        trust_remote_code: let the model bring its own code.
+
+    Raises:
+        ConfigError: vLLM is not installed.
+        ModelError: vLLM cannot serve the model.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_model_len: int,
+        max_num_seqs: int,
+        seed: int,
+        gpu_memory_utilization: float,
+        kv_cache_gib: float,
+        block_size: int | None = None,
+        enforce_eager: bool | None = None,
+        enable_sleep: bool = False,
+        trust_remote_code: bool = False,
+    ) -> None:
+        on_cpu = device.type == "cpu"
+        # Read by vLLM when it is imported or started; in-process is what lets weights go in by reference.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        settings: dict[str, Any] = {}
+        if on_cpu:
+            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
+            settings["block_size"] = block_size or _CPU_BLOCK_SIZE
+        else:
+            settings["gpu_memory_utilization"] = gpu_memory_utilization
+            settings["enable_sleep_mode"] = enable_sleep
+            if block_size is not None:
+                settings["block_size"] = block_size
+        threads = torch.get_num_threads()
+        # Without this vLLM halves torch's threads "for serving"; training in this process needs them too.
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            raise ConfigError(
+                f"inference_model.backend=vllm: vLLM cannot be imported ({error}); "
+                "install the requirements, or write inference_model.backend=transformers"
+            ) from error
+        try:
+            self.llm = LLM(
+                source,
+                dtype=str(dtype).removeprefix("torch."),
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                seed=seed,
+                enforce_eager=on_cpu if enforce_eager is None else enforce_eager,
+                enable_prefix_caching=True,
+                # Raw log-probabilities would be those of temperature 1, not of what was sampled.
+                logprobs_mode="processed_logprobs",
+                disable_log_stats=True,
+                trust_remote_code=trust_remote_code,
+                **settings,
+            )
+        except (ValueError, RuntimeError) as error:
+            raise ModelError(
+                f"inference_model.backend=vllm: vLLM cannot serve {source} ({error}); change "
+                f"inference_model.max_model_len={max_model_len} or the memory it may take, "
+                "or write inference_model.backend=transformers"
+            ) from error
+        finally:
+            torch.set_num_threads(threads)
+        self._threads = threads
+        self._dtype = dtype
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
+        from vllm import SamplingParams
+
+        seeds = sampling.seeds or [None] * len(prompts)
+        parameters = [
+            SamplingParams(
+                n=sampling.num_samples,
+                max_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature,
+                seed=seed,
+                logprobs=0,
+                detokenize=False,
+            )
+            for seed in seeds
+        ]
+        outputs = self._run(prompts, parameters)
+        return [
+            [
+                Completion(
+                    list(sample.token_ids),
+                    [step[token].logprob for token, step in zip(sample.token_ids, sample.logprobs, strict=True)],
+                    sample.finish_reason,
+                )
+                for sample in output.outputs
+            ]
+            for output in outputs
+        ]
+
+    def next_tokens(self, prompts: Sequence[Sequence[int]], top_k: int) -> NextTokens:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(max_tokens=1, temperature=1.0, seed=0, logprobs=top_k, detokenize=False)
+        outputs = self._run(prompts, parameters)
+        steps = [output.outputs[0].logprobs[0] for output in outputs]
+        # The sampled token is listed besides the top ones when it is not among them: rank tells.
+        likeliest = [sorted(step.items(), key=lambda item: item[1].rank)[:top_k] for step in steps]
+        return NextTokens(
+            torch.tensor([[token for token, _ in row] for row in likeliest]),
+            torch.tensor([[entry.logprob for _, entry in row] for row in likeliest]),
+            cached_tokens=int(outputs[0].num_cached_tokens or 0),
+        )
+
+    def _run(self, prompts: Sequence[Sequence[int]], parameters: Any) -> list[Any]:
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        outputs = self.llm.generate(requests, parameters, use_tqdm=False)
+        torch.set_num_threads(self._threads)
+        return list(outputs)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._runner().reload_weights(
+            weights_iterator=((name, tensor.to(self._dtype)) for name, tensor in weights)
+        )
+        torch.set_num_threads(self._threads)
+
+    def _runner(self) -> Any:
+        worker = self.llm.llm_engine.model_executor.driver_worker
+        return worker.worker.model_runner
+
+    def reset_cache(self) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+
+    def sleep(self) -> None:
+        self.llm.sleep(level=2)
+
+    def wake(self) -> None:
+        self.llm.wake_up()
+
+    def close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        cleanup_dist_env_and_memory()
+        gc.collect()

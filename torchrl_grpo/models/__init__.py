@@ -1,0 +1,1 @@
+"""Loading causal language models and reading token log-probabilities off them."""

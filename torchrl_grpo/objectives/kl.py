@@ -1,0 +1,38 @@
+"""Monte-Carlo estimators of KL(policy || reference) from one sample per token.
+
+With ``d = log ref - log policy`` at a token drawn from the policy (Schulman, "Approximating KL
+divergence", 2020; k3 is also GRPO's, arXiv 2402.03300, eq. 4):
+
+    k1 = -d            unbiased, high variance, may be negative
+    k2 = d^2 / 2       biased, low variance
+    k3 = e^d - 1 - d   unbiased, low variance, never negative
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+# Beyond e^20 a ratio says only that the two models disagree completely; the bound keeps it finite.
+MAX_LOG_RATIO = 20.0
+
+
+def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: str) -> Tensor:
+    """Per-token KL estimate in nats, of the shape of ``log_probs``.
+
+    Args:
+        log_probs: log-probabilities of the sampled tokens under the policy.
+        reference: the same tokens under the reference, same shape.
+        estimator: ``k1``, ``k2`` or ``k3``.
+
+    Raises:
+        ValueError: another name.
+    """
+    difference = reference - log_probs
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference.square() / 2
+    if estimator == "k3":
+        bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return bounded.exp() - 1 - bounded
+    raise ValueError(f"KL estimator {estimator!r} is none of k1, k2, k3")

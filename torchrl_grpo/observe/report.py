@@ -1,0 +1,242 @@
+"""The end of a run: ``summary.json``, the closing words, and ``report.png``.
+
+Everything is read from what the run has written, so a report can be made again at any time.
+Left out: comparing runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from torchrl_grpo.observe.metrics import METRICS, ROLLOUTS, jsonable, read_jsonl
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SUMMARY = "summary.json"
+PICTURE = "report.png"
+
+_PLACES = (
+    (METRICS, "metrics, a line per optimiser step"),
+    (ROLLOUTS, "responses with their rewards"),
+    (SUMMARY, "these figures"),
+    (PICTURE, "reward and accuracy over steps"),
+    ("checkpoints", "checkpoints; <step>/model loads with transformers"),
+    ("csv", "CSV scalars"),
+    ("tensorboard", "TensorBoard events"),
+    ("wandb", "Weights & Biases run"),
+    (".hydra", "the configuration"),
+)
+_BLUE, _ORANGE, _INK, _PALE = "#2563a8", "#c2571a", "#2b2f36", "#8a919c"
+
+
+def summary(
+    run_dir: str | os.PathLike[str],
+    *,
+    accuracy_before: float | None,
+    accuracy_after: float | None,
+    accuracy_ci95: tuple[float, float] | None,
+    steps: int,
+    seconds: float,
+    peak_memory_gib: float,
+    extras: Mapping[str, Any] | None = None,
+    stream: TextIO | None = None,
+) -> Path:
+    """Writes ``summary.json`` in one piece and prints the closing words; call it after :func:`plot`.
+
+    Args:
+        run_dir: the run's folder.
+        accuracy_before: held-out accuracy before training, ``None`` where it was not measured.
+        accuracy_after: held-out accuracy at the end.
+        accuracy_ci95: 95 % interval of ``accuracy_after``.
+        steps: optimiser steps of the whole run.
+        seconds: time of the whole run.
+        peak_memory_gib: largest resident memory.
+        extras: further entries of the file.
+        stream: where to print; stdout unless told.
+
+    Returns:
+        Path of ``summary.json``.
+
+    Raises:
+        ValueError: an extra would hide one of the promised entries.
+    """
+    entries: dict[str, Any] = {
+        "accuracy_before": accuracy_before,
+        "accuracy_after": accuracy_after,
+        "accuracy_ci95": accuracy_ci95,
+        "steps": steps,
+        "seconds": round(seconds, 3),
+        "peak_memory_gib": round(peak_memory_gib, 3),
+    }
+    hidden = sorted(entries.keys() & (extras or {}).keys())
+    if hidden:
+        raise ValueError(f"extras must not hide {', '.join(hidden)}.")
+    entries.update(extras or {})
+    folder = Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / SUMMARY
+    aside = folder / f".{SUMMARY}.{os.getpid()}"
+    aside.write_text(json.dumps(jsonable(entries), indent=2, allow_nan=False) + "\n")
+    os.replace(aside, path)
+    print(closing_words(folder, entries), file=sys.stdout if stream is None else stream, flush=True)
+    return path
+
+
+def closing_words(run_dir: str | os.PathLike[str], entries: Mapping[str, Any]) -> str:
+    """The text at the end of a run: its figures, and where everything lies.
+
+    Args:
+        run_dir: the run's folder; only what exists in it is named.
+        entries: the entries of ``summary.json``.
+
+    Returns:
+        Several lines without a final newline.
+    """
+    folder = Path(run_dir).resolve()
+    before, after, interval = (entries[f"accuracy_{name}"] for name in ("before", "after", "ci95"))
+    lines = ["", "Done."]
+    if after is not None:
+        text = f"{after:.3f}" if before is None else f"{before:.3f} -> {after:.3f}"
+        if interval is not None:
+            text += f"   (95 % interval {interval[0]:.3f} to {interval[1]:.3f})"
+        lines.append(f"  held-out accuracy  {text}")
+    minutes, seconds = divmod(round(entries["seconds"]), 60)
+    lines.append(f"  optimiser steps    {entries['steps']}   in {minutes} min {seconds:02d} s")
+    lines.append(f"  peak memory        {entries['peak_memory_gib']:.2f} GiB")
+    lines.append(f"Written to {folder}")
+    there = [(name, what) for name, what in _PLACES if (folder / name).exists()]
+    width = max((len(name) for name, _ in there), default=0)
+    lines += [f"  {name:<{width}}  {what}" for name, what in there]
+    return "\n".join(lines)
+
+
+def plot(run_dir: str | os.PathLike[str]) -> Path:
+    """Draws ``report.png`` from ``metrics.jsonl``: reward, and held-out accuracy, over optimiser steps.
+
+    Reads ``reward/mean``, ``eval/accuracy``, ``eval/accuracy_low`` and ``eval/accuracy_high``; a panel
+    without data says so instead of staying empty.
+
+    Args:
+        run_dir: the run's folder.
+
+    Returns:
+        Path of the picture.
+
+    Raises:
+        OSError: there is no ``metrics.jsonl``.
+    """
+    # Here and not above: drawing happens once, at the end, and the import takes a second. No pyplot, so
+    # that no display is looked for and no figure outlives this call.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    folder = Path(run_dir)
+    rows = read_jsonl(folder / METRICS)
+    figure = Figure(figsize=(8, 7), dpi=150, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    figure.suptitle(folder.resolve().name, x=0.02, ha="left", fontsize=10, color=_PALE)
+    for axes in (upper, lower):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(_PALE)
+        axes.tick_params(colors=_INK, labelsize=9)
+        axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
+        axes.set_axisbelow(True)
+    _draw_reward(upper, rows)
+    _draw_accuracy(lower, rows)
+    lower.set_xlabel("optimiser step", color=_INK)
+    lower.xaxis.set_major_locator(MaxNLocator(integer=True))
+    path = folder / PICTURE
+    aside = folder / f".{os.getpid()}.{PICTURE}"
+    figure.savefig(aside, format="png")
+    os.replace(aside, path)
+    return path
+
+
+def _column(rows: list[dict[str, Any]], *names: str) -> tuple[list[int], list[list[float]]]:
+    """Steps at which all of the names have a number, and those numbers by name."""
+    kept = [row for row in rows if all(row.get(name) is not None for name in names)]
+    return [row["step"] for row in kept], [[row[name] for row in kept] for name in names]
+
+
+def _smooth(values: list[float], window: int) -> list[float]:
+    """Mean of each value and its neighbours within the window, of those there are at either end."""
+    reach = window // 2
+    near = [values[max(0, here - reach) : here + reach + 1] for here in range(len(values))]
+    return [sum(some) / len(some) for some in near]
+
+
+def _heading(axes: Axes, text: str) -> None:
+    axes.set_title(text, loc="left", fontsize=11, color=_INK, fontweight="bold")
+
+
+def _empty(axes: Axes, text: str) -> None:
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=_PALE)
+
+
+def _draw_reward(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    _heading(axes, "Mean reward of the training responses")
+    steps, (rewards,) = _column(rows, "reward/mean")
+    if not steps:
+        _empty(axes, "no optimiser step was taken")
+        return
+    window = len(steps) // 12
+    smooth = window > 1
+    # A step or two, or a reward that never moves, must not fill the panel with its rounding.
+    middle = (min(rewards) + max(rewards)) / 2
+    half = max(0.05, 0.55 * (max(rewards) - min(rewards)))
+    axes.set_ylim(middle - half, middle + half)
+    axes.plot(
+        steps,
+        rewards,
+        color=_BLUE,
+        alpha=0.35 if smooth else 1.0,
+        linewidth=1.0 if smooth else 2.0,
+        marker=None if len(steps) > 30 else "o",
+        markersize=3,
+        label="each step",
+    )
+    if smooth:
+        axes.plot(steps, _smooth(rewards, window), color=_BLUE, linewidth=2.2, label="moving mean")
+        axes.legend(frameon=False, fontsize=9, loc="best", labelcolor=_INK)
+
+
+def _draw_accuracy(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    _heading(axes, "Held-out accuracy, with 95 % interval")
+    steps, (accuracy, low, high) = _column(rows, "eval/accuracy", "eval/accuracy_low", "eval/accuracy_high")
+    if not steps:
+        _empty(axes, "nothing was evaluated")
+        return
+    below = [max(0.0, a - b) for a, b in zip(accuracy, low, strict=True)]
+    above = [max(0.0, b - a) for a, b in zip(accuracy, high, strict=True)]
+    axes.errorbar(
+        steps,
+        accuracy,
+        yerr=[below, above],
+        color=_ORANGE,
+        ecolor=_ORANGE,
+        elinewidth=1.3,
+        capsize=4,
+        linewidth=2.0,
+        marker="o",
+        markersize=5,
+    )
+    axes.fill_between(steps, low, high, color=_ORANGE, alpha=0.12, linewidth=0)
+    axes.set_ylim(min(0.0, *low), min(1.05, max(high) * 1.15 + 0.02))
+    for at in sorted({0, len(steps) - 1}):
+        axes.annotate(
+            f"{accuracy[at]:.3f}",
+            (steps[at], high[at]),
+            xytext=(0, 6),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+            color=_INK,
+        )

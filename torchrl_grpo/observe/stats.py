@@ -1,0 +1,96 @@
+"""The few statistics a report needs: an interval for an accuracy, pass@k, and peak memory.
+
+Left out: intervals for differences and anything that would need scipy.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+Z_95 = 1.959963984540054
+"""Two-sided 95 % quantile of the standard normal distribution."""
+
+
+def wilson(successes: float, n: int, z: float = Z_95) -> tuple[float, float]:
+    """Wilson score interval of a proportion (Wilson 1927), without continuity correction.
+
+    Unlike the textbook interval ``p +- z sqrt(p (1-p) / n)`` it stays inside [0, 1] and is not empty
+    at 0 or n successes, which is where an untrained and a well-trained model live.
+
+    Args:
+        successes: how many of the ``n`` succeeded; a fraction where single results are fractions.
+        n: number of trials; with none, nothing is known and the interval is (0, 1).
+        z: normal quantile, 95 % unless told otherwise.
+
+    Returns:
+        Lower and upper bound.
+
+    Raises:
+        ValueError: ``n`` is negative or ``successes`` lies outside [0, n].
+    """
+    if n < 0 or not 0.0 <= successes <= n:
+        raise ValueError(f"successes={successes} must lie within 0 and n={n}.")
+    if n == 0:
+        return 0.0, 1.0
+    p = successes / n
+    shrink = 1.0 + z * z / n
+    centre = (p + z * z / (2 * n)) / shrink
+    half = z / shrink * math.sqrt(p * (1.0 - p) / n + z * z / (4 * n * n))
+    # The exact bound at the ends is 0 and 1; rounding would leave 1e-17 or so.
+    low = 0.0 if successes == 0 else max(0.0, centre - half)
+    high = 1.0 if successes == n else min(1.0, centre + half)
+    return low, high
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of ``k`` samples is correct (arXiv 2107.03374, eq. 1).
+
+    ``1 - C(n - correct, k) / C(n, k)``, as a product so that no large number appears.
+
+    Args:
+        n: samples drawn for the problem.
+        correct: how many of them were correct.
+        k: samples allowed, at most ``n``.
+
+    Returns:
+        The estimate, in [0, 1].
+
+    Raises:
+        ValueError: unless ``0 <= correct <= n`` and ``1 <= k <= n``.
+    """
+    if not 0 <= correct <= n:
+        raise ValueError(f"correct={correct} must lie within 0 and n={n}.")
+    if not 1 <= k <= n:
+        raise ValueError(f"k={k} must lie within 1 and n={n}.")
+    all_wrong = 1.0
+    for drawn in range(k):
+        # The next of k draws without replacement is wrong too; 0 once the wrong ones are used up.
+        all_wrong *= max(0, n - correct - drawn) / (n - drawn)
+    return 1.0 - all_wrong
+
+
+def peak_memory_gib() -> float:
+    """Largest resident memory this process has had, in GiB; its children are not counted.
+
+    Linux hands ``ru_maxrss`` of the parent on to a child that it starts, so the kernel's own mark of
+    this address space (``VmHWM``) is read where there is one.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 2**20
+    import resource  # not on Windows, where this module must still import
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
+
+
+def peak_cuda_gib() -> float:
+    """Largest memory PyTorch has held on all CUDA devices together, in GiB; 0 where CUDA is unused."""
+    torch = sys.modules.get("torch")  # not imported means not used, and importing it takes seconds
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return 0.0
+    return sum(torch.cuda.max_memory_reserved(i) for i in range(torch.cuda.device_count())) / 2**30

@@ -1,0 +1,180 @@
+"""Score stored completions without training.
+
+    python -m torchrl_grpo.rewards --dataset gsm8k completions.jsonl
+
+Each line of the input is a JSON object with a ``completion`` and the data set's own fields (gsm8k:
+``question``, ``answer``). Each line of the output is ``{"total": ..., "parts": {...}, "errors": {...}}``, in
+the same order. A reward that fails on a completion is named in ``errors`` and scores ``--on-error``; that
+does not fail the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from torchrl_grpo.config import Config, EnvConfig, RewardConfig
+from torchrl_grpo.data import DATASETS, Example
+from torchrl_grpo.data.columns import text
+from torchrl_grpo.data.sources import Row, read_file
+from torchrl_grpo.errors import ConfigError, DataError, UserError
+from torchrl_grpo.rewards.registry import build, check_weights
+
+_BATCH = 64
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: its arguments; those of the process by default.
+
+    Returns:
+        0, or 2 after a user's error, which is printed to stderr.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        cfg = _config(args)
+        check_weights(cfg)
+        rows = _rows(args.input)
+        completions, examples = _examples(rows, cfg.env)
+        with contextlib.ExitStack() as stack:
+            rewards = build(cfg)
+            stack.callback(rewards.close)
+            output = stack.enter_context(_output(args.output))
+            for start in range(0, len(rows), _BATCH):
+                batch = slice(start, start + _BATCH)
+                for scored in rewards.score(completions[batch], examples[batch]):
+                    line = {"total": scored.total, "parts": scored.parts, "errors": scored.errors}
+                    output.write(json.dumps(line) + "\n")
+                output.flush()
+    except UserError:
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchrl_grpo.rewards",
+        description="Score stored completions: one JSON object a line in (completion and the data set's "
+        "own fields), one a line out (total, parts, errors).",
+    )
+    parser.add_argument("input", metavar="FILE", help="JSONL file of completions, or - for stdin")
+    parser.add_argument("--dataset", required=True, choices=sorted(DATASETS), help="whose fields and rewards")
+    parser.add_argument("--output", metavar="FILE", help="where the scores go (default: stdout)")
+    parser.add_argument("--weight", action="append", default=[], metavar="NAME=W", dest="weights",
+                        help="a reward and its weight, repeatable (default: the data set's own)")  # fmt: skip
+    parser.add_argument(
+        "--answer-format", choices=("tags", "plain"), default="tags", help="as env.answer_format"
+    )
+    parser.add_argument("--task", help="reasoning_gym: the task, as env.task")
+    parser.add_argument("--task-args", default="{}", metavar="JSON", help="reasoning_gym: as env.task_args")
+    parser.add_argument("--field", action="append", default=[], metavar="ROLE=COLUMN", dest="fields",
+                        help="jsonl: question=COLUMN or answer=COLUMN, as env.fields")  # fmt: skip
+    parser.add_argument(
+        "--on-error", type=float, default=0.0, help="what a reward that fails counts (default 0)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=5.0, metavar="S", help="seconds per comparison (default 5)"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="completions scored at a time (default 1)")
+    return parser
+
+
+def _config(args: argparse.Namespace) -> Config:
+    if args.timeout <= 0 or args.workers < 1:
+        raise ConfigError(f"--timeout {args.timeout:g} --workers {args.workers}: both must be positive")
+    try:
+        task_args = json.loads(args.task_args)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"--task-args {args.task_args!r} is not JSON: {error}; write e.g. '{{\"max_terms\": 3}}'"
+        ) from error
+    if not isinstance(task_args, dict):
+        raise ConfigError(
+            f"--task-args {args.task_args!r} is not a JSON object; write e.g. '{{\"max_terms\": 3}}'"
+        )
+    env = EnvConfig(
+        dataset=args.dataset,
+        task=args.task,
+        task_args=task_args,
+        fields=dict(_pair(item, "--field") for item in args.fields),
+        answer_format=args.answer_format,
+    )
+    weights = {
+        name: _weight(name, value) for name, value in (_pair(item, "--weight") for item in args.weights)
+    }
+    reward = RewardConfig(
+        weights=weights, on_error=args.on_error, timeout_s=args.timeout, workers=args.workers
+    )
+    return Config(env=env, reward=reward)
+
+
+def _pair(item: str, option: str) -> tuple[str, str]:
+    name, equals, value = item.partition("=")
+    if not equals or not name or not value:
+        raise ConfigError(f"{option} {item!r} is not NAME=VALUE; write e.g. {option} answer=1.0")
+    return name, value
+
+
+def _weight(name: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError as error:
+        raise ConfigError(
+            f"--weight {name}={value}: {value!r} is not a number; write e.g. {name}=1.0"
+        ) from error
+
+
+def _rows(source: str) -> list[Row]:
+    if source != "-":
+        path = Path(source)
+        if not path.is_file():
+            raise DataError(f"{source!r} is not a file; name a JSONL file of completions, or - for stdin")
+        return read_file(path)
+    with tempfile.TemporaryDirectory() as folder:  # one reader for files and pipes alike
+        path = Path(folder) / "stdin.jsonl"
+        path.write_bytes(sys.stdin.buffer.read())
+        return read_file(path)
+
+
+def _examples(rows: list[Row], env: EnvConfig) -> tuple[list[str], list[Example]]:
+    module = importlib.import_module(DATASETS[env.dataset])
+    completions = []
+    examples = []
+    for row in rows:
+        completion = (
+            row.values["completion"] if "completion" in row.values else text(row, "completion", env.dataset)
+        )
+        if not isinstance(completion, str):
+            raise DataError(
+                f"{row.where}: 'completion' is {type(completion).__name__}, not a string; write it in quotes"
+            )
+        fields = {name: value for name, value in row.values.items() if name != "completion"}
+        completions.append(completion)
+        examples.append(
+            module.example(Row(fields, row.number, row.source), env, f"{env.dataset}/line/{row.number}")
+        )
+    return completions, examples
+
+
+@contextlib.contextmanager
+def _output(path: str | None) -> Iterator[TextIO]:
+    if path is None:
+        yield sys.stdout
+        return
+    try:
+        file = open(path, "w", encoding="utf-8")  # noqa: SIM115  (closed below; only opening is the user's mistake)
+    except OSError as error:
+        raise DataError(
+            f"--output {path!r} cannot be written: {error.strerror}; name another file"
+        ) from error
+    with file:
+        yield file

@@ -1,0 +1,39 @@
+"""The think/answer format: ``<think>...</think><answer>...</answer>`` and nothing else.
+
+score = 0.5 * tags + 0.5 * exact, with the parts
+    tags: the share of the four tags that appear exactly once (so 0, 0.25, 0.5, 0.75 or 1);
+    exact: 1 when all four do, in order, with something inside both pairs and only spaces outside them.
+A text without any tag earns 0, and repeating a tag never pays.
+"""
+
+from __future__ import annotations
+
+from torchrl_grpo.data.example import Example
+
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+class FormatReward:
+    """How far a completion keeps to the think/answer format; it does not look at the answer itself."""
+
+    name = "format"
+
+    def __call__(self, completion: str, example: Example) -> dict[str, float]:
+        """``score`` in [0, 1] and its parts ``tags`` and ``exact``."""
+        once = sum(completion.count(tag) == 1 for tag in _TAGS)
+        exact = once == len(_TAGS) and _in_order(completion.strip())
+        return {
+            "score": 0.5 * once / len(_TAGS) + 0.5 * exact,
+            "tags": once / len(_TAGS),
+            "exact": float(exact),
+        }
+
+
+def _in_order(text: str) -> bool:
+    """Whether a text that has each tag once is exactly the two pairs, filled."""
+    think, think_end, answer, answer_end = (text.index(tag) for tag in _TAGS)
+    if not (think == 0 < think_end < answer < answer_end == len(text) - len(_TAGS[3])):
+        return False
+    between = text[think_end + len(_TAGS[1]) : answer]
+    inside = (text[len(_TAGS[0]) : think_end], text[answer + len(_TAGS[2]) : answer_end])
+    return not between.strip() and all(part.strip() for part in inside)

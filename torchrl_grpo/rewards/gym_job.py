@@ -1,0 +1,29 @@
+"""What the reasoning_gym worker does: ask the task's own scorer. Runs in a worker process only."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import reasoning_gym  # noqa: F401  (seconds to load: here they count as start-up, not against the first job)
+
+from torchrl_grpo.data import codec
+from torchrl_grpo.data import reasoning_gym as tasks
+
+_scorers: dict[str, Any] = {}
+
+
+def run(payload: dict[str, Any]) -> float:
+    """Score an answer.
+
+    Args:
+        payload: ``answer``: text; ``truth``: as written by :mod:`torchrl_grpo.data.reasoning_gym`.
+
+    Returns:
+        What the task's ``score_answer`` says, in 0 to 1.
+    """
+    truth = payload["truth"]
+    key = json.dumps([truth["task"], truth["args"]], sort_keys=True)
+    if key not in _scorers:
+        _scorers[key] = tasks.make(truth["task"], truth["args"], seed=0, size=1)
+    return float(_scorers[key].score_answer(payload["answer"], codec.decode(truth["entry"])))

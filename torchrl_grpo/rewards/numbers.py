@@ -1,0 +1,193 @@
+r"""Numbers as people and models write them, as exact fractions.
+
+Understood: ``1,234``, ``$5.00``, ``5.``, ``.5``, ``-3``, ``−3``, ``1/2``, ``2 1/2``, ``½``, ``0.50``,
+``50%``, ``3 km``, ``1.5e3``, ``1{,}234``, ``\$5``, ``\boxed{5}``, ``\frac{1}{2}``, ``2\frac{1}{2}``. A
+percent sign, a currency sign and a unit are dropped: 50% is 50. Not numbers: ``1.2.3``, ``3:00``,
+``12/25/2020``, ``CO2``, ``10^3``.
+
+The scan is linear in the text, and no number longer than 64 characters is looked at.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+
+_MAX_CHARS = 64
+_MAX_CANDIDATES = 1_000
+#: How much of the end of a text is searched for its last number, step by step; None is all of it.
+_WINDOWS = (2_000, 50_000, None)
+
+_FRACTIONS = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅛": "1/8", "⅜": "3/8"}
+_TRANSLATE = str.maketrans(
+    {chr(0xFF10 + digit): str(digit) for digit in range(10)}
+    | {char: f" {value}" for char, value in _FRACTIONS.items()}
+    | dict.fromkeys("−‒–﹣－", "-")
+    | {"⁄": "/", "，": ",", "．": ".", "％": "%", "\u00a0": " ", "\u202f": " ", "\u2009": " "}
+)
+
+_RUN = r"(?:[0-9][0-9.,]*+|\.[0-9][0-9.,]*+)"
+#: One piece that may be a number. Possessive: a run of digits, dots and commas is taken whole and judged
+#: afterwards.
+_PIECE = re.compile(
+    rf"""
+      (?:(?P<whole>[0-9]++)[ ]?)?
+      \\[dtc]?frac[ ]?(?:\{{[ ]?(?P<top>-?[0-9]{{1,20}})[ ]?\}}[ ]?\{{[ ]?(?P<bottom>[0-9]{{1,20}})[ ]?\}}
+                       |(?P<top1>[0-9])[ ]?(?P<bottom1>[0-9]))
+    | (?P<mixed>[0-9]++)[ ](?P<over>[0-9]++)/(?P<under>[0-9]++)
+    | (?P<run>{_RUN})(?:[eE](?P<exponent>[-+]?[0-9]{{1,3}})(?![0-9A-Za-z]))?(?:[ ]?/[
+    ]?(?P<denominator>{_RUN}))? """,
+    re.VERBOSE,
+)
+_DECIMAL = re.compile(r"[0-9]*\.?[0-9]*")
+_GROUPED = re.compile(r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3})(?:\.[0-9]*)?")
+#: A sign, perhaps before a currency sign, right before a number; group 1 is what stands before the sign.
+_SIGN = re.compile(r"(^|.)([-+])[$€£¥]?$", re.DOTALL)
+_CURRENCY_SIGN = re.compile(r"(^|.)\\?[$€£¥][ ]?([-+])$", re.DOTALL)
+#: LaTeX that says nothing about the value.
+_NOISE = re.compile(r"\{,\}|\\[,;:! ]|\\left|\\right|\\(?=[$%#&])|\\(?:text|mathrm|textbf|mathbf)(?=\s?\{)")
+_OTHER_COMMAND = re.compile(r"\\(?!(?:[dtc]?frac|f?boxed|[()\[\]])(?![A-Za-z]))[A-Za-z]")
+
+
+def only(text: str) -> Fraction | None:
+    """The number that the text is, units and words aside.
+
+    Args:
+        text: a short answer. More than 200 characters are no answer.
+
+    Returns:
+        The number; None unless there is exactly one.
+    """
+    if len(text) > 200:
+        return None
+    text = clean(text)
+    if _OTHER_COMMAND.search(text):
+        return None  # \sqrt{2} is not 2
+    text = re.sub(
+        r"^\s*([-+])\s+(?=[$0-9.\\])", r"\1", text
+    )  # the sign of "- 3", when nothing stands before it
+    found = list(_numbers(text))
+    return found[0] if len(found) == 1 else None
+
+
+def last(text: str) -> Fraction | None:
+    """The last number in the text, or None; no more than the last 1,000 candidates are tried."""
+    for size in _WINDOWS:
+        window = clean(text if size is None else text[-size:])
+        whole = size is None or size >= len(text)
+        candidates = collections.deque(_PIECE.finditer(window), maxlen=_MAX_CANDIDATES)
+        while candidates:
+            piece = candidates.pop()
+            if not whole and piece.start() < 2 * _MAX_CHARS:
+                break  # it may have begun before the window
+            values = _values(window, piece)
+            if values:
+                return values[-1]
+        if whole:
+            break
+    return None
+
+
+def same(left: str, right: str) -> bool:
+    """Whether two short answers are the same number, or the same text where either is no number."""
+    a, b = only(left), only(right)
+    if a is not None and b is not None:
+        return a == b
+    return " ".join(left.casefold().split()) == " ".join(right.casefold().split())
+
+
+def clean(text: str) -> str:
+    """The text with one spelling for each minus, digit and space, and without empty LaTeX."""
+    return _NOISE.sub(_noise, text.translate(_TRANSLATE))
+
+
+def _noise(match: re.Match[str]) -> str:
+    return "," if match.group() == "{,}" else ""
+
+
+def _numbers(text: str) -> Iterator[Fraction]:
+    for piece in _PIECE.finditer(text):
+        yield from _values(text, piece)
+
+
+def _values(text: str, piece: re.Match[str]) -> list[Fraction]:
+    """The numbers in one piece of a text: none, one, or several ("1,2,3" is a list)."""
+    start, end = piece.span()
+    if end - start > _MAX_CHARS or not _stands_alone(text, start, end):
+        return []
+    sign = _sign(text[max(0, start - 4) : start])
+    if piece["run"] is not None:
+        values = _run_values(piece)
+    elif piece["mixed"] is not None:
+        values = _mixed(piece["mixed"], piece["over"], piece["under"])
+    else:
+        top, bottom = piece["top"] or piece["top1"], piece["bottom"] or piece["bottom1"]
+        values = _mixed(piece["whole"], top, bottom)
+    return [sign * values[0], *values[1:]] if values else []
+
+
+def _run_values(piece: re.Match[str]) -> list[Fraction]:
+    run, exponent, denominator = piece["run"], piece["exponent"], piece["denominator"]
+    values = _split_run(run)
+    if exponent is not None and values:
+        values[-1] *= Fraction(10) ** int(exponent)
+    if denominator is not None and values:
+        below = _split_run(denominator)
+        if not below or below[0] == 0:
+            return []
+        values = [*values[:-1], values[-1] / below[0], *below[1:]]
+    return values
+
+
+def _split_run(run: str) -> list[Fraction]:
+    """The numbers in a run of digits, dots and commas."""
+    run = run.rstrip(".,")
+    if _GROUPED.fullmatch(run):
+        return [Fraction(run.replace(",", ""))]
+    parts = [part.rstrip(".") for part in run.split(",")]
+    if not all(_DECIMAL.fullmatch(part) for part in parts):
+        return []  # 1.2.3
+    return [Fraction(part) for part in parts if part]
+
+
+def _mixed(whole: str | None, top: str, bottom: str) -> list[Fraction]:
+    """``2 1/2`` is one number; ``2 3/2`` is two."""
+    if int(bottom) == 0:
+        return []
+    value = Fraction(int(top), int(bottom))
+    if whole is None:
+        return [value]
+    return [int(whole) + value] if 0 < value < 1 else [Fraction(int(whole)), value]
+
+
+def _stands_alone(text: str, start: int, end: int) -> bool:
+    """Whether the piece is a number and not a part of a word, a date, a time, a path or a power."""
+    before, after = text[start - 1 : start], text[end : end + 1]
+    if (
+        before == "_"
+        or (before.isalpha() and not _is_command_end(text, start))
+        or (before in ("^", "/") and before)
+    ):
+        return False
+    if text[start - 2 : start] in ("^{", "^-"):
+        return False
+    if (before == ":" and text[start - 2 : start - 1].isdigit()) or (
+        after == ":" and text[end + 1 : end + 2].isdigit()
+    ):
+        return False
+    return not (after == "^" or (after == "/" and text[end + 1 : end + 2].isdigit()))
+
+
+def _is_command_end(text: str, start: int) -> bool:
+    r"""Whether the letters before a number are a LaTeX command, as in ``\boxed 5``."""
+    return re.search(r"\\f?boxed$", text[max(0, start - 8) : start]) is not None
+
+
+def _sign(before: str) -> int:
+    match = _SIGN.search(before) or _CURRENCY_SIGN.search(before)
+    if match is None or match[2] == "+":
+        return 1
+    # "10-3" is a subtraction and "2)-1" too: a sign follows a space, a bracket, an operator or nothing.
+    return 1 if match[1].isalnum() or (match[1] in (")", "]", "}") and match[1]) else -1

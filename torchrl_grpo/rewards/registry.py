@@ -1,0 +1,129 @@
+"""Rewards by name, each data set's default weights, and each data set's grader."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.rewards.base import Grader, Reward
+from torchrl_grpo.rewards.combine import RewardSet
+from torchrl_grpo.rewards.format import FormatReward
+from torchrl_grpo.rewards.grading import AccuracyGrader, CountingGrader, Gsm8kGrader
+from torchrl_grpo.rewards.gsm8k import Gsm8kReward
+from torchrl_grpo.rewards.ifeval import IFEvalGrader, IFEvalReward
+from torchrl_grpo.rewards.math_verify import MathVerifyReward
+from torchrl_grpo.rewards.reasoning_gym import ReasoningGymReward
+from torchrl_grpo.rewards.text import BareNumberReward, ExactMatchReward
+
+#: Used where ``reward.weights`` is empty.
+DEFAULT_WEIGHTS: dict[str, dict[str, float]] = {
+    "gsm8k": {"gsm8k": 1.0, "format": 0.1},
+    "math": {"math_verify": 1.0, "format": 0.1},
+    "reasoning_gym": {"reasoning_gym": 1.0},
+    "jsonl": {"exact_match": 1.0},
+    "ifeval": {"ifeval": 1.0},
+}
+
+
+def _gsm8k(cfg: Config) -> Reward:
+    # Who asks for tags wants them used; who asks for nothing takes the number wherever it stands.
+    return Gsm8kReward("strict" if cfg.env.answer_format == "tags" else "flexible")
+
+
+REWARDS: dict[str, Callable[[Config], Reward]] = {
+    "gsm8k": _gsm8k,
+    "format": lambda cfg: FormatReward(),
+    "math_verify": lambda cfg: MathVerifyReward(cfg.reward.timeout_s, cfg.reward.workers),
+    "reasoning_gym": lambda cfg: ReasoningGymReward(
+        cfg.env.answer_format, cfg.reward.timeout_s, cfg.reward.workers
+    ),
+    "ifeval": lambda cfg: IFEvalReward(),
+    "exact_match": lambda cfg: ExactMatchReward(cfg.env.answer_format),
+    "bare_number": lambda cfg: BareNumberReward(cfg.env.answer_format),
+}
+
+#: Which truths a reward can read; a reward that is not here reads none.
+_READS: dict[str, tuple[str, ...]] = {
+    "gsm8k": ("gsm8k", "math", "jsonl"),
+    "math_verify": ("gsm8k", "math", "jsonl"),
+    "exact_match": ("gsm8k", "math", "jsonl"),
+    "reasoning_gym": ("reasoning_gym",),
+    "ifeval": ("ifeval",),
+}
+
+
+def check_weights(cfg: Config) -> dict[str, float]:
+    """The weights of a run, after every check that starts nothing.
+
+    Args:
+        cfg: ``reward.weights`` and ``env.dataset`` are read.
+
+    Returns:
+        Reward name -> weight; the data set's defaults where the configuration gives none.
+
+    Raises:
+        ConfigError: a name is unknown, a weight is not finite, a reward cannot judge the data set, or all
+            weights are 0.
+    """
+    weights = cfg.reward.weights or DEFAULT_WEIGHTS[cfg.env.dataset]
+    for name, weight in weights.items():
+        if name not in REWARDS:
+            raise ConfigError(
+                f"reward.weights.{name}={weight!r}: no such reward; write one of: {', '.join(REWARDS)}"
+            )
+        if not math.isfinite(weight):
+            raise ConfigError(f"reward.weights.{name}={weight!r} is not a finite number; write e.g. 1.0")
+        if name in _READS and cfg.env.dataset not in _READS[name]:
+            raise ConfigError(
+                f"reward.weights.{name}: this reward cannot judge env.dataset={cfg.env.dataset}; it reads "
+                f"{', '.join(_READS[name])}. Write e.g. reward.weights={DEFAULT_WEIGHTS[cfg.env.dataset]}"
+            )
+    if not any(weights.values()):
+        raise ConfigError(
+            f"reward.weights={dict(weights)!r} are all 0, so nothing is rewarded; give one a weight"
+        )
+    return dict(weights)
+
+
+def build(cfg: Config) -> RewardSet:
+    """The rewards of a run; worker processes start here, so close the result.
+
+    Args:
+        cfg: ``reward``, ``env.dataset`` and ``env.answer_format`` are read.
+
+    Returns:
+        The rewards, combined.
+
+    Raises:
+        ConfigError: see :func:`check_weights`.
+    """
+    pairs = [(REWARDS[name](cfg), weight) for name, weight in check_weights(cfg).items()]
+    return RewardSet(pairs, cfg.reward.on_error, cfg.reward.workers)
+
+
+def grader(cfg: Config) -> CountingGrader:
+    """The grader of a run's data set; it may start worker processes, so close it.
+
+    Args:
+        cfg: ``env.dataset``, ``env.answer_format``, ``reward.timeout_s`` and ``reward.workers`` are read.
+
+    Returns:
+        A grader that counts its errors.
+    """
+    name = cfg.env.dataset
+    inner: Grader
+    if name == "gsm8k":
+        inner = Gsm8kGrader()
+    elif name == "ifeval":
+        inner = IFEvalGrader()
+    elif name == "math":
+        inner = AccuracyGrader(MathVerifyReward(cfg.reward.timeout_s, cfg.reward.workers))
+    elif name == "reasoning_gym":
+        inner = AccuracyGrader(
+            ReasoningGymReward(cfg.env.answer_format, cfg.reward.timeout_s, cfg.reward.workers)
+        )
+    else:
+        inner = AccuracyGrader(ExactMatchReward(cfg.env.answer_format))
+    return CountingGrader(inner)

@@ -1,0 +1,72 @@
+"""The replay buffer between collection and optimisation: a stock TorchRL buffer whose entries are groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
+from torchrl.envs.transforms import Transform
+
+from torchrl_grpo.rollout.schema import collate
+
+
+class GroupBuffer:
+    """Holds one round of groups and hands them out in optimiser batches, each group once an epoch.
+
+    Args:
+        capacity: most groups held.
+        groups_per_batch: groups in an optimiser batch.
+        write_transforms: applied to each round on its way in, in this order.
+        seed: of the order within an epoch.
+    """
+
+    def __init__(
+        self, capacity: int, groups_per_batch: int, write_transforms: Sequence[Transform], seed: int
+    ) -> None:
+        self.buffer = ReplayBuffer(
+            storage=LazyStackStorage(capacity),
+            sampler=SamplerWithoutReplacement(drop_last=False, shuffle=True),
+            collate_fn=_collate,
+            batch_size=groups_per_batch,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        # TorchRL runs the inverse of its transforms, which is the write side, last one first.
+        for transform in reversed(write_transforms):
+            self.buffer.append_transform(transform)
+
+    def refill(self, groups: TensorDictBase) -> None:
+        """Replace what is held by ``groups`` (batch size ``[P]``, see :mod:`~torchrl_grpo.rollout.schema`)."""
+        self.buffer.empty()
+        self.buffer.extend(groups)
+
+    def sample(self) -> TensorDict:
+        """The next optimiser batch, as narrow as its longest prompt and response."""
+        return self.buffer.sample()
+
+    def contents(self) -> TensorDict:
+        """All groups held, in the order they came."""
+        return collate(list(self.buffer[:]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Groups, the order still to be sampled, and the generator of that order; tensors and plain values."""
+        held = [dict(group.flatten_keys("/").items()) for group in self.buffer[:]] if len(self.buffer) else []
+        sampler = self.buffer._sampler.state_dict()
+        return {"groups": held, "sampler": dict(sampler), "generator": self.buffer._rng.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue exactly where :meth:`state_dict` was taken."""
+        self.buffer.empty()
+        groups = [TensorDict(group, []).unflatten_keys("/") for group in state["groups"]]
+        if groups:
+            # Straight into the storage: the write transforms have already run on these.
+            self.buffer._extend(torch.stack(groups))
+        self.buffer._sampler.load_state_dict(state["sampler"])
+        self.buffer._rng.set_state(state["generator"])
+
+
+def _collate(sample: TensorDictBase) -> TensorDict:
+    return collate(list(sample.unbind(0)))

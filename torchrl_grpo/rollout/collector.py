@@ -1,0 +1,161 @@
+"""The synchronous collector: one batched engine call a round, one TensorDict out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import NonTensorStack, TensorDict
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from torchrl_grpo.envs import GroupTextEnv
+from torchrl_grpo.inference.protocol import Completion, Engine, Sampling
+from torchrl_grpo.rollout.schema import build_batch
+
+
+@dataclass
+class Round:
+    """One round of collection.
+
+    Attributes:
+        groups: see :mod:`torchrl_grpo.rollout.schema`.
+        prompts: P prompt texts.
+        responses: P lists of G response texts.
+        parts: each reward by name, P x G of them, group by group.
+        errors: reward errors by name, likewise.
+        generate_seconds: time in the engine.
+        score_seconds: time in the rewards.
+    """
+
+    groups: TensorDict
+    prompts: list[str]
+    responses: list[list[str]]
+    parts: list[dict[str, float]]
+    errors: list[dict[str, str]]
+    generate_seconds: float
+    score_seconds: float
+
+
+class RolloutCollector:
+    """Collects rounds of P x G responses, with the interface of TorchRL's ``LLMCollector``.
+
+    Stock ``LLMCollector`` costs 18 ms a sample around an engine that answers at once (measured); this
+    one builds the round in a few vectorised calls.
+
+    Args:
+        env: problems and rewards, batch size ``[P, G]``.
+        engine: generates.
+        tokenizer: turns responses into text.
+        max_new_tokens: length bound of a response.
+        temperature: sampling temperature.
+        total_dialog_turns: responses after which iteration ends.
+        seed: of the sampling; a round's seeds depend on it and the round's number alone.
+        clock: seconds, for the two timings of a round.
+    """
+
+    def __init__(
+        self,
+        env: GroupTextEnv,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        total_dialog_turns: int,
+        seed: int,
+        clock: Any,
+    ) -> None:
+        self.env = env
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
+        self.total_dialog_turns = total_dialog_turns
+        self.seed = seed
+        self.rounds = 0
+        self._clock = clock
+
+    @property
+    def dialog_turns_per_batch(self) -> int:
+        """Responses in a round."""
+        return int(self.env.batch_size.numel())
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that the next round is sampled with."""
+        return self.engine.policy_version
+
+    def start(self) -> None:
+        """Nothing runs in the background: collection happens when the next round is asked for."""
+
+    def shutdown(self) -> None:
+        """Close the engine."""
+        self.engine.close()
+
+    def __iter__(self) -> Iterator[Round]:
+        while self.rounds * self.dialog_turns_per_batch < self.total_dialog_turns:
+            yield self.rollout()
+
+    def rollout(self) -> Round:
+        """Collect one round."""
+        num_prompts, num_samples = self.env.batch_size
+        # Cached states are right but came out of other batches, and rounding depends on the batch:
+        # starting empty makes a round a function of weights and seed, whatever ran before.
+        self.engine.reset_cache()
+        state = self.env.reset()
+        start = self._clock()
+        completions = self.engine.generate(
+            self.env.prompt_ids,
+            Sampling(num_samples, self.max_new_tokens, self.temperature, self._seeds(num_prompts)),
+        )
+        generated = self._clock()
+        texts = self._decode(completions)
+        state.set(("text", "response"), NonTensorStack.from_list(texts))
+        result = self.env.step(state)
+        scored = self._clock()
+        groups = build_batch(
+            self.env.prompt_ids,
+            completions,
+            result["next", "reward"],
+            state["group_id"],
+            self.engine.policy_version,
+            self.tokenizer.pad_token_id,
+        )
+        self.rounds += 1
+        return Round(
+            groups=groups,
+            prompts=list(self.env.prompt_texts),
+            responses=texts,
+            parts=[dict(one.parts) for one in self.env.scored],
+            errors=[dict(one.errors) for one in self.env.scored],
+            generate_seconds=generated - start,
+            score_seconds=scored - generated,
+        )
+
+    def _seeds(self, count: int) -> list[int]:
+        return [derive_seed(self.seed, "rollout", self.rounds, prompt) for prompt in range(count)]
+
+    def _decode(self, completions: list[list[Completion]]) -> list[list[str]]:
+        flat = [completion.token_ids for group in completions for completion in group]
+        texts = self.tokenizer.batch_decode(flat, skip_special_tokens=True)
+        width = len(completions[0])
+        return [texts[i : i + width] for i in range(0, len(texts), width)]
+
+    def state_dict(self) -> dict[str, int]:
+        """Rounds collected, and the position in the data."""
+        return {"rounds": self.rounds, **self.env.stream.state_dict()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+        self.rounds = state["rounds"]
+        self.env.stream.load_state_dict({"epoch": state["epoch"], "position": state["position"]})
+
+
+def derive_seed(seed: int, *names: object) -> int:
+    """A 48-bit seed that depends on ``seed`` and ``names``; engines add the sample's number to it."""
+    digest = hashlib.blake2b("/".join(map(str, (seed, *names))).encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "big")
+
+

@@ -1,0 +1,98 @@
+"""The one TensorDict that travels from the collector to the loss, built here and described here.
+
+Batch size ``[P]``: an entry is a whole group, one prompt with its G responses.
+
+=============================  ==============  =======  ====================================================
+key                            shape           dtype    meaning
+=============================  ==============  =======  ====================================================
+("tokens", "prompt")           [P, L]          int64    prompt, padded on the left
+("masks", "prompt")            [P, L]          bool     True on real tokens
+("tokens", "response")         [P, G, T]       int64    response with its end token, padded on the right
+("masks", "response")          [P, G, T]       bool     True on real tokens
+("log_probs", "response")      [P, G, T]       float32  the engine's own, at the sampling temperature
+("log_probs", "reference")     [P, G, T]       float32  the reference model's; only with policy.kl_coef
+("next", "reward")             [P, G, 1]       float32  weighted sum of the rewards
+"truncated"                    [P, G, 1]       bool     True where the length bound ended the response
+"advantage"                    [P, G, 1]       float32  written on the way into the buffer
+"policy_version"               [P, G]          int64    optimiser steps the sampling weights had seen
+"group_id"                     [P, G]          int64    running number of the group
+=============================  ==============  =======  ====================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from torchrl_grpo.inference.protocol import Completion
+from torchrl_grpo.padding import pad_left, pad_right
+
+_LEFT_PADDED = (("tokens", "prompt"), ("masks", "prompt"))
+_RIGHT_PADDED = (
+    ("tokens", "response"),
+    ("masks", "response"),
+    ("log_probs", "response"),
+    ("log_probs", "reference"),
+)
+
+
+def build_batch(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[Completion]],
+    rewards: Tensor,
+    group_id: Tensor,
+    policy_version: int,
+    pad_id: int,
+) -> TensorDict:
+    """Rollouts of one round as the TensorDict described above.
+
+    Args:
+        prompts: P prompts as token ids.
+        completions: G completions each.
+        rewards: ``[P, G, 1]``.
+        group_id: ``[P, G]``.
+        policy_version: of the weights that sampled.
+        pad_id: fills the padding; what it is never matters.
+    """
+    P, G = len(completions), len(completions[0])
+    flat = [completion for group in completions for completion in group]
+    prompt, prompt_mask = pad_left(prompts, pad_id)
+    response, response_mask = pad_right([c.token_ids for c in flat], pad_id, torch.int64)
+    log_probs, _ = pad_right([c.log_probs for c in flat], 0.0, torch.float32)
+    return TensorDict(
+        {
+            "tokens": TensorDict({"prompt": prompt, "response": response.view(P, G, -1)}, [P]),
+            "masks": TensorDict({"prompt": prompt_mask, "response": response_mask.view(P, G, -1)}, [P]),
+            "log_probs": TensorDict({"response": log_probs.view(P, G, -1)}, [P]),
+            "next": TensorDict({"reward": rewards}, [P]),
+            "truncated": torch.tensor([c.finish_reason == "length" for c in flat]).view(P, G, 1),
+            "policy_version": torch.full((P, G), policy_version, dtype=torch.int64),
+            "group_id": group_id,
+        },
+        batch_size=[P],
+    )
+
+
+def collate(groups: Sequence[TensorDictBase]) -> TensorDict:
+    """Stack groups of any width into a batch ``[P]``, no wider than its longest prompt and response."""
+    prompt_width = max(int(group["masks", "prompt"].sum()) for group in groups)
+    response_width = max(int(group["masks", "response"].sum(-1).max()) for group in groups)
+    rows = []
+    for group in groups:
+        row = group.clone(recurse=False)
+        for key in _LEFT_PADDED:
+            row.set(key, _fit(group[key].flip(-1), prompt_width).flip(-1))
+        for key in _RIGHT_PADDED:
+            if key in group.keys(include_nested=True):
+                row.set(key, _fit(group[key], response_width))
+        rows.append(row)
+    return torch.stack(rows).contiguous()
+
+
+def _fit(tensor: Tensor, width: int) -> Tensor:
+    """Cut or zero-pad the last axis to ``width``; what is cut is padding."""
+    return F.pad(tensor[..., :width], (0, max(0, width - tensor.shape[-1])))

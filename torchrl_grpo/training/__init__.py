@@ -1,0 +1,1 @@
+"""The synchronous loop and its parts: one optimiser step, publication, evaluation, checkpoints."""

@@ -1,0 +1,193 @@
+"""Checkpoints: folders written aside and renamed into place, read back only if every byte is there.
+
+``checkpoints/<step>/``
+
+* ``model/``: weights (safetensors), configuration and tokenizer; ``AutoModelForCausalLM.from_pretrained`` loads it;
+* ``trainer.pt``: optimiser, schedule, scaler, random states, buffer, data position, counters, as tensors
+  and plain values, read with ``weights_only=True`` so that no code can hide in it;
+* ``config.yaml``: the full configuration;
+* ``manifest.json``: size and checksum of each file, written last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.errors import CheckpointError
+from torchrl_grpo.run_folder import MANIFEST
+
+_ASIDE = ".writing-"
+_DOOMED = ".removing-"
+_TRAINER = "trainer.pt"
+_CONFIG = "config.yaml"
+# A resumed run may change these and still be the same run.
+_FREE_KEYS = ("resume", "logging", "checkpoint", "train.checkpoint_frequency", "train.max_skipped_steps")
+
+
+def save(
+    run_dir: Path, step: int, cfg: Config, write_model: Callable[[Path], None], state: dict[str, Any], keep: int
+) -> Path:
+    """Write ``checkpoints/<step>`` and remove all but the ``keep`` newest.
+
+    A kill at any moment leaves the older checkpoints whole.
+
+    Args:
+        run_dir: the run's folder.
+        step: optimiser steps done.
+        cfg: the configuration, saved in full.
+        write_model: writes model and tokenizer into the folder it is given.
+        state: tensors and plain values.
+        keep: checkpoints to keep.
+
+    Returns:
+        The folder.
+    """
+    import torch
+    from omegaconf import OmegaConf
+
+    root = run_dir / "checkpoints"
+    aside = root / f"{_ASIDE}{step}"
+    shutil.rmtree(aside, ignore_errors=True)
+    (aside / "model").mkdir(parents=True)
+    write_model(aside / "model")
+    torch.save(state, aside / _TRAINER)
+    OmegaConf.save(OmegaConf.create(asdict(cfg)), aside / _CONFIG)
+    files = sorted(path for path in aside.rglob("*") if path.is_file())
+    entries = {str(path.relative_to(aside)): {"bytes": path.stat().st_size, "crc32": _crc32(path)} for path in files}
+    for path in files:
+        _flush(path)
+    (aside / MANIFEST).write_text(json.dumps({"step": step, "files": entries}, indent=1))
+    _flush(aside / MANIFEST)
+    target = root / str(step)
+    if target.exists():
+        _remove(target)
+    aside.rename(target)
+    _flush(root)
+    for old in _complete(root)[:-keep]:
+        _remove(old)
+    return target
+
+
+def clean(run_dir: Path) -> None:
+    """Remove what a killed process left half written or half removed."""
+    for leftover in (run_dir / "checkpoints").glob(".*-*"):
+        if leftover.name.startswith((_ASIDE, _DOOMED)):
+            shutil.rmtree(leftover)
+
+
+def find(run_dir: Path, resume: str) -> Path:
+    """The checkpoint that ``resume`` means: the one named, or the newest one that is undamaged.
+
+    Needs no torch, so a run that cannot resume says so at once.
+
+    Args:
+        run_dir: the run's folder.
+        resume: ``auto``, or a path to the run, its checkpoints, or one of them.
+
+    Raises:
+        CheckpointError: the one named is damaged, or there is none undamaged.
+    """
+    named = Path(resume)
+    if resume != "auto" and named.parent.name == "checkpoints":
+        reason = damage(named)
+        if reason is not None:
+            raise CheckpointError(f"resume={resume}: {reason}; name another checkpoint, or write resume={run_dir}")
+        return named
+    for folder in reversed(_complete(run_dir / "checkpoints")):
+        reason = damage(folder)
+        if reason is None:
+            return folder
+        warnings.warn(f"{folder} is skipped: {reason}", stacklevel=2)
+    raise CheckpointError(
+        f"resume={resume}: {run_dir} holds no undamaged checkpoint; write resume=null to start a new run"
+    )
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        return f"its {MANIFEST} cannot be read ({error})"
+    for name, entry in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != entry["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
+        if _crc32(path) != entry["crc32"]:
+            return f"{name} has another checksum than when it was written"
+    return None
+
+
+def check_same_run(folder: Path, cfg: Config) -> None:
+    """Refuse a configuration under which the resumed run would be a different one.
+
+    Raises:
+        CheckpointError: a key differs that changes the numbers.
+    """
+    from omegaconf import OmegaConf
+
+    saved = OmegaConf.to_container(OmegaConf.load(folder / _CONFIG))
+    for key, before, now in _differences(saved, asdict(cfg)):
+        if not any(key == free or key.startswith(free + ".") for free in _FREE_KEYS):
+            raise CheckpointError(
+                f"{key}={now}: the run in {folder.parent.parent} was started with {key}={before}; "
+                "resume with that, or start a new run from its weights with "
+                f"model.name={folder / 'model'} and without resume"
+            )
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """The trainer's state in a checkpoint; tensors on the CPU."""
+    import torch
+
+    return torch.load(folder / _TRAINER, map_location="cpu", weights_only=True)
+
+
+def _complete(root: Path) -> list[Path]:
+    found = [path for path in root.glob("*") if path.name.isdigit() and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def _remove(folder: Path) -> None:
+    # Renamed first: a kill in the middle of the removal must not leave something that looks whole.
+    doomed = folder.with_name(f"{_DOOMED}{folder.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _differences(before: Any, now: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        found = []
+        for key in sorted({*before, *now}):
+            found += _differences(before.get(key), now.get(key), f"{prefix}.{key}" if prefix else str(key))
+        return found
+    return [] if before == now else [(prefix, before, now)]
+
+
+def _crc32(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _flush(path: Path) -> None:
+    """Hand a file, or a folder's list of names, to the disk: a rename must not overtake the data."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,79 @@
+"""The synchronous training loop: collect, score, advantage, buffer, optimise, publish, evaluate, log, save."""
+
+from __future__ import annotations
+
+import time
+
+from torchrl_grpo.observe.stats import peak_memory_gib
+from torchrl_grpo.rollout.collector import Round
+from torchrl_grpo.training.session import Session
+
+
+def train(run: Session) -> None:
+    """Train until ``train.total_dialog_turns`` responses have been used.
+
+    One pass of the loop is one optimiser step. A round is collected when the buffer has been used up,
+    so every round is sampled by the weights it is first trained on: asynchronous training with a
+    staleness bound of zero.
+    """
+    while run.counters.step < run.total_steps:
+        started = time.perf_counter()
+        metrics: dict[str, float] = {}
+        if run.counters.steps_left_in_round == 0:
+            metrics |= collect(run)
+        trained = time.perf_counter()
+        metrics |= run.optimise(run.buffer.sample())
+        metrics["time/train_s"] = time.perf_counter() - trained
+        run.counters.step += 1
+        run.counters.steps_left_in_round -= 1
+        if run.counters.steps_left_in_round == 0 or run.evaluation_is_due():
+            metrics |= run.publish()
+        if run.evaluation_is_due():
+            metrics |= run.evaluate()
+        metrics["time/step_s"] = time.perf_counter() - started
+        metrics["memory/peak_gib"] = peak_memory_gib()
+        run.log(metrics)
+        if run.checkpoint_is_due():
+            run.save()
+
+
+def collect(run: Session) -> dict[str, float]:
+    """Fill the buffer with a new round and return what the round looked like."""
+    round_ = run.collector.rollout()
+    started = time.perf_counter()
+    # Reference log-probabilities and advantages are computed on the way in.
+    run.buffer.refill(round_.groups)
+    prepared = time.perf_counter() - started
+    run.counters.steps_left_in_round = run.steps_per_round
+    run.write_rollouts(round_)
+    return {**describe(run, round_), "time/prepare_s": prepared}
+
+
+def describe(run: Session, round_: Round) -> dict[str, float]:
+    """Metrics of a round: rewards, advantages, lengths, groups without a signal, throughput."""
+    groups = run.buffer.contents()
+    rewards = groups["next", "reward"]
+    lengths = groups["masks", "response"].sum(-1).float()
+    tokens = int(lengths.sum())
+    errors = sum(len(one) for one in round_.errors)
+    run.counters.response_tokens += tokens
+    run.counters.reward_errors += errors
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std(correction=0)),
+        "reward/constant_groups": float((rewards == rewards[:, :1]).all(1).float().mean()),
+        "reward/errors": errors,
+        "advantage/abs_mean": float(groups["advantage"].abs().mean()),
+        "response/length_mean": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
+        "response/truncated": float(groups["truncated"].float().mean()),
+        "policy/version": int(groups["policy_version"].min()),
+        "data/epoch": run.collector.env.stream.epoch,
+        "time/generate_s": round_.generate_seconds,
+        "time/score_s": round_.score_seconds,
+        "throughput/generated_tokens_per_s": tokens / round_.generate_seconds,
+    }
+    for name in sorted({name for parts in round_.parts for name in parts}):
+        values = [parts[name] for parts in round_.parts if name in parts]
+        metrics[f"reward/{name}"] = sum(values) / len(values)
+    return metrics

@@ -1,0 +1,196 @@
+"""One optimiser step: micro-batches, gradients, clipping, the step itself or its refusal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from torchrl_grpo.config import OptimizerConfig
+from torchrl_grpo.errors import TrainingStopped
+from torchrl_grpo.objectives.clipped import ClippedGroupLoss
+
+# Low enough that the first steps are not spent on finding the scale, as with torch's 2^16.
+_INITIAL_SCALE = 2.0**12
+
+
+class OptimiserStep:
+    """Turns an optimiser batch into one update of ``model``.
+
+    Args:
+        model: what is trained.
+        loss: the objective around it.
+        cfg: optimiser settings.
+        total_steps: optimiser steps of the whole run, for the schedule.
+        micro_batches: how many pieces a batch is worked through in; the result does not depend on it.
+        use_scaler: scale the loss, for fp16.
+        max_skipped_steps: refused steps in a row after which training stops.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: ClippedGroupLoss,
+        cfg: OptimizerConfig,
+        *,
+        total_steps: int,
+        micro_batches: int,
+        use_scaler: bool,
+        max_skipped_steps: int,
+    ) -> None:
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.loss = loss
+        self.micro_batches = micro_batches
+        self.max_grad_norm = cfg.max_grad_norm
+        self.max_skipped_steps = max_skipped_steps
+        self.optimizer = torch.optim.AdamW(
+            parameter_groups(model, cfg.weight_decay), lr=cfg.lr, betas=(cfg.betas[0], cfg.betas[1]), eps=cfg.eps, fused=True
+        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: learning_rate_factor(step, total_steps, cfg)
+        )
+        device = self.parameters[0].device.type
+        self.scaler = torch.amp.GradScaler(device, init_scale=_INITIAL_SCALE, enabled=use_scaler)
+        self.skipped = 0
+        self.skipped_in_a_row = 0
+
+    def __call__(self, batch: TensorDict) -> dict[str, float]:
+        """Update the model on ``batch`` (batch size ``[P]``).
+
+        Returns:
+            Metrics of the step, means over the batch's response tokens.
+
+        Raises:
+            TrainingStopped: more than ``max_skipped_steps`` steps in a row had a loss or a gradient that is
+                not finite.
+        """
+        sums = self.accumulate(batch)
+        loss = sums.pop("loss")
+        self.scaler.unscale_(self.optimizer)
+        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm))
+        lr = self.scheduler.get_last_lr()[0]
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if finite:
+            self.scaler.step(self.optimizer)
+        self._count(finite, loss, norm)
+        # Also after a refused step: an overflow is how the scaler learns to scale less.
+        self.scaler.update()
+        self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        ratio, ratio_squared = sums.pop("ratio"), sums.pop("ratio_squared")
+        return {
+            "loss/total": loss,
+            "loss/objective": sums.pop("loss_objective"),
+            **({"loss/kl": sums.pop("loss_kl"), "kl/reference": sums.pop("kl_ref")} if "kl_ref" in sums else {}),
+            "kl/sampling_policy": sums.pop("kl_approx"),
+            "policy/entropy": sums.pop("entropy"),
+            "policy/clip_fraction": sums.pop("clip_fraction"),
+            "policy/ratio": ratio,
+            # Kish's effective sample size of the importance ratios, as a share of the tokens.
+            "policy/ess": ratio**2 / ratio_squared if ratio_squared > 0 else math.nan,
+            "policy/log_prob_gap": sums.pop("gap"),
+            "optimizer/grad_norm": norm,
+            "optimizer/lr": lr,
+            "optimizer/skipped": self.skipped,
+            **({"optimizer/loss_scale": self.scaler.get_scale()} if self.scaler.is_enabled() else {}),
+        }
+
+    def accumulate(self, batch: TensorDict) -> dict[str, float]:
+        """Add the gradients of ``batch`` to the parameters, and return its summed loss terms and metrics."""
+        total_tokens = int(batch["masks", "response"].sum())
+        sums: dict[str, float] = {"loss": 0.0}
+        for piece in split(batch, self.micro_batches):
+            terms = self.loss(piece, total_tokens=total_tokens)
+            loss = terms["loss_objective"] + (terms["loss_kl"] if "loss_kl" in terms.keys() else 0.0)
+            self.scaler.scale(loss).backward()
+            sums["loss"] += float(loss.detach())
+            for name, value in terms.items():
+                sums[name] = sums.get(name, 0.0) + float(value.detach())
+        return sums
+
+    def _count(self, finite: bool, loss: float, norm: float) -> None:
+        if finite:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped += 1
+        still_searching = self.scaler.is_enabled() and self.scaler.get_scale() > 1.0
+        if not still_searching:
+            self.skipped_in_a_row += 1
+        if self.skipped_in_a_row > self.max_skipped_steps:
+            raise TrainingStopped(
+                f"{self.skipped_in_a_row} optimiser steps in a row were skipped because the loss ({loss}) or the "
+                f"gradient norm ({norm}) is not finite, and train.max_skipped_steps={self.max_skipped_steps}; "
+                f"lower optimizer.lr={self.optimizer.defaults['lr']}, write train_model.autocast=no, or resume an "
+                "earlier checkpoint"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimiser, schedule, scaler and counters."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": {"last_epoch": self.scheduler.last_epoch},
+            "scaler": self.scaler.state_dict(),
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken; the schedule follows the present configuration."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.last_epoch = state["scheduler"]["last_epoch"]
+        rates = [
+            base * factor(self.scheduler.last_epoch)
+            for base, factor in zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.scheduler._last_lr = rates
+        self.scaler.load_state_dict(state["scaler"])
+        self.skipped = state["skipped"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; biases and norms, which are vectors, do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def learning_rate_factor(step: int, total_steps: int, cfg: OptimizerConfig) -> float:
+    """What ``optimizer.lr`` is multiplied by at ``step`` (0-based): linear warm-up, then the schedule."""
+    if step < cfg.warmup_steps:
+        return (step + 1) / (cfg.warmup_steps + 1)
+    if cfg.schedule == "constant":
+        return 1.0
+    done = min(1.0, (step - cfg.warmup_steps) / max(1, total_steps - cfg.warmup_steps))
+    shape = 1 - done if cfg.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape
+
+
+def split(batch: TensorDict, pieces: int) -> Iterator[TensorDict]:
+    """Cut ``batch`` (``[P]`` groups of G) into micro-batches: along groups while they last, then within them.
+
+    Args:
+        batch: the optimiser batch.
+        pieces: a divisor of P, or P times a divisor of G.
+    """
+    groups = batch.batch_size[0]
+    if pieces <= groups:
+        yield from batch.split(groups // pieces)
+        return
+    samples = batch["tokens", "response"].shape[1]
+    size = samples // (pieces // groups)
+    prompt_keys = {("tokens", "prompt"), ("masks", "prompt")}
+    for group in batch.split(1):
+        for start in range(0, samples, size):
+            yield group.named_apply(
+                lambda key, t, start=start: t if key in prompt_keys else t[:, start : start + size],
+                nested_keys=True,
+            )

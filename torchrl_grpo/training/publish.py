@@ -1,0 +1,232 @@
+"""Weight publication with proof: after it, the engine is shown to hold the trainer's weights.
+
+Three kinds of evidence, because each misses what another sees:
+
+* a receipt: a checksum of every tensor the engine took, against the live model's own. It sees a tensor
+  that was left out or came from a stale copy, however small the update was;
+* the engine's answer: log-probabilities of the likeliest next tokens after fixed probe prompts, against
+  the trainer's. It sees weights that arrived but are not the ones that answer;
+* the engine's count of cached tokens. It sees key/value states of earlier weights that are still served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_grpo.errors import TrainingStopped
+from torchrl_grpo.inference.protocol import Engine, NextTokens
+from torchrl_grpo.models.logprobs import TokenScorer
+from torchrl_grpo.padding import pad_left
+
+TOP_K = 20
+# What two correct implementations may differ by at the start, in nats; several times what was measured
+# (float32: 1e-5 to 1e-4; bfloat16: up to 0.1 on unlikely tokens).
+_START_BOUND = {torch.float32: 0.02, torch.bfloat16: 0.5, torch.float16: 0.2}
+# Later the bound is this many times the gap seen at the start, but never below the floor.
+_GROWTH = 20.0
+_FLOOR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
+
+
+@dataclass
+class Gap:
+    """Result of one comparison, in nats.
+
+    Attributes:
+        now: largest difference of log-probabilities between the engine and the trainer as it is.
+        before: the same against the trainer as it was at the publication before; None at the first.
+        shift: how far the trainer itself moved between the two; None at the first.
+    """
+
+    now: float
+    before: float | None
+    shift: float | None
+
+
+class WeightPublisher:
+    """Publishes the weights of ``model`` to ``engine`` and proves that they arrived.
+
+    Args:
+        model: the model that is trained; published tensor by tensor, without a copy of the whole.
+        scorer: around ``model`` at temperature 1.
+        engine: takes the weights.
+        probe_prompts: token ids; long enough to fill a block of a prefix cache, no common beginning.
+        pad_id: padding id.
+        precision: the coarser of the engine's and the trainer's number formats.
+        bound: largest gap allowed, None to derive it from the first gap seen.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scorer: TokenScorer,
+        engine: Engine,
+        probe_prompts: Sequence[Sequence[int]],
+        pad_id: int,
+        precision: torch.dtype,
+        bound: float | None = None,
+    ) -> None:
+        self.model = model
+        self.scorer = scorer
+        self.engine = engine
+        self.probe_prompts = probe_prompts
+        self.start_bound = _START_BOUND[precision] if bound is None else bound
+        self.bound = self.start_bound
+        self._derive_bound = bound is None
+        self._floor = _FLOOR[precision]
+        self._noise = 0.0
+        self._probe = pad_left(probe_prompts, pad_id)
+        self._previous: Tensor | None = None
+
+    def prove_at_start(self, version: int) -> dict[str, float]:
+        """Show that the proof works: a perturbed weight must change the engine's answer, and be put back.
+
+        Args:
+            version: of the weights that are in the model now.
+
+        Returns:
+            ``publish/perturbation``, the change seen, and the metrics of :meth:`publish`.
+
+        Raises:
+            TrainingStopped: the perturbation did not change the engine's answer, or the proof failed.
+        """
+        ours = self._trainer_view()
+        self._load(perturbed(self.model))
+        seen = self._difference(ours, self.engine.next_tokens(self.probe_prompts, TOP_K))
+        if seen <= self.start_bound:
+            raise TrainingStopped(
+                f"{self._engine_name()}: a weight was turned round and the engine's log-probabilities moved by only "
+                f"{seen:.2g} nats (at least {self.start_bound:.2g} was expected): published weights do not reach the "
+                "model that answers. Look at the engine's load_weights; try inference_model.backend=transformers"
+            )
+        metrics = self.publish(version)
+        self._noise = metrics["publish/gap"]
+        if self._derive_bound:
+            self.bound = min(self.start_bound, max(self._floor, _GROWTH * self._noise))
+        return {"publish/perturbation": seen, **metrics}
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Publish the weights as they are now.
+
+        Args:
+            version: optimiser steps behind them.
+
+        Returns:
+            ``publish/gap``, the largest difference of log-probabilities between engine and trainer.
+
+        Raises:
+            TrainingStopped: the engine does not hold these weights; the message says what to look at.
+        """
+        self._check_receipt(self._load(named_weights(self.model)))
+        answer = self.engine.next_tokens(self.probe_prompts, TOP_K)
+        if answer.cached_tokens:
+            raise TrainingStopped(
+                f"{self._engine_name()}: after publishing version {version}, {answer.cached_tokens} tokens of the "
+                "probe came out of a prefix cache that older weights had filled. Look at the engine's reset_cache"
+            )
+        ours = self._trainer_view()
+        self._check(self._compare(ours, answer), version)
+        gap = self._difference(ours, answer)
+        self._previous = ours
+        self.engine.policy_version = version
+        return {"publish/gap": gap}
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+        receipt: dict[str, int] = {}
+
+        def signed() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                yield name, tensor
+                # After the engine took it: a tensor handed out but never asked for leaves no receipt.
+                receipt[name] = checksum(tensor)
+
+        self.engine.load_weights(signed())
+        self.engine.reset_cache()
+        return receipt
+
+    def _check_receipt(self, receipt: dict[str, int]) -> None:
+        live = {name: checksum(tensor) for name, tensor in named_weights(self.model)}
+        missing = sorted(live.keys() - receipt.keys())
+        different = sorted(name for name in live.keys() & receipt.keys() if live[name] != receipt[name])
+        if missing or different:
+            what = f"{len(missing)} tensors were not published" if missing else f"{len(different)} tensors were stale"
+            first = (missing or different)[0]
+            raise TrainingStopped(
+                f"{self._engine_name()}: {what}, the first is {first}: the engine does not hold the trainer's "
+                "weights. Look at how the weights are listed for publication"
+            )
+
+    def _check(self, gap: Gap, version: int) -> None:
+        if gap.now > self.bound:
+            raise TrainingStopped(
+                f"{self._engine_name()}: after publishing version {version}, its log-probabilities differ from the "
+                f"trainer's by up to {gap.now:.3g} nats, and {self.bound:.3g} is allowed. Either weights did not "
+                "arrive (look at the engine's load_weights), or the two compute in formats that differ more than "
+                "usual (compare inference_model.dtype with train_model.autocast, or raise "
+                "inference_model.max_logprob_gap)"
+            )
+        if gap.before is None or gap.shift is None:
+            return
+        # Sharper than the bound when updates are small: rounding cannot make the engine look like the past.
+        if gap.shift > 4 * max(self._noise, 1e-6) and gap.before < gap.now:
+            raise TrainingStopped(
+                f"{self._engine_name()}: after publishing version {version}, its log-probabilities are nearer to the "
+                f"previous weights ({gap.before:.3g} nats) than to the present ones ({gap.now:.3g} nats): it still "
+                "answers with the old weights. Look at the engine's load_weights and reset_cache"
+            )
+
+    def _compare(self, ours: Tensor, answer: NextTokens) -> Gap:
+        now = self._difference(ours, answer)
+        if self._previous is None:
+            return Gap(now, None, None)
+        before = self._difference(self._previous, answer)
+        moved = (ours - self._previous).gather(1, answer.token_ids)
+        return Gap(now, before, float(moved.abs().max()))
+
+    def _difference(self, ours: Tensor, answer: NextTokens) -> float:
+        return float((ours.gather(1, answer.token_ids) - answer.log_probs).abs().max())
+
+    @torch.no_grad()
+    def _trainer_view(self) -> Tensor:
+        return self.scorer.next_token_log_probs(*self._probe).cpu()
+
+    def _engine_name(self) -> str:
+        return type(self.engine).__name__
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The model's parameters by name, tied ones once, detached but not copied."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter.detach()
+
+
+def perturbed(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The same with the sign of one matrix in the middle of the model turned round."""
+    matrices = [name for name, parameter in model.named_parameters() if parameter.ndim == 2]
+    chosen = matrices[len(matrices) // 2]
+    for name, tensor in named_weights(model):
+        yield name, -tensor if name == chosen else tensor
+
+
+def checksum(tensor: Tensor) -> int:
+    """Sum of the tensor's bit patterns as integers: exact, and in any order of summation the same."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return int(tensor.contiguous().view(kinds[tensor.element_size()]).sum(dtype=torch.int64))
+
+
+def probe_prompts(prompts: Sequence[Sequence[int]], count: int = 3, length: int = 80) -> list[list[int]]:
+    """Token sequences for the probe, cut from real prompts so that none begins like another.
+
+    Args:
+        prompts: at least one tokenised prompt.
+        count: sequences wanted.
+        length: tokens of each; more than two cache blocks.
+    """
+    stream = [token for prompt in prompts for token in prompt]
+    # Real prompts all begin with the same system text; a different rotation of the stream does not.
+    starts = [1 + index * (len(stream) // count + 1) for index in range(count)]
+    doubled = stream * (2 + (length + max(starts)) // len(stream))
+    return [doubled[start : start + length] for start in starts]

@@ -1,0 +1,82 @@
+"""One job from its configuration to its summary. Whatever is wrong with data or resumption is said before
+torch is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torchrl_grpo import data, rewards
+from torchrl_grpo.config import Config
+from torchrl_grpo.training import checkpoint
+
+
+def run(cfg: Config, run_dir: Path) -> dict[str, Any]:
+    """Train as ``cfg`` says, writing to ``run_dir``.
+
+    Args:
+        cfg: a validated configuration.
+        run_dir: the run's folder; with ``cfg.resume`` the one to continue.
+
+    Returns:
+        What ``summary.json`` holds.
+
+    Raises:
+        UserError: data, checkpoint, model or training is at fault in a way the user can mend.
+    """
+    problems = data.load(cfg)
+    resume_from = None
+    if cfg.resume is not None:
+        checkpoint.clean(run_dir)
+        resume_from = checkpoint.find(run_dir, cfg.resume)
+        checkpoint.check_same_run(resume_from, cfg)
+    reward_set = rewards.build(cfg)
+    grader = rewards.grader(cfg)
+    try:
+        return _train(cfg, run_dir, problems, reward_set, grader, resume_from)
+    finally:
+        reward_set.close()
+        grader.close()
+
+
+def _train(
+    cfg: Config,
+    run_dir: Path,
+    problems: data.Problems,
+    reward_set: rewards.RewardSet,
+    grader: rewards.Grader,
+    resume_from: Path | None,
+) -> dict[str, Any]:
+    from torchrl_grpo.observe import report
+    from torchrl_grpo.observe.metrics import read_jsonl
+    from torchrl_grpo.observe.stats import peak_memory_gib
+    from torchrl_grpo.training.loop import train
+    from torchrl_grpo.training.session import Session
+
+    session = Session(cfg, run_dir, problems, reward_set, grader, resume_from)
+    try:
+        session.begin()
+        train(session)
+        last = read_jsonl(session.metrics_writer.path)[-1]
+    finally:
+        session.close()
+    after = last.get("eval/accuracy")
+    interval = None if after is None else (last["eval/accuracy_low"], last["eval/accuracy_high"])
+    report.plot(run_dir)
+    summary = {
+        "accuracy_before": session.counters.accuracy_before,
+        "accuracy_after": after,
+        "accuracy_ci95": interval,
+        "steps": session.counters.step,
+        "seconds": session.seconds(),
+        "peak_memory_gib": peak_memory_gib(),
+    }
+    extras = {
+        "eval_problems": len(problems.held_out),
+        "dialog_turns": session.collector.rounds * session.collector.dialog_turns_per_batch,
+        "response_tokens": session.counters.response_tokens,
+        "reward_errors": session.counters.reward_errors,
+        "skipped_steps": session.optimise.skipped,
+    }
+    report.summary(run_dir, **summary, extras=extras)
+    return {**summary, **extras}

@@ -1,0 +1,304 @@
+"""Everything a run is made of, put together from the configuration, with the few verbs the loop uses."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.data.problems import Problems
+from torchrl_grpo.envs import GroupTextEnv, PromptStream
+from torchrl_grpo.inference.build import build_engine
+from torchrl_grpo.models import loading
+from torchrl_grpo.models.logprobs import TokenScorer
+from torchrl_grpo.models.precision import resolve_autocast, resolve_dtype
+from torchrl_grpo.models.prepare import prepare_for_training
+from torchrl_grpo.objectives.advantage import GroupAdvantage
+from torchrl_grpo.objectives.clipped import ClippedGroupLoss
+from torchrl_grpo.observe import loggers
+from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
+from torchrl_grpo.observe.progress import Progress
+from torchrl_grpo.rewards.base import Grader
+from torchrl_grpo.rewards.combine import RewardSet
+from torchrl_grpo.rollout.buffer import GroupBuffer
+from torchrl_grpo.rollout.collector import RolloutCollector, Round, derive_seed
+from torchrl_grpo.rollout.reference import ReferenceScorer
+from torchrl_grpo.training import checkpoint
+from torchrl_grpo.training.evaluate import Evaluator
+from torchrl_grpo.training.optimise import OptimiserStep
+from torchrl_grpo.training.publish import WeightPublisher, probe_prompts
+from torchrl_grpo.training.state import Counters, random_state, seed_everything, set_random_state
+
+_COARSENESS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Session:
+    """One run.
+
+    Args:
+        cfg: its configuration.
+        run_dir: where it writes.
+        problems: what it trains on and is measured by.
+        reward_set: scores answers; closed by whoever made it.
+        grader: judges held-out answers; likewise.
+        resume_from: a checkpoint to continue from, or None.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        run_dir: Path,
+        problems: Problems,
+        reward_set: RewardSet,
+        grader: Grader,
+        resume_from: Path | None,
+    ) -> None:
+        self.cfg = cfg
+        self.run_dir = run_dir
+        self.counters = Counters()
+        self._started = time.perf_counter()
+        seed_everything(cfg.seed)
+        if cfg.train.num_threads is not None:
+            torch.set_num_threads(cfg.train.num_threads)
+        self.device = pick_device(cfg.train_model.devices)
+        source = loading.resolve(cfg.model)
+        self.tokenizer: PreTrainedTokenizerBase = loading.load_tokenizer(source, cfg.model)
+        loading.check_context(source, cfg)
+        env = self._environment(problems, reward_set)
+        self.evaluator = Evaluator(problems.held_out, self.tokenizer, grader, cfg)
+
+        weights = source if resume_from is None else str(resume_from / "model")
+        self.model: PreTrainedModel = loading.load_model(weights, cfg.model, self.device, torch.float32)
+        prepare_for_training(self.model, cfg.train_model)
+        self.engine = build_engine(
+            cfg,
+            weights,
+            pick_device(cfg.inference_model.devices),
+            loading.end_token_ids(self.model, self.tokenizer),
+            self.tokenizer.pad_token_id,
+            max_num_seqs=max(cfg.env.num_envs * cfg.env.repeats, min(64, len(problems.held_out))),
+        )
+        self.collector = RolloutCollector(
+            env,
+            self.engine,
+            self.tokenizer,
+            max_new_tokens=cfg.inference_model.max_new_tokens,
+            temperature=cfg.inference_model.temperature,
+            total_dialog_turns=cfg.train.total_dialog_turns,
+            seed=cfg.seed,
+            clock=time.perf_counter,
+        )
+        self._make_optimisation(source)
+        self._make_publisher(env)
+        self._open_logs(resume_from)
+        if resume_from is not None:
+            self.load_state_dict(checkpoint.load_state(resume_from))
+
+    def _environment(self, problems: Problems, reward_set: RewardSet) -> GroupTextEnv:
+        options = self.cfg.inference_model
+        return GroupTextEnv(
+            PromptStream(problems.train, self.cfg.seed, self.cfg.env.shuffle),
+            self.tokenizer,
+            reward_set,
+            num_envs=self.cfg.env.num_envs,
+            repeats=self.cfg.env.repeats,
+            max_prompt_tokens=options.max_model_len - options.max_new_tokens,
+        )
+
+    def _make_optimisation(self, source: str) -> None:
+        cfg = self.cfg
+        batch = cfg.train.optim_batch_size or cfg.env.num_envs * cfg.env.repeats
+        self.steps_per_round = cfg.train.epochs * cfg.env.num_envs * cfg.env.repeats // batch
+        rounds = cfg.train.total_dialog_turns // (cfg.env.num_envs * cfg.env.repeats)
+        self.total_steps = rounds * self.steps_per_round
+        self.autocast_dtype = resolve_autocast(cfg.train_model.autocast, self.device)
+        temperature = cfg.inference_model.temperature
+        scorer = TokenScorer(self.model, temperature, self.autocast_dtype, cfg.train_model.shared_prefix)
+        in_loss = cfg.policy.kl_in == "loss"
+        high = cfg.policy.clip_epsilon_high
+        loss = ClippedGroupLoss(
+            scorer,
+            clip_epsilon_low=cfg.policy.clip_epsilon,
+            clip_epsilon_high=cfg.policy.clip_epsilon if high is None else high,
+            kl_coef=cfg.policy.kl_coef if in_loss else 0.0,
+            kl_estimator=cfg.policy.kl_estimator,
+        )
+        self.optimise = OptimiserStep(
+            self.model,
+            loss,
+            cfg.optimizer,
+            total_steps=self.total_steps,
+            micro_batches=cfg.train.gradient_accumulation_steps,
+            use_scaler=self.autocast_dtype == torch.float16,
+            max_skipped_steps=cfg.train.max_skipped_steps,
+        )
+        advantage = GroupAdvantage(
+            cfg.policy.advantage_std,
+            cfg.policy.advantage_eps,
+            kl_coef=0.0 if in_loss else cfg.policy.kl_coef,
+            kl_estimator=cfg.policy.kl_estimator,
+        )
+        transforms = [*self._reference(source, temperature), advantage]
+        self.buffer = GroupBuffer(
+            cfg.env.num_envs, batch // cfg.env.repeats, transforms, derive_seed(cfg.seed, "buffer")
+        )
+
+    def _reference(self, source: str, temperature: float) -> list[ReferenceScorer]:
+        """The reference scorer, loaded only where a coefficient asks for it."""
+        if self.cfg.policy.kl_coef == 0:
+            return []
+        device = pick_device(self.cfg.ref_model.devices)
+        dtype = resolve_dtype(self.cfg.ref_model.dtype, device)
+        model = loading.load_model(source, self.cfg.model, device, dtype).requires_grad_(False)
+        autocast_dtype = self.autocast_dtype if dtype == torch.float32 else None
+        return [ReferenceScorer(TokenScorer(model, temperature, autocast_dtype, self.cfg.train_model.shared_prefix))]
+
+    def _make_publisher(self, env: GroupTextEnv) -> None:
+        engine_dtype = resolve_dtype(self.cfg.inference_model.dtype, pick_device(self.cfg.inference_model.devices))
+        precision = max(engine_dtype, self.autocast_dtype or torch.float32, key=_COARSENESS.index)
+        length = min(80, self.cfg.inference_model.max_model_len - 1)
+        self.publisher = WeightPublisher(
+            self.model,
+            TokenScorer(self.model, 1.0, self.autocast_dtype),
+            self.engine,
+            probe_prompts(self.evaluator.prompts[:8], length=length),
+            self.tokenizer.pad_token_id,
+            precision,
+            self.cfg.inference_model.max_logprob_gap,
+        )
+
+    def _open_logs(self, resume_from: Path | None) -> None:
+        step = None if resume_from is None else int(resume_from.name)
+        self.metrics_writer = MetricsWriter(self.run_dir, step)
+        self.rollout_writer = RolloutWriter(self.run_dir, step) if self.cfg.logging.rollouts else None
+        self.loggers = loggers.build(self.cfg, self.run_dir, step)
+        self.progress = Progress(self.total_steps, self.cfg.logging.progress, start_step=step or 0)
+
+    def begin(self) -> None:
+        """Prove that publication works, and measure the weights before training."""
+        proof = self.publisher.prove_at_start(self.counters.step)
+        self.progress.note(
+            f"weights proven: engine and trainer differ by at most {proof['publish/gap']:.2g} nats, "
+            f"a perturbed weight moves the engine by {proof['publish/perturbation']:.2g}"
+        )
+        if self.counters.step == 0 and self.cfg.eval.at_start and self.cfg.eval.num_problems > 0:
+            metrics = self.evaluate()
+            self.counters.accuracy_before = metrics["eval/accuracy"]
+            self.log(metrics)
+
+    def publish(self) -> dict[str, float]:
+        """Give the engine the present weights, proven."""
+        started = time.perf_counter()
+        if self.cfg.inference_model.sleep:
+            self.engine.wake()
+        metrics = self.publisher.publish(self.counters.step)
+        return {**metrics, "time/publish_s": time.perf_counter() - started}
+
+    def evaluation_is_due(self) -> bool:
+        """Whether this step ends with an evaluation: every ``eval.frequency`` steps and at the end."""
+        options = self.cfg.eval
+        if options.num_problems == 0:
+            return False
+        at_interval = options.frequency > 0 and self.counters.step % options.frequency == 0
+        return at_interval or self.counters.step == self.total_steps
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out accuracy of the weights the engine holds."""
+        started = time.perf_counter()
+        metrics = self.evaluator(self.engine)
+        return {**metrics, "time/eval_s": time.perf_counter() - started}
+
+    def checkpoint_is_due(self) -> bool:
+        """Whether this step ends with a checkpoint: every ``train.checkpoint_frequency`` steps and at the end."""
+        frequency = self.cfg.train.checkpoint_frequency
+        at_interval = frequency > 0 and self.counters.step % frequency == 0
+        return at_interval or self.counters.step == self.total_steps
+
+    def save(self) -> Path:
+        """Write a checkpoint of this step."""
+        return checkpoint.save(
+            self.run_dir, self.counters.step, self.cfg, self._write_model, self.state_dict(), self.cfg.checkpoint.keep
+        )
+
+    def _write_model(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Write the line of this step everywhere."""
+        step = self.counters.step
+        self.metrics_writer.write(step, metrics)
+        self.loggers.log_scalars(metrics, step)
+        self.progress.update(
+            step,
+            reward=metrics.get("reward/mean"),
+            accuracy=metrics.get("eval/accuracy"),
+            kl=metrics.get("kl/reference", metrics.get("kl/sampling_policy")),
+            tokens_per_s=metrics.get("throughput/generated_tokens_per_s"),
+        )
+
+    def write_rollouts(self, round_: Round) -> None:
+        """Write every response of a round under the step it is first trained in."""
+        if self.rollout_writer is None:
+            return
+        groups: TensorDict = self.buffer.contents()
+        samples = groups["advantage"].shape[1]
+        columns = zip(
+            [text for text in round_.prompts for _ in range(samples)],
+            [text for group in round_.responses for text in group],
+            groups["next", "reward"].flatten().tolist(),
+            round_.parts,
+            groups["advantage"].flatten().tolist(),
+            groups["policy_version"].flatten().tolist(),
+            round_.errors,
+            groups["group_id"].flatten().tolist(),
+            strict=True,
+        )
+        names = ("prompt", "response", "reward", "rewards", "advantage", "policy_version", "errors", "group_id")
+        self.rollout_writer.write(
+            self.counters.step + 1, [dict(zip(names, column, strict=True)) for column in columns]
+        )
+
+    def seconds(self) -> float:
+        """Time spent on this run, over all resumptions."""
+        return self.counters.seconds + time.perf_counter() - self._started
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state beside the weights."""
+        return {
+            "counters": {**self.counters.state_dict(), "seconds": self.seconds()},
+            "optimise": self.optimise.state_dict(),
+            "collector": self.collector.state_dict(),
+            "buffer": self.buffer.state_dict(),
+            "random": random_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+        self.counters.load_state_dict(state["counters"])
+        self.optimise.load_state_dict(state["optimise"])
+        self.collector.load_state_dict(state["collector"])
+        self.buffer.load_state_dict(state["buffer"])
+        set_random_state(state["random"])
+
+    def close(self) -> None:
+        """Free the engine and close every file, so that a sweep's next job finds the machine as this one did."""
+        self.progress.close()
+        self.loggers.close()
+        self.metrics_writer.close()
+        if self.rollout_writer is not None:
+            self.rollout_writer.close()
+        self.collector.shutdown()
+
+
+def pick_device(devices: list[int] | None) -> torch.device:
+    """The GPU asked for, the first GPU where none is, the CPU where there is no GPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", devices[0] if devices else 0)

@@ -1,0 +1,333 @@
+"""Checks of a configuration's values, each alone and all together; needs no model and no torch.
+
+What only the data or the model can tell (a malformed row, a prompt longer than the context) is
+checked where they are read. Every error is a ConfigError that names key, value and mend.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrl_grpo.config_keys import bad_value, show
+
+if TYPE_CHECKING:
+    from torchrl_grpo.config import Config, InferenceModelConfig, RefModelConfig, TrainModelConfig
+
+DATASETS = ("gsm8k", "math", "ifeval", "reasoning_gym", "jsonl")
+REWARDS = ("gsm8k", "format", "math_verify", "reasoning_gym", "bare_number", "ifeval", "exact_match")
+
+# Whose ground truths a reward can read; format and bare_number read none.
+_ANSWERS = ("gsm8k", "math", "jsonl")
+REWARD_READS: dict[str, tuple[str, ...]] = {
+    "gsm8k": _ANSWERS,
+    "math_verify": _ANSWERS,
+    "exact_match": _ANSWERS,
+    "reasoning_gym": ("reasoning_gym",),
+    "ifeval": ("ifeval",),
+}
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "env.dataset": DATASETS,
+    "env.answer_format": ("tags", "plain"),
+    "policy.name": ("grpo",),
+    "policy.advantage_std": ("population", "unbiased", "none"),
+    "policy.kl_estimator": ("k1", "k2", "k3"),
+    "policy.kl_in": ("loss", "reward"),
+    "train_model.autocast": ("auto", "no", "bf16", "fp16"),
+    "ref_model.dtype": ("auto", "float32", "bfloat16", "float16"),
+    "inference_model.dtype": ("auto", "float32", "bfloat16", "float16"),
+    "inference_model.backend": ("vllm", "transformers"),
+    "optimizer.schedule": ("constant", "linear", "cosine"),
+}
+
+# key -> smallest value, and what to write instead
+_AT_LEAST: dict[str, tuple[float, str]] = {
+    "seed": (0, "0"),
+    "env.task_size": (1, "10000"),
+    "env.num_envs": (1, "8"),
+    "env.repeats": (2, "8"),
+    "reward.workers": (1, "1"),
+    "policy.advantage_eps": (0, "1e-4"),
+    "policy.kl_coef": (0, "0.01"),
+    "inference_model.block_size": (1, "null"),
+    "inference_model.max_model_len": (2, "1024"),
+    "inference_model.max_new_tokens": (1, "256"),
+    "optimizer.lr": (0, "1e-5"),
+    "optimizer.weight_decay": (0, "0.01"),
+    "optimizer.warmup_steps": (0, "0"),
+    "optimizer.min_lr_ratio": (0, "0.1"),
+    "train.total_dialog_turns": (1, "64000"),
+    "train.optim_batch_size": (1, "null"),
+    "train.gradient_accumulation_steps": (1, "1"),
+    "train.epochs": (1, "1"),
+    "train.checkpoint_frequency": (1, "100"),
+    "train.max_skipped_steps": (1, "5"),
+    "train.num_threads": (1, "null"),
+    "eval.frequency": (1, "50"),
+    "eval.num_problems": (1, "200"),
+    "eval.pass_at_k": (1, "1"),
+    "checkpoint.keep": (1, "2"),
+}
+
+_ABOVE_ZERO: dict[str, str] = {
+    "reward.timeout_s": "5.0",
+    "policy.clip_epsilon": "0.2",
+    "policy.clip_epsilon_high": "null",
+    "inference_model.gpu_memory_utilization": "0.4",
+    "inference_model.kv_cache_gib": "1.0",
+    "inference_model.temperature": "1.0",
+    "inference_model.max_logprob_gap": "null",
+    "optimizer.eps": "1e-8",
+    "optimizer.max_grad_norm": "1.0",
+    "eval.temperature": "0.8",
+}
+
+_AT_MOST: dict[str, tuple[float, str]] = {
+    "seed": (2**32 - 1, "0"),  # the random generators of the libraries below us take 32 bits
+    "inference_model.gpu_memory_utilization": (1, "0.4"),
+    "optimizer.min_lr_ratio": (1, "0.1"),
+}
+
+_LOGGER_PACKAGES = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb"}
+
+
+def validate(cfg: Config) -> None:
+    """Check every value and every combination of values.
+
+    Args:
+        cfg: a configuration whose keys and types are right.
+
+    Raises:
+        ConfigError: the first value found that cannot work.
+    """
+    _check_each(cfg)
+    _check_devices(cfg)
+    _check_task(cfg)
+    _check_rewards(cfg)
+    _check_batches(cfg)
+    _check_policy(cfg)
+    _check_inference(cfg)
+    _check_logging(cfg)
+
+
+def check_installed(cfg: Config) -> None:
+    """Check that the packages a configuration names are installed, without importing them.
+
+    Apart from :func:`validate` because a configuration may be read on another machine than the
+    one it runs on.
+
+    Raises:
+        ConfigError: a backend or a logger needs a package that is not there.
+    """
+    if cfg.inference_model.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise bad_value(
+            "inference_model.backend", "vllm", "vllm is not installed", "inference_model.backend=transformers"
+        )
+    for name in cfg.logging.backends:
+        package = _LOGGER_PACKAGES[name]
+        if package is not None and importlib.util.find_spec(package) is None:
+            wrong = f"{package} is not installed"
+            raise bad_value("logging.backends", cfg.logging.backends, wrong, "logging.backends=[csv]")
+
+
+def cuda_device_present() -> bool:
+    """Return whether this machine shows an NVIDIA device, asking the file system and not torch."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, float):
+        yield value
+
+
+def _check_each(cfg: Config) -> None:
+    for section in [cfg, *(value for value in vars(cfg).values() if hasattr(value, "__dataclass_fields__"))]:
+        prefix = "" if section is cfg else next(k for k, v in vars(cfg).items() if v is section) + "."
+        for name, value in vars(section).items():
+            if any(not math.isfinite(number) for number in _numbers(value)):
+                raise bad_value(prefix + name, value, "must be finite", f"{prefix}{name}=<a finite number>")
+    for key, choices in _CHOICES.items():
+        value = attrgetter(key)(cfg)
+        if value not in choices:
+            raise bad_value(key, value, "is not one of the choices", f"one of {', '.join(choices)}")
+    for key, (smallest, good) in _AT_LEAST.items():
+        value = attrgetter(key)(cfg)
+        if value is not None and value < smallest:
+            why = " (a group of one has no advantage)" if key == "env.repeats" else ""
+            raise bad_value(key, value, f"must be at least {smallest}{why}", f"{key}={good}")
+    for key, good in _ABOVE_ZERO.items():
+        value = attrgetter(key)(cfg)
+        if value is not None and value <= 0:
+            raise bad_value(key, value, "must be greater than 0", f"{key}={good}")
+    for key, (largest, good) in _AT_MOST.items():
+        value = attrgetter(key)(cfg)
+        if value > largest:
+            raise bad_value(key, value, f"must be at most {largest}", f"{key}={good}")
+    for key in ("model.name", "logging.project"):
+        if not attrgetter(key)(cfg).strip():
+            raise bad_value(key, "''", "must not be empty", f"{key}=NAME")
+    if len(cfg.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optimizer.betas):
+        raise bad_value(
+            "optimizer.betas",
+            cfg.optimizer.betas,
+            "must be two numbers of at least 0 and below 1",
+            "optimizer.betas=[0.9,0.999]",
+        )
+
+
+def _check_devices(cfg: Config) -> None:
+    sections: dict[str, TrainModelConfig | RefModelConfig | InferenceModelConfig] = {
+        "train_model": cfg.train_model,
+        "ref_model": cfg.ref_model,
+        "inference_model": cfg.inference_model,
+    }
+    for name, section in sections.items():
+        if section.num_devices != 1:
+            wrong = "several devices are not supported by this version, and none is not enough"
+            raise bad_value(f"{name}.num_devices", section.num_devices, wrong, f"{name}.num_devices=1")
+        devices = section.devices
+        if devices is not None and len(devices) > 1:
+            wrong = "several devices are not supported by this version"
+            raise bad_value(f"{name}.devices", devices, wrong, f"{name}.devices=[{devices[0]}]")
+        if devices is not None and (not devices or devices[0] < 0):
+            wrong = "must be null or a list of one device number of at least 0"
+            raise bad_value(f"{name}.devices", devices, wrong, f"{name}.devices=[0]")
+
+
+def _check_task(cfg: Config) -> None:
+    env = cfg.env
+    generated = env.dataset == "reasoning_gym"
+    if generated and env.task is None:
+        wrong = "dataset reasoning_gym needs the name of a task"
+        raise bad_value("env.task", env.task, wrong, "for example env.task=chain_sum")
+    if not generated and env.task is not None:
+        wrong = f"dataset {env.dataset} has no tasks, only reasoning_gym has"
+        raise bad_value("env.task", env.task, wrong, "env.task=null or env.dataset=reasoning_gym")
+    if not generated and env.task_args:
+        wrong = f"dataset {env.dataset} has no tasks, only reasoning_gym has"
+        raise bad_value("env.task_args", env.task_args, wrong, "env.dataset=reasoning_gym")
+    for key, path in (("env.data_path", env.data_path), ("env.eval_data_path", env.eval_data_path)):
+        if path is None:
+            continue
+        if generated:
+            raise bad_value(key, path, "dataset reasoning_gym is generated and reads no file", f"{key}=null")
+        if not path.strip() or not Path(path).exists():
+            wrong = f"there is no such file or folder below {Path.cwd()}"
+            if Path(path).is_absolute():
+                wrong = "there is no such file or folder"
+            raise bad_value(key, path, wrong, f"{key}=<a path that exists>")
+    _check_jsonl(cfg)
+    for key, hub in (("env.hub_name", env.hub_name), ("env.hub_subset", env.hub_subset)):
+        if generated and hub is not None:
+            raise bad_value(key, hub, "dataset reasoning_gym is generated and reads no hub", f"{key}=null")
+    if env.train_on_ifeval and env.dataset != "ifeval":
+        wrong = f"means nothing for dataset {env.dataset}"
+        raise bad_value("env.train_on_ifeval", True, wrong, "env.train_on_ifeval=false or env.dataset=ifeval")
+    if "{question}" not in env.prompt_template:
+        wrong = "does not say where the question goes"
+        good = "for example env.prompt_template='{question}'"
+        raise bad_value("env.prompt_template", env.prompt_template, wrong, good)
+
+
+def _check_jsonl(cfg: Config) -> None:
+    env = cfg.env
+    good = "env.fields={question:COLUMN,answer:COLUMN}"
+    if env.dataset != "jsonl":
+        if env.fields:
+            wrong = f"dataset {env.dataset} has columns of its own, only jsonl reads this"
+            raise bad_value("env.fields", env.fields, wrong, "env=jsonl env.data_path=FILE.jsonl")
+        return
+    if env.data_path is None and env.hub_name is None:
+        wrong = "dataset jsonl needs a file to read"
+        raise bad_value("env.data_path", env.data_path, wrong, "env.data_path=FILE.jsonl")
+    if env.fields and (set(env.fields) != {"question", "answer"} or not all(env.fields.values())):
+        wrong = "must name the columns of question and answer, both and nothing else"
+        raise bad_value("env.fields", env.fields, wrong, good)
+
+
+def _check_rewards(cfg: Config) -> None:
+    weights = cfg.reward.weights
+    for name, weight in weights.items():
+        if name not in REWARDS:
+            wrong = f"there is no reward of this name, only {', '.join(REWARDS)}"
+            raise bad_value(f"reward.weights.{name}", weight, wrong, "for example reward.weights.format=0.2")
+        reads = REWARD_READS.get(name, DATASETS)
+        if cfg.env.dataset not in reads:
+            able = [other for other in REWARDS if cfg.env.dataset in REWARD_READS.get(other, DATASETS)]
+            wrong = f"this reward cannot judge env.dataset={cfg.env.dataset}"
+            raise bad_value(f"reward.weights.{name}", weight, wrong, f"a weight for one of {', '.join(able)}")
+    if weights and not any(weights.values()):
+        raise bad_value("reward.weights", weights, "every weight is 0", "at least one weight that is not 0")
+
+
+def _check_batches(cfg: Config) -> None:
+    env, train = cfg.env, cfg.train
+    round_size = env.num_envs * env.repeats
+    shape = f"{env.num_envs} prompts (env.num_envs) x {env.repeats} samples (env.repeats) = {round_size}"
+    if train.total_dialog_turns % round_size:
+        rounds = max(1, round(train.total_dialog_turns / round_size))
+        raise bad_value(
+            "train.total_dialog_turns",
+            train.total_dialog_turns,
+            f"must be a multiple of one collection round, {shape}",
+            f"train.total_dialog_turns={rounds * round_size}",
+        )
+    batch = round_size if train.optim_batch_size is None else train.optim_batch_size
+    if batch % env.repeats or round_size % batch:
+        sizes = [str(n * env.repeats) for n in range(1, env.num_envs + 1) if env.num_envs % n == 0]
+        raise bad_value(
+            "train.optim_batch_size",
+            batch,
+            f"must be a multiple of env.repeats={env.repeats} and divide one collection round, {shape}",
+            f"one of {', '.join(sizes)}, or null for the whole round,",
+        )
+    steps = train.gradient_accumulation_steps
+    if batch % steps:
+        good = max(n for n in range(1, steps) if batch % n == 0)
+        raise bad_value(
+            "train.gradient_accumulation_steps",
+            steps,
+            f"must divide the {batch} samples of an optimiser batch (train.optim_batch_size)",
+            f"train.gradient_accumulation_steps={good}",
+        )
+
+
+def _check_policy(cfg: Config) -> None:
+    if cfg.policy.clip_epsilon >= 1:
+        wrong = "must be below 1, or the lower bound of the ratio is no bound"
+        raise bad_value("policy.clip_epsilon", cfg.policy.clip_epsilon, wrong, "policy.clip_epsilon=0.2")
+
+
+def _check_inference(cfg: Config) -> None:
+    inference = cfg.inference_model
+    if inference.max_new_tokens >= inference.max_model_len:
+        raise bad_value(
+            "inference_model.max_new_tokens",
+            inference.max_new_tokens,
+            f"leaves no room for a prompt in inference_model.max_model_len={inference.max_model_len}",
+            f"inference_model.max_model_len={inference.max_new_tokens + 512}",
+        )
+    if inference.sleep and inference.backend == "vllm" and not cuda_device_present():
+        wrong = "vLLM can sleep only on a CUDA device, and there is none here"
+        raise bad_value("inference_model.sleep", True, wrong, "inference_model.sleep=false")
+
+
+def _check_logging(cfg: Config) -> None:
+    backends = cfg.logging.backends
+    for name in backends:
+        if name not in _LOGGER_PACKAGES:
+            wrong = f"{show(name)} is not one of {', '.join(_LOGGER_PACKAGES)}"
+            raise bad_value("logging.backends", backends, wrong, "for example logging.backends=[csv]")
+    if len(set(backends)) != len(backends):
+        once = list(dict.fromkeys(backends))
+        raise bad_value("logging.backends", backends, "names one twice", f"logging.backends={show(once)}")
