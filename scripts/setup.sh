@@ -7,7 +7,7 @@
 # A second call returns at once: a stamp in the .venv holds a checksum of everything the installation
 # depends on. Environment variables that matter:
 #   PYTHON           the interpreter to build on (default: the first of python3, python3.12, python3.11,
-#                    python3.13 that is Python 3.11 to 3.13)
+#                    python3.13 that is Python 3.11 to 3.13); a .venv on another version is rebuilt
 #   ACCELERATOR      cuda or cpu (default: cuda where nvidia-smi lists a GPU; an existing .venv keeps its own)
 #   PIP_FIND_LINKS   local wheel folder(s); a CPU build of torch found there is taken instead of a download
 #
@@ -170,11 +170,19 @@ install_run() {
     pip_install --no-deps -e .
 }
 
+serves() { # whether the .venv works, for this accelerator and, where one is named, this version of Python
+    venv_runs || return 1
+    [ "$(cat "$VENV/.accelerator" 2>/dev/null)" = "$accelerator" ] || return 1
+    [ -z "$wanted" ] || [ "$(python_version "$wanted")" = "$(python_version "$VENV/bin/python")" ]
+}
+
+wanted=""
+if [ -n "${PYTHON:-}" ]; then wanted=$(find_python); fi # a wrong one ends the script here
 stage=run
 if [ "$dev" = yes ]; then stage=dev; fi
-if is_installed "$stage" && venv_runs; then exit 0; fi
+if is_installed "$stage" && serves; then exit 0; fi
 
-if ! venv_runs || [ "$(cat "$VENV/.accelerator" 2>/dev/null)" != "$accelerator" ]; then make_venv; fi
+if ! serves; then make_venv; fi
 if ! is_installed run; then
     rm -f "$VENV"/.stamp-*
     install_run

@@ -61,7 +61,8 @@ def _aliases(tree: ast.Module) -> dict[str, str]:
         if isinstance(node, (ast.arg, ast.AnnAssign)) and node.annotation is not None:
             names = {part.id for part in ast.walk(node.annotation) if isinstance(part, ast.Name)}
             target = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
-            found.update({target: by_type[name] for name in names if name in by_type})
+            for name in names & by_type.keys():
+                found[target] = by_type[name]
     assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     for _ in range(2):  # an alias of an alias: self._env = env
         for node in assignments:

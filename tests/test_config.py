@@ -67,7 +67,7 @@ def test_every_key_of_a_file_exists_and_is_explained_where_it_stands(path: Path)
             continue
         opens_section = not match[3].strip() and match[1] == "" and path.parent == CONFIG
         if not opens_section:
-            assert lines[number - 1].strip().startswith("# "), f"{path.name}: {line.strip()} has no comment"
+            assert lines[number - 1].strip().startswith("# "), f"{path.name}: no comment above {line}"
 
 
 def test_every_key_of_the_schema_is_explained_in_the_base_or_the_policy() -> None:
@@ -100,7 +100,7 @@ def test_every_key_of_every_shipped_configuration_is_read_by_code() -> None:
         ("self._env = cfg.env\nx = self._env.num_envs", True),
         ("a, env = 1, cfg.env\nx = env.num_envs", True),
         ("def f(e: EnvConfig) -> int:\n    return e.num_envs", True),
-        ("class A:\n    def __init__(self, e: EnvConfig) -> None:\n        self.e = e\n        self.e.num_envs", True),
+        ("def f(self, e: EnvConfig) -> None:\n    self.e = e\n    return self.e.num_envs", True),
         ("cfg.env.num_envs = 3", False),
         ("x = env.num_envs", False),
         ("x = cfg.train.num_envs", False),
@@ -238,7 +238,9 @@ def test_nearest_key(key: str, meant: str | None) -> None:
 def test_a_missing_package_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation.importlib.util, "find_spec", lambda name: None)
     cfg = Config()
-    with pytest.raises(ConfigError, match="vllm is not installed; write inference_model.backend=transformers"):
+    with pytest.raises(
+        ConfigError, match=r"vllm is not installed; write inference_model\.backend=transformers"
+    ):
         validation.check_installed(cfg)
     cfg.inference_model.backend = "transformers"
     validation.check_installed(cfg)
@@ -283,7 +285,17 @@ def test_good_rows_load(tmp_path: Path) -> None:
         (GOOD_ROWS, ["env.dataset=jsonl", "env.fields={question:q,answer:a}"], "q"),
         (GOOD_ROWS, ["env.dataset=ifeval"], "prompt"),
     ],
-    ids=["empty", "not JSON", "no object", "no column", "no mark", "no text", "few", "columns", "other dataset"],
+    ids=[
+        "empty",
+        "not JSON",
+        "no object",
+        "no column",
+        "no mark",
+        "no text",
+        "few",
+        "columns",
+        "other dataset",
+    ],
 )
 def test_bad_data_names_the_file_and_the_trouble(
     tmp_path: Path, rows: list[str], words: list[str], says: str

@@ -15,7 +15,8 @@ from torchrl_grpo.data import Example, codec, load, problems, prompts, sources
 from torchrl_grpo.data.latex import last_boxed
 from torchrl_grpo.errors import ConfigError, DataError, UserError
 
-SHARED_GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"
+ROOT = Path(__file__).resolve().parents[1]
+SHARED_GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -376,6 +377,28 @@ def test_reasoning_gym_truth_survives_json() -> None:
             assert scorer.score_answer(entry["answer"], entry) == 1.0, task
 
 
+@pytest.mark.slow
+def test_every_task_of_reasoning_gym_loads_and_its_own_answer_is_right() -> None:
+    from torchrl_grpo.data.reasoning_gym import task_names
+    from torchrl_grpo.rewards.gym_job import run
+
+    names = task_names()
+    assert len(names) >= 100
+    unanswered = set()
+    for task in names:
+        if task == "composite":  # it has no default; see below
+            continue
+        found = load(config("reasoning_gym", 1, task=task, task_size=1))
+        truth = json.loads(json.dumps(found.train[0].truth))
+        answer = truth["entry"]["answer"]
+        if answer is None:  # any answer with the right properties will do
+            unanswered.add(task)
+            assert 0.0 <= run({"answer": "none of these", "truth": truth}) < 1.0, task
+        else:
+            assert run({"answer": answer, "truth": truth}) == 1.0, task
+    assert len(unanswered) < 10
+
+
 def test_a_composite_task_takes_plain_dictionaries() -> None:
     args = {"datasets": [{"name": "chain_sum"}, {"name": "gcd", "weight": 2.0}]}
     found = load(config("reasoning_gym", 4, task="composite", task_args=args, task_size=30))
@@ -393,6 +416,7 @@ def test_a_composite_task_takes_plain_dictionaries() -> None:
             ["env.task_args", "min_terms"],
         ),
         ({"task": "chain_sum", "task_args": {"seed": 3}}, ["env.task_args.seed=3", "seed"]),
+        ({"task": "chain_sum", "task_size": 0}, ["env.task_size=0", "1 or more"]),
         ({"task": "chain_sum", "task_args": {"size": 3}}, ["env.task_args.size=3", "env.task_size"]),
     ],
 )
@@ -439,7 +463,7 @@ def test_local_files_load_without_torch_or_a_hub_client(tmp_path: Path) -> None:
         f"cfg = Config(); cfg.env.data_path = {str(path)!r}; cfg.eval.num_problems = 2\n"
         "print(len(data.load(cfg).train), [m for m in ('torch', 'datasets', 'sympy') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "7 []"
 
 

@@ -64,7 +64,11 @@ def _setup(repo: Path, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def _copy_setup(repo_root: Path, target: Path) -> Path:
     (target / "scripts").mkdir(parents=True)
-    for name in ["scripts/setup.sh", "pyproject.toml", *(p.name for p in repo_root.glob("requirements*.txt"))]:
+    for name in [
+        "scripts/setup.sh",
+        "pyproject.toml",
+        *(p.name for p in repo_root.glob("requirements*.txt")),
+    ]:
         (target / name).write_text((repo_root / name).read_text())
     return target
 

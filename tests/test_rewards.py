@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +30,13 @@ from torchrl_grpo.rewards.pool import JobError, JobFailed, JobTimeout, WorkerPoo
 from torchrl_grpo.rewards.reasoning_gym import ReasoningGymReward
 from torchrl_grpo.rewards.text import BareNumberReward, ExactMatchReward
 
-HANG = "tests.helpers_jobs:hang"
+TESTS = Path(__file__).resolve().parent
+HANG = "helpers_jobs:hang"
+
+
+@pytest.fixture(autouse=True)
+def jobs_of_this_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TESTS))  # worker processes import what this one can
 
 
 def example(answer: str = "72", **truth: Any) -> Example:
@@ -236,7 +248,8 @@ def test_gsm8k_weighs_the_extraction_it_is_told_to() -> None:
 MEGABYTE = 1_000_000
 GARBAGE = [
     "9", "1 ", "1.2.3 ", ",123", "1,", "-", "\\frac{", "\\frac 1", "1 1/2 ", "1/", "½", "\u0301\u0323",
-    "<answer>", "<answer>1", "</answer>", "<", "< ", "\\boxed{", "#### ", "#", " ", "\n", "<think>", "$-", "\\text", "e1",
+    "<answer>", "<answer>1", "</answer>", "<", "< ",
+    "\\boxed{", "#### ", "#", " ", "\n", "<think>", "$-", "\\text", "e1",
 ]  # fmt: skip
 
 
@@ -317,7 +330,7 @@ def test_bare_number(answer: str, value: float) -> None:
 
 @pytest.fixture
 def pool() -> Iterator[WorkerPool]:
-    made = WorkerPool(HANG, size=1, timeout_s=1.0)
+    made = WorkerPool(HANG, size=1, timeout_s=2.0)
     yield made
     made.close()
 
@@ -359,6 +372,21 @@ def test_a_worker_that_dies_or_raises_says_so_and_the_next_call_works(pool: Work
     assert pool.call({"answer": "print"}) == 1.0
 
 
+@pytest.mark.parametrize("answer", ["hang", "spin"])
+def test_a_worker_whose_parent_is_gone_ends_its_job_itself(answer: str) -> None:
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "torchrl_grpo.rewards.worker", HANG, "0.5"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert worker.stdin is not None and worker.stdout is not None
+    with worker.stdin, worker.stdout:
+        assert json.loads(worker.stdout.readline())["ready"]
+        worker.stdin.write(json.dumps({"payload": {"answer": answer}}) + "\n")
+        worker.stdin.flush()
+        assert worker.wait(timeout=30) == -signal.SIGALRM
+
+
 def test_workers_share_the_calls_of_many_threads() -> None:
     pool = WorkerPool(HANG, size=2, timeout_s=20.0)
     try:
@@ -380,7 +408,7 @@ def test_workers_share_the_calls_of_many_threads() -> None:
 
 
 def test_a_job_that_cannot_be_imported_says_so() -> None:
-    pool = WorkerPool("tests.no_such_module:run", size=1, timeout_s=5.0)
+    pool = WorkerPool("no_such_module:run", size=1, timeout_s=5.0)
     try:
         with pytest.raises(JobError, match="cannot start: ModuleNotFoundError"):
             pool.call({})
@@ -528,7 +556,8 @@ def test_the_defaults_of_gsm8k() -> None:
     [scored] = built.score(["<think>a</think><answer>72</answer>"], [example()])
     assert scored.total == pytest.approx(1.1)
     assert scored.parts == {
-        "gsm8k": 1.0, "gsm8k/strict": 1.0, "gsm8k/flexible": 1.0, "format": 1.0, "format/tags": 1.0, "format/exact": 1.0,
+        "gsm8k": 1.0, "gsm8k/strict": 1.0, "gsm8k/flexible": 1.0,
+        "format": 1.0, "format/tags": 1.0, "format/exact": 1.0,
     }  # fmt: skip
     [loose] = built.score(["It is 72"], [example()])
     assert (loose.total, loose.parts["gsm8k/flexible"]) == (0.0, 1.0)
@@ -564,21 +593,38 @@ def test_reasoning_gym_is_scored_by_the_task_itself() -> None:
     problem = load(cfg).train[0]
     answer = problem.truth["entry"]["answer"]
     built = rewards.build(cfg)
-    tagged = ReasoningGymReward("tags", 20.0, 1)
-    grader = rewards.grader(cfg)
+    grader = rewards.grader(cfg, built)
     try:
         right, wrong, wordy = built.score([f" {answer}\n", "999999", "hmm"], [problem] * 3)
         assert (right.total, wrong.total, wordy.total) == pytest.approx((1.1, 0.1, 0.0))
         assert not right.errors
-        assert tagged(f"so <answer>{answer}</answer>", problem) == 1.0
-        assert tagged(answer, problem) == 0.0
         assert grader.grade(answer, problem) == {"accuracy": 1.0}
         assert grader.grade("999999", problem) == {"accuracy": 0.0}
         assert (grader.primary, grader.metrics, grader.error_count) == ("accuracy", ("accuracy",), 0)
     finally:
-        built.close()
-        tagged.close()
         grader.close()
+        assert built.score([answer], [problem])[0].total == pytest.approx(1.1)  # still open
+        built.close()
+
+
+def test_reasoning_gym_reads_the_answer_out_of_the_tags() -> None:
+    tagged = ReasoningGymReward("tags", 5.0, 1, job=HANG)
+    try:
+        assert tagged("so <answer> pid </answer>", example()) > 1.0
+        assert tagged("pid", example()) == 0.0
+        with pytest.raises(JobFailed):
+            tagged("<answer>raise</answer>", example())
+    finally:
+        tagged.close()
+
+
+def test_importing_the_rewards_loads_nothing_heavy() -> None:
+    heavy = ("torch", "sympy", "numpy", "nltk", "datasets", "reasoning_gym", "math_verify", "langdetect")
+    code = f"import sys, torchrl_grpo.rewards; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=TESTS.parent
+    )
+    assert done.stdout.strip() == "[]"
 
 
 # --- graders ------------------------------------------------------------------------------------------

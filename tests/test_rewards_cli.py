@@ -14,6 +14,7 @@ import pytest
 
 from torchrl_grpo.rewards.cli import main
 
+ROOT = Path(__file__).resolve().parents[1]
 GSM8K = [
     {"question": "q1", "answer": "48+24\n#### 72", "completion": "<think>a</think><answer>72</answer>"},
     {"question": "q2", "answer": "#### 1,234", "completion": "It is 1234."},
@@ -33,7 +34,7 @@ def lines(text: str) -> list[dict[str, Any]]:
 def test_the_documented_command(tmp_path: Path) -> None:
     path = write(tmp_path / "completions.jsonl", GSM8K)
     command = [sys.executable, "-m", "torchrl_grpo.rewards", "--dataset", "gsm8k", path]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     scores = lines(done.stdout)
     assert [score["total"] for score in scores] == pytest.approx([1.1, 0.0, 0.0])
     assert scores[1]["parts"]["gsm8k/flexible"] == 1.0

@@ -1,4 +1,4 @@
-"""A random Llama of about 0.1 M parameters with its own tokenizer, made in a second and without network.
+"""A random Llama of about 50,000 parameters with its own tokenizer, made in a second and without network.
 
 It answers nonsense, but has all that a real model folder has: a byte-level BPE tokenizer, a chat template,
 an end-of-turn token and safetensors weights that transformers and vLLM both load.

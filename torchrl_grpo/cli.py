@@ -13,7 +13,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -100,6 +100,7 @@ class _Command:
         self.config_dir = config_dir.resolve()
         if self.asks.config_path is not None:
             self.config_dir = _folder("--config-path", self.asks.config_path)
+        self.extra_dir = _folder("--config-dir", self.asks.config_dir) if self.asks.config_dir else None
         self.config_name = (self.asks.config_name or config_name).removesuffix(".yaml")
         self.sweep = self.asks.multirun or "hydra.mode=MULTIRUN" in self.asks.overrides
         self.reported: list[UserError] = []
@@ -122,11 +123,7 @@ class _Command:
     def _overrides(self) -> list[str]:
         from torchrl_grpo.compose import open_free_form
 
-        overrides = [open_free_form(word) for word in self.asks.overrides]
-        if self.asks.config_dir is not None:
-            folder = _folder("--config-dir", self.asks.config_dir)
-            overrides.append(f"hydra.searchpath=[{_quote(f'file://{folder}')}]")
-        return overrides
+        return [open_free_form(word) for word in self.asks.overrides]
 
     def _flags(self) -> list[str]:
         """Return the options as Hydra is given them: its own meaning of a relative path is not ours."""
@@ -139,15 +136,14 @@ class _Command:
             "--multirun": self.sweep and not asks.cfg and not asks.info,
         }
         values = {"--cfg": asks.cfg, "--package": asks.package, "--info": asks.info}
+        values["--config-dir"] = str(self.extra_dir) if self.extra_dir else None
         flags = [flag for flag, wanted in switches.items() if wanted]
         for flag, value in values.items():
             flags += [] if value is None else [flag, value]
         return flags
 
     def _check_name(self) -> None:
-        folders = [self.config_dir]
-        if self.asks.config_dir is not None:
-            folders.append(_folder("--config-dir", self.asks.config_dir))
+        folders = [folder for folder in (self.config_dir, self.extra_dir) if folder is not None]
         if not any((folder / f"{self.config_name}.yaml").is_file() for folder in folders):
             known = ", ".join(name for folder in folders for name in primary_configs(folder))
             raise ConfigError(
@@ -160,7 +156,7 @@ class _Command:
         from torchrl_grpo.compose import composer
 
         self._check_name()
-        with composer(self.config_dir, self.config_name) as tree:
+        with composer(self.config_dir, self.config_name, self.extra_dir) as tree:
             for number, overrides in enumerate(tree.jobs(self._overrides(), self.sweep)):
                 yield tree.compose(overrides, number)
 
@@ -186,18 +182,17 @@ class _Command:
             cfg = parse(job.node)
             check_installed(cfg)
             configs.append(cfg)
-        extra, created = self._folder(job, configs)
+        extra, undo = self._folder(job, configs)
         name = Path(sys.argv[0]).stem or "grpo"
         overrides = [f"hydra.job.name={_quote(name)}", *self._overrides(), *extra]
         try:
             self._hydra([*self._flags(), *overrides])
-        except BaseException as error:
-            if created is not None and isinstance(error, (UserError, SystemExit)):
-                run_folder.remove_if_unused(created)
+        except (UserError, SystemExit):
+            undo()
             raise
 
-    def _folder(self, job: Job, configs: list[Config]) -> tuple[list[str], Path | None]:
-        """Choose the run folder: overrides that say so, and the folder when it was created here."""
+    def _folder(self, job: Job, configs: list[Config]) -> tuple[list[str], Callable[[], None]]:
+        """Choose the run folder: overrides that say so, and what takes the traces of a failed start away."""
         key = "hydra.sweep.dir" if self.sweep else "hydra.run.dir"
         folder = job.sweep_dir if self.sweep else job.run_dir
         chosen = any(word.lstrip("+").startswith(f"{key}=") for word in self.asks.overrides)
@@ -209,13 +204,13 @@ class _Command:
             )
         if resumes:
             folder = run_folder.folder_to_resume(resumes[0], folder if chosen else None)
-            record = run_folder.resume_record(folder)
-            return [f"{key}={_quote(str(folder))}", f"hydra.output_subdir={record}"], None
+            record = run_folder.ResumeRecord(folder)
+            return [f"{key}={_quote(str(folder))}", f"hydra.output_subdir={record.name}"], record.undo
         if chosen:
             run_folder.check_free(key, folder)
-            return [], None
+            return [], lambda: None
         created = run_folder.new_folder(folder)
-        return [f"{key}={_quote(str(created))}"], created
+        return [f"{key}={_quote(str(created))}"], lambda: run_folder.remove_if_unused(created)
 
     def _hydra(self, words: list[str]) -> None:
         """Hand over to Hydra. It reads the process's words, and reports errors itself unless told."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -203,29 +206,47 @@ def open_free_form(word: str) -> str:
 
 
 @contextmanager
-def composer(config_dir: Path, config_name: str) -> Iterator[Composer]:
+def composer(config_dir: Path, config_name: str, extra_dir: Path | None = None) -> Iterator[Composer]:
     """Open a configuration tree.
 
     Args:
         config_dir: the folder of the tree.
         config_name: the primary configuration.
+        extra_dir: a folder with more configurations, if any.
 
     Yields:
         The composer.
     """
     with initialize_config_dir(str(config_dir), version_base="1.3"):
-        yield Composer(GlobalHydra.instance().config_loader(), config_name)
+        loader = GlobalHydra.instance().config_loader()
+        if extra_dir is not None:
+            # As Hydra does for --config-dir; its search path is read once, hence the second line.
+            path = loader.get_search_path()
+            path.prepend("command-line", f"file://{extra_dir}", SearchPathQuery(provider="schema"))
+            assert isinstance(loader, ConfigLoaderImpl)
+            loader.repository.initialize_sources(path)
+        yield Composer(loader, config_name)
 
 
 def _composition_error(error: Exception) -> ConfigError:
-    """Say in one line what Hydra says in many, with the key where the cause knows it."""
+    """Say in one line what Hydra and YAML say in many, with the key where they know it."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return ConfigError(
+            f"{mark.name}: cannot be read, {error.problem} in line {mark.line + 1}; "
+            "write YAML with closed brackets and even indentation instead"
+        )
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    text = first_line(cause).removesuffix(".")
-    key = cause.full_key if isinstance(cause, OmegaConfBaseException) else None
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
+    # "In 'FILE': ... raised while composing config:" stands above the line that says what is wrong.
+    file = re.match(r"In '(.*)': \w+ raised while composing", lines[0])
+    text = lines[1] if file and len(lines) > 1 else lines[0]
+    where = f" (in {file[1]}.yaml)" if file else ""
+    full_key = re.search(r"^\s*full_key: (\S+)$", str(cause), re.MULTILINE)
+    key = full_key[1] if full_key else ""
     if key and not keys().knows(key) and not key.startswith("hydra"):
-        return keys().unknown(key, key)
+        return keys().unknown(key, f"{key}{where}")
     if key in keys().leaves:
-        return ConfigError(f"{key}: {text}; write for example {key}={keys().example(key)} instead")
-    return ConfigError(
-        f"configuration: {text}; write only keys and options that --help and --cfg job show instead"
-    )
+        good = f"for example {key}={keys().example(key)}, {keys().describe(key)},"
+        return ConfigError(f"{key}: {text}{where}; write {good} instead")
+    return ConfigError(f"configuration: {text}{where}; write keys that --help and --cfg job show instead")

@@ -106,7 +106,7 @@ class InferenceModelConfig:
     devices: list[int] | None = None
     dtype: str = "auto"
     gpu_memory_utilization: float = 0.4
-    kv_cache_gib: float = 1.0
+    kv_cache_gib: int = 1
     block_size: int | None = None
     enforce_eager: bool | None = None
     sleep: bool = False

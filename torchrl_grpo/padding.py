@@ -1,5 +1,7 @@
-"""Ragged token lists to padded tensors, and their masks. Masks come from lengths, never from a pad id:
-a model's pad token may well be its end token."""
+"""Ragged token lists to padded tensors, and their masks.
+
+Masks come from lengths, never from a pad id: a model's pad token may well be its end token.
+"""
 
 from __future__ import annotations
 

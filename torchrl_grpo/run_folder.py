@@ -92,10 +92,39 @@ def folder_to_resume(resume: str, chosen: Path | None, outputs: Path = Path("out
     return folder
 
 
-def resume_record(run_dir: Path) -> str:
-    """Return a free name below the run folder for Hydra's record of this resumption."""
-    number = len(list(run_dir.glob(".hydra/resume-*"))) + 1
-    return f".hydra/resume-{number}"
+class ResumeRecord:
+    """Hydra's record of one resumption: a folder beside the record of the run's beginning.
+
+    Args:
+        run_dir: the folder of the run that is resumed.
+
+    Attributes:
+        name: a free name for the record, relative to the run folder.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._before = self._results()
+        number = 1
+        while (run_dir / ".hydra" / f"resume-{number}").exists():
+            number += 1
+        self.name = f".hydra/resume-{number}"
+
+    def undo(self) -> None:
+        """Remove the record, unless the run has written anything since."""
+        record = self._run_dir / self.name
+        if record.is_dir() and self._results() == self._before:
+            for path in record.glob("*.yaml"):
+                path.unlink()
+            record.rmdir()
+
+    def _results(self) -> dict[Path, tuple[int, int]]:
+        """Size and time of every file that is neither Hydra's nor a log."""
+        found = {}
+        for path in self._run_dir.rglob("*"):
+            if path.is_file() and path.suffix != ".log" and ".hydra" not in path.parts:
+                found[path] = (path.stat().st_size, path.stat().st_mtime_ns)
+        return found
 
 
 def remove_if_unused(run_dir: Path) -> None:

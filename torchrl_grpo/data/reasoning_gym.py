@@ -59,7 +59,8 @@ def check(env: EnvConfig) -> tuple[str, dict[str, Any]]:
     """The task's name and arguments.
 
     Raises:
-        ConfigError: the task is unknown, or an argument is not one of the task's or has an impossible value.
+        ConfigError: the task is unknown, ``task_size`` is not positive, or an argument is not one of the
+            task's or has an impossible value.
     """
     if env.task is None:
         raise ConfigError("env.dataset=reasoning_gym needs a task: set env.task, e.g. env.task=chain_sum")
@@ -74,6 +75,8 @@ def check(env: EnvConfig) -> tuple[str, dict[str, Any]]:
             raise ConfigError(
                 f"env.task_args.{name}={env.task_args[name]!r} is set by {key}; remove it and set {key}"
             )
+    if env.task_size < 1:
+        raise ConfigError(f"env.task_size={env.task_size} leaves no problem to train on; write 1 or more")
     make(env.task, env.task_args, seed=0, size=1)
     return env.task, env.task_args
 

@@ -73,7 +73,7 @@ class Engine(ABC):
 
     @abstractmethod
     def next_tokens(self, prompts: Sequence[Sequence[int]], top_k: int) -> NextTokens:
-        """The ``top_k`` likeliest next tokens after each prompt, through the same cache as :meth:`generate`."""
+        """The ``top_k`` likeliest next tokens after each prompt, through the cache of :meth:`generate`."""
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -26,7 +26,9 @@ class TransformersEngine(Engine):
         max_rows: responses generated at a time.
     """
 
-    def __init__(self, model: PreTrainedModel, end_ids: Sequence[int], pad_id: int, max_rows: int = 256) -> None:
+    def __init__(
+        self, model: PreTrainedModel, end_ids: Sequence[int], pad_id: int, max_rows: int = 256
+    ) -> None:
         self.model = model
         self.end_ids = torch.tensor(list(end_ids))
         self.pad_id = pad_id
@@ -35,6 +37,7 @@ class TransformersEngine(Engine):
         self._asleep = False
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
+        """See :meth:`Engine.generate`."""
         assert not self._asleep, "generate() on a sleeping engine: wake it and load weights first"
         per_call = max(1, self.max_rows // sampling.num_samples)
         results: list[list[Completion]] = []
@@ -52,7 +55,9 @@ class TransformersEngine(Engine):
         rows = len(prompts) * G
         ids, mask = (t.to(self._device) for t in pad_left(prompts, self.pad_id))
         cache = DynamicCache(config=self.model.config)
-        logits = self._step(ids, mask, (mask.long().cumsum(-1) - 1).clamp(min=0), cache).repeat_interleave(G, 0)
+        logits = self._step(ids, mask, (mask.long().cumsum(-1) - 1).clamp(min=0), cache).repeat_interleave(
+            G, 0
+        )
         cache.batch_repeat_interleave(G)
         mask = mask.repeat_interleave(G, 0)
         position = mask.sum(-1)
@@ -87,6 +92,7 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def next_tokens(self, prompts: Sequence[Sequence[int]], top_k: int) -> NextTokens:
+        """See :meth:`Engine.next_tokens`."""
         ids, mask = (t.to(self._device) for t in pad_left(prompts, self.pad_id))
         logits = self._step(
             ids, mask, (mask.long().cumsum(-1) - 1).clamp(min=0), DynamicCache(config=self.model.config)
@@ -96,30 +102,38 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        if self._asleep:
-            self.model.to_empty(device=self._device)
+        """See :meth:`Engine.load_weights`."""
+        self.wake()
         own = dict(self.model.named_parameters())
         for name, tensor in weights:
             own[name].copy_(tensor)
-        self._asleep = False
 
     def reset_cache(self) -> None:
         """Nothing to forget: each call builds its own cache."""
 
     def sleep(self) -> None:
+        """See :meth:`Engine.sleep`."""
+        if self._asleep:
+            return
         buffers = dict(self.model.named_buffers())
         self._buffers = {name: buffer.clone() for name, buffer in buffers.items()}
         self.model.to("meta")
         self._asleep = True
 
     def wake(self) -> None:
+        """See :meth:`Engine.wake`."""
+        if not self._asleep:
+            return
         self.model.to_empty(device=self._device)
+        # Moving to the meta device and back gave each name a tensor of its own.
+        self.model.tie_weights()
         own = dict(self.model.named_buffers())
         for name, buffer in self._buffers.items():
             own[name].copy_(buffer)
         self._asleep = False
 
     def close(self) -> None:
+        """See :meth:`Engine.close`."""
         del self.model
 
 
@@ -146,6 +160,8 @@ def _unpack(tokens: Tensor, log_probs: Tensor, end_ids: Tensor, P: int, G: int) 
     stopped = is_end.any(1).tolist()
     rows = [
         Completion(row[:length], values[:length], "stop" if stop else "length")
-        for row, values, length, stop in zip(tokens.tolist(), log_probs.tolist(), lengths, stopped, strict=True)
+        for row, values, length, stop in zip(
+            tokens.tolist(), log_probs.tolist(), lengths, stopped, strict=True
+        )
     ]
     return [rows[p * G : (p + 1) * G] for p in range(P)]

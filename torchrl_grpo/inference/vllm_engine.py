@@ -7,6 +7,7 @@ seed, so responses do not depend on what was generated before. Left out: several
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ class VLLMEngine(Engine):
         max_num_seqs: responses decoded at a time.
         seed: of the engine; requests carry their own.
         gpu_memory_utilization: share of the GPU's memory it may take.
-        kv_cache_gib: size of the key/value cache on CPU.
+        kv_cache_gib: size of the key/value cache on CPU, in whole GiB.
         block_size: tokens per cache block, None for the smallest the device's kernels take.
         enforce_eager: None compiles on GPU and does not on CPU, where compiling takes minutes.
         enable_sleep: prepare for :meth:`sleep` (GPU only).
@@ -53,7 +54,7 @@ class VLLMEngine(Engine):
         max_num_seqs: int,
         seed: int,
         gpu_memory_utilization: float,
-        kv_cache_gib: float,
+        kv_cache_gib: int,
         block_size: int | None = None,
         enforce_eager: bool | None = None,
         enable_sleep: bool = False,
@@ -62,18 +63,21 @@ class VLLMEngine(Engine):
         on_cpu = device.type == "cpu"
         # Read by vLLM when it is imported or started; in-process is what lets weights go in by reference.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        # Its log goes where the run's own log goes, and only what somebody must act on.
+        os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+        logging.getLogger("vllm").setLevel(logging.ERROR)
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         settings: dict[str, Any] = {}
         if on_cpu:
-            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
+            settings["kv_cache_memory_bytes"] = kv_cache_gib * 2**30
             settings["block_size"] = block_size or _CPU_BLOCK_SIZE
         else:
             settings["gpu_memory_utilization"] = gpu_memory_utilization
             settings["enable_sleep_mode"] = enable_sleep
             if block_size is not None:
                 settings["block_size"] = block_size
-        threads = torch.get_num_threads()
+        self._eager = on_cpu if enforce_eager is None else enforce_eager
+        threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
         # Without this vLLM halves torch's threads "for serving"; training in this process needs them too.
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         try:
@@ -90,7 +94,7 @@ class VLLMEngine(Engine):
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 seed=seed,
-                enforce_eager=on_cpu if enforce_eager is None else enforce_eager,
+                enforce_eager=self._eager,
                 enable_prefix_caching=True,
                 # Raw log-probabilities would be those of temperature 1, not of what was sampled.
                 logprobs_mode="processed_logprobs",
@@ -105,14 +109,17 @@ class VLLMEngine(Engine):
                 "or write inference_model.backend=transformers"
             ) from error
         finally:
+            # vLLM takes this function away on a CPU, for itself and for everybody else in the process.
+            torch.set_num_threads = set_num_threads
             torch.set_num_threads(threads)
-        self._threads = threads
+        self._on_cpu = on_cpu
         self._dtype = dtype
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
+        """See :meth:`Engine.generate`."""
         from vllm import SamplingParams
 
-        seeds = sampling.seeds or [None] * len(prompts)
+        seeds: Sequence[int | None] = sampling.seeds or [None] * len(prompts)
         parameters = [
             SamplingParams(
                 n=sampling.num_samples,
@@ -129,7 +136,10 @@ class VLLMEngine(Engine):
             [
                 Completion(
                     list(sample.token_ids),
-                    [step[token].logprob for token, step in zip(sample.token_ids, sample.logprobs, strict=True)],
+                    [
+                        step[token].logprob
+                        for token, step in zip(sample.token_ids, sample.logprobs, strict=True)
+                    ],
                     sample.finish_reason,
                 )
                 for sample in output.outputs
@@ -138,6 +148,7 @@ class VLLMEngine(Engine):
         ]
 
     def next_tokens(self, prompts: Sequence[Sequence[int]], top_k: int) -> NextTokens:
+        """See :meth:`Engine.next_tokens`."""
         from vllm import SamplingParams
 
         parameters = SamplingParams(max_tokens=1, temperature=1.0, seed=0, logprobs=top_k, detokenize=False)
@@ -153,31 +164,51 @@ class VLLMEngine(Engine):
 
     def _run(self, prompts: Sequence[Sequence[int]], parameters: Any) -> list[Any]:
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self.llm.generate(requests, parameters, use_tqdm=False)
-        torch.set_num_threads(self._threads)
+        # Without compiled graphs there is nothing to gain from compiling vLLM's small helpers either, and
+        # on a CPU their C++ build takes 20 s of the first call.
+        with torch.compiler.set_stance("force_eager" if self._eager else "default"):
+            outputs = self.llm.generate(requests, parameters, use_tqdm=False)
         return list(outputs)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See :meth:`Engine.load_weights`."""
         self._runner().reload_weights(
             weights_iterator=((name, tensor.to(self._dtype)) for name, tensor in weights)
         )
-        torch.set_num_threads(self._threads)
+        if self._on_cpu:
+            self._repack_tied_heads()
+
+    def _repack_tied_heads(self) -> None:
+        """Pack shared output heads anew.
+
+        vLLM multiplies with a packed copy of each matrix and renews the copy of every layer it reloads;
+        a head that shares its matrix with the embedding is not reloaded and would answer with the old one.
+        """
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        for module in self._runner().get_model().modules():
+            if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+                module.quant_method.process_weights_after_loading(module)
 
     def _runner(self) -> Any:
         worker = self.llm.llm_engine.model_executor.driver_worker
         return worker.worker.model_runner
 
     def reset_cache(self) -> None:
+        """See :meth:`Engine.reset_cache`."""
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
     def sleep(self) -> None:
+        """See :meth:`Engine.sleep`."""
         self.llm.sleep(level=2)
 
     def wake(self) -> None:
+        """See :meth:`Engine.wake`."""
         self.llm.wake_up()
 
     def close(self) -> None:
+        """See :meth:`Engine.close`."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self.llm.llm_engine.engine_core.shutdown()

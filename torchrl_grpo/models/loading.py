@@ -14,7 +14,7 @@ from torchrl_grpo.models import smollm2
 
 
 def resolve(cfg: ModelConfig) -> str:
-    """The folder or hub name to load: ``smollm2-135m`` is converted from its wheel, the rest is taken as it is.
+    """The folder or hub name to load: ``smollm2-135m`` is converted from its wheel, the rest is used as is.
 
     Raises:
         ModelError: a path that does not exist, or the SmolLM2 wheel is not installed.
@@ -116,5 +116,5 @@ def _cannot_load(what: str, cfg: ModelConfig, error: Exception) -> ModelError:
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ModelError(
         f"model.name={cfg.name}: the {what} cannot be loaded ({first_line}); write {smollm2.NAME}, "
-        "a local folder written by save_pretrained, or a hub name (with network, or already in the hub's cache)"
+        "a local folder written by save_pretrained, or a hub name (with network, or already in its cache)"
     )

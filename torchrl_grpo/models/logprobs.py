@@ -4,7 +4,7 @@ A group's prompt is run once: its key/value states are repeated for the response
 the gradients of all of them add up in the shared prompt. The vocabulary's logits exist for response
 tokens only, a chunk at a time. Left out: packing under a token budget and fused GPU kernels.
 
-Axes: ``P`` prompts, ``G`` responses of a prompt, ``L`` prompt tokens, ``T`` response tokens, ``V`` vocabulary.
+Axes: ``P`` prompts, ``G`` responses of a prompt, ``L`` prompt tokens, ``T`` response tokens, ``V`` words.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class TokenScorer(nn.Module):
         self.chunk_tokens = chunk_tokens
         self.shared_prefix = shared_prefix and _can_share_prefix(model)
 
-    def forward(self, prompt: Tensor, prompt_mask: Tensor, response: Tensor, response_mask: Tensor) -> TokenScores:
+    def forward(
+        self, prompt: Tensor, prompt_mask: Tensor, response: Tensor, response_mask: Tensor
+    ) -> TokenScores:
         """Score ``response`` given ``prompt``.
 
         Args:
@@ -100,7 +102,7 @@ class TokenScorer(nn.Module):
 
     def _hidden_shared(self, prompt: Tensor, prompt_mask: Tensor, response: Tensor, mask: Tensor) -> Tensor:
         """Hidden states ``[P, G, T, H]`` that predict each response token, each prompt run once."""
-        (P, L), (_, G, T) = prompt.shape, response.shape
+        P, (_, G, T) = prompt.shape[0], response.shape
         cache = DynamicCache(config=self.model.config)
         prefix = self.model.base_model(
             input_ids=prompt,
@@ -132,7 +134,10 @@ class TokenScorer(nn.Module):
         ids = torch.cat([prompt.repeat_interleave(G, 0), response.reshape(P * G, T)], dim=1)
         attention = torch.cat([prompt_mask.repeat_interleave(G, 0), mask.reshape(P * G, T)], dim=1)
         output = self.model.base_model(
-            input_ids=ids, attention_mask=attention.long(), position_ids=_positions(attention), use_cache=False
+            input_ids=ids,
+            attention_mask=attention.long(),
+            position_ids=_positions(attention),
+            use_cache=False,
         )
         return output.last_hidden_state[:, L - 1 : -1].view(P, G, T, -1)
 
@@ -170,7 +175,9 @@ def _head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 def _can_share_prefix(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
-    kinds = set(config.to_dict().get("layer_types") or ["full_attention"])
+    settings = config.to_dict()
+    one_kind = "full_attention" if settings.get("sliding_window") is None else "sliding_attention"
+    kinds = set(settings.get("layer_types") or [one_kind])
     reason = None
     if model.is_gradient_checkpointing:
         reason = "gradient checkpointing turns the key/value cache off"
@@ -178,7 +185,8 @@ def _can_share_prefix(model: PreTrainedModel) -> bool:
         reason = f"its layers are {', '.join(sorted(kinds))}"
     if reason is not None:
         warnings.warn(
-            f"{type(model).__name__}: prompts are run once per response instead of once per group, because {reason}",
+            f"{type(model).__name__}: prompts are run once per response instead of once per group, "
+            f"because {reason}",
             stacklevel=3,
         )
     return reason is None
@@ -194,5 +202,7 @@ def check_head(model: PreTrainedModel) -> float:
     ids = torch.arange(1, 9, device=device)[None] % model.config.get_text_config().vocab_size
     with torch.no_grad():
         own = model(input_ids=ids, use_cache=False).logits[0].float()
-        ours = _head_logits(model, model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]).float()
+        ours = _head_logits(
+            model, model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        ).float()
     return float((own - ours).abs().max())

@@ -24,10 +24,12 @@ def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
     gap = check_head(model)
     if gap > _HEAD_TOLERANCE:
         raise ModelError(
-            f"{type(model).__name__}: its logits differ by {gap:.3g} from its output head applied to its last hidden "
-            "state, so its forward scales or shifts them in a way this version does not know; choose another model.name"
+            f"{type(model).__name__}: its logits differ by {gap:.3g} from its output head applied to its "
+            "last hidden state, so its forward scales or shifts them in a way this version does not "
+            "know; choose another model.name"
         )
     if not cfg.gradient_checkpointing:
+        model.eval()
         return
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -19,7 +19,7 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def default_cache_dir() -> Path:
-    """The folder converted models are kept in: ``$XDG_CACHE_HOME/torchrl_grpo`` or ``~/.cache/torchrl_grpo``."""
+    """Where converted models are kept: ``$XDG_CACHE_HOME/torchrl_grpo`` or ``~/.cache/torchrl_grpo``."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "torchrl_grpo"
 

@@ -27,12 +27,12 @@ def group_advantage(rewards: Tensor, std: str, eps: float) -> Tensor:
     centred = rewards - rewards.mean(-1, keepdim=True)
     # The mean of equal floats can differ from them in the last bit, and a tiny std would blow that up.
     constant = (rewards == rewards[:, :1]).all(-1, keepdim=True)
-    centred = centred.masked_fill(constant, 0.0)
-    if std == "none":
-        return centred
-    if std not in ("population", "unbiased"):
+    if std not in ("population", "unbiased", "none"):
         raise ValueError(f"advantage std {std!r} is none of population, unbiased, none")
-    return centred / (rewards.std(-1, keepdim=True, correction=int(std == "unbiased")) + eps)
+    if std != "none":
+        scale = rewards.std(-1, keepdim=True, correction=int(std == "unbiased"))
+        centred = centred / (scale + eps)
+    return centred.masked_fill(constant, 0.0)
 
 
 class GroupAdvantage(Transform):

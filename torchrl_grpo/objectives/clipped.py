@@ -17,7 +17,7 @@ from torchrl_grpo.objectives.kl import MAX_LOG_RATIO, kl_estimate
 def clipped_surrogate(
     log_ratio: Tensor, advantage: Tensor, epsilon_low: float, epsilon_high: float
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped objective per token (arXiv 1707.06347, eq. 7; low/high bounds: DAPO, arXiv 2503.14476, eq. 10).
+    """PPO's clipped objective per token (arXiv 1707.06347, eq. 7; two bounds: DAPO, 2503.14476, eq. 10).
 
     ``min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)`` with ``r = exp(log_ratio)``.
 
@@ -37,7 +37,7 @@ def clipped_surrogate(
 
 
 class ClippedGroupLoss(LossModule):
-    """``- sum_tokens min(r A, clip(r) A) / N + kl_coef * sum_tokens KL / N`` with N the optimiser batch's tokens.
+    """``(kl_coef * sum KL - sum min(r A, clip(r) A)) / N`` over response tokens, N in the whole batch.
 
     TorchRL's ``GRPOLoss`` takes its means over a micro-batch and counts padding in its KL and its
     metrics; here every sum is divided by the token count of the whole optimiser batch, so the terms of
@@ -69,7 +69,16 @@ class ClippedGroupLoss(LossModule):
     tensor_keys: _AcceptedKeys
     default_keys = _AcceptedKeys
     actor_network: TokenScorer
-    out_keys = ("loss_objective", "loss_kl", "entropy", "clip_fraction", "kl_approx", "ratio", "ratio_squared", "gap")
+    out_keys = (
+        "loss_objective",
+        "loss_kl",
+        "entropy",
+        "clip_fraction",
+        "kl_approx",
+        "ratio",
+        "ratio_squared",
+        "gap",
+    )
 
     def __init__(
         self,
@@ -122,7 +131,10 @@ class ClippedGroupLoss(LossModule):
         old = tensordict.get(keys.sample_log_prob).to(device)
         log_ratio = scores.log_probs - old
         surrogate, clipped = clipped_surrogate(
-            log_ratio, tensordict.get(keys.advantage).to(device), self.clip_epsilon_low, self.clip_epsilon_high
+            log_ratio,
+            tensordict.get(keys.advantage).to(device),
+            self.clip_epsilon_low,
+            self.clip_epsilon_high,
         )
         detached = log_ratio.detach()
         ratio = detached.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     line = {"total": scored.total, "parts": scored.parts, "errors": scored.errors}
                     output.write(json.dumps(line) + "\n")
                 output.flush()
-    except UserError:
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
 

@@ -38,6 +38,10 @@ class RewardSet:
         """The rewards' names, in the order of the weights."""
         return tuple(reward.name for reward, _ in self._rewards)
 
+    def get(self, name: str) -> Reward | None:
+        """The reward of that name, or None; it stays this set's to close."""
+        return next((reward for reward, _ in self._rewards if reward.name == name), None)
+
     def score(self, completions: Sequence[str], examples: Sequence[Example]) -> list[Scored]:
         """Score completions, each against its own example.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.rewards.base import Grader
+from torchrl_grpo.rewards.base import Grader, Reward
 from torchrl_grpo.rewards.combine import close_all, excerpt
 from torchrl_grpo.rewards.gsm8k import judge
 
@@ -36,14 +36,15 @@ class AccuracyGrader:
     """``accuracy``: 1 where a reward gives its full score of 1, else 0.
 
     Args:
-        reward: the reward that judges; it is closed with the grader.
+        reward: the reward that judges; it returns a plain number.
+        owned: whether the reward is closed with the grader.
     """
 
     primary = "accuracy"
     metrics: tuple[str, ...] = ("accuracy",)
 
-    def __init__(self, reward: Callable[[str, Example], float]) -> None:
-        self._reward = reward
+    def __init__(self, reward: Reward, owned: bool = True) -> None:
+        self._reward, self._owned = reward, owned
 
     def grade(self, completion: str, example: Example) -> dict[str, float]:
         """0 or 1.
@@ -51,15 +52,18 @@ class AccuracyGrader:
         Raises:
             Exception: what the reward raises.
         """
-        return {"accuracy": float(self._reward(completion, example) >= 1.0)}
+        score = self._reward(completion, example)
+        assert not isinstance(score, Mapping)
+        return {"accuracy": float(score >= 1.0)}
 
     def weights(self, example: Example) -> dict[str, float]:
         """Examples count alike."""
         return {"accuracy": 1.0}
 
     def close(self) -> None:
-        """Close the reward."""
-        close_all([self._reward])
+        """Close the reward if it is the grader's own."""
+        if self._owned:
+            close_all([self._reward])
 
 
 class CountingGrader:

@@ -8,7 +8,6 @@ that speak JSON lines: nothing is forked (the parent may hold CUDA and threads) 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import queue
@@ -21,6 +20,8 @@ from typing import Any
 
 #: A worker imports sympy and friends before it is ready; on a busy small machine that is not quick.
 START_LIMIT_S = 180.0
+#: -P: the working directory is not searched for modules unless the parent does so too.
+_COMMAND = (sys.executable, "-P", "-W", "ignore", "-m", "torchrl_grpo.rewards.worker")
 
 
 class JobError(Exception):
@@ -39,18 +40,10 @@ class _Worker:
         # What the parent can import the child can too, wherever the parent found it.
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-W",
-                "ignore",
-                "-m",
-                "torchrl_grpo.rewards.worker",
-                target,
-                str(timeout_s + 5.0),
-            ],
+            [*_COMMAND, target, str(timeout_s + 5.0)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,  # nothing is left to be flushed into a pipe whose reader was killed
             env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # Ctrl-C is the parent's to handle
         )
@@ -62,9 +55,10 @@ class _Worker:
     def call(self, payload: Any) -> Any:
         if not self._ready:
             self._start_up()
+        rest = json.dumps({"payload": payload}).encode() + b"\n"
         try:
-            self._stdin.write(json.dumps({"payload": payload}).encode() + b"\n")
-            self._stdin.flush()
+            while rest:
+                rest = rest[os.write(self._stdin.fileno(), rest) :]
         except BrokenPipeError as error:
             raise self._died() from error
         return self._reply(self._timeout_s)
@@ -104,10 +98,8 @@ class _Worker:
 
     def stop(self) -> None:
         self._process.kill()
+        # The pipes stay open: another thread may be waiting on one, and wakes at its end.
         self._process.wait()
-        self._stdout.close()
-        with contextlib.suppress(BrokenPipeError):  # what was still to be written has no reader any more
-            self._stdin.close()
 
 
 class JobFailed(JobError):
@@ -148,7 +140,7 @@ class WorkerPool:
         """
         worker = self._idle.get()
         try:
-            if worker is None:
+            if worker is None or self._closed:
                 raise JobError(f"the workers of {self._target} are closed")
             return worker.call(payload)
         except JobFailed:

@@ -103,27 +103,28 @@ def build(cfg: Config) -> RewardSet:
     return RewardSet(pairs, cfg.reward.on_error, cfg.reward.workers)
 
 
-def grader(cfg: Config) -> CountingGrader:
+#: The reward that grades, for the data sets whose grader is a reward's "right or wrong".
+_GRADED_BY = {"math": "math_verify", "reasoning_gym": "reasoning_gym", "jsonl": "exact_match"}
+
+
+def grader(cfg: Config, shared: RewardSet | None = None) -> CountingGrader:
     """The grader of a run's data set; it may start worker processes, so close it.
 
     Args:
         cfg: ``env.dataset``, ``env.answer_format``, ``reward.timeout_s`` and ``reward.workers`` are read.
+        shared: the run's rewards. Where the grader needs a reward that is among them, it uses that one and
+            its worker processes instead of starting its own; close the grader before the rewards.
 
     Returns:
         A grader that counts its errors.
     """
-    name = cfg.env.dataset
     inner: Grader
-    if name == "gsm8k":
+    if cfg.env.dataset == "gsm8k":
         inner = Gsm8kGrader()
-    elif name == "ifeval":
+    elif cfg.env.dataset == "ifeval":
         inner = IFEvalGrader()
-    elif name == "math":
-        inner = AccuracyGrader(MathVerifyReward(cfg.reward.timeout_s, cfg.reward.workers))
-    elif name == "reasoning_gym":
-        inner = AccuracyGrader(
-            ReasoningGymReward(cfg.env.answer_format, cfg.reward.timeout_s, cfg.reward.workers)
-        )
     else:
-        inner = AccuracyGrader(ExactMatchReward(cfg.env.answer_format))
+        name = _GRADED_BY[cfg.env.dataset]
+        reward = shared.get(name) if shared is not None else None
+        inner = AccuracyGrader(reward or REWARDS[name](cfg), owned=reward is None)
     return CountingGrader(inner)

@@ -39,7 +39,7 @@ class GroupBuffer:
             self.buffer.append_transform(transform)
 
     def refill(self, groups: TensorDictBase) -> None:
-        """Replace what is held by ``groups`` (batch size ``[P]``, see :mod:`~torchrl_grpo.rollout.schema`)."""
+        """Replace what is held by ``groups`` ``[P]`` (see :mod:`~torchrl_grpo.rollout.schema`)."""
         self.buffer.empty()
         self.buffer.extend(groups)
 
@@ -52,8 +52,9 @@ class GroupBuffer:
         return collate(list(self.buffer[:]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups, the order still to be sampled, and the generator of that order; tensors and plain values."""
-        held = [dict(group.flatten_keys("/").items()) for group in self.buffer[:]] if len(self.buffer) else []
+        """Groups, the order still to be sampled, and its generator, as tensors and plain values."""
+        groups = self.buffer[:] if len(self.buffer) else []
+        held = [dict(group.flatten_keys("/").items()) for group in groups]
         sampler = self.buffer._sampler.state_dict()
         return {"groups": held, "sampler": dict(sampler), "generator": self.buffer._rng.get_state()}
 

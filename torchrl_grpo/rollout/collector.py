@@ -157,5 +157,3 @@ def derive_seed(seed: int, *names: object) -> int:
     """A 48-bit seed that depends on ``seed`` and ``names``; engines add the sample's number to it."""
     digest = hashlib.blake2b("/".join(map(str, (seed, *names))).encode(), digest_size=6).digest()
     return int.from_bytes(digest, "big")
-
-

@@ -2,7 +2,7 @@
 
 ``checkpoints/<step>/``
 
-* ``model/``: weights (safetensors), configuration and tokenizer; ``AutoModelForCausalLM.from_pretrained`` loads it;
+* ``model/``: weights (safetensors), configuration and tokenizer, as ``from_pretrained`` reads them;
 * ``trainer.pt``: optimiser, schedule, scaler, random states, buffer, data position, counters, as tensors
   and plain values, read with ``weights_only=True`` so that no code can hide in it;
 * ``config.yaml``: the full configuration;
@@ -34,7 +34,12 @@ _FREE_KEYS = ("resume", "logging", "checkpoint", "train.checkpoint_frequency", "
 
 
 def save(
-    run_dir: Path, step: int, cfg: Config, write_model: Callable[[Path], None], state: dict[str, Any], keep: int
+    run_dir: Path,
+    step: int,
+    cfg: Config,
+    write_model: Callable[[Path], None],
+    state: dict[str, Any],
+    keep: int,
 ) -> Path:
     """Write ``checkpoints/<step>`` and remove all but the ``keep`` newest.
 
@@ -62,7 +67,9 @@ def save(
     torch.save(state, aside / _TRAINER)
     OmegaConf.save(OmegaConf.create(asdict(cfg)), aside / _CONFIG)
     files = sorted(path for path in aside.rglob("*") if path.is_file())
-    entries = {str(path.relative_to(aside)): {"bytes": path.stat().st_size, "crc32": _crc32(path)} for path in files}
+    entries = {
+        str(path.relative_to(aside)): {"bytes": path.stat().st_size, "crc32": _crc32(path)} for path in files
+    }
     for path in files:
         _flush(path)
     (aside / MANIFEST).write_text(json.dumps({"step": step, "files": entries}, indent=1))
@@ -72,7 +79,10 @@ def save(
         _remove(target)
     aside.rename(target)
     _flush(root)
-    for old in _complete(root)[:-keep]:
+    done = _complete(root)
+    # Higher numbers are of a future that was given up when an earlier checkpoint was resumed.
+    abandoned = [folder for folder in done if int(folder.name) > step]
+    for old in abandoned + [folder for folder in done if folder not in abandoned][:-keep]:
         _remove(old)
     return target
 
@@ -100,7 +110,9 @@ def find(run_dir: Path, resume: str) -> Path:
     if resume != "auto" and named.parent.name == "checkpoints":
         reason = damage(named)
         if reason is not None:
-            raise CheckpointError(f"resume={resume}: {reason}; name another checkpoint, or write resume={run_dir}")
+            raise CheckpointError(
+                f"resume={resume}: {reason}; name another checkpoint, or write resume={run_dir}"
+            )
         return named
     for folder in reversed(_complete(run_dir / "checkpoints")):
         reason = damage(folder)
@@ -116,15 +128,16 @@ def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        return f"its {MANIFEST} cannot be read ({error})"
-    for name, entry in manifest["files"].items():
+        entries = [(name, entry["bytes"], entry["crc32"]) for name, entry in manifest["files"].items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"its {MANIFEST} cannot be read ({error!r})"
+    for name, size, crc32 in entries:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != entry["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
-        if _crc32(path) != entry["crc32"]:
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        if _crc32(path) != crc32:
             return f"{name} has another checksum than when it was written"
     return None
 

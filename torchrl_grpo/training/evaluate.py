@@ -1,4 +1,4 @@
-"""Accuracy on the held-out problems: greedy, and pass@k on request. It draws from no random state of training."""
+"""Accuracy on the held-out problems: greedy, and pass@k on request. No random state of training moves."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ class Evaluator:
             ``eval/num_problems``, ``eval/response_length`` in tokens, and ``eval/pass_at_<k>`` if asked for.
         """
         greedy = self._answers(engine, Sampling(1, self.max_new_tokens, 0.0))
-        grades = [self.grader.grade(texts[0], example) for texts, example in zip(greedy[0], self.examples, strict=True)]
+        grades = [
+            self.grader.grade(texts[0], example)
+            for texts, example in zip(greedy[0], self.examples, strict=True)
+        ]
         weights = [self.grader.weights(example) for example in self.examples]
         metrics: dict[str, float] = {}
         for name in self.grader.metrics:
@@ -61,7 +64,11 @@ class Evaluator:
             metrics[f"eval/{name}"] = right / total
             if name == self.grader.primary:
                 low, high = wilson(right, round(total))
-                metrics |= {"eval/accuracy": right / total, "eval/accuracy_low": low, "eval/accuracy_high": high}
+                metrics |= {
+                    "eval/accuracy": right / total,
+                    "eval/accuracy_low": low,
+                    "eval/accuracy_high": high,
+                }
         metrics["eval/num_problems"] = len(self.examples)
         metrics["eval/response_length"] = greedy[1]
         if self.pass_at_k > 1:

@@ -21,6 +21,7 @@ def train(run: Session) -> None:
         metrics: dict[str, float] = {}
         if run.counters.steps_left_in_round == 0:
             metrics |= collect(run)
+        run.rest_engine()
         trained = time.perf_counter()
         metrics |= run.optimise(run.buffer.sample())
         metrics["time/train_s"] = time.perf_counter() - trained

@@ -48,7 +48,11 @@ class OptimiserStep:
         self.max_grad_norm = cfg.max_grad_norm
         self.max_skipped_steps = max_skipped_steps
         self.optimizer = torch.optim.AdamW(
-            parameter_groups(model, cfg.weight_decay), lr=cfg.lr, betas=(cfg.betas[0], cfg.betas[1]), eps=cfg.eps, fused=True
+            parameter_groups(model, cfg.weight_decay),
+            lr=cfg.lr,
+            betas=(cfg.betas[0], cfg.betas[1]),
+            eps=cfg.eps,
+            fused=True,
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_factor(step, total_steps, cfg)
@@ -72,7 +76,7 @@ class OptimiserStep:
         loss = sums.pop("loss")
         self.scaler.unscale_(self.optimizer)
         norm = float(nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm))
-        lr = self.scheduler.get_last_lr()[0]
+        lr = float(self.scheduler.get_last_lr()[0])
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             self.scaler.step(self.optimizer)
@@ -85,7 +89,11 @@ class OptimiserStep:
         return {
             "loss/total": loss,
             "loss/objective": sums.pop("loss_objective"),
-            **({"loss/kl": sums.pop("loss_kl"), "kl/reference": sums.pop("kl_ref")} if "kl_ref" in sums else {}),
+            **(
+                {"loss/kl": sums.pop("loss_kl"), "kl/reference": sums.pop("kl_ref")}
+                if "kl_ref" in sums
+                else {}
+            ),
             "kl/sampling_policy": sums.pop("kl_approx"),
             "policy/entropy": sums.pop("entropy"),
             "policy/clip_fraction": sums.pop("clip_fraction"),
@@ -105,7 +113,7 @@ class OptimiserStep:
         sums: dict[str, float] = {"loss": 0.0}
         for piece in split(batch, self.micro_batches):
             terms = self.loss(piece, total_tokens=total_tokens)
-            loss = terms["loss_objective"] + (terms["loss_kl"] if "loss_kl" in terms.keys() else 0.0)
+            loss = terms["loss_objective"] + terms.get("loss_kl", 0.0)
             self.scaler.scale(loss).backward()
             sums["loss"] += float(loss.detach())
             for name, value in terms.items():
@@ -122,10 +130,10 @@ class OptimiserStep:
             self.skipped_in_a_row += 1
         if self.skipped_in_a_row > self.max_skipped_steps:
             raise TrainingStopped(
-                f"{self.skipped_in_a_row} optimiser steps in a row were skipped because the loss ({loss}) or the "
-                f"gradient norm ({norm}) is not finite, and train.max_skipped_steps={self.max_skipped_steps}; "
-                f"lower optimizer.lr={self.optimizer.defaults['lr']}, write train_model.autocast=no, or resume an "
-                "earlier checkpoint"
+                f"{self.skipped_in_a_row} optimiser steps in a row were skipped because the loss ({loss}) or "
+                f"the gradient norm ({norm}) is not finite, and train.max_skipped_steps="
+                f"{self.max_skipped_steps}; lower optimizer.lr={self.optimizer.defaults['lr']}, write "
+                "train_model.autocast=no, or resume an earlier checkpoint"
             )
 
     def state_dict(self) -> dict[str, Any]:

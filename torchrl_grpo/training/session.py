@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.problems import Problems
@@ -62,8 +63,11 @@ class Session:
         self.cfg = cfg
         self.run_dir = run_dir
         self.counters = Counters()
+        self.asleep = False
         self._started = time.perf_counter()
         seed_everything(cfg.seed)
+        # The run has a progress bar of its own; one per loaded file would bury it.
+        disable_progress_bar()
         if cfg.train.num_threads is not None:
             torch.set_num_threads(cfg.train.num_threads)
         self.device = pick_device(cfg.train_model.devices)
@@ -195,10 +199,17 @@ class Session:
     def publish(self) -> dict[str, float]:
         """Give the engine the present weights, proven."""
         started = time.perf_counter()
-        if self.cfg.inference_model.sleep:
+        if self.asleep:
             self.engine.wake()
+            self.asleep = False
         metrics = self.publisher.publish(self.counters.step)
         return {**metrics, "time/publish_s": time.perf_counter() - started}
+
+    def rest_engine(self) -> None:
+        """Let the engine give its memory to training until the next publication, with ``inference_model.sleep``."""
+        if self.cfg.inference_model.sleep and not self.asleep:
+            self.engine.sleep()
+            self.asleep = True
 
     def evaluation_is_due(self) -> bool:
         """Whether this step ends with an evaluation: every ``eval.frequency`` steps and at the end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -50,7 +50,7 @@ def seed_everything(seed: int) -> None:
 def random_state() -> dict[str, Any]:
     """The states of all these generators, as tensors and plain values."""
     version, internal, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = numpy.random.get_state()
+    kind, keys, position, has_gauss, cached = cast("tuple[Any, ...]", numpy.random.get_state())
     return {
         "python": [version, list(internal), gauss],
         "numpy": [kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached],

@@ -1,0 +1,201 @@
+"""Every mistake on the command line is one line on stderr, exit code 2, no folder, no run touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli_calls import SEEN, call, mistake, set_up, snapshot, write_run
+
+from torchrl_grpo import validation
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return set_up(tmp_path, monkeypatch)
+
+
+# Mistakes: command line, what the message must name beside the key and value
+
+BAD: list[tuple[str, str]] = [
+    # unknown keys
+    ("policy.kl_coeff=0.1", "write policy.kl_coef=0.1 instead"),
+    ("lr=1e-5", "write optimizer.lr=1e-5 instead"),
+    ("optimiser.lr=1e-5", "write optimizer.lr=1e-5 instead"),
+    ("env.batch_size=8", "no key env.batch_size"),
+    ("env.num_envs.x=8", "no key env.num_envs.x"),
+    ("mode=async", "no key mode"),
+    ("train={epoch:2}", "epoch"),
+    ("hydra.nothing=1", "nothing"),
+    # stray prefixes
+    ("+optimizer.lr=1", "write optimizer.lr=1 instead"),
+    ("+optimizer.momentum=0.9", "no key optimizer.momentum"),
+    ("++optimizer.momentum=0.9", "no key optimizer.momentum"),
+    ("++env.extra.deep=1", "no key env.extra.deep"),
+    ("+foo=1", "no key foo"),
+    ("+env=gsm8k", "write env=gsm8k instead"),
+    ("~optimizer.lr", "cannot be taken away"),
+    ("~env", "cannot be taken away"),
+    # groups and names
+    ("env=gsm9k", "write env=gsm8k instead"),
+    ("env=nothing_like_it", "reasoning_gym"),
+    ("env=null", "gsm8k"),
+    ("policy=ppo", "grpo"),
+    ("--config-name=grpo_gsm", "grpo_quickstart"),
+    ("--config-dir=nowhere", "no such folder"),
+    ("--config-path=nowhere", "no such folder"),
+    ("--no-such-option", "--help"),
+    ("--cfg=nothing", "job"),
+    # no override at all
+    ("optimizer.lr", "write optimizer.lr=VALUE instead"),
+    ("optimizer.lr=[1", "bracket"),
+    ("optimizer.lr=1,2", "--multirun"),
+    ("model=gpt2", "write for example model.name=VALUE instead"),
+    # types
+    ("train.epochs=many", "a whole number"),
+    ("train.epochs=1.5", "a whole number"),
+    ("train.epochs=true", "a whole number"),
+    ("train.epochs=null", "a whole number"),
+    ("optimizer.lr=fast", "a number"),
+    ("eval.at_start=maybe", "true or false"),
+    ("optimizer.betas=0.9", "a list of numbers"),
+    ("optimizer.betas=[a,b]", "a list of numbers"),
+    ("train_model.devices=0", "a list of whole numbers"),
+    ("train_model.devices=[a]", "a list of whole numbers"),
+    ("logging.backends=csv", "a list of names"),
+    ("reward.weights=1", "a mapping"),
+    ("reward.weights.format=much", "a number"),
+    ("model.name={a:1}", "text"),
+    # values
+    ("seed=-1", "at least 0"),
+    ("seed=4294967296", "at most"),
+    ("env.dataset=gsm9k", "gsm8k, math, ifeval, reasoning_gym, jsonl"),
+    ("env.answer_format=xml", "tags, plain"),
+    ("env.num_envs=0", "at least 1"),
+    ("env.repeats=1", "a group of one has no advantage"),
+    ("env.task_size=0", "at least 1"),
+    ("env.prompt_template=Question:", "{question}"),
+    ("env.data_path=missing.jsonl", "no such file or folder"),
+    ("env.eval_data_path=/missing/test.jsonl", "no such file or folder"),
+    ("env.data_path=", "no such file or folder"),
+    ("model.name=", "must not be empty"),
+    ("policy.name=ppo", "one of grpo"),
+    ("policy.clip_epsilon=0", "greater than 0"),
+    ("policy.clip_epsilon=1", "below 1"),
+    ("policy.clip_epsilon_high=-0.1", "greater than 0"),
+    ("policy.kl_coef=-0.01", "at least 0"),
+    ("policy.kl_coef=nan", "finite"),
+    ("policy.kl_estimator=k4", "k1, k2, k3"),
+    ("policy.kl_in=both", "loss, reward"),
+    ("policy.advantage_std=biased", "population, unbiased, none"),
+    ("train_model.autocast=int8", "auto, no, bf16, fp16"),
+    ("ref_model.dtype=int8", "bfloat16"),
+    ("inference_model.dtype=fp8", "bfloat16"),
+    ("inference_model.backend=sglang", "vllm, transformers"),
+    ("inference_model.temperature=0", "greater than 0"),
+    ("inference_model.gpu_memory_utilization=1.5", "at most 1"),
+    ("inference_model.gpu_memory_utilization=0", "greater than 0"),
+    ("inference_model.max_new_tokens=0", "at least 1"),
+    ("optimizer.lr=inf", "finite"),
+    ("optimizer.lr=-1e-5", "at least 0"),
+    ("optimizer.betas=[0.9]", "two numbers"),
+    ("optimizer.betas=[0.9,1.0]", "below 1"),
+    ("optimizer.betas=[nan,0.9]", "finite"),
+    ("optimizer.schedule=sawtooth", "constant, linear, cosine"),
+    ("optimizer.max_grad_norm=0", "greater than 0"),
+    ("optimizer.min_lr_ratio=2", "at most 1"),
+    ("reward.timeout_s=0", "greater than 0"),
+    ("reward.on_error=-inf", "finite"),
+    ("reward.weights.beauty=1", "math_verify"),
+    ("reward.weights.format=nan", "finite"),
+    ("reward.weights={gsm8k:0,format:0}", "every weight is 0"),
+    ("eval.pass_at_k=0", "at least 1"),
+    ("eval.temperature=-1", "greater than 0"),
+    ("checkpoint.keep=0", "at least 1"),
+    ("logging.backends=[csv,mlflow]", "csv, tensorboard, wandb"),
+    ("logging.backends=[csv,csv]", "twice"),
+    # devices
+    ("train_model.num_devices=2", "several devices are not supported by this version"),
+    ("ref_model.num_devices=0", "write ref_model.num_devices=1 instead"),
+    ("inference_model.devices=[0,1]", "several devices are not supported by this version"),
+    ("inference_model.devices=[-1]", "at least 0"),
+    ("inference_model.devices=[]", "one device number"),
+    # combinations
+    ("train.total_dialog_turns=100", "a multiple of one collection round, 8 prompts"),
+    ("train.total_dialog_turns=0", "at least 1"),
+    ("train.optim_batch_size=12", "a multiple of env.repeats=8"),
+    ("train.optim_batch_size=24", "one of 8, 16, 32, 64"),
+    ("train.optim_batch_size=128", "divide one collection round"),
+    ("train.gradient_accumulation_steps=5", "write train.gradient_accumulation_steps=4 instead"),
+    ("train.gradient_accumulation_steps=128", "the 64 samples"),
+    ("inference_model.max_new_tokens=1024", "no room for a prompt"),
+    ("inference_model.sleep=true", "only on a CUDA device"),
+    ("env.task=chain_sum", "only reasoning_gym has"),
+    ("env.task_args.max_terms=3", "only reasoning_gym has"),
+    ("env.dataset=reasoning_gym", "env.task=chain_sum"),
+    ("env=reasoning_gym env.data_path=.", "reads no file"),
+    ("env=reasoning_gym env.hub_name=a/b", "reads no hub"),
+    ("env.dataset=jsonl", "needs a file"),
+    ("env=jsonl env.data_path=. env.fields.answer=''", "the columns of question and answer"),
+    ("env.dataset=jsonl env.data_path=. env.fields={question:q}", "the columns of question and answer"),
+    ("env.fields={question:q,answer:a}", "only jsonl reads this"),
+    ("env.train_on_ifeval=true", "env.dataset=ifeval"),
+    ("reward.weights.ifeval=1", "cannot judge env.dataset=gsm8k"),
+    ("env=ifeval reward.weights.gsm8k=1", "cannot judge env.dataset=ifeval"),
+    # resume
+    ("resume=auto", "no run below"),
+    ("resume=nowhere", "no complete checkpoint"),
+    ("hydra.run.dir=nowhere resume=auto", "nowhere has none"),
+    ("--multirun resume=auto optimizer.lr=1e-4,1e-5", "a sweep cannot be resumed"),
+    # sweeps: every job is looked at before the first starts
+    ("--multirun optimizer.lr=1e-4,-1", "optimizer.lr=-1"),
+    ("--multirun optimizer.lr=1e-4,slow", "optimizer.lr=slow"),
+    ("--multirun policy=grpo,ppo", "policy=ppo"),
+    ("--multirun env.repeats=8,3", "a multiple of one collection round"),
+    ("--multirun optimizer.lr=interval(0,1)", "takes lists only"),
+]
+
+
+@pytest.mark.parametrize(("line", "says"), BAD, ids=[line for line, _ in BAD])
+def test_mistake(
+    line: str, says: str, workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "cuda_device_present", lambda: False)
+    earlier = write_run(workplace / "earlier" / "run", 1, 2)
+    before = snapshot(workplace)
+    words = line.split()
+    message = mistake(capsys, *words)
+    assert says in message
+    if not line.startswith("--"):
+        # the last word is the wrong one: its key is named, and its value as far as it is not a list of many
+        assert words[-1].lstrip("+~").split("=")[0].rsplit(".", 1)[-1] in message
+    assert snapshot(workplace) == before, "a mistake leaves no folder and touches no run"
+    assert earlier.exists()
+
+
+def test_there_are_enough_mistakes() -> None:
+    assert len(BAD) >= 60 and len({line for line, _ in BAD}) == len(BAD)
+
+
+def test_value_is_named_as_it_was_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "error: optimizer.lr=1e-4x: must be a number" in mistake(capsys, "optimizer.lr=1e-4x")
+    assert "env.repeats=1: must be at least 2" in mistake(capsys, "env.repeats=1")
+
+
+def test_mistake_in_a_configuration_file(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = workplace / "mine"
+    mine.mkdir()
+    head = "defaults: [schema, base, {env: gsm8k}, {policy: grpo}, _self_]\n"
+    cases = {
+        "optimizer: {learning_rate: 1}": "there is no key optimizer.learning_rate",
+        "optimizer: {lr: fast}": "optimizer.lr",
+        "env: {repeats: 1}": "env.repeats=1",
+        "optimizer: [": "my.yaml: cannot be read",
+    }
+    for body, says in cases.items():
+        (mine / "my.yaml").write_text(head + body)
+        message = mistake(capsys, "--config-dir", str(mine), "--config-name", "my")
+        assert says in message
+    (mine / "my.yaml").write_text(head + "optimizer: {lr: 0.5}")
+    assert call("--config-dir", str(mine), "--config-name", "my", "env.num_envs=4") == 0
+    assert (SEEN[0][0].optimizer.lr, SEEN[0][0].env.num_envs) == (0.5, 4)

@@ -1,0 +1,196 @@
+"""Shows on this machine that a killed and resumed run is the uninterrupted run.
+
+``python -m torchrl_grpo.training.verify_resume [--kills 5] [--seed 0] [overrides ...]``
+
+runs the given configuration once to its end, then again with ``kill -9`` at random moments, one of them
+inside the write of a checkpoint, each followed by ``resume=auto``; at the end every line of
+``metrics.jsonl`` and ``rollouts.jsonl`` must be equal, timings aside. Exit code 0 when it holds, 1 when not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SCRIPT = Path(__file__).resolve().parents[2] / "sota-implementations" / "grpo" / "grpo.py"
+# What a clock or the operating system decides; everything else must be equal.
+MEASURED = ("time/", "throughput/", "memory/")
+DEFAULTS = (
+    "--config-name=grpo_quickstart",
+    "env.num_envs=4",
+    "env.repeats=4",
+    "inference_model.max_new_tokens=6",
+    "train.total_dialog_turns=192",
+    "train.optim_batch_size=8",
+    "train.checkpoint_frequency=3",
+    "eval.num_problems=8",
+    "eval.frequency=5",
+    "logging.progress=false",
+)
+
+
+class Kill(NamedTuple):
+    """One kill.
+
+    Attributes:
+        step: newest step in ``metrics.jsonl`` when it happened.
+        writing: whether a checkpoint was being written.
+    """
+
+    step: int
+    writing: bool
+
+
+def unmeasured(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of ``metrics.jsonl`` without what a clock decides."""
+    return {name: value for name, value in line.items() if not name.startswith(MEASURED)}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file, without what a clock decides."""
+    return [unmeasured(json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def first_difference(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> str | None:
+    """A sentence about the first unequal entry of two files, or None."""
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            names = sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
+            name = names[0]
+            return f"step {one.get('step')}: {name} is {one.get(name)!r} in one and {other.get(name)!r} in the other"
+    if len(left) != len(right):
+        return f"one has {len(left)} lines and the other {len(right)}"
+    return None
+
+
+def run_to_end(folder: Path, overrides: Sequence[str]) -> float:
+    """Run the script in ``folder`` and return the seconds it took; its output is shown if it fails."""
+    started = time.monotonic()
+    done = subprocess.run(_command(folder, overrides), capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.stderr.write(done.stdout + done.stderr)
+        raise SystemExit(f"the run in {folder} failed with exit code {done.returncode}")
+    return time.monotonic() - started
+
+
+def run_and_kill(folder: Path, overrides: Sequence[str], steps: int, inside_write: bool) -> Kill | None:
+    """Run the script in ``folder`` and kill it ``steps`` steps later, or inside the next checkpoint's write.
+
+    Returns:
+        The kill, or None when the run had ended before.
+    """
+    before = newest_step(folder)
+    process = subprocess.Popen(_command(folder, overrides), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    while process.poll() is None:
+        writing = any((folder / "checkpoints").glob(".writing-*"))
+        reached = newest_step(folder) >= before + steps and any(
+            (folder / "checkpoints").glob("[0-9]*/manifest.json")
+        )
+        if reached and writing == inside_write:
+            process.kill()
+            process.wait()
+            return Kill(newest_step(folder), any((folder / "checkpoints").glob(".writing-*")))
+        # Nothing tells another process that a file grew; a wait with a time-out also sees the end at once.
+        try:
+            process.wait(timeout=0.02)
+        except subprocess.TimeoutExpired:
+            continue
+    if process.returncode:
+        raise SystemExit(f"the run in {folder} failed: {process.stderr.read().decode()}")
+    return None
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the last whole line of ``metrics.jsonl``; 0 when there is none."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return 0
+    lines = path.read_text().rpartition("\n")[0].splitlines()
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def _command(folder: Path, overrides: Sequence[str]) -> list[str]:
+    resume = ["resume=auto"] if any((folder / "checkpoints").glob("[0-9]*/manifest.json")) else []
+    return [sys.executable, str(SCRIPT), *overrides, f"hydra.run.dir={folder}", *resume]
+
+
+def verify(overrides: Sequence[str], kills: int, seed: int, folder: Path) -> bool:
+    """Compare an uninterrupted run with one killed ``kills`` times; see the module.
+
+    Args:
+        overrides: of the configuration.
+        kills: how often to kill, the first time inside a checkpoint's write.
+        seed: of the moments.
+        folder: where both runs write.
+
+    Returns:
+        Whether every line is equal.
+    """
+    moments = random.Random(seed)
+    whole, broken = folder / "uninterrupted", folder / "killed"
+    seconds = run_to_end(whole, overrides)
+    total = newest_step(whole)
+    print(f"uninterrupted: {total} steps in {seconds:.0f} s", flush=True)
+    done = 0
+    for number in range(kills):
+        room = max(1, (total - newest_step(broken)) // (kills - number + 1))
+        kill = run_and_kill(broken, overrides, moments.randint(1, room), inside_write=number == 0)
+        if kill is None:
+            break
+        done += 1
+        where = "inside the write of a checkpoint" if kill.writing else "between checkpoints"
+        print(f"kill {number + 1}: after step {kill.step}, {where}", flush=True)
+    run_to_end(broken, overrides)
+    equal = True
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        left, right = read(whole / name), read(broken / name)
+        difference = first_difference(left, right)
+        equal = equal and difference is None
+        print(
+            f"{name}: {len(left)} lines, "
+            + ("all equal" if difference is None else f"different: {difference}")
+        )
+    print(
+        f"{done} kills: the resumed run " + ("equals" if equal else "DIFFERS FROM") + " the uninterrupted run"
+    )
+    return equal and done == kills
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchrl_grpo.training.verify_resume",
+        description="Kill a run at random moments, resume it, and compare it with an uninterrupted one.",
+    )
+    parser.add_argument("--kills", type=int, default=5, help="how often to kill (default 5)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (default 0)")
+    parser.add_argument("--folder", type=Path, help="keep both runs here instead of in a temporary folder")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        help=f"of the configuration, after those of the check itself: {' '.join(DEFAULTS)}",
+    )
+    args = parser.parse_args(argv)
+    if args.kills < 1:
+        parser.error(f"--kills {args.kills}: write at least 1")
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="verify-resume-"))
+    equal = verify([*DEFAULTS, *args.overrides], args.kills, args.seed, folder)
+    if args.folder is None and equal:
+        shutil.rmtree(folder)
+    else:
+        print(f"both runs are in {folder}")
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
