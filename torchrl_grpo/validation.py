@@ -291,14 +291,15 @@ def _check_batches(cfg: Config) -> None:
             f"must be a multiple of env.repeats={env.repeats} and divide one collection round, {shape}",
             f"one of {', '.join(sizes)}, or null for the whole round,",
         )
-    steps = train.gradient_accumulation_steps
-    if batch % steps:
-        good = max(n for n in range(1, steps) if batch % n == 0)
+    steps, groups = train.gradient_accumulation_steps, batch // env.repeats
+    good = [n for n in range(1, batch + 1) if groups % n == 0 or (n % groups == 0 and batch % n == 0)]
+    if steps not in good:
         raise bad_value(
             "train.gradient_accumulation_steps",
             steps,
-            f"must divide the {batch} samples of an optimiser batch (train.optim_batch_size)",
-            f"train.gradient_accumulation_steps={good}",
+            f"must divide the {groups} groups of an optimiser batch of {batch} samples, or be that number times a "
+            f"divisor of env.repeats={env.repeats}",
+            f"train.gradient_accumulation_steps={max(n for n in good if n <= max(steps, 1))}",
         )
 
 

@@ -90,7 +90,9 @@ class GroupTextEnv(EnvBase):
         self.prompt_ids: list[list[int]] = []
         self.scored: list[Scored] = []
         self._first_group = 0
-        check_lengths(tokenizer, stream.examples, max_prompt_tokens, chat_template)
+        if isinstance(stream.examples, list):
+            # Problems that are generated when asked for are checked when they are drawn.
+            check_lengths(tokenizer, stream.examples, max_prompt_tokens, chat_template)
         self._make_specs()
 
     @property

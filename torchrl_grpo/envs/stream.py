@@ -28,7 +28,8 @@ class PromptStream:
     def __init__(self, examples: Sequence[Example], seed: int, shuffle: bool = True) -> None:
         if not examples:
             raise DataError("There are 0 training examples; env.data_path must name data with rows in it.")
-        self.examples = list(examples)
+        # Not copied: procedural data generates a problem when it is asked for.
+        self.examples = examples
         self.seed = seed
         self.shuffle = shuffle
         self.epoch = 0

@@ -103,12 +103,13 @@ class WeightPublisher:
             answer = self.engine.next_tokens(self.probe_prompts, TOP_K)
             seen = self._difference(ours, answer)
             gap = self._difference(self._trainer_view(), answer)
-        if seen <= self.start_bound or gap > self.start_bound:
+        # Not "more than the bound", which a user may have set high; and written so that NaN fails too.
+        if not (gap <= self.start_bound and seen > max(self._floor, 2 * gap)):
             raise TrainingStopped(
-                f"{self._engine_name()}: all weights were perturbed for a test; the engine's log-probabilities moved "
-                f"by {seen:.2g} nats and are {gap:.2g} nats from the trainer's (allowed: {self.start_bound:.2g}): "
-                "published weights do not all reach the model that answers. Look at the engine's load_weights; "
-                "inference_model.backend=transformers works meanwhile"
+                f"{self._engine_name()}: all weights were perturbed for a test; its log-probabilities moved "
+                f"by {seen:.2g} nats and are {gap:.2g} nats from the trainer's (allowed: "
+                f"{self.start_bound:.2g}): published weights do not all reach the model that answers. Look "
+                "at the engine's load_weights; inference_model.backend=transformers works meanwhile"
             )
         metrics = self.publish(version)
         self._noise = metrics["publish/gap"]

@@ -31,12 +31,12 @@ def run(cfg: Config, run_dir: Path) -> dict[str, Any]:
         resume_from = checkpoint.find(run_dir, cfg.resume)
         checkpoint.check_same_run(resume_from, cfg)
     reward_set = rewards.build(cfg)
-    grader = rewards.grader(cfg)
+    grader = rewards.grader(cfg, reward_set)
     try:
         return _train(cfg, run_dir, problems, reward_set, grader, resume_from)
     finally:
-        reward_set.close()
         grader.close()
+        reward_set.close()
 
 
 def _train(

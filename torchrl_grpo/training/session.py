@@ -14,14 +14,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.problems import Problems
+from torchrl_grpo.devices import place
 from torchrl_grpo.envs import GroupTextEnv, PromptStream
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.models.precision import resolve_autocast, resolve_dtype
 from torchrl_grpo.models.prepare import prepare_for_training
-from torchrl_grpo.objectives.advantage import GroupAdvantage
-from torchrl_grpo.objectives.clipped import ClippedGroupLoss
+from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.observe import loggers
 from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
 from torchrl_grpo.observe.progress import Progress
@@ -70,7 +70,8 @@ class Session:
         disable_progress_bar()
         if cfg.train.num_threads is not None:
             torch.set_num_threads(cfg.train.num_threads)
-        self.device = pick_device(cfg.train_model.devices)
+        self.placement = place(cfg, torch.cuda.device_count())
+        self.device = torch.device(self.placement.train)
         source = loading.resolve(cfg.model)
         self.tokenizer: PreTrainedTokenizerBase = loading.load_tokenizer(source, cfg.model)
         loading.check_context(source, cfg)
@@ -83,7 +84,7 @@ class Session:
         self.engine = build_engine(
             cfg,
             weights,
-            pick_device(cfg.inference_model.devices),
+            torch.device(self.placement.inference),
             loading.end_token_ids(self.model, self.tokenizer),
             self.tokenizer.pad_token_id,
             max_num_seqs=max(cfg.env.num_envs * cfg.env.repeats, min(64, len(problems.held_out))),
@@ -124,15 +125,7 @@ class Session:
         self.autocast_dtype = resolve_autocast(cfg.train_model.autocast, self.device)
         temperature = cfg.inference_model.temperature
         scorer = TokenScorer(self.model, temperature, self.autocast_dtype, cfg.train_model.shared_prefix)
-        in_loss = cfg.policy.kl_in == "loss"
-        high = cfg.policy.clip_epsilon_high
-        loss = ClippedGroupLoss(
-            scorer,
-            clip_epsilon_low=cfg.policy.clip_epsilon,
-            clip_epsilon_high=cfg.policy.clip_epsilon if high is None else high,
-            kl_coef=cfg.policy.kl_coef if in_loss else 0.0,
-            kl_estimator=cfg.policy.kl_estimator,
-        )
+        loss, advantage = build_objective(cfg.policy, scorer)
         self.optimise = OptimiserStep(
             self.model,
             loss,
@@ -141,12 +134,6 @@ class Session:
             micro_batches=cfg.train.gradient_accumulation_steps,
             use_scaler=self.autocast_dtype == torch.float16,
             max_skipped_steps=cfg.train.max_skipped_steps,
-        )
-        advantage = GroupAdvantage(
-            cfg.policy.advantage_std,
-            cfg.policy.advantage_eps,
-            kl_coef=0.0 if in_loss else cfg.policy.kl_coef,
-            kl_estimator=cfg.policy.kl_estimator,
         )
         transforms = [*self._reference(source, temperature), advantage]
         self.buffer = GroupBuffer(
@@ -157,14 +144,14 @@ class Session:
         """The reference scorer, loaded only where a coefficient asks for it."""
         if self.cfg.policy.kl_coef == 0:
             return []
-        device = pick_device(self.cfg.ref_model.devices)
+        device = torch.device(self.placement.reference)
         dtype = resolve_dtype(self.cfg.ref_model.dtype, device)
         model = loading.load_model(source, self.cfg.model, device, dtype).requires_grad_(False)
         autocast_dtype = self.autocast_dtype if dtype == torch.float32 else None
         return [ReferenceScorer(TokenScorer(model, temperature, autocast_dtype, self.cfg.train_model.shared_prefix))]
 
     def _make_publisher(self, env: GroupTextEnv) -> None:
-        engine_dtype = resolve_dtype(self.cfg.inference_model.dtype, pick_device(self.cfg.inference_model.devices))
+        engine_dtype = resolve_dtype(self.cfg.inference_model.dtype, torch.device(self.placement.inference))
         precision = max(engine_dtype, self.autocast_dtype or torch.float32, key=_COARSENESS.index)
         length = min(80, self.cfg.inference_model.max_model_len - 1)
         self.publisher = WeightPublisher(
@@ -306,10 +293,3 @@ class Session:
         if self.rollout_writer is not None:
             self.rollout_writer.close()
         self.collector.shutdown()
-
-
-def pick_device(devices: list[int] | None) -> torch.device:
-    """The GPU asked for, the first GPU where none is, the CPU where there is no GPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", devices[0] if devices else 0)

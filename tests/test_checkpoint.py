@@ -1,0 +1,289 @@
+"""Checkpoints: written aside, damaged ones skipped, no code in them, the same run or a clear refusal."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.errors import CheckpointError
+from torchrl_grpo.training import checkpoint
+from torchrl_grpo.training.state import Counters, random_state, seed_everything, set_random_state
+
+
+def write_model(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 20)
+
+
+def save(run_dir: Path, step: int, keep: int = 5, **state: Any) -> Path:
+    return checkpoint.save(run_dir, step, Config(), write_model, {"step": step, **state}, keep)
+
+
+def steps(run_dir: Path) -> list[str]:
+    """Every name in the folder, hidden ones as well."""
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def test_what_is_saved_is_loaded(run_dir: Path) -> None:
+    tensors = {"a": torch.randn(3), "nested": [torch.arange(4), {"b": torch.ones(2, dtype=torch.bool)}]}
+    folder = save(run_dir, 7, tensors=tensors, plain=[1, 2.5, None, "text", (3, 4)])
+    assert folder == run_dir / "checkpoints" / "7"
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert names == {"config.yaml", "manifest.json", "model/config.json", "model/model.safetensors", "trainer.pt"}
+    assert checkpoint.damage(folder) is None
+    loaded = checkpoint.load_state(folder)
+    assert loaded["plain"] == [1, 2.5, None, "text", (3, 4)]
+    assert torch.equal(loaded["tensors"]["a"], tensors["a"])
+    assert torch.equal(loaded["tensors"]["nested"][1]["b"], torch.ones(2, dtype=torch.bool))
+    assert checkpoint.find(run_dir, "auto") == folder
+
+
+def test_only_the_newest_are_kept_and_nothing_lies_around(run_dir: Path) -> None:
+    for step in (5, 10, 15, 100):
+        save(run_dir, step, keep=2)
+    assert steps(run_dir) == ["100", "15"], "by number, not by name"
+
+
+def test_a_step_that_is_written_again_is_replaced(run_dir: Path) -> None:
+    save(run_dir, 5, value=1)
+    save(run_dir, 5, value=2)
+    assert steps(run_dir) == ["5"]
+    assert checkpoint.load_state(checkpoint.find(run_dir, "auto"))["value"] == 2
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_after_resuming_an_earlier_one_the_abandoned_later_ones_go(run_dir: Path, keep: int) -> None:
+    for step in (5, 10):
+        save(run_dir, step, branch="old")
+    newest = save(run_dir, 6, keep=keep, branch="new")
+    assert newest.exists()
+    assert steps(run_dir) == ["5", "6"][-keep:]
+    assert checkpoint.load_state(checkpoint.find(run_dir, "auto"))["branch"] == "new"
+
+
+def test_a_write_that_fails_harms_no_older_checkpoint(run_dir: Path) -> None:
+    def fail(folder: Path) -> None:
+        write_model(folder)
+        raise OSError("No space left on device")
+
+    save(run_dir, 5, value=1)
+    for step in (5, 10):
+        with pytest.raises(OSError, match="No space left"):
+            checkpoint.save(run_dir, step, Config(), fail, {}, 1)
+        found = checkpoint.find(run_dir, "auto")
+        assert found.name == "5" and checkpoint.load_state(found)["value"] == 1
+    # The next write of that step does not trip over what was left, and nothing of it gets in.
+    (run_dir / "checkpoints" / ".writing-10" / "model" / "leftover").write_text("x")
+    folder = save(run_dir, 10, keep=1)
+    assert not (folder / "model" / "leftover").exists()
+    assert checkpoint.damage(folder) is None
+
+
+def test_leftovers_of_a_killed_process_are_ignored_and_cleaned(run_dir: Path) -> None:
+    save(run_dir, 5)
+    root = run_dir / "checkpoints"
+    for name in (".writing-10", ".removing-3"):
+        shutil.copytree(root / "5", root / name)
+    (root / "10-notes").mkdir()
+    (root / ".writing-10" / "manifest.json").unlink()
+    assert checkpoint.find(run_dir, "auto").name == "5"
+    checkpoint.clean(run_dir)
+    assert steps(run_dir) == ["10-notes", "5"]
+    checkpoint.clean(run_dir)
+    checkpoint.clean(run_dir / "never made")
+
+
+def test_a_kill_while_an_old_one_is_removed_leaves_no_half_checkpoint(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(run_dir, 5)
+    with monkeypatch.context() as patch:
+
+        def die(path: Path, **options: Any) -> None:
+            if path.name.startswith(".removing") and path.exists():
+                (path / "trainer.pt").unlink()
+                raise KeyboardInterrupt
+
+        patch.setattr(checkpoint.shutil, "rmtree", die)
+        with pytest.raises(KeyboardInterrupt):
+            save(run_dir, 10, keep=1)
+    assert steps(run_dir) == [".removing-5", "10"]
+    assert checkpoint.find(run_dir, "auto").name == "10"
+    save(run_dir, 15, keep=1)
+    checkpoint.clean(run_dir)
+    assert steps(run_dir) == ["15"]
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(folder: Path) -> None:
+    path = folder / "trainer.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def replace_manifest(text: str) -> Any:
+    return lambda folder: (folder / "manifest.json").write_text(text)
+
+
+DAMAGES = {
+    "truncated": (truncate, r"model/model.safetensors has 5119 bytes instead of 5120"),
+    "flipped byte": (flip, "trainer.pt has another checksum"),
+    "missing file": (lambda folder: (folder / "config.yaml").unlink(), "config.yaml is missing"),
+    "missing manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json cannot be read"),
+    "half a manifest": (replace_manifest('{"step": 10, "fi'), "manifest.json cannot be read"),
+    "another manifest": (replace_manifest("[]"), "manifest.json cannot be read"),
+    "manifest without files": (replace_manifest('{"step": 10}'), "manifest.json cannot be read"),
+    "manifest without sums": (replace_manifest('{"files": {"trainer.pt": {}}}'), "manifest.json cannot be read"),
+    "manifest of bytes": (lambda f: (f / "manifest.json").write_bytes(b"\xff\xfe{}"), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_newest_one_is_skipped_with_a_warning(run_dir: Path, kind: str) -> None:
+    harm, reason = DAMAGES[kind]
+    save(run_dir, 5)
+    newest = save(run_dir, 10)
+    harm(newest)
+    with pytest.warns(UserWarning, match=f"checkpoints/10 is skipped: .*{reason}") as caught:
+        assert checkpoint.find(run_dir, "auto").name == "5"
+    assert len(caught) == 1
+    # Named, it is an error: nobody should resume another one than the one named.
+    with pytest.raises(CheckpointError, match=f"resume={newest}.*{reason}.*name another checkpoint"):
+        checkpoint.find(run_dir, str(newest))
+
+
+def test_find_takes_the_one_named_and_the_newest_otherwise(run_dir: Path) -> None:
+    for step in (5, 10):
+        save(run_dir, step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert checkpoint.find(run_dir, str(run_dir / "checkpoints" / "5")).name == "5"
+        assert checkpoint.find(run_dir, f"{run_dir}/checkpoints/5/").name == "5"
+        for resume in ("auto", str(run_dir), str(run_dir / "checkpoints")):
+            assert checkpoint.find(run_dir, resume).name == "10"
+
+
+def test_find_says_when_there_is_nothing(run_dir: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no undamaged checkpoint; write resume=null"):
+        checkpoint.find(run_dir, "auto")
+    truncate(save(run_dir, 5))
+    with pytest.warns(UserWarning, match="skipped"), pytest.raises(CheckpointError, match="no undamaged"):
+        checkpoint.find(run_dir, "auto")
+    with pytest.raises(CheckpointError, match=r"checkpoints/99: its manifest.json cannot be read"):
+        checkpoint.find(run_dir, str(run_dir / "checkpoints" / "99"))
+
+
+def test_the_same_configuration_is_the_same_run(run_dir: Path) -> None:
+    folder = save(run_dir, 5)
+    checkpoint.check_same_run(folder, Config())
+    free = Config(resume="auto")
+    free.logging.backends = ["csv"]
+    free.checkpoint.keep = 9
+    free.train.checkpoint_frequency = 1
+    free.train.max_skipped_steps = 50
+    checkpoint.check_same_run(folder, free)
+
+
+@pytest.mark.parametrize(
+    "section,key,value",
+    [
+        ("optimizer", "lr", 3e-6),
+        ("policy", "kl_coef", 0.1),
+        ("env", "repeats", 16),
+        ("env", "task_args", {"max_terms": 3}),
+        ("train", "total_dialog_turns", 128),
+        ("optimizer", "betas", [0.9, 0.95]),
+        ("env", "system_prompt", "Be brief."),
+    ],
+)
+def test_another_configuration_is_refused_with_key_and_both_values(
+    run_dir: Path, section: str, key: str, value: Any
+) -> None:
+    folder, changed = save(run_dir, 5), Config()
+    before = getattr(getattr(changed, section), key)
+    setattr(getattr(changed, section), key, value)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.check_same_run(folder, changed)
+    message = str(caught.value)
+    name, now = (f"{section}.{key}", value) if value != {"max_terms": 3} else ("env.task_args.max_terms", 3)
+    assert f"{name}={now}" in message
+    assert f"{name}={before if value != {'max_terms': 3} else None}" in message
+    assert f"model.name={folder / 'model'}" in message
+
+
+class Payload:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return print, ("code ran",)
+
+
+def test_no_code_can_hide_in_a_checkpoint(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save(run_dir, 5, payload=Payload())
+    with pytest.raises(pickle.UnpicklingError):
+        checkpoint.load_state(folder)
+    assert "code ran" not in capsys.readouterr().out
+
+
+def test_the_manifest_names_every_file_with_its_size(run_dir: Path) -> None:
+    folder = save(run_dir, 5)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    files = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} - {"manifest.json"}
+    assert manifest["step"] == 5 and manifest["files"].keys() == files
+    assert manifest["files"]["model/model.safetensors"]["bytes"] == 5120
+
+
+def draws() -> list[Any]:
+    return [
+        [random.random(), random.gauss(0, 1), random.randrange(10**9)],
+        numpy.random.rand(3).tolist() + numpy.random.randn(1).tolist(),
+        torch.rand(3).tolist() + torch.randn(3).tolist(),
+    ]
+
+
+@pytest.mark.parametrize("before", [0, 1, 3])
+def test_random_states_go_through_a_file(tmp_path: Path, before: int) -> None:
+    seed_everything(11)
+    for _ in range(before):
+        draws()
+    random.gauss(0, 1)  # both generators hold back the second of a pair of normal draws
+    numpy.random.randn(1)
+    torch.save(random_state(), tmp_path / "state.pt")
+    expected = [draws() for _ in range(3)]
+    seed_everything(12)
+    assert draws() != expected[0]
+    set_random_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert [draws() for _ in range(3)] == expected
+
+
+def test_one_seed_sets_every_generator() -> None:
+    seed_everything(5)
+    first = draws()
+    seed_everything(5)
+    assert draws() == first
+    seed_everything(6)
+    assert all(a != b for a, b in zip(draws(), first, strict=True))
+    seed_everything(2**40)  # numpy's own seed ends at 2**32
+
+
+def test_counters_go_through_a_file(tmp_path: Path) -> None:
+    counters = Counters(3, 1, 1234, 2, 5.5, 0.25)
+    torch.save(counters.state_dict(), tmp_path / "counters.pt")
+    resumed = Counters()
+    resumed.load_state_dict(torch.load(tmp_path / "counters.pt", weights_only=True))
+    assert resumed == counters

@@ -1,0 +1,183 @@
+"""The real vLLM holding the real SmolLM2: log-probabilities, publication, its proof, and sabotage of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from torchrl_grpo.errors import TrainingStopped
+from torchrl_grpo.inference.protocol import Sampling
+from torchrl_grpo.inference.vllm_engine import VLLMEngine
+from torchrl_grpo.models.logprobs import TokenScorer
+from torchrl_grpo.padding import pad_left, pad_right
+from torchrl_grpo.training import publish
+from torchrl_grpo.training.publish import WeightPublisher, probe_prompts
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+QUESTIONS = ("What is 3 + 4?", "Name a colour, please.", "Who wrote Hamlet? Answer in one word.")
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2_dir: Path) -> Iterator[VLLMEngine]:
+    engine = VLLMEngine(
+        str(smollm2_dir),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_model_len=256,
+        max_num_seqs=16,
+        seed=0,
+        gpu_memory_utilization=0.4,
+        kv_cache_gib=1,
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def model(smollm2_dir: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2_dir: Path) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+        )
+        for question in QUESTIONS
+    ]
+
+
+def publisher_for(engine: VLLMEngine, model: PreTrainedModel, prompts: list[list[int]]) -> WeightPublisher:
+    return WeightPublisher(model, TokenScorer(model, 1.0), engine, probe_prompts(prompts), 2, torch.float32)
+
+
+def nudge(model: PreTrainedModel, size: float, seed: int = 0) -> None:
+    """An update of the size an optimiser makes, on every weight."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=size)
+
+
+def test_log_probs_are_the_trainers_at_the_sampling_temperature(
+    engine: VLLMEngine, model: PreTrainedModel, prompts: list[list[int]]
+) -> None:
+    publisher_for(engine, model, prompts).prove_at_start(0)
+    sampling = Sampling(num_samples=4, max_new_tokens=12, temperature=0.7, seeds=[11, 22, 33])
+    completions = engine.generate(prompts, sampling)
+    flat = [one for group in completions for one in group]
+    prompt, prompt_mask = pad_left(prompts, 2)
+    response, mask = pad_right([one.token_ids for one in flat], 2, torch.int64)
+    engine_log_probs, _ = pad_right([one.log_probs for one in flat], 0.0, torch.float32)
+    shape = (len(prompts), 4, -1)
+    with torch.no_grad():
+        scores = TokenScorer(model, 0.7)(prompt, prompt_mask, response.view(shape), mask.view(shape))
+    gap = (scores.log_probs - engine_log_probs.view(shape)).abs().max()
+    assert gap < 2e-3
+    assert len({tuple(one.token_ids) for one in completions[0]}) > 1, "siblings must differ"
+    assert all(one.finish_reason in ("stop", "length") for one in flat)
+    engine.reset_cache()
+    assert engine.generate(prompts, sampling) == completions, "equal seeds must give equal responses"
+
+
+def test_publications_pass_and_change_the_answers(
+    engine: VLLMEngine, model: PreTrainedModel, prompts: list[list[int]]
+) -> None:
+    publisher = publisher_for(engine, model, prompts)
+    proof = publisher.prove_at_start(0)
+    assert proof["publish/gap"] < 1e-3 < 0.5 < proof["publish/perturbation"]
+    for version in (1, 2):
+        nudge(model, 1e-4, version)
+        assert publisher.publish(version)["publish/gap"] < publisher.bound
+    assert engine.policy_version == 2
+
+
+class SkipsHead(VLLMEngine):
+    """The tied output head keeps its packed copy of older weights."""
+
+    def _repack_tied_heads(self) -> None:
+        pass
+
+
+class LoadsIntoACopy(VLLMEngine):
+    """Takes the weights, and answers with others."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        list(weights)
+
+
+class ForgetsTheCache(VLLMEngine):
+    """Keeps key/value states of older weights."""
+
+    def reset_cache(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "message"),
+    [
+        (LoadsIntoACopy, "do not all reach|nearer to the previous|differ from the trainer"),
+        (SkipsHead, "do not all reach|nearer to the previous|differ from the trainer"),
+        (ForgetsTheCache, "prefix cache"),
+    ],
+)
+@pytest.mark.parametrize("moment", ["start", "later"])
+def test_a_sabotaged_engine_is_stopped(
+    engine: VLLMEngine,
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    sabotage: type[VLLMEngine],
+    message: str,
+    moment: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publisher = publisher_for(engine, model, prompts)
+    step: Callable[[int], object] = publisher.prove_at_start
+    if moment == "later":
+        publisher.prove_at_start(0)
+        nudge(model, 1e-4)
+        step = publisher.publish
+    # The object is the healthy engine; only its behaviour is swapped, so that one engine serves all cases.
+    monkeypatch.setattr(engine, "__class__", sabotage)
+    if sabotage is ForgetsTheCache and moment == "start":
+        message = "do not all reach|prefix cache"
+    with pytest.raises(TrainingStopped, match=message):
+        step(1)
+
+
+@pytest.mark.parametrize("kind", ["skip", "stale"])
+def test_a_sabotaged_list_of_weights_is_stopped_however_small_the_update(
+    engine: VLLMEngine,
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    kind: str,
+    smollm2_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publisher = publisher_for(engine, model, prompts)
+    publisher.prove_at_start(0)
+    honest = publish.named_weights
+    old = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
+    nudge(model, 1e-9)
+    listed: list[PreTrainedModel] = []
+
+    def sabotaged(asked: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+        listed.append(asked)
+        if len(listed) > 1:
+            yield from honest(asked)
+        elif kind == "stale":
+            yield from honest(old)
+        else:
+            yield from ((name, tensor) for name, tensor in honest(asked) if "layers.7.mlp.up" not in name)
+
+    monkeypatch.setattr(publish, "named_weights", sabotaged)
+    with pytest.raises(TrainingStopped, match="1 tensors were not published" if kind == "skip" else "stale"):
+        publisher.publish(1)
