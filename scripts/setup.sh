@@ -142,7 +142,9 @@ torch_source() { # uv's arguments that say where the CPU build of torch comes fr
     printf '%s\n' "${links[@]}"
 }
 
-pip_install() { "$VENV/bin/uv" pip install --python "$VENV/bin/python" "$@"; }
+# Compiled now, once: vLLM and torch bring tens of thousands of modules, and where Python may not write
+# beside them (PYTHONDONTWRITEBYTECODE, read-only folders) every start would compile them again.
+pip_install() { "$VENV/bin/uv" pip install --compile-bytecode --python "$VENV/bin/python" "$@"; }
 
 install_run() {
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "uv==$UV_VERSION" \

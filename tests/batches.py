@@ -1,4 +1,4 @@
-"""Small causal models of several families and ragged batches of groups, for the tests of the training core."""
+"""Small causal models of several families and ragged batches of groups, to test the training core with."""
 
 from __future__ import annotations
 
@@ -88,9 +88,7 @@ def make_batch(P: int = 4, G: int = 4, L: int = 7, T: int = 6, seed: int = 0, kl
         {
             "tokens": TensorDict({"prompt": prompt, "response": response}, [P]),
             "masks": TensorDict({"prompt": prompt_mask, "response": mask}, [P]),
-            "log_probs": TensorDict(
-                {"response": log_probs, **({"reference": reference} if kl else {})}, [P]
-            ),
+            "log_probs": TensorDict({"response": log_probs, **({"reference": reference} if kl else {})}, [P]),
             "next": TensorDict({"reward": torch.randn(P, G, 1, generator=g)}, [P]),
             "truncated": torch.zeros(P, G, 1, dtype=torch.bool),
             "advantage": torch.randn(P, G, 1, generator=g),
@@ -114,7 +112,8 @@ def inputs(batch: TensorDict) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     """A copy of every gradient by name; parameters without one count as zero."""
     return {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters()
     }
 
 

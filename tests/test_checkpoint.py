@@ -39,7 +39,13 @@ def test_what_is_saved_is_loaded(run_dir: Path) -> None:
     folder = save(run_dir, 7, tensors=tensors, plain=[1, 2.5, None, "text", (3, 4)])
     assert folder == run_dir / "checkpoints" / "7"
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert names == {"config.yaml", "manifest.json", "model/config.json", "model/model.safetensors", "trainer.pt"}
+    assert names == {
+        "config.yaml",
+        "manifest.json",
+        "model/config.json",
+        "model/model.safetensors",
+        "trainer.pt",
+    }
     assert checkpoint.damage(folder) is None
     loaded = checkpoint.load_state(folder)
     assert loaded["plain"] == [1, 2.5, None, "text", (3, 4)]
@@ -62,13 +68,25 @@ def test_a_step_that_is_written_again_is_replaced(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_after_resuming_an_earlier_one_the_abandoned_later_ones_go(run_dir: Path, keep: int) -> None:
+def test_after_resuming_an_earlier_one_the_later_ones_are_set_aside(run_dir: Path, keep: int) -> None:
     for step in (5, 10):
         save(run_dir, step, branch="old")
+    for _ in range(2):  # a second time, the name it is set aside under is taken
+        with pytest.warns(UserWarning, match="10 is later than the step resumed and is kept as 10.set-aside"):
+            checkpoint.set_aside_after(run_dir, 5)
+        save(run_dir, 10, keep=9, branch="again")
+    with pytest.warns(UserWarning, match="set-aside"):
+        checkpoint.set_aside_after(run_dir, 5)
     newest = save(run_dir, 6, keep=keep, branch="new")
-    assert newest.exists()
-    assert steps(run_dir) == ["5", "6"][-keep:]
-    assert checkpoint.load_state(checkpoint.find(run_dir, "auto"))["branch"] == "new"
+    assert steps(run_dir) == ["10.set-aside", *(["5", "6"][-keep:])]
+    assert checkpoint.find(run_dir, "auto") == newest
+    assert checkpoint.load_state(newest)["branch"] == "new"
+
+
+def test_a_later_one_never_pushes_out_the_one_just_written(run_dir: Path) -> None:
+    for step in (5, 10, 6):
+        save(run_dir, step, keep=1)
+    assert steps(run_dir) == ["10", "6"]
 
 
 def test_a_write_that_fails_harms_no_older_checkpoint(run_dir: Path) -> None:
@@ -148,7 +166,10 @@ DAMAGES = {
     "half a manifest": (replace_manifest('{"step": 10, "fi'), "manifest.json cannot be read"),
     "another manifest": (replace_manifest("[]"), "manifest.json cannot be read"),
     "manifest without files": (replace_manifest('{"step": 10}'), "manifest.json cannot be read"),
-    "manifest without sums": (replace_manifest('{"files": {"trainer.pt": {}}}'), "manifest.json cannot be read"),
+    "manifest without sums": (
+        replace_manifest('{"files": {"trainer.pt": {}}}'),
+        "manifest.json cannot be read",
+    ),
     "manifest of bytes": (lambda f: (f / "manifest.json").write_bytes(b"\xff\xfe{}"), "cannot be read"),
 }
 

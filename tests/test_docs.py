@@ -183,12 +183,15 @@ def written() -> dict[str, str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr) and len(node.values) == 2:
                 first, second = node.values
-                if isinstance(first, ast.Constant) and isinstance(second, ast.FormattedValue):
-                    if _METRIC_START.fullmatch(str(first.value)):
-                        found[f"{first.value}<"] = path.name
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
-                if _METRIC.fullmatch(node.value):
-                    found[node.value] = path.name
+                start = str(first.value) if isinstance(first, ast.Constant) else ""
+                if isinstance(second, ast.FormattedValue) and _METRIC_START.fullmatch(start):
+                    found[f"{start}<"] = path.name
+            elif (
+                isinstance(node, ast.Constant)
+                and id(node) not in inside
+                and _METRIC.fullmatch(str(node.value))
+            ):
+                found[str(node.value)] = path.name
     return found
 
 

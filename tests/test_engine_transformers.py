@@ -24,7 +24,9 @@ def make_engine(model: PreTrainedModel | None = None, **options: Any) -> Transfo
 
 
 def sampling(**changes: Any) -> Sampling:
-    return Sampling(**{"num_samples": 3, "max_new_tokens": 8, "temperature": 0.8, "seeds": [10, 20, 30], **changes})
+    return Sampling(
+        **{"num_samples": 3, "max_new_tokens": 8, "temperature": 0.8, "seeds": [10, 20, 30], **changes}
+    )
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
@@ -61,7 +63,9 @@ def test_sampled_frequencies_follow_the_distribution(seeded: bool) -> None:
     engine = make_engine(model, max_rows=draws)
     (group,) = engine.generate([PROMPTS[0]], Sampling(draws, 1, 0.7, seeds))
     counts = Counter(completion.token_ids[0] for completion in group)
-    probabilities = torch.softmax(model(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1] / 0.7, -1).tolist()
+    probabilities = torch.softmax(
+        model(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1] / 0.7, -1
+    ).tolist()
     assert max(probabilities) < 0.9, "a distribution with one outcome tests nothing"
     for token, p in enumerate(probabilities):
         # Six standard deviations: this cannot fail by chance, and the seed is fixed besides.
@@ -215,7 +219,7 @@ def test_a_sleeping_engine_does_not_answer() -> None:
 
 
 def test_an_unknown_weight_is_an_error() -> None:
-    with pytest.raises(KeyError, match="no.such.weight"):
+    with pytest.raises(KeyError, match=r"no.such.weight"):
         make_engine().load_weights([("no.such.weight", torch.zeros(1))])
 
 

@@ -42,12 +42,19 @@ def relative_to(folder: Path, target: Path) -> str:
 
 
 @pytest.mark.usefixtures("smollm2_dir")
-def test_gsm8k_trains_evaluates_saves_and_loads(repo_root: Path, shared_data: Path | None, tmp_path: Path) -> None:
+def test_gsm8k_trains_evaluates_saves_and_loads(
+    repo_root: Path, shared_data: Path | None, tmp_path: Path
+) -> None:
     data = shared_data / "gsm8k" if shared_data is not None else write_gsm8k(tmp_path / "gsm8k")
     # Another directory than the checkout, and a path relative to it.
     printed = grpo(
-        repo_root, tmp_path, *SMALL, f"env.data_path={relative_to(tmp_path, data)}", "hydra.run.dir=run",
-        "logging.backends=[csv,tensorboard]", "reward.weights.math_verify=0.5",
+        repo_root,
+        tmp_path,
+        *SMALL,
+        f"env.data_path={relative_to(tmp_path, data)}",
+        "hydra.run.dir=run",
+        "logging.backends=[csv,tensorboard]",
+        "reward.weights.math_verify=0.5",
     )
     run = tmp_path / "run"
     metrics = lines(run / "metrics.jsonl")
@@ -75,11 +82,22 @@ def test_gsm8k_trains_evaluates_saves_and_loads(repo_root: Path, shared_data: Pa
 def test_ifeval_trains_on_composed_prompts_in_a_sweep_of_two(
     repo_root: Path, shared_data: Path | None, tmp_path: Path
 ) -> None:
-    source = shared_data / "ifeval" / "input_data.jsonl" if shared_data is not None else write_ifeval(tmp_path)
+    source = (
+        shared_data / "ifeval" / "input_data.jsonl" if shared_data is not None else write_ifeval(tmp_path)
+    )
     grpo(
-        repo_root, tmp_path, "--config-name=grpo_ifeval", "--multirun", *SMALL, "train.checkpoint_frequency=0",
-        f"env.data_path={relative_to(tmp_path, source)}", "env.task_size=64", "hydra.sweep.dir=sweep",
-        "train.total_dialog_turns=24", "optimizer.lr=1e-5,1e-6", "policy.kl_coef=0.01",
+        repo_root,
+        tmp_path,
+        "--config-name=grpo_ifeval",
+        "--multirun",
+        *SMALL,
+        "train.checkpoint_frequency=0",
+        f"env.data_path={relative_to(tmp_path, source)}",
+        "env.task_size=64",
+        "hydra.sweep.dir=sweep",
+        "train.total_dialog_turns=24",
+        "optimizer.lr=1e-5,1e-6",
+        "policy.kl_coef=0.01",
     )
     for job, lr in (("0", 1e-5), ("1", 1e-6)):
         run = tmp_path / "sweep" / job
@@ -122,7 +140,10 @@ def write_gsm8k(folder: Path) -> Path:
     folder.mkdir()
     for split in ("train", "test"):
         rows = [
-            {"question": f"Tom has {n} apples and buys {k} more ({split}). How many has he?", "answer": f"#### {n + k}"}
+            {
+                "question": f"Tom has {n} apples and buys {k} more ({split}). How many has he?",
+                "answer": f"#### {n + k}",
+            }
             for n in range(2, 6)
             for k in range(3, 7)
         ]

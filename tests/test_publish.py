@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -341,5 +341,3 @@ def test_probe_prompts_have_their_length_and_no_common_beginning(lengths: list[i
     assert [len(p) for p in probes] == [80] * 3
     if sum(lengths) > 3:
         assert len({tuple(p[:16]) for p in probes}) == 3
-
-

@@ -68,8 +68,10 @@ def test_collate_stacks_groups_of_different_widths_and_no_wider_than_needed() ->
             assert after.sum() == before.sum()
             for key in keys:
                 assert torch.equal(row[key, kind][after], group[key, kind][before])
-        assert torch.equal(row["log_probs", "reference"][row["masks", "response"]],
-                           group["log_probs", "reference"][group["masks", "response"]])
+        assert torch.equal(
+            row["log_probs", "reference"][row["masks", "response"]],
+            group["log_probs", "reference"][group["masks", "response"]],
+        )
         assert torch.equal(row["masks", "prompt"], row["masks", "prompt"].sort().values)
         assert torch.equal(row["advantage"], group["advantage"])
     narrow = collate(groups[3:4])

@@ -43,7 +43,9 @@ def place(cfg: Config, num_gpus: int) -> Placement:
     )
 
 
-def _device(role: str, options: TrainModelConfig | InferenceModelConfig | RefModelConfig, num_gpus: int) -> str:
+def _device(
+    role: str, options: TrainModelConfig | InferenceModelConfig | RefModelConfig, num_gpus: int
+) -> str:
     if options.num_devices != 1:
         raise ConfigError(
             f"{role}.num_devices={options.num_devices}: each role runs on one device in this version; "

@@ -260,7 +260,9 @@ def _check_rewards(cfg: Config) -> None:
     for name, weight in weights.items():
         if name not in REWARDS:
             wrong = f"there is no reward of this name, only {', '.join(REWARDS)}"
-            raise bad_value(f"reward.weights.{name}", weight, wrong, "for example reward.weights.format=0.2")
+            raise bad_value(
+                f"reward.weights.{name}", weight, wrong, "e.g. reward.weights={gsm8k: 1.0, format: 0.2}"
+            )
         reads = REWARD_READS.get(name, DATASETS)
         if cfg.env.dataset not in reads:
             able = [other for other in REWARDS if cfg.env.dataset in REWARD_READS.get(other, DATASETS)]
@@ -297,8 +299,8 @@ def _check_batches(cfg: Config) -> None:
         raise bad_value(
             "train.gradient_accumulation_steps",
             steps,
-            f"must divide the {groups} groups of an optimiser batch of {batch} samples, or be that number times a "
-            f"divisor of env.repeats={env.repeats}",
+            f"must divide the {groups} groups of an optimiser batch of {batch} samples, or be that number "
+            f"times a divisor of env.repeats={env.repeats}",
             f"train.gradient_accumulation_steps={max(n for n in good if n <= max(steps, 1))}",
         )
 

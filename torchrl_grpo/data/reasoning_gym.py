@@ -83,10 +83,9 @@ def check(env: EnvConfig) -> tuple[str, dict[str, Any]]:
 
 def task_names() -> list[str]:
     """All tasks, sorted."""
-    import reasoning_gym  # noqa: F401  (fills the registry)
-    from reasoning_gym.factory import DATASETS
+    from torchrl_grpo.data.gym_library import reasoning_gym
 
-    return sorted(DATASETS)
+    return sorted(reasoning_gym.factory.DATASETS)
 
 
 def make(task: str, args: dict[str, Any], seed: int, size: int) -> Any:
@@ -106,19 +105,22 @@ def make(task: str, args: dict[str, Any], seed: int, size: int) -> Any:
     """
     import dataclasses
 
-    import reasoning_gym
-    from reasoning_gym.composite import DatasetSpec
-    from reasoning_gym.factory import DATASETS
+    from torchrl_grpo.data.gym_library import reasoning_gym
 
     given = dict(args)
     try:
         if task == "composite" and "datasets" in given:
             given["datasets"] = [
-                DatasetSpec(**({"config": {}, "weight": 1.0} | spec)) for spec in given["datasets"]
+                reasoning_gym.composite.DatasetSpec(**({"config": {}, "weight": 1.0} | spec))
+                for spec in given["datasets"]
             ]
         return reasoning_gym.create_dataset(task, seed=seed, size=size, **given)
     except (TypeError, ValueError, AssertionError) as error:
-        known = [f.name for f in dataclasses.fields(DATASETS[task][1]) if f.name not in ("seed", "size")]
+        known = [
+            f.name
+            for f in dataclasses.fields(reasoning_gym.factory.DATASETS[task][1])
+            if f.name not in ("seed", "size")
+        ]
         raise ConfigError(
             f"env.task_args={args!r} does not fit env.task={task}: {error}; "
             f"its arguments are: {', '.join(known)}"

@@ -45,7 +45,9 @@ def load_tokenizer(source: str, cfg: ModelConfig) -> PreTrainedTokenizerBase:
         ModelError: it cannot be loaded, or there is no chat template and ``model.chat_template`` gives none.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=cfg.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=cfg.trust_remote_code, cache_dir=cfg.cache_dir
+        )
     except (OSError, ValueError) as error:
         raise _cannot_load("tokenizer", cfg, error) from error
     if cfg.chat_template is not None:
@@ -76,7 +78,9 @@ def check_context(source: str, cfg: Config) -> None:
         ModelError: ``inference_model.max_model_len`` is longer than the model's context.
     """
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=cfg.model.trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            source, trust_remote_code=cfg.model.trust_remote_code, cache_dir=cfg.model.cache_dir
+        )
     except (OSError, ValueError) as error:
         raise _cannot_load("configuration", cfg.model, error) from error
     length = config.get_text_config().to_dict().get("max_position_embeddings")
@@ -96,7 +100,11 @@ def load_model(source: str, cfg: ModelConfig, device: torch.device, dtype: torch
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, trust_remote_code=cfg.trust_remote_code, use_safetensors=True
+            source,
+            dtype=dtype,
+            trust_remote_code=cfg.trust_remote_code,
+            cache_dir=cfg.cache_dir,
+            use_safetensors=True,
         )
     except (OSError, ValueError) as error:
         raise _cannot_load("model", cfg, error) from error

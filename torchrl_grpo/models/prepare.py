@@ -21,6 +21,7 @@ def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
     Raises:
         ModelError: its log-probabilities cannot be computed from backbone and head.
     """
+    model.eval()
     gap = check_head(model)
     if gap > _HEAD_TOLERANCE:
         raise ModelError(
@@ -29,7 +30,6 @@ def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
             "know; choose another model.name"
         )
     if not cfg.gradient_checkpointing:
-        model.eval()
         return
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import reasoning_gym  # noqa: F401  (seconds to load: here they count as start-up, not against the first job)
-
-from torchrl_grpo.data import codec
+from torchrl_grpo.data import codec, gym_library  # noqa: F401  (seconds to load: start-up, not the first job's)
 from torchrl_grpo.data import reasoning_gym as tasks
 
 _scorers: dict[str, Any] = {}

@@ -79,10 +79,8 @@ def save(
         _remove(target)
     aside.rename(target)
     _flush(root)
-    done = _complete(root)
-    # Higher numbers are of a future that was given up when an earlier checkpoint was resumed.
-    abandoned = [folder for folder in done if int(folder.name) > step]
-    for old in abandoned + [folder for folder in done if folder not in abandoned][:-keep]:
+    # Counted up to this step: whatever later one may lie there must not push the one just written out.
+    for old in [folder for folder in _complete(root) if int(folder.name) <= step][:-keep]:
         _remove(old)
     return target
 
@@ -92,6 +90,22 @@ def clean(run_dir: Path) -> None:
     for leftover in (run_dir / "checkpoints").glob(".*-*"):
         if leftover.name.startswith((_ASIDE, _DOOMED)):
             shutil.rmtree(leftover)
+
+
+def set_aside_after(run_dir: Path, step: int) -> None:
+    """Rename the checkpoints later than ``step``, which a run resumed there is going to write again.
+
+    Left in place, a later ``resume=auto`` would jump to them, over steps whose metrics have been cut off.
+    """
+    for folder in _complete(run_dir / "checkpoints"):
+        if int(folder.name) > step:
+            target = folder.with_name(f"{folder.name}.set-aside")
+            if target.exists():
+                shutil.rmtree(target)
+            folder.rename(target)
+            warnings.warn(
+                f"{folder} is later than the step resumed and is kept as {target.name}", stacklevel=2
+            )
 
 
 def find(run_dir: Path, resume: str) -> Path:

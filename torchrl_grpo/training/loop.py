@@ -1,10 +1,11 @@
-"""The synchronous training loop: collect, score, advantage, buffer, optimise, publish, evaluate, log, save."""
+"""The synchronous loop: collect, score, advantage, buffer, optimise, publish, evaluate, log, save."""
 
 from __future__ import annotations
 
 import time
 
-from torchrl_grpo.observe.stats import peak_memory_gib
+from torchrl_grpo.objectives.kl import kl_estimate
+from torchrl_grpo.observe.stats import peak_cuda_gib, peak_memory_gib
 from torchrl_grpo.rollout.collector import Round
 from torchrl_grpo.training.session import Session
 
@@ -33,6 +34,8 @@ def train(run: Session) -> None:
             metrics |= run.evaluate()
         metrics["time/step_s"] = time.perf_counter() - started
         metrics["memory/peak_gib"] = peak_memory_gib()
+        if run.device.type == "cuda":
+            metrics["memory/peak_cuda_gib"] = peak_cuda_gib()
         run.log(metrics)
         if run.checkpoint_is_due():
             run.save()
@@ -74,6 +77,11 @@ def describe(run: Session, round_: Round) -> dict[str, float]:
         "time/score_s": round_.score_seconds,
         "throughput/generated_tokens_per_s": tokens / round_.generate_seconds,
     }
+    if run.cfg.policy.kl_coef != 0 and run.cfg.policy.kl_in == "reward":
+        per_token = kl_estimate(
+            groups["log_probs", "response"], groups["log_probs", "reference"], run.cfg.policy.kl_estimator
+        )
+        metrics["kl/reference"] = float(per_token[groups["masks", "response"]].mean())
     for name in sorted({name for parts in round_.parts for name in parts}):
         values = [parts[name] for parts in round_.parts if name in parts]
         metrics[f"reward/{name}"] = sum(values) / len(values)

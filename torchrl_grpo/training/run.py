@@ -1,8 +1,10 @@
 """One job from its configuration to its summary. Whatever is wrong with data or resumption is said before
-torch is imported."""
+torch is imported.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,10 @@ def _train(
     grader: rewards.Grader,
     resume_from: Path | None,
 ) -> dict[str, Any]:
+    # Threads that spin while they wait stop everybody else on a shared machine, and each other: with
+    # another job beside it a step took 3 to 6 times as long. Read when torch loads its OpenMP library.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
     from torchrl_grpo.observe import report
     from torchrl_grpo.observe.metrics import read_jsonl
     from torchrl_grpo.observe.stats import peak_memory_gib

@@ -16,6 +16,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.devices import place
 from torchrl_grpo.envs import GroupTextEnv, PromptStream
+from torchrl_grpo.envs.chat import render
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.logprobs import TokenScorer
@@ -100,7 +101,7 @@ class Session:
             clock=time.perf_counter,
         )
         self._make_optimisation(source)
-        self._make_publisher(env)
+        self._make_publisher(problems)
         self._open_logs(resume_from)
         if resume_from is not None:
             self.load_state_dict(checkpoint.load_state(resume_from))
@@ -148,17 +149,24 @@ class Session:
         dtype = resolve_dtype(self.cfg.ref_model.dtype, device)
         model = loading.load_model(source, self.cfg.model, device, dtype).requires_grad_(False)
         autocast_dtype = self.autocast_dtype if dtype == torch.float32 else None
-        return [ReferenceScorer(TokenScorer(model, temperature, autocast_dtype, self.cfg.train_model.shared_prefix))]
+        return [
+            ReferenceScorer(
+                TokenScorer(model, temperature, autocast_dtype, self.cfg.train_model.shared_prefix)
+            )
+        ]
 
-    def _make_publisher(self, env: GroupTextEnv) -> None:
+    def _make_publisher(self, problems: Problems) -> None:
         engine_dtype = resolve_dtype(self.cfg.inference_model.dtype, torch.device(self.placement.inference))
         precision = max(engine_dtype, self.autocast_dtype or torch.float32, key=_COARSENESS.index)
+        examples = [problems.train[index] for index in range(min(8, len(problems.train)))]
         length = min(80, self.cfg.inference_model.max_model_len - 1)
         self.publisher = WeightPublisher(
             self.model,
             TokenScorer(self.model, 1.0, self.autocast_dtype),
             self.engine,
-            probe_prompts(self.evaluator.prompts[:8], length=length),
+            probe_prompts(
+                [render(self.tokenizer, example.messages)[1] for example in examples], length=length
+            ),
             self.tokenizer.pad_token_id,
             precision,
             self.cfg.inference_model.max_logprob_gap,
@@ -166,6 +174,8 @@ class Session:
 
     def _open_logs(self, resume_from: Path | None) -> None:
         step = None if resume_from is None else int(resume_from.name)
+        if step is not None:
+            checkpoint.set_aside_after(self.run_dir, step)
         self.metrics_writer = MetricsWriter(self.run_dir, step)
         self.rollout_writer = RolloutWriter(self.run_dir, step) if self.cfg.logging.rollouts else None
         self.loggers = loggers.build(self.cfg, self.run_dir, step)
@@ -193,7 +203,7 @@ class Session:
         return {**metrics, "time/publish_s": time.perf_counter() - started}
 
     def rest_engine(self) -> None:
-        """Let the engine give its memory to training until the next publication, with ``inference_model.sleep``."""
+        """With ``inference_model.sleep``, let the engine give up its memory until the next publication."""
         if self.cfg.inference_model.sleep and not self.asleep:
             self.engine.sleep()
             self.asleep = True
@@ -213,7 +223,7 @@ class Session:
         return {**metrics, "time/eval_s": time.perf_counter() - started}
 
     def checkpoint_is_due(self) -> bool:
-        """Whether this step ends with a checkpoint: every ``train.checkpoint_frequency`` steps and at the end."""
+        """Whether this step ends with a checkpoint: as often as configured, and at the end."""
         frequency = self.cfg.train.checkpoint_frequency
         at_interval = frequency > 0 and self.counters.step % frequency == 0
         return at_interval or self.counters.step == self.total_steps
@@ -221,7 +231,12 @@ class Session:
     def save(self) -> Path:
         """Write a checkpoint of this step."""
         return checkpoint.save(
-            self.run_dir, self.counters.step, self.cfg, self._write_model, self.state_dict(), self.cfg.checkpoint.keep
+            self.run_dir,
+            self.counters.step,
+            self.cfg,
+            self._write_model,
+            self.state_dict(),
+            self.cfg.checkpoint.keep,
         )
 
     def _write_model(self, folder: Path) -> None:
@@ -258,7 +273,16 @@ class Session:
             groups["group_id"].flatten().tolist(),
             strict=True,
         )
-        names = ("prompt", "response", "reward", "rewards", "advantage", "policy_version", "errors", "group_id")
+        names = (
+            "prompt",
+            "response",
+            "reward",
+            "rewards",
+            "advantage",
+            "policy_version",
+            "errors",
+            "group_id",
+        )
         self.rollout_writer.write(
             self.counters.step + 1, [dict(zip(names, column, strict=True)) for column in columns]
         )
@@ -286,7 +310,7 @@ class Session:
         set_random_state(state["random"])
 
     def close(self) -> None:
-        """Free the engine and close every file, so that a sweep's next job finds the machine as this one did."""
+        """Free the engine and close every file, so that a sweep's next job starts afresh."""
         self.progress.close()
         self.loggers.close()
         self.metrics_writer.close()

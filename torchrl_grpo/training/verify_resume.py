@@ -66,7 +66,8 @@ def first_difference(left: list[dict[str, Any]], right: list[dict[str, Any]]) ->
         if one != other:
             names = sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
             name = names[0]
-            return f"step {one.get('step')}: {name} is {one.get(name)!r} in one and {other.get(name)!r} in the other"
+            pair = f"{one.get(name)!r} in one and {other.get(name)!r} in the other"
+            return f"step {one.get('step')}: {name} is {pair}"
     if len(left) != len(right):
         return f"one has {len(left)} lines and the other {len(right)}"
     return None

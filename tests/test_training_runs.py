@@ -1,0 +1,227 @@
+"""Whole runs in this process, on a tiny random model and the transformers engine."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_model import build_tiny_model
+from transformers import AutoModelForCausalLM
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.errors import CheckpointError, DataError, ModelError, TrainingStopped, UserError
+from torchrl_grpo.training.run import run
+from torchrl_grpo.training.verify_resume import read, unmeasured
+
+
+@pytest.fixture
+def config(tiny_model_dir: Path, tmp_path: Path) -> Config:
+    """Eight rounds of four groups of four on a file of sums."""
+    rows = [{"question": f"{a} plus {b}", "answer": str(a + b)} for a in range(6) for b in range(6)]
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = Config()
+    cfg.env.dataset, cfg.env.data_path, cfg.env.answer_format = "jsonl", str(data), "plain"
+    cfg.env.num_envs = cfg.env.repeats = 4
+    cfg.model.name = str(tiny_model_dir)
+    cfg.reward.weights = {"exact_match": 1.0, "bare_number": 0.3}
+    cfg.inference_model.backend = "transformers"
+    cfg.inference_model.max_model_len, cfg.inference_model.max_new_tokens = 200, 6
+    cfg.optimizer.lr = 1e-2
+    cfg.train.total_dialog_turns = 64
+    cfg.train.checkpoint_frequency = 0
+    cfg.eval.num_problems, cfg.eval.frequency = 6, 2
+    cfg.logging.progress = False
+    return cfg
+
+
+Runner = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def train(config: Config, tmp_path: Path) -> Runner:
+    """Runs the configuration with changes into a folder and returns its metrics, timings aside."""
+
+    def runs(name: str, **changes: object) -> list[dict[str, Any]]:
+        for key, value in changes.items():
+            group, _, leaf = key.partition("__")
+            setattr(getattr(config, group) if leaf else config, leaf or group, value)
+        run(config, tmp_path / name)
+        return read(tmp_path / name / "metrics.jsonl")
+
+    return runs
+
+
+def without_eval(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    kept = [
+        {k: v for k, v in unmeasured(line).items() if not k.startswith(("eval/", "publish/"))} for line in lines
+    ]
+    return [line for line in kept if line["step"] > 0]
+
+
+def test_same_seed_same_numbers_other_seed_other_numbers(train: Runner, tmp_path: Path) -> None:
+    first = train("a")
+    assert first == train("b")
+    assert read(tmp_path / "a/rollouts.jsonl") == read(tmp_path / "b/rollouts.jsonl")
+    assert first != train("c", seed=1)
+    assert len(first) == 5 and any(line["advantage/abs_mean"] > 0 for line in first[1:])
+
+
+def test_evaluation_never_disturbs_training(train: Runner) -> None:
+    often = train("often", eval__frequency=1, eval__pass_at_k=3)
+    assert "eval/pass_at_3" in often[0]
+    never = train("never", eval__frequency=0, eval__num_problems=6, eval__at_start=False, eval__pass_at_k=1)
+    assert without_eval(often) == without_eval(never)
+
+
+def test_sleeping_engine_changes_no_number(train: Runner) -> None:
+    assert train("awake") == train("asleep", inference_model__sleep=True)
+
+
+@pytest.mark.parametrize("pieces", [2, 4, 8])
+def test_micro_batches_change_nothing_but_rounding(train: Runner, pieces: int) -> None:
+    whole = train("whole", train__total_dialog_turns=16, optimizer__lr=1e-4)
+    cut = train("cut", train__gradient_accumulation_steps=pieces)
+    for name, value in without_eval(whole)[0].items():
+        assert without_eval(cut)[0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_a_resumed_run_in_the_middle_of_a_round_is_the_uninterrupted_run(train: Runner, tmp_path: Path) -> None:
+    settings = {"train__optim_batch_size": 4, "train__epochs": 2, "train__total_dialog_turns": 32}
+    whole = train("whole", train__checkpoint_frequency=0, **settings)
+    train("broken", train__checkpoint_frequency=3, checkpoint__keep=9)
+    broken = tmp_path / "broken"
+    assert read(broken / "metrics.jsonl") == whole and whole[-1]["step"] == 16
+    resumed = train("broken", resume=str(broken / "checkpoints/6"))
+    assert resumed == whole
+    assert read(broken / "rollouts.jsonl") == read(tmp_path / "whole/rollouts.jsonl")
+    # What lies after the step that was resumed is kept, but no longer taken for the newest.
+    assert (broken / "checkpoints/9.set-aside").is_dir() and (broken / "checkpoints/16").is_dir()
+
+
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_kl_to_the_reference_starts_at_zero_and_grows(train: Runner, where: str) -> None:
+    lines = train("kl", policy__kl_coef=0.1, policy__kl_in=where, policy__kl_estimator="k3")
+    assert lines[1]["kl/reference"] == pytest.approx(0.0, abs=1e-6)
+    assert lines[-1]["kl/reference"] > 1e-6
+    if where == "loss":
+        assert lines[-1]["loss/total"] == pytest.approx(lines[-1]["loss/objective"] + lines[-1]["loss/kl"])
+
+
+def test_without_a_coefficient_no_reference_model_is_loaded(
+    train: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchrl_grpo.models import loading
+
+    loaded: list[str] = []
+    honest = loading.load_model
+    monkeypatch.setattr(loading, "load_model", lambda source, *rest: loaded.append(source) or honest(source, *rest))
+    train("plain", train__total_dialog_turns=16)
+    assert len(loaded) == 1
+    train("kl", policy__kl_coef=0.1)
+    assert len(loaded) == 3
+
+
+def test_the_saved_model_is_the_trained_one(train: Runner, config: Config, tmp_path: Path) -> None:
+    train("saved", train__checkpoint_frequency=2)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved/checkpoints/4/model")
+    start = AutoModelForCausalLM.from_pretrained(config.model.name)
+    moved = [not torch.equal(a, b) for a, b in zip(saved.parameters(), start.parameters(), strict=True)]
+    assert all(moved)
+
+
+def test_fp16_with_its_scaler_trains_and_resumes(train: Runner, tmp_path: Path) -> None:
+    whole = train("whole", train_model__autocast="fp16", train__checkpoint_frequency=2, checkpoint__keep=5)
+    assert whole[-1]["optimizer/loss_scale"] > 0 and math.isfinite(whole[-1]["loss/total"])
+    assert train("whole", resume=str(tmp_path / "whole/checkpoints/2")) == whole
+
+
+def test_gradient_checkpointing_trains_to_the_same_numbers(train: Runner) -> None:
+    plain = without_eval(train("plain", train_model__shared_prefix=False))
+    with pytest.warns(UserWarning, match="gradient checkpointing"):
+        recomputed = without_eval(
+            train("recomputed", train_model__shared_prefix=True, train_model__gradient_checkpointing=True)
+        )
+    for one, other in zip(plain, recomputed, strict=True):
+        assert one["loss/total"] == pytest.approx(other["loss/total"], abs=1e-4)
+
+
+def test_losses_that_are_not_finite_stop_the_run_and_keep_its_checkpoints(
+    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchrl_grpo.objectives import clipped
+
+    honest = clipped.clipped_surrogate
+    calls: list[int] = []
+
+    def fails_later(*args: Any) -> Any:
+        calls.append(1)
+        surrogate, mask = honest(*args)
+        return (surrogate * float("nan") if len(calls) > 2 else surrogate), mask
+
+    monkeypatch.setattr(clipped, "clipped_surrogate", fails_later)
+    with pytest.raises(TrainingStopped, match=r"train\.max_skipped_steps=1"):
+        train("nan", train__total_dialog_turns=128, train__max_skipped_steps=1, train__checkpoint_frequency=1)
+    assert (tmp_path / "nan/checkpoints/2/manifest.json").exists()
+    assert read(tmp_path / "nan/metrics.jsonl")[-1]["optimizer/skipped"] == 1
+
+
+def mistakes(config: Config, tmp_path: Path) -> dict[str, tuple[dict[str, object], type[UserError], str]]:
+    bare = build_tiny_model(tmp_path / "bare", chat_template=None)
+    long = tmp_path / "long.jsonl"
+    long.write_text(
+        "".join(json.dumps({"question": "word " * (10 if n else 300), "answer": str(n)}) + "\n" for n in range(30))
+    )
+    return {
+        "prompt longer than the context": (
+            {"env__data_path": str(long)},
+            DataError,
+            r"tokens.*inference_model\.max_model_len",
+        ),
+        "longer than the model was built for": (
+            {"inference_model__max_model_len": 10**6},
+            ModelError,
+            r"inference_model\.max_model_len=1000000.*write inference_model\.max_model_len=",
+        ),
+        "no chat template": ({"model__name": str(bare)}, ModelError, r"model\.chat_template"),
+        "chat template file missing": (
+            {"model__chat_template": "nowhere.jinja"},
+            ModelError,
+            r"model\.chat_template=nowhere\.jinja",
+        ),
+        "no such folder": ({"model__name": "./nowhere"}, ModelError, r"model\.name=\./nowhere.*no such folder"),
+        "no model in the folder": ({"model__name": str(tmp_path)}, ModelError, r"no config\.json"),
+        "unknown to the hub": ({"model__name": "nobody/nothing"}, ModelError, r"model\.name=nobody/nothing"),
+        "nothing to resume": ({"resume": "auto"}, CheckpointError, r"resume=auto.*resume=null"),
+    }
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "prompt longer than the context",
+        "longer than the model was built for",
+        "no chat template",
+        "chat template file missing",
+        "no such folder",
+        "no model in the folder",
+        "unknown to the hub",
+        "nothing to resume",
+    ],
+)
+def test_mistakes_are_one_clear_message(train: Runner, config: Config, tmp_path: Path, case: str) -> None:
+    changes, kind, message = mistakes(config, tmp_path)[case]
+    with pytest.raises(kind, match=message) as caught:
+        train("run", **changes)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_resumed_run_with_other_numbers_is_refused(train: Runner, tmp_path: Path) -> None:
+    train("run", train__checkpoint_frequency=2)
+    with pytest.raises(CheckpointError, match=r"optimizer\.lr=0\.5.*optimizer\.lr=0\.01"):
+        train("run", resume="auto", optimizer__lr=0.5)
