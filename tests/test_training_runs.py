@@ -59,7 +59,8 @@ def train(config: Config, tmp_path: Path) -> Runner:
 
 def without_eval(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     kept = [
-        {k: v for k, v in unmeasured(line).items() if not k.startswith(("eval/", "publish/"))} for line in lines
+        {k: v for k, v in unmeasured(line).items() if not k.startswith(("eval/", "publish/"))}
+        for line in lines
     ]
     return [line for line in kept if line["step"] > 0]
 
@@ -91,7 +92,9 @@ def test_micro_batches_change_nothing_but_rounding(train: Runner, pieces: int) -
         assert without_eval(cut)[0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-def test_a_resumed_run_in_the_middle_of_a_round_is_the_uninterrupted_run(train: Runner, tmp_path: Path) -> None:
+def test_a_resumed_run_in_the_middle_of_a_round_is_the_uninterrupted_run(
+    train: Runner, tmp_path: Path
+) -> None:
     settings = {"train__optim_batch_size": 4, "train__epochs": 2, "train__total_dialog_turns": 32}
     whole = train("whole", train__checkpoint_frequency=0, **settings)
     train("broken", train__checkpoint_frequency=3, checkpoint__keep=9)
@@ -120,7 +123,9 @@ def test_without_a_coefficient_no_reference_model_is_loaded(
 
     loaded: list[str] = []
     honest = loading.load_model
-    monkeypatch.setattr(loading, "load_model", lambda source, *rest: loaded.append(source) or honest(source, *rest))
+    monkeypatch.setattr(
+        loading, "load_model", lambda source, *rest: loaded.append(source) or honest(source, *rest)
+    )
     train("plain", train__total_dialog_turns=16)
     assert len(loaded) == 1
     train("kl", policy__kl_coef=0.1)
@@ -175,7 +180,9 @@ def mistakes(config: Config, tmp_path: Path) -> dict[str, tuple[dict[str, object
     bare = build_tiny_model(tmp_path / "bare", chat_template=None)
     long = tmp_path / "long.jsonl"
     long.write_text(
-        "".join(json.dumps({"question": "word " * (10 if n else 300), "answer": str(n)}) + "\n" for n in range(30))
+        "".join(
+            json.dumps({"question": "word " * (10 if n else 300), "answer": str(n)}) + "\n" for n in range(30)
+        )
     )
     return {
         "prompt longer than the context": (
@@ -194,7 +201,11 @@ def mistakes(config: Config, tmp_path: Path) -> dict[str, tuple[dict[str, object
             ModelError,
             r"model\.chat_template=nowhere\.jinja",
         ),
-        "no such folder": ({"model__name": "./nowhere"}, ModelError, r"model\.name=\./nowhere.*no such folder"),
+        "no such folder": (
+            {"model__name": "./nowhere"},
+            ModelError,
+            r"model\.name=\./nowhere.*no such folder",
+        ),
         "no model in the folder": ({"model__name": str(tmp_path)}, ModelError, r"no config\.json"),
         "unknown to the hub": ({"model__name": "nobody/nothing"}, ModelError, r"model\.name=nobody/nothing"),
         "nothing to resume": ({"resume": "auto"}, CheckpointError, r"resume=auto.*resume=null"),

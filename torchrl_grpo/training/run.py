@@ -4,6 +4,7 @@ torch is imported.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def _train(
 
     from torchrl_grpo.observe import report
     from torchrl_grpo.observe.metrics import read_jsonl
-    from torchrl_grpo.observe.stats import peak_memory_gib
+    from torchrl_grpo.observe.stats import peak_cuda_gib, peak_memory_gib
     from torchrl_grpo.training.loop import train
     from torchrl_grpo.training.session import Session
 
@@ -66,23 +67,23 @@ def _train(
         last = read_jsonl(session.metrics_writer.path)[-1]
     finally:
         session.close()
-    after = last.get("eval/accuracy")
-    interval = None if after is None else (last["eval/accuracy_low"], last["eval/accuracy_high"])
     report.plot(run_dir)
-    summary = {
-        "accuracy_before": session.counters.accuracy_before,
-        "accuracy_after": after,
-        "accuracy_ci95": interval,
-        "steps": session.counters.step,
-        "seconds": session.seconds(),
-        "peak_memory_gib": peak_memory_gib(),
-    }
-    extras = {
-        "eval_problems": len(problems.held_out),
-        "dialog_turns": session.collector.rounds * session.collector.dialog_turns_per_batch,
-        "response_tokens": session.counters.response_tokens,
-        "reward_errors": session.counters.reward_errors,
-        "skipped_steps": session.optimise.skipped,
-    }
-    report.summary(run_dir, **summary, extras=extras)
-    return {**summary, **extras}
+    after = last.get("eval/accuracy")
+    path = report.summary(
+        run_dir,
+        accuracy_before=session.counters.accuracy_before,
+        accuracy_after=after,
+        accuracy_ci95=None if after is None else (last["eval/accuracy_low"], last["eval/accuracy_high"]),
+        steps=session.counters.step,
+        seconds=session.seconds(),
+        peak_memory_gib=peak_memory_gib(),
+        extras={
+            "eval_problems": len(problems.held_out),
+            "dialog_turns": session.collector.rounds * session.collector.dialog_turns_per_batch,
+            "response_tokens": session.counters.response_tokens,
+            "reward_errors": session.counters.reward_errors,
+            "skipped_steps": session.optimise.skipped,
+            "peak_cuda_memory_gib": peak_cuda_gib(),
+        },
+    )
+    return dict(json.loads(path.read_text()))
