@@ -59,11 +59,19 @@ def test_scores_equal_the_models_own_forward_on_unpadded_sequences(family: str, 
     torch.testing.assert_close(scores.entropy, entropy, atol=2e-5, rtol=1e-5)
 
 
+PACKED, REPEATED = 10_000, 0
+
+
+@pytest.mark.parametrize("width", [PACKED, REPEATED], ids=["packed", "repeated"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("samples", [1, 2, 3])
 @pytest.mark.parametrize("family", SHAREABLE)
-def test_shared_prefix_equals_plain_with_gradients(family: str, samples: int) -> None:
+def test_shared_prefix_equals_plain_with_gradients(
+    family: str, samples: int, attention: str, width: int
+) -> None:
     model, batch = make_model(family), make_batch(P=3, G=samples, seed=samples)
-    shared, shared_gradients = scored(model, batch, shared_prefix=True)
+    model.set_attn_implementation(attention)
+    shared, shared_gradients = scored(model, batch, shared_prefix=True, max_packed_width=width)
     plain, plain_gradients = scored(model, batch, shared_prefix=False)
     assert TokenScorer(model).shared_prefix
     torch.testing.assert_close(shared.log_probs, plain.log_probs, atol=1e-5, rtol=1e-5)
@@ -72,10 +80,11 @@ def test_shared_prefix_equals_plain_with_gradients(family: str, samples: int) ->
     assert max(float(g.abs().max()) for g in shared_gradients.values()) > 0.1, "nothing was compared"
 
 
+@pytest.mark.parametrize("width", [PACKED, REPEATED], ids=["packed", "repeated"])
 @pytest.mark.parametrize("samples", [1, 3])
-def test_responses_of_one_token(samples: int) -> None:
+def test_responses_of_one_token(samples: int, width: int) -> None:
     model, batch = make_model(), make_batch(P=3, G=samples, T=1)
-    shared, shared_gradients = scored(model, batch, shared_prefix=True)
+    shared, shared_gradients = scored(model, batch, shared_prefix=True, max_packed_width=width)
     plain, plain_gradients = scored(model, batch, shared_prefix=False)
     expected, _ = by_hand(model, batch)
     torch.testing.assert_close(shared.log_probs, expected, atol=1e-5, rtol=1e-5)
@@ -193,8 +202,14 @@ def test_the_shared_path_runs_each_prompt_once() -> None:
     model, batch = make_model(), make_batch(P=3, G=4, L=7, T=6)
     seen: list[int] = []
     model.get_input_embeddings().register_forward_hook(lambda *call: seen.append(call[1][0].numel()))
-    TokenScorer(model)(*inputs(batch))
+    TokenScorer(model, max_packed_width=REPEATED)(*inputs(batch))
     assert seen == [3 * 7, 3 * 4 * 5]
+    seen.clear()
+    TokenScorer(model, max_packed_width=PACKED)(*inputs(batch))
+    # Real tokens only, but for the padding to the longest row of the batch.
+    tokens = batch["masks", "response"].sum((1, 2)) - 4
+    assert seen == [3 * (7 + int(tokens.max()))]
+    assert TokenScorer(model).max_packed_width == model.config.hidden_size
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from torchrl_grpo.config import Config, InferenceModelConfig, RefModelConfig, TrainModelConfig
 
 DATASETS = ("gsm8k", "math", "ifeval", "reasoning_gym", "jsonl")
-REWARDS = ("gsm8k", "format", "math_verify", "reasoning_gym", "bare_number", "ifeval", "exact_match")
+REWARDS = (
+    "gsm8k",
+    "format",
+    "math_verify",
+    "reasoning_gym",
+    "bare_number",
+    "closeness",
+    "ifeval",
+    "exact_match",
+)
 
 # Whose ground truths a reward can read; format and bare_number read none.
 _ANSWERS = ("gsm8k", "math", "jsonl")
@@ -28,6 +37,7 @@ REWARD_READS: dict[str, tuple[str, ...]] = {
     "math_verify": _ANSWERS,
     "exact_match": _ANSWERS,
     "reasoning_gym": ("reasoning_gym",),
+    "closeness": (*_ANSWERS, "reasoning_gym"),
     "ifeval": ("ifeval",),
 }
 

@@ -15,7 +15,7 @@ from torchrl_grpo.rewards.gsm8k import Gsm8kReward
 from torchrl_grpo.rewards.ifeval import IFEvalGrader, IFEvalReward
 from torchrl_grpo.rewards.math_verify import MathVerifyReward
 from torchrl_grpo.rewards.reasoning_gym import ReasoningGymReward
-from torchrl_grpo.rewards.text import BareNumberReward, ExactMatchReward
+from torchrl_grpo.rewards.text import BareNumberReward, ClosenessReward, ExactMatchReward
 
 #: Used where ``reward.weights`` is empty.
 DEFAULT_WEIGHTS: dict[str, dict[str, float]] = {
@@ -42,6 +42,7 @@ REWARDS: dict[str, Callable[[Config], Reward]] = {
     "ifeval": lambda cfg: IFEvalReward(),
     "exact_match": lambda cfg: ExactMatchReward(cfg.env.answer_format),
     "bare_number": lambda cfg: BareNumberReward(cfg.env.answer_format),
+    "closeness": lambda cfg: ClosenessReward(cfg.env.answer_format),
 }
 
 #: Which truths a reward can read; a reward that is not here reads none.
@@ -50,6 +51,7 @@ _READS: dict[str, tuple[str, ...]] = {
     "math_verify": ("gsm8k", "math", "jsonl"),
     "exact_match": ("gsm8k", "math", "jsonl"),
     "reasoning_gym": ("reasoning_gym",),
+    "closeness": ("gsm8k", "math", "jsonl", "reasoning_gym"),
     "ifeval": ("ifeval",),
 }
 

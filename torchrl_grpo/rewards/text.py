@@ -1,11 +1,11 @@
-"""Two small rewards about the answer's text: does it equal the truth, and is it a bare number."""
+"""Small rewards about the answer's text: equal to the truth, a bare number, a number near the truth."""
 
 from __future__ import annotations
 
 import re
 
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.rewards import extract
+from torchrl_grpo.rewards import extract, numbers
 
 _BARE_NUMBER = re.compile(r"[-+−]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 
@@ -49,3 +49,32 @@ class BareNumberReward:
         """0 or 1."""
         answer = extract.answer(completion, self._format)
         return float(answer is not None and _BARE_NUMBER.fullmatch(answer) is not None)
+
+
+class ClosenessReward:
+    """``1 / (1 + |answer - truth|)`` for a bare number: a slope to climb where right answers are still rare.
+
+    Args:
+        answer_format: where the answer stands, as ``env.answer_format``; without a closed tag it is 0.
+    """
+
+    name = "closeness"
+
+    def __init__(self, answer_format: str) -> None:
+        self._format = answer_format
+
+    def __call__(self, completion: str, example: Example) -> float:
+        """Between 0 and 1; 1 is right.
+
+        Raises:
+            ValueError: the truth is no number, so nothing is near it.
+        """
+        truth = example.truth["answer"] if "answer" in example.truth else example.truth["entry"]["answer"]
+        goal = numbers.only(str(truth))
+        if goal is None:
+            raise ValueError(f"the truth of {example.id} is {truth!r}, which is no number")
+        answer = extract.answer(completion, self._format)
+        if answer is None or _BARE_NUMBER.fullmatch(answer) is None:
+            return 0.0
+        value = numbers.only(answer)
+        return 0.0 if value is None else float(1 / (1 + abs(value - goal)))
