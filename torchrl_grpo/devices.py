@@ -36,15 +36,19 @@ def place(cfg: Config, num_gpus: int) -> Placement:
     Raises:
         ConfigError: a role asks for several devices, or for a GPU that is not there.
     """
-    return Placement(
-        train=_device("train_model", cfg.train_model, num_gpus),
-        inference=_device("inference_model", cfg.inference_model, num_gpus),
-        reference=_device("ref_model", cfg.ref_model, num_gpus),
-    )
+    train = _device("train_model", cfg.train_model, num_gpus, "cuda:0")
+    inference = _device("inference_model", cfg.inference_model, num_gpus, train)
+    if cfg.inference_model.backend == "vllm" and inference not in ("cpu", "cuda:0"):
+        raise ConfigError(
+            f"inference_model.devices=[{inference.removeprefix('cuda:')}]: vLLM takes the first "
+            "GPU it sees; choose it with the environment variable CUDA_VISIBLE_DEVICES, and write "
+            "inference_model.devices=[0]"
+        )
+    return Placement(train, inference, _device("ref_model", cfg.ref_model, num_gpus, train))
 
 
 def _device(
-    role: str, options: TrainModelConfig | InferenceModelConfig | RefModelConfig, num_gpus: int
+    role: str, options: TrainModelConfig | InferenceModelConfig | RefModelConfig, num_gpus: int, default: str
 ) -> str:
     if options.num_devices != 1:
         raise ConfigError(
@@ -53,7 +57,9 @@ def _device(
         )
     if num_gpus == 0:
         return "cpu"
-    index = options.devices[0] if options.devices else 0
+    if not options.devices:
+        return default
+    index = options.devices[0]
     if index >= num_gpus:
         raise ConfigError(
             f"{role}.devices=[{index}]: this machine has {num_gpus} GPU(s), numbered from 0; "

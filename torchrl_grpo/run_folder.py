@@ -7,13 +7,17 @@ contains is the business of ``torchrl_grpo.training``; here it is a folder with 
 
 from __future__ import annotations
 
+import fcntl
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torchrl_grpo.config_keys import bad_value
 from torchrl_grpo.errors import CheckpointError, ConfigError
 
 MANIFEST = "manifest.json"
+LOCK = ".lock"
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
@@ -92,6 +96,28 @@ def folder_to_resume(resume: str, chosen: Path | None, outputs: Path = Path("out
     return folder
 
 
+@contextmanager
+def claimed(run_dir: Path) -> Iterator[None]:
+    """Hold a run folder for one process; the operating system lets go of it however the process ends.
+
+    Args:
+        run_dir: the folder, made if missing.
+
+    Raises:
+        ConfigError: another process is writing to it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"hydra.run.dir={run_dir}: another process is writing to this run; wait for it to end, or "
+                "start a new run in a folder of its own"
+            ) from error
+        yield
+
+
 class ResumeRecord:
     """Hydra's record of one resumption: a folder beside the record of the run's beginning.
 
@@ -135,7 +161,7 @@ def remove_if_unused(run_dir: Path) -> None:
     """
     if not run_dir.is_dir() or run_dir.is_symlink():
         return
-    records = [*run_dir.glob(".hydra/*.yaml"), *run_dir.glob("*.log")]
+    records = [*run_dir.glob(".hydra/*.yaml"), *run_dir.glob("*.log"), *run_dir.glob(LOCK)]
     others = [path for path in run_dir.rglob("*") if path not in records and path != run_dir / ".hydra"]
     if others:
         return

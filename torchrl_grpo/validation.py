@@ -316,6 +316,9 @@ def _check_batches(cfg: Config) -> None:
 
 
 def _check_policy(cfg: Config) -> None:
+    if cfg.policy.kl_coef > 0 and cfg.policy.kl_in == "loss" and cfg.policy.kl_estimator == "k1":
+        wrong = "in the loss its gradient is zero on average, so it would only add noise"
+        raise bad_value("policy.kl_estimator", "k1", wrong, "policy.kl_estimator=k3, or policy.kl_in=reward")
     if cfg.policy.clip_epsilon >= 1:
         wrong = "must be below 1, or the lower bound of the ratio is no bound"
         raise bad_value("policy.clip_epsilon", cfg.policy.clip_epsilon, wrong, "policy.clip_epsilon=0.2")

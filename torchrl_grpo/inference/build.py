@@ -46,5 +46,4 @@ def build_engine(
         enforce_eager=options.enforce_eager,
         enable_sleep=options.sleep,
         trust_remote_code=cfg.model.trust_remote_code,
-        download_dir=cfg.model.cache_dir,
     )

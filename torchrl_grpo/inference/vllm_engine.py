@@ -38,7 +38,6 @@ class VLLMEngine(Engine):
         enforce_eager: None compiles on GPU and does not on CPU, where compiling takes minutes.
         enable_sleep: prepare for :meth:`sleep` (GPU only).
         trust_remote_code: let the model bring its own code.
-        download_dir: where models from the hub are kept, None for the hub's usual cache.
 
     Raises:
         ConfigError: vLLM is not installed.
@@ -60,7 +59,6 @@ class VLLMEngine(Engine):
         enforce_eager: bool | None = None,
         enable_sleep: bool = False,
         trust_remote_code: bool = False,
-        download_dir: str | None = None,
     ) -> None:
         on_cpu = device.type == "cpu"
         # Read by vLLM when it is imported or started; in-process is what lets weights go in by reference.
@@ -102,7 +100,6 @@ class VLLMEngine(Engine):
                 logprobs_mode="processed_logprobs",
                 disable_log_stats=True,
                 trust_remote_code=trust_remote_code,
-                download_dir=download_dir,
                 **settings,
             )
         except (ValueError, RuntimeError) as error:

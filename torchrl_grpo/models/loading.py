@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -35,7 +36,13 @@ def resolve(cfg: ModelConfig) -> str:
             f"model.name={cfg.name}: there is no such folder; write a folder written by save_pretrained, "
             f"a name on the Hugging Face hub, or {smollm2.NAME}"
         )
-    return cfg.name
+    if cfg.cache_dir is None:
+        return cfg.name
+    try:
+        # As a folder, because vLLM can be told where to keep weights but not the files beside them.
+        return str(snapshot_download(cfg.name, cache_dir=cfg.cache_dir))
+    except (OSError, ValueError) as error:
+        raise _cannot_load("model", cfg, error) from error
 
 
 def load_tokenizer(source: str, cfg: ModelConfig) -> PreTrainedTokenizerBase:
@@ -45,9 +52,7 @@ def load_tokenizer(source: str, cfg: ModelConfig) -> PreTrainedTokenizerBase:
         ModelError: it cannot be loaded, or there is no chat template and ``model.chat_template`` gives none.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, trust_remote_code=cfg.trust_remote_code, cache_dir=cfg.cache_dir
-        )
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=cfg.trust_remote_code)
     except (OSError, ValueError) as error:
         raise _cannot_load("tokenizer", cfg, error) from error
     if cfg.chat_template is not None:
@@ -78,9 +83,7 @@ def check_context(source: str, cfg: Config) -> None:
         ModelError: ``inference_model.max_model_len`` is longer than the model's context.
     """
     try:
-        config = AutoConfig.from_pretrained(
-            source, trust_remote_code=cfg.model.trust_remote_code, cache_dir=cfg.model.cache_dir
-        )
+        config = AutoConfig.from_pretrained(source, trust_remote_code=cfg.model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise _cannot_load("configuration", cfg.model, error) from error
     length = config.get_text_config().to_dict().get("max_position_embeddings")
@@ -103,7 +106,6 @@ def load_model(source: str, cfg: ModelConfig, device: torch.device, dtype: torch
             source,
             dtype=dtype,
             trust_remote_code=cfg.trust_remote_code,
-            cache_dir=cfg.cache_dir,
             use_safetensors=True,
         )
     except (OSError, ValueError) as error:

@@ -73,7 +73,8 @@ def save(
     for path in files:
         _flush(path)
     (aside / MANIFEST).write_text(json.dumps({"step": step, "files": entries}, indent=1))
-    _flush(aside / MANIFEST)
+    for path in (aside / MANIFEST, aside / "model", aside):
+        _flush(path)
     target = root / str(step)
     if target.exists():
         _remove(target)

@@ -11,7 +11,7 @@ from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import check_length, render
 from torchrl_grpo.inference.protocol import Engine, Sampling
 from torchrl_grpo.observe.stats import pass_at_k, wilson
-from torchrl_grpo.rewards.base import Grader
+from torchrl_grpo.rewards.grading import CountingGrader
 from torchrl_grpo.rollout.collector import derive_seed
 
 
@@ -29,7 +29,11 @@ class Evaluator:
     """
 
     def __init__(
-        self, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, grader: Grader, cfg: Config
+        self,
+        examples: Sequence[Example],
+        tokenizer: PreTrainedTokenizerBase,
+        grader: CountingGrader,
+        cfg: Config,
     ) -> None:
         self.examples = examples
         self.tokenizer = tokenizer
@@ -49,8 +53,10 @@ class Evaluator:
         Returns:
             ``eval/accuracy`` (the grader's primary metric) with ``eval/accuracy_low`` and
             ``eval/accuracy_high`` (95 % Wilson interval), ``eval/<metric>`` for every metric,
-            ``eval/num_problems``, ``eval/response_length`` in tokens, and ``eval/pass_at_<k>`` if asked for.
+            ``eval/num_problems``, ``eval/errors`` (answers whose grading raised; they count as wrong),
+            ``eval/response_length`` in tokens, and ``eval/pass_at_<k>`` if asked for.
         """
+        errors = self.grader.error_count
         greedy = self._answers(engine, Sampling(1, self.max_new_tokens, 0.0))
         grades = [
             self.grader.grade(texts[0], example)
@@ -70,6 +76,7 @@ class Evaluator:
                     "eval/accuracy_high": high,
                 }
         metrics["eval/num_problems"] = len(self.examples)
+        metrics["eval/errors"] = self.grader.error_count - errors
         metrics["eval/response_length"] = greedy[1]
         if self.pass_at_k > 1:
             metrics[f"eval/pass_at_{self.pass_at_k}"] = self._pass_at_k(engine)

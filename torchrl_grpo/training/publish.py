@@ -38,8 +38,8 @@ class Gap:
 
     Attributes:
         now: largest difference of log-probabilities between the engine and the trainer as it is.
-        before: the same against the trainer as it was at the publication before; None at the first.
-        shift: how far the trainer itself moved between the two; None at the first.
+        before: the same against the trainer as it was some publications ago; None at the first.
+        shift: how far the trainer itself has moved since; None at the first.
     """
 
     now: float
@@ -80,13 +80,17 @@ class WeightPublisher:
         self._floor = _FLOOR[precision]
         self._noise = 0.0
         self._probe = pad_left(probe_prompts, pad_id)
-        self._previous: Tensor | None = None
+        # The trainer's view of some publications ago: it stays until the trainer has moved far enough from it
+        # to be told apart, so that updates below the rounding of the engine add up instead of slipping by.
+        self._anchor: Tensor | None = None
+        self._resumed = False
 
     def prove_at_start(self, version: int) -> dict[str, float]:
         """Show that the proof works: perturbed weights must reach the engine, and be put back.
 
-        Every tensor is perturbed, so a single one that does not arrive is seen: an engine that keeps a
-        packed copy of a tied output head, say, and packs it only once.
+        Every tensor is perturbed, so one that does not arrive shows up as a gap: a packed copy of a tied
+        output head, say, that the engine never renews. In 16-bit formats the gap must exceed their rounding
+        to be told from it.
 
         Args:
             version: of the weights that are in the model now.
@@ -112,10 +116,20 @@ class WeightPublisher:
                 "at the engine's load_weights; inference_model.backend=transformers works meanwhile"
             )
         metrics = self.publish(version)
-        self._noise = metrics["publish/gap"]
-        if self._derive_bound:
-            self.bound = min(self.start_bound, max(self._floor, _GROWTH * self._noise))
+        if not self._resumed:
+            self._noise = metrics["publish/gap"]
+            if self._derive_bound:
+                self.bound = min(self.start_bound, max(self._floor, _GROWTH * self._noise))
         return {"publish/perturbation": seen, **metrics}
+
+    def state_dict(self) -> dict[str, float]:
+        """The noise seen at the run's start, and the bound derived from it."""
+        return {"noise": self._noise, "bound": self.bound}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Judge by what the run began with, so that a resumed run stops where the uninterrupted one would."""
+        self._noise, self.bound = state["noise"], state["bound"]
+        self._resumed = True
 
     def publish(self, version: int) -> dict[str, float]:
         """Publish the weights as they are now.
@@ -138,11 +152,12 @@ class WeightPublisher:
                 "reset_cache"
             )
         ours = self._trainer_view()
-        self._check(self._compare(ours, answer), version)
-        gap = self._difference(ours, answer)
-        self._previous = ours
+        gap = self._compare(ours, answer)
+        self._check(gap, version)
+        if gap.shift is None or gap.shift > self._telling_shift():
+            self._anchor = ours
         self.engine.policy_version = version
-        return {"publish/gap": gap}
+        return {"publish/gap": gap.now}
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
         receipt: dict[str, int] = {}
@@ -180,21 +195,25 @@ class WeightPublisher:
         if gap.before is None or gap.shift is None:
             return
         # Sharper than the bound when updates are small: rounding cannot make the engine look like the past.
-        if gap.shift > 4 * max(self._noise, 1e-6) and gap.before < gap.now:
+        if gap.shift > self._telling_shift() and gap.before < gap.now:
             raise TrainingStopped(
                 f"{self._engine_name()}: after publishing version {version}, its log-probabilities are "
-                f"nearer to the previous weights ({gap.before:.3g} nats) than to the present ones "
+                f"nearer to earlier weights ({gap.before:.3g} nats) than to the present ones "
                 f"({gap.now:.3g} nats): it still answers with the old weights. Look at the engine's "
                 "load_weights and reset_cache"
             )
 
     def _compare(self, ours: Tensor, answer: NextTokens) -> Gap:
         now = self._difference(ours, answer)
-        if self._previous is None:
+        if self._anchor is None:
             return Gap(now, None, None)
-        before = self._difference(self._previous, answer)
-        moved = (ours - self._previous).gather(1, answer.token_ids)
+        before = self._difference(self._anchor, answer)
+        moved = (ours - self._anchor).gather(1, answer.token_ids)
         return Gap(now, before, float(moved.abs().max()))
+
+    def _telling_shift(self) -> float:
+        """How far the trainer must have moved for rounding not to hide where the engine stands, in nats."""
+        return 4 * max(self._noise, 1e-6)
 
     def _difference(self, ours: Tensor, answer: NextTokens) -> float:
         return float((ours.gather(1, answer.token_ids) - answer.log_probs).abs().max())
@@ -239,13 +258,13 @@ def checksum(tensor: Tensor) -> int:
     return int(tensor.contiguous().view(kinds[tensor.element_size()]).sum(dtype=torch.int64))
 
 
-def probe_prompts(prompts: Sequence[Sequence[int]], count: int = 3, length: int = 80) -> list[list[int]]:
+def probe_prompts(prompts: Sequence[Sequence[int]], count: int = 3, length: int = 40) -> list[list[int]]:
     """Token sequences for the probe, cut from real prompts so that none begins like another.
 
     Args:
         prompts: at least one tokenised prompt.
         count: sequences wanted.
-        length: tokens of each; more than two cache blocks.
+        length: tokens of each; more than one cache block (32 tokens on a CPU, 16 on a GPU).
     """
     stream = [token for prompt in prompts for token in prompt]
     # Real prompts all begin with the same system text; a different rotation of the stream does not.

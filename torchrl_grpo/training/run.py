@@ -11,6 +11,8 @@ from typing import Any
 
 from torchrl_grpo import data, rewards
 from torchrl_grpo.config import Config
+from torchrl_grpo.rewards.grading import CountingGrader
+from torchrl_grpo.run_folder import claimed
 from torchrl_grpo.training import checkpoint
 
 
@@ -28,6 +30,11 @@ def run(cfg: Config, run_dir: Path) -> dict[str, Any]:
         UserError: data, checkpoint, model or training is at fault in a way the user can mend.
     """
     problems = data.load(cfg)
+    with claimed(run_dir):
+        return _prepare_and_train(cfg, run_dir, problems)
+
+
+def _prepare_and_train(cfg: Config, run_dir: Path, problems: data.Problems) -> dict[str, Any]:
     resume_from = None
     if cfg.resume is not None:
         checkpoint.clean(run_dir)
@@ -47,7 +54,7 @@ def _train(
     run_dir: Path,
     problems: data.Problems,
     reward_set: rewards.RewardSet,
-    grader: rewards.Grader,
+    grader: CountingGrader,
     resume_from: Path | None,
 ) -> dict[str, Any]:
     # Threads that spin while they wait stop everybody else on a shared machine, and each other: with
@@ -56,7 +63,7 @@ def _train(
 
     from torchrl_grpo.observe import report
     from torchrl_grpo.observe.metrics import read_jsonl
-    from torchrl_grpo.observe.stats import peak_cuda_gib, peak_memory_gib
+    from torchrl_grpo.observe.stats import peak_memory_gib
     from torchrl_grpo.training.loop import train
     from torchrl_grpo.training.session import Session
 
@@ -65,6 +72,7 @@ def _train(
         session.begin()
         train(session)
         last = read_jsonl(session.metrics_writer.path)[-1]
+        figures = session.figures()
     finally:
         session.close()
     report.plot(run_dir)
@@ -77,13 +85,6 @@ def _train(
         steps=session.counters.step,
         seconds=session.seconds(),
         peak_memory_gib=peak_memory_gib(),
-        extras={
-            "eval_problems": len(problems.held_out),
-            "dialog_turns": session.collector.rounds * session.collector.dialog_turns_per_batch,
-            "response_tokens": session.counters.response_tokens,
-            "reward_errors": session.counters.reward_errors,
-            "skipped_steps": session.optimise.skipped,
-            "peak_cuda_memory_gib": peak_cuda_gib(),
-        },
+        extras=figures,
     )
     return dict(json.loads(path.read_text()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.observe import loggers
 from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
 from torchrl_grpo.observe.progress import Progress
-from torchrl_grpo.rewards.base import Grader
+from torchrl_grpo.observe.stats import peak_cuda_gib
 from torchrl_grpo.rewards.combine import RewardSet
+from torchrl_grpo.rewards.grading import CountingGrader
 from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.rollout.collector import RolloutCollector, Round, derive_seed
 from torchrl_grpo.rollout.reference import ReferenceScorer
@@ -37,6 +39,8 @@ from torchrl_grpo.training.optimise import OptimiserStep
 from torchrl_grpo.training.publish import WeightPublisher, probe_prompts
 from torchrl_grpo.training.state import Counters, random_state, seed_everything, set_random_state
 
+# Evaluation is not a round: also where rounds are small it may fill the engine.
+_MIN_SEQS = 64
 _COARSENESS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -58,13 +62,12 @@ class Session:
         run_dir: Path,
         problems: Problems,
         reward_set: RewardSet,
-        grader: Grader,
+        grader: CountingGrader,
         resume_from: Path | None,
     ) -> None:
         self.cfg = cfg
         self.run_dir = run_dir
         self.counters = Counters()
-        self.asleep = False
         self._started = time.perf_counter()
         seed_everything(cfg.seed)
         # The run has a progress bar of its own; one per loaded file would bury it.
@@ -88,8 +91,20 @@ class Session:
             torch.device(self.placement.inference),
             loading.end_token_ids(self.model, self.tokenizer),
             self.tokenizer.pad_token_id,
-            max_num_seqs=max(cfg.env.num_envs * cfg.env.repeats, min(64, len(problems.held_out))),
+            max_num_seqs=max(cfg.env.num_envs * cfg.env.repeats, _MIN_SEQS),
         )
+        self.asleep = False
+        try:
+            self._build_around_engine(env, problems, source, resume_from)
+        except BaseException:
+            # A sweep goes on with its next job, which needs the memory.
+            self.engine.close()
+            raise
+
+    def _build_around_engine(
+        self, env: GroupTextEnv, problems: Problems, source: str, resume_from: Path | None
+    ) -> None:
+        cfg = self.cfg
         self.collector = RolloutCollector(
             env,
             self.engine,
@@ -102,9 +117,10 @@ class Session:
         )
         self._make_optimisation(source)
         self._make_publisher(problems)
-        self._open_logs(resume_from)
         if resume_from is not None:
             self.load_state_dict(checkpoint.load_state(resume_from))
+        # Last: it cuts files back to the step resumed, and until here the resumption could still fail.
+        self._open_logs(resume_from)
 
     def _environment(self, problems: Problems, reward_set: RewardSet) -> GroupTextEnv:
         options = self.cfg.inference_model
@@ -159,7 +175,7 @@ class Session:
         engine_dtype = resolve_dtype(self.cfg.inference_model.dtype, torch.device(self.placement.inference))
         precision = max(engine_dtype, self.autocast_dtype or torch.float32, key=_COARSENESS.index)
         examples = [problems.train[index] for index in range(min(8, len(problems.train)))]
-        length = min(80, self.cfg.inference_model.max_model_len - 1)
+        length = min(40, self.cfg.inference_model.max_model_len - 1)
         self.publisher = WeightPublisher(
             self.model,
             TokenScorer(self.model, 1.0, self.autocast_dtype),
@@ -180,6 +196,8 @@ class Session:
         self.rollout_writer = RolloutWriter(self.run_dir, step) if self.cfg.logging.rollouts else None
         self.loggers = loggers.build(self.cfg, self.run_dir, step)
         self.progress = Progress(self.total_steps, self.cfg.logging.progress, start_step=step or 0)
+        for note in self.loggers.notes:
+            self.progress.note(note)
 
     def begin(self) -> None:
         """Prove that publication works, and measure the weights before training."""
@@ -287,6 +305,17 @@ class Session:
             self.counters.step + 1, [dict(zip(names, column, strict=True)) for column in columns]
         )
 
+    def figures(self) -> dict[str, float]:
+        """What the summary says beside accuracy, steps, time and memory."""
+        return {
+            "eval_problems": len(self.evaluator.examples),
+            "dialog_turns": self.collector.rounds * self.collector.dialog_turns_per_batch,
+            "response_tokens": self.counters.response_tokens,
+            "reward_errors": self.counters.reward_errors,
+            "skipped_steps": self.optimise.skipped,
+            "peak_cuda_memory_gib": peak_cuda_gib(),
+        }
+
     def seconds(self) -> float:
         """Time spent on this run, over all resumptions."""
         return self.counters.seconds + time.perf_counter() - self._started
@@ -298,6 +327,7 @@ class Session:
             "optimise": self.optimise.state_dict(),
             "collector": self.collector.state_dict(),
             "buffer": self.buffer.state_dict(),
+            "publisher": self.publisher.state_dict(),
             "random": random_state(),
         }
 
@@ -307,6 +337,7 @@ class Session:
         self.optimise.load_state_dict(state["optimise"])
         self.collector.load_state_dict(state["collector"])
         self.buffer.load_state_dict(state["buffer"])
+        self.publisher.load_state_dict(state["publisher"])
         set_random_state(state["random"])
 
     def close(self) -> None:
@@ -317,3 +348,16 @@ class Session:
         if self.rollout_writer is not None:
             self.rollout_writer.close()
         self.collector.shutdown()
+        # Named one by one because an exception's traceback may keep this object alive until a sweep ends.
+        del (
+            self.model,
+            self.optimise,
+            self.publisher,
+            self.buffer,
+            self.collector,
+            self.evaluator,
+            self.engine,
+        )
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

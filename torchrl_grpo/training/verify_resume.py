@@ -10,6 +10,7 @@ inside the write of a checkpoint, each followed by ``resume=auto``; at the end e
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import shutil
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,40 +75,44 @@ def first_difference(left: list[dict[str, Any]], right: list[dict[str, Any]]) ->
 
 
 def run_to_end(folder: Path, overrides: Sequence[str]) -> float:
-    """Run the script in ``folder`` and return the seconds it took; its output is shown if it fails."""
+    """Run the script in ``folder`` and return the seconds it took.
+
+    Raises:
+        SystemExit: it failed; its output is shown.
+    """
     started = time.monotonic()
-    done = subprocess.run(_command(folder, overrides), capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.stderr.write(done.stdout + done.stderr)
-        raise SystemExit(f"the run in {folder} failed with exit code {done.returncode}")
+    with _started(folder, overrides) as process:
+        process.wait()
+    _check(folder, process)
     return time.monotonic() - started
 
 
-def run_and_kill(folder: Path, overrides: Sequence[str], steps: int, inside_write: bool) -> Kill | None:
-    """Run the script in ``folder`` and kill it ``steps`` steps later, or inside the next checkpoint's write.
+def run_and_kill(
+    folder: Path, overrides: Sequence[str], step: int, delay_s: float, inside_write: bool
+) -> Kill | None:
+    """Run the script in ``folder`` and kill it ``delay_s`` after ``step``, or in a checkpoint's write.
 
     Returns:
         The kill, or None when the run had ended before.
     """
-    before = newest_step(folder)
-    process = subprocess.Popen(_command(folder, overrides), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    while process.poll() is None:
-        writing = any((folder / "checkpoints").glob(".writing-*"))
-        reached = newest_step(folder) >= before + steps and any(
-            (folder / "checkpoints").glob("[0-9]*/manifest.json")
-        )
-        if reached and writing == inside_write:
-            process.kill()
-            process.wait()
-            return Kill(newest_step(folder), any((folder / "checkpoints").glob(".writing-*")))
-        # Nothing tells another process that a file grew; a wait with a time-out also sees the end at once.
-        try:
-            process.wait(timeout=0.02)
-        except subprocess.TimeoutExpired:
-            continue
-    if process.returncode:
-        raise SystemExit(f"the run in {folder} failed: {process.stderr.read().decode()}")
+    with _started(folder, overrides) as process:
+        reached: float | None = None
+        while process.poll() is None:
+            now = time.monotonic()
+            if reached is None and newest_step(folder) >= step:
+                reached = now
+            if inside_write:
+                due = reached is not None and _is_writing(folder) and _has_checkpoint(folder)
+            else:
+                due = reached is not None and now - reached >= delay_s
+            if due:
+                process.kill()
+                process.wait()
+                return Kill(newest_step(folder), _is_writing(folder))
+            # Nothing tells another process that a file grew; a wait with a limit also sees the end at once.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.02)
+    _check(folder, process)
     return None
 
 
@@ -120,9 +125,32 @@ def newest_step(folder: Path) -> int:
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
-def _command(folder: Path, overrides: Sequence[str]) -> list[str]:
-    resume = ["resume=auto"] if any((folder / "checkpoints").glob("[0-9]*/manifest.json")) else []
-    return [sys.executable, str(SCRIPT), *overrides, f"hydra.run.dir={folder}", *resume]
+def _is_writing(folder: Path) -> bool:
+    return any((folder / "checkpoints").glob(".writing-*"))
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    return any((folder / "checkpoints").glob("[0-9]*/manifest.json"))
+
+
+@contextlib.contextmanager
+def _started(folder: Path, overrides: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """The script, its output in a file: a pipe that nobody reads would stop it once full."""
+    resume = ["resume=auto"] if _has_checkpoint(folder) else []
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(SCRIPT), *overrides, f"hydra.run.dir={folder}", *resume]
+    with _output(folder).open("wb") as output:
+        yield subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+
+def _check(folder: Path, process: subprocess.Popen[bytes]) -> None:
+    if process.returncode:
+        sys.stderr.write(_output(folder).read_text(errors="replace"))
+        raise SystemExit(f"the run in {folder} failed with exit code {process.returncode}")
+
+
+def _output(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.log")
 
 
 def verify(overrides: Sequence[str], kills: int, seed: int, folder: Path) -> bool:
@@ -142,15 +170,20 @@ def verify(overrides: Sequence[str], kills: int, seed: int, folder: Path) -> boo
     seconds = run_to_end(whole, overrides)
     total = newest_step(whole)
     print(f"uninterrupted: {total} steps in {seconds:.0f} s", flush=True)
+    pace = seconds / max(1, total)
     done = 0
     for number in range(kills):
-        room = max(1, (total - newest_step(broken)) // (kills - number + 1))
-        kill = run_and_kill(broken, overrides, moments.randint(1, room), inside_write=number == 0)
+        room = max(0, (total - newest_step(broken)) // (kills - number + 1))
+        step = newest_step(broken) + moments.randint(0, room)
+        kill = run_and_kill(broken, overrides, step, moments.uniform(0, 2 * pace), inside_write=number == 0)
         if kill is None:
             break
         done += 1
-        where = "inside the write of a checkpoint" if kill.writing else "between checkpoints"
+        where = "inside the write of a checkpoint" if kill.writing else "outside checkpoints"
         print(f"kill {number + 1}: after step {kill.step}, {where}", flush=True)
+        if not _has_checkpoint(broken):
+            # Nothing to resume: what a user does is start again.
+            shutil.rmtree(broken)
     run_to_end(broken, overrides)
     equal = True
     for name in ("metrics.jsonl", "rollouts.jsonl"):
