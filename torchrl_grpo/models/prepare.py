@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from torchrl_grpo.config import TrainModelConfig
 from torchrl_grpo.errors import ModelError
-from torchrl_grpo.models.logprobs import check_head
+from torchrl_grpo.models.logprobs import TokenScorer, check_head
 
 # Rounding of a float32 head; anything beyond means the model's forward does more than its head.
 _HEAD_TOLERANCE = 1e-2
@@ -41,3 +44,38 @@ def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
     model.train()
+
+
+def shares_prefix(model: PreTrainedModel) -> bool:
+    """Whether running a prompt once for several responses gives this model's numbers, tried on a few tokens.
+
+    A model may take its positions from something that packing or a repeated cache does not carry (ALiBi,
+    recurrent states); no list of names would be complete, so it is measured. Warns when the answer is no.
+    """
+    if not TokenScorer(model).shared_prefix:
+        return False
+    prompt = torch.arange(3, 9).view(2, 3)
+    prompt_mask = torch.tensor([[False, True, True], [True, True, True]])
+    response = torch.arange(9, 21).view(2, 2, 3)
+    mask = torch.tensor(
+        [[[True, True, True], [True, False, False]], [[True, True, False], [True, True, True]]]
+    )
+    batch = (prompt, prompt_mask, response, mask)
+    with torch.no_grad():
+        expected = TokenScorer(model, shared_prefix=False)(*batch).log_probs
+        try:
+            gap = max(
+                float((TokenScorer(model, max_packed_width=width)(*batch).log_probs - expected).abs().max())
+                for width in (0, 1_000)
+            )
+        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+            why = f"it cannot ({type(error).__name__}: {error})"
+        else:
+            if gap <= _HEAD_TOLERANCE:
+                return True
+            why = f"its log-probabilities would change by {gap:.2g}"
+    warnings.warn(
+        f"{type(model).__name__}: prompts are run once per response instead of once per group, because {why}",
+        stacklevel=2,
+    )
+    return False

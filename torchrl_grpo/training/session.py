@@ -22,7 +22,7 @@ from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.models.precision import resolve_autocast, resolve_dtype
-from torchrl_grpo.models.prepare import prepare_for_training
+from torchrl_grpo.models.prepare import prepare_for_training, shares_prefix
 from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.observe import loggers
 from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
@@ -85,6 +85,7 @@ class Session:
         weights = source if resume_from is None else str(resume_from / "model")
         self.model: PreTrainedModel = loading.load_model(weights, cfg.model, self.device, torch.float32)
         prepare_for_training(self.model, cfg.train_model)
+        self.shared_prefix = cfg.train_model.shared_prefix and shares_prefix(self.model)
         self.engine = build_engine(
             cfg,
             weights,
@@ -141,7 +142,7 @@ class Session:
         self.total_steps = rounds * self.steps_per_round
         self.autocast_dtype = resolve_autocast(cfg.train_model.autocast, self.device)
         temperature = cfg.inference_model.temperature
-        scorer = TokenScorer(self.model, temperature, self.autocast_dtype, cfg.train_model.shared_prefix)
+        scorer = TokenScorer(self.model, temperature, self.autocast_dtype, self.shared_prefix)
         loss, advantage = build_objective(cfg.policy, scorer)
         self.optimise = OptimiserStep(
             self.model,
@@ -165,11 +166,7 @@ class Session:
         dtype = resolve_dtype(self.cfg.ref_model.dtype, device)
         model = loading.load_model(source, self.cfg.model, device, dtype).requires_grad_(False)
         autocast_dtype = self.autocast_dtype if dtype == torch.float32 else None
-        return [
-            ReferenceScorer(
-                TokenScorer(model, temperature, autocast_dtype, self.cfg.train_model.shared_prefix)
-            )
-        ]
+        return [ReferenceScorer(TokenScorer(model, temperature, autocast_dtype, self.shared_prefix))]
 
     def _make_publisher(self, problems: Problems) -> None:
         engine_dtype = resolve_dtype(self.cfg.inference_model.dtype, torch.device(self.placement.inference))
@@ -178,7 +175,7 @@ class Session:
         length = min(40, self.cfg.inference_model.max_model_len - 1)
         self.publisher = WeightPublisher(
             self.model,
-            TokenScorer(self.model, 1.0, self.autocast_dtype),
+            TokenScorer(self.model, 1.0, self.autocast_dtype, shared_prefix=False),
             self.engine,
             probe_prompts(
                 [render(self.tokenizer, example.messages)[1] for example in examples], length=length
