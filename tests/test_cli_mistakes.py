@@ -127,7 +127,7 @@ BAD: list[tuple[str, str]] = [
     ("train.optim_batch_size=24", "one of 8, 16, 32, 64"),
     ("train.optim_batch_size=128", "divide one collection round"),
     ("train.gradient_accumulation_steps=5", "write train.gradient_accumulation_steps=4 instead"),
-    ("train.gradient_accumulation_steps=128", "the 64 samples"),
+    ("train.gradient_accumulation_steps=128", "batch of 64 samples"),
     ("inference_model.max_new_tokens=1024", "no room for a prompt"),
     ("inference_model.sleep=true", "only on a CUDA device"),
     ("env.task=chain_sum", "only reasoning_gym has"),

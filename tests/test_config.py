@@ -37,11 +37,16 @@ def leaves(node: Any, prefix: str = "") -> list[str]:
     return [leaf for name, value in node.items() for leaf in leaves(value, f"{prefix}{name}.")]
 
 
+def is_global(path: Path) -> bool:
+    """Whether a file of a group sets keys of several groups."""
+    return path.read_text(encoding="utf-8").startswith("# @package _global_\n")
+
+
 def yaml_keys(path: Path) -> list[str]:
     node = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(node, dict)
     node.pop("defaults", None)
-    package = f"{path.parent.name}." if path.parent != CONFIG else ""
+    package = "" if path.parent == CONFIG or is_global(path) else f"{path.parent.name}."
     return [key for key in leaves(node, package) if key]
 
 
@@ -65,7 +70,8 @@ def test_every_key_of_a_file_exists_and_is_explained_where_it_stands(path: Path)
         match = re.match(r"( *)([a-z_]+):(.*)", line)
         if match is None or inside_defaults:
             continue
-        opens_section = not match[3].strip() and match[1] == "" and path.parent == CONFIG
+        spans_groups = path.parent == CONFIG or is_global(path)
+        opens_section = not match[3].strip() and match[1] == "" and spans_groups
         if not opens_section:
             assert lines[number - 1].strip().startswith("# "), f"{path.name}: no comment above {line}"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrl_grpo.config import Config, InferenceModelConfig, RefModelConfig, TrainModelConfig
+from torchrl_grpo.config import Config
 from torchrl_grpo.errors import ConfigError
 
 
@@ -36,30 +36,34 @@ def place(cfg: Config, num_gpus: int) -> Placement:
     Raises:
         ConfigError: a role asks for several devices, or for a GPU that is not there.
     """
-    train = _device("train_model", cfg.train_model, num_gpus, "cuda:0")
-    inference = _device("inference_model", cfg.inference_model, num_gpus, train)
+    train = _device("train_model", cfg.train_model.num_devices, cfg.train_model.devices, num_gpus, "cuda:0")
+    inference = _device(
+        "inference_model", cfg.inference_model.num_devices, cfg.inference_model.devices, num_gpus, train
+    )
     if cfg.inference_model.backend == "vllm" and inference not in ("cpu", "cuda:0"):
         raise ConfigError(
             f"inference_model.devices=[{inference.removeprefix('cuda:')}]: vLLM takes the first "
             "GPU it sees; choose it with the environment variable CUDA_VISIBLE_DEVICES, and write "
             "inference_model.devices=[0]"
         )
-    return Placement(train, inference, _device("ref_model", cfg.ref_model, num_gpus, train))
+    return Placement(
+        train,
+        inference,
+        _device("ref_model", cfg.ref_model.num_devices, cfg.ref_model.devices, num_gpus, train),
+    )
 
 
-def _device(
-    role: str, options: TrainModelConfig | InferenceModelConfig | RefModelConfig, num_gpus: int, default: str
-) -> str:
-    if options.num_devices != 1:
+def _device(role: str, num_devices: int, devices: list[int] | None, num_gpus: int, default: str) -> str:
+    if num_devices != 1:
         raise ConfigError(
-            f"{role}.num_devices={options.num_devices}: each role runs on one device in this version; "
+            f"{role}.num_devices={num_devices}: each role runs on one device in this version; "
             f"write {role}.num_devices=1"
         )
     if num_gpus == 0:
         return "cpu"
-    if not options.devices:
+    if not devices:
         return default
-    index = options.devices[0]
+    index = devices[0]
     if index >= num_gpus:
         raise ConfigError(
             f"{role}.devices=[{index}]: this machine has {num_gpus} GPU(s), numbered from 0; "
