@@ -54,7 +54,7 @@ def test_gsm8k_trains_evaluates_saves_and_loads(
         f"env.data_path={relative_to(tmp_path, data)}",
         "hydra.run.dir=run",
         "logging.backends=[csv,tensorboard]",
-        "reward.weights.math_verify=0.5",
+        "reward.weights={gsm8k: 1.0, format: 0.1, math_verify: 0.5}",
     )
     run = tmp_path / "run"
     metrics = lines(run / "metrics.jsonl")
