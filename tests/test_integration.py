@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+# A run here starts vLLM up to three times, which on a busy machine takes minutes each.
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SMALL = (
     "model.name=smollm2-135m",
