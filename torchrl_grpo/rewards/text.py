@@ -15,17 +15,21 @@ def normalised(text: str) -> str:
     return " ".join(text.casefold().split()).removesuffix(".").rstrip()
 
 
-class ExactMatchReward:
-    """1.0 when the answer equals the truth, case, spacing and a final full stop aside.
+class _OfAnswer:
+    """What the rewards of this file share.
 
     Args:
-        answer_format: where the answer stands, as ``env.answer_format``; without a closed tag it is 0.
+        answer_format: where the answer stands, as ``env.answer_format``; without a closed tag: 0.
     """
-
-    name = "exact_match"
 
     def __init__(self, answer_format: str) -> None:
         self._format = answer_format
+
+
+class ExactMatchReward(_OfAnswer):
+    """1.0 when the answer equals the truth, case, spacing and a final full stop aside."""
+
+    name = "exact_match"
 
     def __call__(self, completion: str, example: Example) -> float:
         """0 or 1."""
@@ -33,17 +37,10 @@ class ExactMatchReward:
         return float(answer is not None and normalised(answer) == normalised(example.truth["answer"]))
 
 
-class BareNumberReward:
-    """1.0 when the answer is an integer or a decimal and nothing else, right or wrong.
-
-    Args:
-        answer_format: where the answer stands, as ``env.answer_format``; without a closed tag it is 0.
-    """
+class BareNumberReward(_OfAnswer):
+    """1.0 when the answer is an integer or a decimal and nothing else, right or wrong."""
 
     name = "bare_number"
-
-    def __init__(self, answer_format: str) -> None:
-        self._format = answer_format
 
     def __call__(self, completion: str, example: Example) -> float:
         """0 or 1."""
@@ -51,17 +48,10 @@ class BareNumberReward:
         return float(answer is not None and _BARE_NUMBER.fullmatch(answer) is not None)
 
 
-class ClosenessReward:
-    """``1 / (1 + |answer - truth|)`` for a bare number: a slope to climb where right answers are still rare.
-
-    Args:
-        answer_format: where the answer stands, as ``env.answer_format``; without a closed tag it is 0.
-    """
+class ClosenessReward(_OfAnswer):
+    """``1 / (1 + |answer - truth|)`` for a bare number: a slope where right ones are still rare."""
 
     name = "closeness"
-
-    def __init__(self, answer_format: str) -> None:
-        self._format = answer_format
 
     def __call__(self, completion: str, example: Example) -> float:
         """Between 0 and 1; 1 is right.
