@@ -300,16 +300,21 @@ def test_format(completion: str, score: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("completion", "tags", "plain"),
+    ("completion", "tags", "plain", "equation"),
     [
-        ("<answer>New  York.</answer>", 1.0, 0.0),
-        ("new york", 0.0, 1.0),
-        ("  New York. ", 0.0, 1.0),
-        ("It is New York", 0.0, 0.0),
-        ("", 0.0, 0.0),
+        ("<answer>New  York.</answer>", 1.0, 0.0, 0.0),
+        ("new york", 0.0, 1.0, 0.0),
+        ("  New York. ", 0.0, 1.0, 0.0),
+        ("It is New York", 0.0, 0.0, 0.0),
+        ("city = New York", 0.0, 0.0, 1.0),
+        ("a = b =new york.\n", 0.0, 0.0, 1.0),
+        ("New York =", 0.0, 0.0, 0.0),
+        ("= New York = Boston", 0.0, 0.0, 0.0),
+        ("", 0.0, 0.0, 0.0),
     ],
 )
-def test_exact_match(completion: str, tags: float, plain: float) -> None:
+def test_exact_match(completion: str, tags: float, plain: float, equation: float) -> None:
+    assert ExactMatchReward("equation")(completion, example("New York")) == equation
     assert ExactMatchReward("tags")(completion, example("New York")) == tags
     assert ExactMatchReward("plain")(completion, example("New York")) == plain
 

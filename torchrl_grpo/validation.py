@@ -43,7 +43,7 @@ REWARD_READS: dict[str, tuple[str, ...]] = {
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "env.dataset": DATASETS,
-    "env.answer_format": ("tags", "plain"),
+    "env.answer_format": ("tags", "plain", "equation"),
     "policy.name": ("grpo",),
     "policy.advantage_std": ("population", "unbiased", "none"),
     "policy.kl_estimator": ("k1", "k2", "k3"),

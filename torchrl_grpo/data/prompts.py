@@ -3,7 +3,7 @@
 With ``env.answer_format=tags``, a prompt that is left at its defaults (``env.prompt_template="{question}"``,
 no ``env.system_prompt``) gets one closing paragraph that asks for ``<think>`` and ``<answer>`` tags. Whoever
 writes a template or a system prompt says there what the answer should look like: nothing is added then. With
-``env.answer_format=plain`` nothing is ever added.
+``env.answer_format=plain`` or ``equation`` nothing is ever added.
 """
 
 from __future__ import annotations

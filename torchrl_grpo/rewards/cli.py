@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--weight", action="append", default=[], metavar="NAME=W", dest="weights",
                         help="a reward and its weight, repeatable (default: the data set's own)")  # fmt: skip
     parser.add_argument(
-        "--answer-format", choices=("tags", "plain"), default="tags", help="as env.answer_format"
+        "--answer-format", choices=("tags", "plain", "equation"), default="tags", help="as env.answer_format"
     )
     parser.add_argument("--task", help="reasoning_gym: the task, as env.task")
     parser.add_argument("--task-args", default="{}", metavar="JSON", help="reasoning_gym: as env.task_args")

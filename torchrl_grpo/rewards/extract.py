@@ -50,9 +50,16 @@ def answer(completion: str, answer_format: str) -> str | None:
 
     Args:
         completion: what the model wrote.
-        answer_format: ``"tags"``: the last closed ``<answer>``; ``"plain"``: the whole text.
+        answer_format: ``"tags"``: the last closed ``<answer>``; ``"plain"``: the whole text; ``"equation"``:
+            what follows the last equals sign.
 
     Returns:
-        The answer without outer spaces; None where tags are wanted and none is closed.
+        The answer without outer spaces; None where tags are wanted and none is closed, or where an equation
+        is wanted and there is no equals sign.
     """
-    return tagged(completion) if answer_format == "tags" else completion.strip()
+    if answer_format == "tags":
+        return tagged(completion)
+    if answer_format == "equation":
+        _, sign, value = completion.rpartition("=")
+        return value.strip() if sign else None
+    return completion.strip()

@@ -16,8 +16,8 @@ class ReasoningGymReward:
     """The task's own score, in 0 to 1; some tasks give partial credit.
 
     Args:
-        answer_format: ``"tags"``: the content of the last closed ``<answer>`` tag is scored, and a completion
-            without one earns 0; ``"plain"``: the whole completion, stripped, is scored.
+        answer_format: where the answer stands, see :func:`~torchrl_grpo.rewards.extract.answer`; a
+            completion without one earns 0.
         timeout_s: seconds one call of the scorer may take.
         workers: number of processes.
         job: ``"module:function"`` of the scorer, for tests.

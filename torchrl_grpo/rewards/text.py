@@ -19,7 +19,7 @@ class _OfAnswer:
     """What the rewards of this file share.
 
     Args:
-        answer_format: where the answer stands, as ``env.answer_format``; without a closed tag: 0.
+        answer_format: where the answer stands, as ``env.answer_format``; where there is none: 0.
     """
 
     def __init__(self, answer_format: str) -> None:
