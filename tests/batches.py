@@ -9,6 +9,11 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from torchrl_grpo.config import PolicyConfig
+from torchrl_grpo.objectives.advantage import GroupAdvantage
+from torchrl_grpo.objectives.build import build_objective
+from torchrl_grpo.objectives.loss import GroupPolicyLoss
+
 VOCAB = 61
 # The pad token is the end token, as in SmolLM2: whoever masks by id fails.
 PAD = END = 2
@@ -84,12 +89,13 @@ def make_batch(P: int = 4, G: int = 4, L: int = 7, T: int = 6, seed: int = 0, kl
     # About what a small random model gives a random token, so that ratios fall on both sides of the clip.
     log_probs = torch.where(mask, -4.5 + 1.5 * torch.randn(P, G, T, generator=g), zero)
     reference = torch.where(mask, -4.5 + 1.5 * torch.randn(P, G, T, generator=g), zero)
+    rewards = torch.randn(P, G, 1, generator=g)
     return TensorDict(
         {
             "tokens": TensorDict({"prompt": prompt, "response": response}, [P]),
-            "masks": TensorDict({"prompt": prompt_mask, "response": mask}, [P]),
+            "masks": TensorDict({"prompt": prompt_mask, "response": mask, "loss": mask.clone()}, [P]),
             "log_probs": TensorDict({"response": log_probs, **({"reference": reference} if kl else {})}, [P]),
-            "next": TensorDict({"reward": torch.randn(P, G, 1, generator=g)}, [P]),
+            "next": TensorDict({"reward": rewards, "reward_parts": rewards.clone()}, [P]),
             "truncated": torch.zeros(P, G, 1, dtype=torch.bool),
             "advantage": torch.randn(P, G, 1, generator=g),
             "policy_version": torch.zeros(P, G, dtype=torch.int64),
@@ -97,6 +103,13 @@ def make_batch(P: int = 4, G: int = 4, L: int = 7, T: int = 6, seed: int = 0, kl
         },
         batch_size=[P],
     )
+
+
+def make_objective(
+    scorer: Any, max_new_tokens: int = 6, weights: tuple[float, ...] = (1.0,), **policy: Any
+) -> tuple[GroupPolicyLoss, GroupAdvantage]:
+    """Loss and advantage of the ``policy.*`` keys given, around ``scorer``."""
+    return build_objective(PolicyConfig(**policy), scorer, weights, max_new_tokens)
 
 
 def inputs(batch: TensorDict) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -132,6 +145,7 @@ def widen(batch: TensorDict, left: int, right: int, junk: int = 7) -> TensorDict
         {
             "prompt": pad(batch["masks", "prompt"], (left, 0), value=False),
             "response": pad(batch["masks", "response"], (0, right), value=False),
+            "loss": pad(batch["masks", "loss"], (0, right), value=False),
         },
         batch.batch_size,
     )

@@ -137,7 +137,7 @@ def test_options_of_hydra_still_work(words: list[str], capsys: pytest.CaptureFix
     ("typed", "offered"),
     [
         ("env.data", ["env.data_path=", "env.dataset="]),
-        ("policy=", ["policy=grpo"]),
+        ("policy=g", ["policy=grpo", "policy=gspo"]),
         ("env.dataset=ifeval train.ep", ["train.epochs="]),
     ],
 )

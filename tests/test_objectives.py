@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from batches import gradients, inputs, make_batch, make_model, widen
+from batches import gradients, inputs, make_batch, make_model, make_objective, widen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
 
 from torchrl_grpo.models.logprobs import TokenScorer, TokenScores
-from torchrl_grpo.objectives.advantage import GroupAdvantage, group_advantage
-from torchrl_grpo.objectives.clipped import ClippedGroupLoss, clipped_surrogate
+from torchrl_grpo.objectives.advantage import group_advantage
+from torchrl_grpo.objectives.aggregate import totals_of
 from torchrl_grpo.objectives.kl import kl_estimate
+from torchrl_grpo.objectives.loss import GroupPolicyLoss
+from torchrl_grpo.objectives.surrogates import Bounds, clip
 from torchrl_grpo.training.optimise import split
 
 REWARDS = st.lists(st.lists(st.floats(-10, 10, width=32), min_size=4, max_size=4), min_size=1, max_size=5)
@@ -85,8 +87,8 @@ def test_loss_and_its_gradient_by_token_equal_the_double_loop(
     # Ratios from 0.5 to 2, so that both bounds bite with either sign of the advantage.
     new = old + 0.3 * torch.randn(old.shape, generator=torch.Generator().manual_seed(1))
     scorer = FixedScorer(new)
-    loss = ClippedGroupLoss(
-        scorer, clip_epsilon_low=low, clip_epsilon_high=high, kl_coef=kl_coef, kl_estimator=kind
+    loss, _ = make_objective(
+        scorer, clip_epsilon=low, clip_epsilon_high=high, kl_coef=kl_coef, kl_estimator=kind
     )
     terms = loss(batch)
     total_of(terms).backward()
@@ -112,7 +114,7 @@ def test_parameter_gradients_of_a_model_equal_the_double_loop(kl_coef: float, ki
     batch["log_probs", "response"] = (sampled + noise) * batch["masks", "response"]
     batch["log_probs", "reference"] = (sampled - noise) * batch["masks", "response"]
     options: dict[str, Any] = {"kl_coef": kl_coef, "kl_estimator": kind}
-    loss = ClippedGroupLoss(scorer, clip_epsilon_low=0.2, clip_epsilon_high=0.28, **options)
+    loss, _ = make_objective(scorer, clip_epsilon_high=0.28, **options)
     model.zero_grad()
     total_of(loss(batch)).backward()
     found = gradients(model)
@@ -125,9 +127,9 @@ def test_parameter_gradients_of_a_model_equal_the_double_loop(kl_coef: float, ki
         )
 
 
-def make_loss(model: torch.nn.Module, shared: bool = True) -> ClippedGroupLoss:
+def make_loss(model: torch.nn.Module, shared: bool = True) -> GroupPolicyLoss:
     scorer = TokenScorer(model, temperature=0.9, shared_prefix=shared)
-    return ClippedGroupLoss(scorer, clip_epsilon_low=0.2, clip_epsilon_high=0.28, kl_coef=0.05)
+    return make_objective(scorer, clip_epsilon_high=0.28, kl_coef=0.05)[0]
 
 
 def near(model: torch.nn.Module, batch: TensorDict) -> TensorDict:
@@ -141,13 +143,13 @@ def near(model: torch.nn.Module, batch: TensorDict) -> TensorDict:
     return batch
 
 
-def run_in_pieces(loss: ClippedGroupLoss, model: Any, batch: TensorDict, pieces: int) -> tuple[dict, dict]:
+def run_in_pieces(loss: GroupPolicyLoss, model: Any, batch: TensorDict, pieces: int) -> tuple[dict, dict]:
     model.zero_grad()
     sums: dict[str, float] = {}
-    total = int(batch["masks", "response"].sum())
+    totals = totals_of(batch["masks", "loss"])
     count = 0
-    for piece in split(batch, pieces):
-        terms = loss(piece, total_tokens=total)
+    for piece in split(batch, len(batch), pieces):
+        terms = loss(piece, totals=totals)
         total_of(terms).backward()
         for name, value in terms.items():
             sums[name] = sums.get(name, 0.0) + float(value.detach())
@@ -205,7 +207,7 @@ def test_padding_gets_no_gradient_whatever_stands_in_it(junk: float) -> None:
     scorer = FixedScorer(batch["log_probs", "response"] + 0.1)
     for key in ("response", "reference"):
         batch["log_probs", key] = batch["log_probs", key].masked_fill(~mask, junk)
-    loss = ClippedGroupLoss(scorer, clip_epsilon_low=0.2, clip_epsilon_high=0.2, kl_coef=0.1)
+    loss, _ = make_objective(scorer, kl_coef=0.1)
     terms = loss(batch)
     total_of(terms).backward()
     assert all(math.isfinite(float(value.detach())) for value in terms.values())
@@ -217,7 +219,7 @@ def test_padding_gets_no_gradient_whatever_stands_in_it(junk: float) -> None:
 def test_a_ratio_that_would_overflow_stays_finite(gap: float) -> None:
     batch = make_batch()
     scorer = FixedScorer(batch["log_probs", "response"] + gap)
-    loss = ClippedGroupLoss(scorer, clip_epsilon_low=0.2, clip_epsilon_high=0.2, kl_coef=0.1)
+    loss, _ = make_objective(scorer, kl_coef=0.1)
     terms = loss(batch)
     total_of(terms).backward()
     assert all(math.isfinite(float(value.detach())) for value in terms.values())
@@ -229,7 +231,7 @@ def test_a_group_of_equal_rewards_contributes_exactly_nothing() -> None:
     batch = near(model, make_batch(P=2, G=4))
     rewards = torch.tensor([[0.1, 0.1, 0.1, 0.1], [0.0, 1.0, 0.3, 0.3]])
     batch["advantage"] = group_advantage(rewards, "unbiased", 1e-4)[..., None]
-    loss = ClippedGroupLoss(TokenScorer(model), clip_epsilon_low=0.2, clip_epsilon_high=0.2)
+    loss, _ = make_objective(TokenScorer(model))
     assert not batch["advantage"][0].any()
     model.zero_grad()
     terms = loss(batch[:1])
@@ -250,7 +252,8 @@ def test_the_loss_does_not_own_the_model() -> None:
 def test_the_clip_takes_the_gradient_only_where_the_paper_says(advantage: float) -> None:
     ratio = torch.tensor([0.5, 0.79, 0.81, 1.0, 1.27, 1.29, 3.0], dtype=torch.float64)
     log_ratio = ratio.log().requires_grad_()
-    objective, clipped = clipped_surrogate(log_ratio, torch.tensor(advantage), 0.2, 0.28)
+    objective, clipped = clip(log_ratio, log_ratio, torch.tensor(advantage), Bounds(0.2, 0.28))
+    assert clipped is not None
     objective.sum().backward()
     gone = ratio > 1.28 if advantage > 0 else ratio < 0.8
     assert clipped.tolist() == gone.tolist()
@@ -340,7 +343,10 @@ def test_kl_in_the_reward_is_summed_over_the_response(kind: str) -> None:
     expected = group_advantage(torch.tensor(rewards), "population", 1e-4)
     # Padding must not leak in, whatever stands there.
     batch["log_probs", "reference"] = reference.masked_fill(~mask, 3.0)
-    written = GroupAdvantage("population", 1e-4, kl_coef=0.2, kl_estimator=kind).inv(batch)
+    _, advantage = make_objective(
+        FixedScorer(log_probs), advantage_std="population", kl_coef=0.2, kl_estimator=kind, kl_in="reward"
+    )
+    written = advantage.inv(batch)
     torch.testing.assert_close(written["advantage"].squeeze(-1), expected, atol=1e-5, rtol=1e-5)
     assert written["advantage"].dtype == torch.float32
     # The reward that is logged stays the reward.

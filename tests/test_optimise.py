@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from batches import make_batch, make_model
+from batches import make_batch, make_model, make_objective
 from tensordict import TensorDict
 from torch import Tensor, nn
 
 from torchrl_grpo.config import OptimizerConfig
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.models.logprobs import TokenScorer
-from torchrl_grpo.objectives.clipped import ClippedGroupLoss
+from torchrl_grpo.objectives.aggregate import BatchTotals
+from torchrl_grpo.objectives.control import EntropyCoefficient, KLCoefficient
 from torchrl_grpo.training.optimise import OptimiserStep, learning_rate_factor, parameter_groups, split
 
 # Torch warns of a schedule that moves although the very first step was refused, which is meant here.
@@ -30,12 +31,16 @@ class Quadratic(nn.Module):
         super().__init__()
         self.model = model
         self.factor = 1.0
+        self.kl, self.entropy = KLCoefficient(0.0), EntropyCoefficient(0.0)
 
-    def forward(self, batch: TensorDict, total_tokens: int | None = None) -> TensorDict:
+    def after_step(self, entropy: float, kl: float | None, responses: int) -> None:
+        pass
+
+    def forward(self, batch: TensorDict, totals: BatchTotals) -> TensorDict:
         tokens = batch["masks", "response"].sum()
         value = sum((p * torch.arange(1.0, p.numel() + 1).view_as(p)).sum() for p in self.model.parameters())
         zero = torch.zeros(())
-        share = tokens / total_tokens
+        share = tokens / totals.tokens
         return TensorDict(
             {
                 "loss_objective": self.factor * value * share,
@@ -54,7 +59,7 @@ class Tiny(nn.Module):
 
 
 def make_step(model: nn.Module, loss: Any, total_steps: int = 10, **changes: Any) -> OptimiserStep:
-    options = {"micro_batches": 1, "use_scaler": False, "max_skipped_steps": 2}
+    options = {"groups_per_batch": 4, "micro_batches": 1, "use_scaler": False, "max_skipped_steps": 2}
     options |= {key: changes.pop(key) for key in list(changes) if key in options}
     return OptimiserStep(model, loss, OptimizerConfig(**changes), total_steps=total_steps, **options)
 
@@ -145,7 +150,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
 
 def real_step(**changes: Any) -> tuple[nn.Module, OptimiserStep]:
     model = make_model()
-    loss = ClippedGroupLoss(TokenScorer(model), clip_epsilon_low=0.2, clip_epsilon_high=0.28, kl_coef=0.05)
+    loss, _ = make_objective(TokenScorer(model), clip_epsilon_high=0.28, kl_coef=0.05)
     return model, make_step(model, loss, **{"lr": 1e-2, **changes})
 
 
@@ -172,9 +177,9 @@ def test_the_update_does_not_depend_on_the_micro_batches(pieces: int) -> None:
 
 def test_split_cuts_groups_first_and_then_samples() -> None:
     batch = make_batch(P=2, G=4)
-    halves = list(split(batch, 2))
+    halves = list(split(batch, 2, 2))
     assert [h["tokens", "response"].shape[:2] for h in halves] == [(1, 4), (1, 4)]
-    quarters = list(split(batch, 8))
+    quarters = list(split(batch, 2, 8))
     assert [q["tokens", "response"].shape[:2] for q in quarters] == [(1, 1)] * 8
     glued = torch.cat([q["tokens", "response"][0] for q in quarters]).view_as(batch["tokens", "response"])
     assert torch.equal(glued, batch["tokens", "response"])
@@ -306,7 +311,7 @@ def test_fp16_autocast_on_cpu_takes_a_step() -> None:
     model = make_model()
     before = copy.deepcopy(model.state_dict())
     scorer = TokenScorer(model, autocast_dtype=torch.float16)
-    loss = ClippedGroupLoss(scorer, clip_epsilon_low=0.2, clip_epsilon_high=0.2)
+    loss, _ = make_objective(scorer)
     metrics = make_step(model, loss, use_scaler=True, lr=1e-3)(make_batch())
     assert metrics["optimizer/skipped"] == 0 and math.isfinite(metrics["loss/total"])
     assert any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

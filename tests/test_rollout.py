@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from batches import PAD, make_batch, make_model
+from batches import PAD, make_batch, make_model, make_objective
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs.transforms import Transform
 
 from torchrl_grpo.inference import Completion
 from torchrl_grpo.models.logprobs import TokenScorer
-from torchrl_grpo.objectives.advantage import GroupAdvantage, group_advantage
+from torchrl_grpo.objectives.advantage import group_advantage
 from torchrl_grpo.padding import pad_left, pad_right
 from torchrl_grpo.rollout.buffer import GroupBuffer
-from torchrl_grpo.rollout.reference import ReferenceScorer
+from torchrl_grpo.rollout.log_probs import LogProbScorer
 from torchrl_grpo.rollout.schema import build_batch, collate
 
 
@@ -39,6 +39,7 @@ def test_build_batch_writes_the_schema() -> None:
         [[1, PAD, 3], [4]],
         [[completion([5, PAD]), completion([6], "length")], [completion([PAD]), completion([7, 8, PAD])]],
         torch.arange(4.0).view(2, 2, 1),
+        torch.arange(8.0).view(2, 2, 2),
         torch.tensor([[8, 8], [9, 9]]),
         policy_version=3,
         pad_id=PAD,
@@ -54,6 +55,7 @@ def test_build_batch_writes_the_schema() -> None:
     assert groups["truncated"].squeeze(-1).tolist() == [[False, True], [False, False]]
     assert groups["policy_version"].tolist() == [[3, 3], [3, 3]]
     assert groups["next", "reward"].shape == (2, 2, 1)
+    assert groups["next", "reward_parts"][1].tolist() == [[4, 5], [6, 7]]
     assert groups["group_id"].tolist() == [[8, 8], [9, 9]]
 
 
@@ -190,8 +192,9 @@ def test_write_transforms_run_in_the_order_given_once_a_round() -> None:
     model = make_model()
     scorer, groups = TokenScorer(model), make_batch(P=8, G=3, kl=False)
     counting = CountingTransform()
+    _, advantage = make_objective(scorer, kl_coef=0.3, kl_in="reward", kl_estimator="k1")
     buffer = GroupBuffer(
-        8, 4, [ReferenceScorer(scorer, groups_per_call=3), GroupAdvantage("unbiased", 1e-4, 0.3), counting], 0
+        8, 4, [LogProbScorer(scorer, "reference", groups_per_call=3), advantage, counting], 0
     )
     buffer.refill(groups)
     with torch.no_grad():
@@ -213,7 +216,7 @@ _SCORED = (("tokens", "prompt"), ("masks", "prompt"), ("tokens", "response"), ("
 
 
 def test_the_buffer_does_not_list_the_reference_model() -> None:
-    buffer = GroupBuffer(8, 4, [ReferenceScorer(TokenScorer(make_model()))], 0)
+    buffer = GroupBuffer(8, 4, [LogProbScorer(TokenScorer(make_model()), "reference")], 0)
     assert not list(buffer.buffer._transform.parameters())
 
 

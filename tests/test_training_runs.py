@@ -110,6 +110,64 @@ def test_a_resumed_run_in_the_middle_of_a_round_is_the_uninterrupted_run(
     assert (broken / "checkpoints/9.set-aside").is_dir() and (broken / "checkpoints/16").is_dir()
 
 
+def test_a_resumed_run_continues_its_coefficients_and_its_reference(train: Runner, tmp_path: Path) -> None:
+    whole = train(
+        "whole",
+        train__checkpoint_frequency=0,
+        policy__init_kl_coeff=0.1,
+        policy__kl_target=1e-4,
+        policy__kl_horizon=64,
+        policy__entropy_target=100.0,
+        policy__proximal="trainer",
+        policy__correction="truncate",
+        ref_model__refresh_frequency=1,
+        ref_model__refresh_mix=0.5,
+    )
+    assert len({line["policy/kl_coef"] for line in whole[1:]}) == 4, "the coefficient should have moved"
+    assert [line["policy/entropy_coef"] for line in whole[1:]] == pytest.approx([0.0, 0.005, 0.01, 0.015])
+    train("broken", train__checkpoint_frequency=2, checkpoint__keep=9)
+    resumed = train("broken", resume=str(tmp_path / "broken/checkpoints/2"))
+    assert resumed == whole
+
+
+def test_the_reference_follows_the_policy_when_told_to(train: Runner) -> None:
+    kept = train("kept", policy__kl_coef=0.1, optimizer__lr=1e-3)
+    copied = train("copied", ref_model__refresh_frequency=1)
+    assert kept[1:3] != copied[1:3]
+    # The reference is the policy that the round is sampled from, so at the first step they are one.
+    assert all(line["kl/reference"] == pytest.approx(0.0, abs=1e-6) for line in copied[1:])
+    assert kept[-1]["kl/reference"] > 1e-6
+
+
+def test_dropped_groups_leave_the_loss_and_its_denominators(
+    train: Runner, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Every group without a signal: no step changes the model, and none fails.
+    monkeypatch.setattr(BareNumberReward, "__call__", lambda self, text, example: 0.5)
+    lines = train("dropped", policy__constant_groups="drop", eval__frequency=1)
+    assert [line["reward/constant_groups"] for line in lines[1:]] == [1.0] * 4
+    assert all("loss/total" not in line and "optimizer/lr" in line for line in lines[1:])
+    assert all(line["publish/gap"] < 1e-3 for line in lines[1:])
+
+
+def test_refilling_trains_on_groups_with_a_signal_only(
+    train: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Answers to "0 plus ..." and "1 plus ..." all earn the same: a third of the groups teaches nothing.
+    def by_question(self: BareNumberReward, text: str, example: Any) -> float:
+        question = example.messages[-1]["content"]
+        return 0.5 if question.startswith(("0", "1")) else len(text) % 5 / 4
+
+    monkeypatch.setattr(BareNumberReward, "__call__", by_question)
+    kept = train("kept")
+    assert max(line["reward/constant_groups"] for line in kept[1:]) > 0
+    filled = train("filled", policy__constant_groups="refill", policy__max_refills=9)
+    assert [line["reward/constant_groups"] for line in filled[1:]] == [0.0] * 4
+    assert any(line["rollout/refills"] > 0 for line in filled[1:])
+    assert train("again", train__checkpoint_frequency=2) == filled
+    assert train("again", resume="auto") == filled
+
+
 @pytest.mark.parametrize("where", ["loss", "reward"])
 def test_kl_to_the_reference_starts_at_zero_and_grows(train: Runner, where: str) -> None:
     lines = train("kl", policy__kl_coef=0.1, policy__kl_in=where, policy__kl_estimator="k3")
@@ -162,9 +220,9 @@ def test_gradient_checkpointing_trains_to_the_same_numbers(train: Runner) -> Non
 def test_losses_that_are_not_finite_stop_the_run_and_keep_its_checkpoints(
     train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchrl_grpo.objectives import clipped
+    from torchrl_grpo.objectives import surrogates
 
-    honest = clipped.clipped_surrogate
+    honest = surrogates.clip
     calls: list[int] = []
 
     def fails_later(*args: Any) -> Any:
@@ -172,7 +230,7 @@ def test_losses_that_are_not_finite_stop_the_run_and_keep_its_checkpoints(
         surrogate, mask = honest(*args)
         return (surrogate * float("nan") if len(calls) > 2 else surrogate), mask
 
-    monkeypatch.setattr(clipped, "clipped_surrogate", fails_later)
+    monkeypatch.setitem(surrogates.SURROGATES, "clip", fails_later)
     with pytest.raises(TrainingStopped, match=r"train\.max_skipped_steps=1"):
         train("nan", train__total_dialog_turns=128, train__max_skipped_steps=1, train__checkpoint_frequency=1)
     assert (tmp_path / "nan/checkpoints/2/manifest.json").exists()

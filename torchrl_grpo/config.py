@@ -67,14 +67,45 @@ class ModelConfig:
 class PolicyConfig:
     """The objective."""
 
-    name: str = "grpo"
+    surrogate: str = "clip"
+    surrogate_args: dict[str, float] = field(default_factory=dict)
     clip_epsilon: float = 0.2
     clip_epsilon_high: float | None = None
+    dual_clip: float | None = None
+    ratio: str = "token"
+    aggregation: str = "token"
+    aggregation_length: int | None = None
+    advantage_estimator: str = "group_mean"
     advantage_std: str = "unbiased"
     advantage_eps: float = 1e-4
+    reward_combination: str = "together"
+    reward_shift: float = 0.0
+    reward_scale: float = 1.0
+    reward_clip: float | None = None
+    constant_groups: str = "keep"
+    max_refills: int = 3
+    overlong: str = "keep"
+    overlong_buffer: int | None = None
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     kl_in: str = "loss"
+    init_kl_coeff: float | None = None
+    kl_target: float | None = None
+    kl_horizon: int = 10_000
+    kl_inference_coef: float = 0.0
+    entropy_coef: float = 0.0
+    entropy_target: float | None = None
+    entropy_delta: float = 0.005
+    entropy_coef_max: float = 1.0
+    proximal: str = "engine"
+    correction: str = "none"
+    correction_level: str = "token"
+    correction_cap: float = 2.0
+    correction_floor: float = 0.0
+    tau: float = 0.1
+    q_temperature: float = 1.0
+    q_epsilon: float = 1e-6
+    length_normalize_ref: bool = True
 
 
 @dataclass
@@ -95,6 +126,8 @@ class RefModelConfig:
     num_devices: int = 1
     devices: list[int] | None = None
     dtype: str = "auto"
+    refresh_frequency: int = 0
+    refresh_mix: float = 1.0
 
 
 @dataclass

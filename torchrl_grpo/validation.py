@@ -14,9 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.config_keys import bad_value, show
+from torchrl_grpo.objectives.control import kl_start, needs_reference
+from torchrl_grpo.objectives.surrogates import SURROGATES, options
 
 if TYPE_CHECKING:
-    from torchrl_grpo.config import Config, InferenceModelConfig, RefModelConfig, TrainModelConfig
+    from torchrl_grpo.config import (
+        Config,
+        InferenceModelConfig,
+        RefModelConfig,
+        TrainModelConfig,
+    )
 
 DATASETS = ("gsm8k", "math", "ifeval", "reasoning_gym", "jsonl")
 REWARDS = (
@@ -41,13 +48,24 @@ REWARD_READS: dict[str, tuple[str, ...]] = {
     "ifeval": ("ifeval",),
 }
 
+LEVELS = ("token", "sequence", "trajectory")
+
 _CHOICES: dict[str, tuple[str, ...]] = {
     "env.dataset": DATASETS,
     "env.answer_format": ("tags", "plain", "equation"),
-    "policy.name": ("grpo",),
-    "policy.advantage_std": ("population", "unbiased", "none"),
+    "policy.surrogate": tuple(SURROGATES),
+    "policy.ratio": LEVELS,
+    "policy.aggregation": ("token", "sequence", "constant"),
+    "policy.advantage_estimator": ("group_mean", "leave_one_out", "maxent"),
+    "policy.advantage_std": ("population", "unbiased", "batch", "none"),
+    "policy.reward_combination": ("together", "apart"),
+    "policy.constant_groups": ("keep", "drop", "refill"),
+    "policy.overlong": ("keep", "mask", "penalise"),
     "policy.kl_estimator": ("k1", "k2", "k3"),
-    "policy.kl_in": ("loss", "reward"),
+    "policy.kl_in": ("loss", "reward", "weights"),
+    "policy.proximal": ("engine", "trainer"),
+    "policy.correction": ("none", "truncate", "mask"),
+    "policy.correction_level": LEVELS,
     "train_model.autocast": ("auto", "no", "bf16", "fp16"),
     "ref_model.dtype": ("auto", "float32", "bfloat16", "float16"),
     "inference_model.dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -63,7 +81,19 @@ _AT_LEAST: dict[str, tuple[float, str]] = {
     "env.repeats": (2, "8"),
     "reward.workers": (1, "1"),
     "policy.advantage_eps": (0, "1e-4"),
+    "policy.aggregation_length": (1, "null"),
+    "policy.max_refills": (1, "3"),
+    "policy.overlong_buffer": (1, "null"),
     "policy.kl_coef": (0, "0.01"),
+    "policy.init_kl_coeff": (0, "null"),
+    "policy.kl_inference_coef": (0, "0.0"),
+    "policy.entropy_coef": (0, "0.001"),
+    "policy.entropy_delta": (0, "0.005"),
+    "policy.entropy_coef_max": (0, "1.0"),
+    "policy.correction_floor": (0, "0.0"),
+    "policy.tau": (0, "0.1"),
+    "policy.q_epsilon": (0, "1e-6"),
+    "ref_model.refresh_frequency": (0, "0"),
     "inference_model.block_size": (1, "null"),
     "inference_model.max_model_len": (2, "1024"),
     "inference_model.max_new_tokens": (1, "256"),
@@ -88,6 +118,13 @@ _ABOVE_ZERO: dict[str, str] = {
     "reward.timeout_s": "5.0",
     "policy.clip_epsilon": "0.2",
     "policy.clip_epsilon_high": "null",
+    "policy.reward_clip": "null",
+    "policy.kl_target": "null",
+    "policy.kl_horizon": "10000",
+    "policy.entropy_target": "null",
+    "policy.correction_cap": "2.0",
+    "policy.q_temperature": "1.0",
+    "ref_model.refresh_mix": "1.0",
     "inference_model.gpu_memory_utilization": "0.4",
     "inference_model.kv_cache_gib": "1",
     "inference_model.temperature": "1.0",
@@ -101,6 +138,8 @@ _AT_MOST: dict[str, tuple[float, str]] = {
     "seed": (2**32 - 1, "0"),  # the random generators of the libraries below us take 32 bits
     "inference_model.gpu_memory_utilization": (1, "0.4"),
     "optimizer.min_lr_ratio": (1, "0.1"),
+    "policy.clip_epsilon": (1, "0.2"),
+    "ref_model.refresh_mix": (1, "1.0"),
 }
 
 _LOGGER_PACKAGES = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb"}
@@ -316,12 +355,89 @@ def _check_batches(cfg: Config) -> None:
 
 
 def _check_policy(cfg: Config) -> None:
-    if cfg.policy.kl_coef > 0 and cfg.policy.kl_in == "loss" and cfg.policy.kl_estimator == "k1":
+    policy = cfg.policy
+    in_loss = policy.kl_in == "loss" and needs_reference(policy)
+    if (in_loss or policy.kl_inference_coef > 0) and policy.kl_estimator == "k1":
         wrong = "in the loss its gradient is zero on average, so it would only add noise"
         raise bad_value("policy.kl_estimator", "k1", wrong, "policy.kl_estimator=k3, or policy.kl_in=reward")
-    if cfg.policy.clip_epsilon >= 1:
-        wrong = "must be below 1, or the lower bound of the ratio is no bound"
-        raise bad_value("policy.clip_epsilon", cfg.policy.clip_epsilon, wrong, "policy.clip_epsilon=0.2")
+    if policy.dual_clip is not None and policy.dual_clip <= 1:
+        raise bad_value("policy.dual_clip", policy.dual_clip, "must be above 1", "policy.dual_clip=3.0")
+    for name, value in policy.surrogate_args.items():
+        known = options(policy.surrogate)
+        if name not in known:
+            wrong = f"surrogate {policy.surrogate} has {', '.join(known) or 'no options'}"
+            good = "one of these, or start from policy=grpo" if known else "policy=grpo, which sets none,"
+            raise bad_value(f"policy.surrogate_args.{name}", value, wrong, good)
+        if value <= 0:
+            raise bad_value(
+                f"policy.surrogate_args.{name}", value, "must be greater than 0", str(known[name])
+            )
+    _check_coefficients(cfg)
+    _check_off_policy(cfg)
+    _check_maxent(cfg)
+    length, buffer = cfg.inference_model.max_new_tokens, policy.overlong_buffer
+    if buffer is not None and buffer > length:
+        wrong = f"is longer than a response, inference_model.max_new_tokens={length}"
+        raise bad_value("policy.overlong_buffer", buffer, wrong, "policy.overlong_buffer=null")
+
+
+def _check_coefficients(cfg: Config) -> None:
+    policy = cfg.policy
+    if policy.kl_target is not None and kl_start(policy) == 0:
+        wrong = "can only scale a coefficient, and that starts at 0"
+        raise bad_value("policy.kl_target", policy.kl_target, wrong, "policy.init_kl_coeff=0.1 as well")
+    if policy.kl_target is None and policy.init_kl_coeff is not None:
+        wrong = "is where an adapted coefficient starts, and without policy.kl_target none is adapted"
+        raise bad_value("policy.init_kl_coeff", policy.init_kl_coeff, wrong, "policy.kl_coef instead")
+    batch = cfg.train.optim_batch_size or cfg.env.num_envs * cfg.env.repeats
+    if policy.kl_target is not None and policy.kl_horizon < batch:
+        wrong = f"is less than one optimiser batch, {batch} responses"
+        raise bad_value("policy.kl_horizon", policy.kl_horizon, wrong, f"policy.kl_horizon={20 * batch}")
+    if policy.entropy_target is not None and policy.entropy_coef > policy.entropy_coef_max:
+        wrong = f"is above policy.entropy_coef_max={policy.entropy_coef_max}"
+        raise bad_value("policy.entropy_coef", policy.entropy_coef, wrong, "policy.entropy_coef=0.001")
+    if cfg.ref_model.refresh_frequency > 0 and not needs_reference(policy):
+        wrong = "there is no reference model, because policy.kl_coef is 0"
+        raise bad_value(
+            "ref_model.refresh_frequency",
+            cfg.ref_model.refresh_frequency,
+            wrong,
+            "policy.kl_coef=0.01 as well",
+        )
+
+
+def _check_off_policy(cfg: Config) -> None:
+    policy = cfg.policy
+    if policy.correction != "none" and policy.proximal != "trainer":
+        wrong = (
+            "weighs the trainer's log-probabilities against the engine's, and policy.proximal=engine has none"
+        )
+        raise bad_value("policy.correction", policy.correction, wrong, "policy.proximal=trainer as well")
+    if policy.correction_floor > policy.correction_cap:
+        wrong = f"is above policy.correction_cap={policy.correction_cap}"
+        raise bad_value(
+            "policy.correction_floor", policy.correction_floor, wrong, "policy.correction_floor=0.5"
+        )
+
+
+def _check_maxent(cfg: Config) -> None:
+    policy = cfg.policy
+    maxent = policy.advantage_estimator == "maxent"
+    if maxent != (policy.kl_in == "weights") and (maxent or needs_reference(policy)):
+        wrong = "maxent takes the reference into its weights, and nothing else does"
+        good = "policy.kl_in=weights" if maxent else "policy.kl_in=loss"
+        raise bad_value("policy.kl_in", policy.kl_in, wrong, good)
+    if not maxent:
+        return
+    if policy.reward_combination == "apart":
+        wrong = "maxent takes one utility a response"
+        raise bad_value("policy.reward_combination", "apart", wrong, "policy.reward_combination=together")
+    if policy.tau + kl_start(policy) <= 0:
+        wrong = "with policy.kl_coef=0 the best response would take all, divided by 0"
+        raise bad_value("policy.tau", policy.tau, wrong, "policy.tau=0.1")
+    if policy.q_epsilon * cfg.env.repeats > 1:
+        wrong = f"is more than 1 / env.repeats={cfg.env.repeats}"
+        raise bad_value("policy.q_epsilon", policy.q_epsilon, wrong, "policy.q_epsilon=1e-6")
 
 
 def _check_inference(cfg: Config) -> None:

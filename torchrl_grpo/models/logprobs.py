@@ -27,7 +27,7 @@ class TokenScores(NamedTuple):
 
     Attributes:
         log_probs: ``[P, G, T]`` float32, natural logarithm, at the sampling temperature.
-        entropy: ``[P, G, T]`` float32, nats, no gradient.
+        entropy: ``[P, G, T]`` float32, nats; with a gradient only if the scorer was told to.
     """
 
     log_probs: Tensor
@@ -45,6 +45,7 @@ class TokenScorer(nn.Module):
         max_packed_width: longest row a group is packed into, in tokens; longer groups repeat the prompt's
             key/value states. None is the model's hidden size.
         chunk_tokens: how many response tokens have their full-vocabulary logits in memory at a time.
+        entropy_gradient: let gradients flow through the entropy.
     """
 
     def __init__(
@@ -55,12 +56,14 @@ class TokenScorer(nn.Module):
         shared_prefix: bool = True,
         chunk_tokens: int = 1024,
         max_packed_width: int | None = None,
+        entropy_gradient: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
         self.autocast_dtype = autocast_dtype
         self.chunk_tokens = chunk_tokens
+        self.entropy_gradient = entropy_gradient
         # Packed attention looks at S keys a token, 4 S H operations where the matrices take about 24 H^2.
         # Up to S = H that is cheap, and cheaper than padding and copies of the cache.
         hidden_size = model.config.get_text_config().hidden_size
@@ -217,7 +220,7 @@ class TokenScorer(nn.Module):
         logits = _head_logits(self.model, hidden).float() / self.temperature
         normaliser = logits.logsumexp(-1)
         log_probs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
             probabilities = (logits - normaliser[:, None]).exp()
             entropy = normaliser - (probabilities * logits).sum(-1)
         return log_probs, entropy

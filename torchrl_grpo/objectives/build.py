@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torchrl_grpo.config import PolicyConfig
-from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.objectives.advantage import GroupAdvantage
-from torchrl_grpo.objectives.clipped import ClippedGroupLoss
+from torchrl_grpo.objectives.control import EntropyCoefficient, KLCoefficient, kl_start
+from torchrl_grpo.objectives.loss import GroupPolicyLoss
 
-PRESETS = ("grpo",)
 
-
-def build_objective(cfg: PolicyConfig, actor: TokenScorer) -> tuple[ClippedGroupLoss, GroupAdvantage]:
+def build_objective(
+    cfg: PolicyConfig, actor: TokenScorer, reward_weights: Sequence[float], max_new_tokens: int
+) -> tuple[GroupPolicyLoss, GroupAdvantage]:
     """The loss around ``actor`` and the write-side transform that computes its advantages.
 
-    Raises:
-        ConfigError: there is no preset of this name.
+    Args:
+        cfg: the ingredients.
+        actor: scores responses with the model that is trained.
+        reward_weights: of the rewards in ``("next", "reward_parts")``.
+        max_new_tokens: length bound of a response.
     """
-    if cfg.name not in PRESETS:
-        raise ConfigError(f"policy.name={cfg.name}: no such objective; write one of {', '.join(PRESETS)}")
-    in_loss = cfg.kl_in == "loss"
-    loss = ClippedGroupLoss(
-        actor,
-        clip_epsilon_low=cfg.clip_epsilon,
-        clip_epsilon_high=cfg.clip_epsilon if cfg.clip_epsilon_high is None else cfg.clip_epsilon_high,
-        kl_coef=cfg.kl_coef if in_loss else 0.0,
-        kl_estimator=cfg.kl_estimator,
+    kl = KLCoefficient(kl_start(cfg), cfg.kl_target, cfg.kl_horizon)
+    entropy = EntropyCoefficient(
+        cfg.entropy_coef, cfg.entropy_target, cfg.entropy_delta, cfg.entropy_coef_max
     )
-    advantage = GroupAdvantage(
-        cfg.advantage_std,
-        cfg.advantage_eps,
-        kl_coef=0.0 if in_loss else cfg.kl_coef,
-        kl_estimator=cfg.kl_estimator,
-    )
-    return loss, advantage
+    actor.entropy_gradient = entropy.in_use
+    constant_length = max_new_tokens if cfg.aggregation_length is None else cfg.aggregation_length
+    loss = GroupPolicyLoss(actor, cfg, kl=kl, entropy=entropy, constant_length=constant_length)
+    return loss, GroupAdvantage(cfg, kl, reward_weights, max_new_tokens)

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-# Beyond e^20 a ratio says only that the two models disagree completely; the bound keeps it finite.
-MAX_LOG_RATIO = 20.0
+from torchrl_grpo.objectives.surrogates import MAX_LOG_RATIO
 
 
 def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: str) -> Tensor:

@@ -38,6 +38,11 @@ class RewardSet:
         """The rewards' names, in the order of the weights."""
         return tuple(reward.name for reward, _ in self._rewards)
 
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The rewards' weights, in the same order."""
+        return tuple(weight for _, weight in self._rewards)
+
     def get(self, name: str) -> Reward | None:
         """The reward of that name, or None; it stays this set's to close."""
         return next((reward for reward, _ in self._rewards if reward.name == name), None)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from tensordict import NonTensorStack, TensorDict
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -25,6 +26,8 @@ class Round:
         responses: P lists of G response texts.
         parts: each reward by name, P x G of them, group by group.
         errors: reward errors by name, likewise.
+        response_tokens: tokens generated, also for responses that were thrown away.
+        error_count: reward errors, likewise.
         generate_seconds: time in the engine.
         score_seconds: time in the rewards.
     """
@@ -34,6 +37,8 @@ class Round:
     responses: list[list[str]]
     parts: list[dict[str, float]]
     errors: list[dict[str, str]]
+    response_tokens: int
+    error_count: int
     generate_seconds: float
     score_seconds: float
 
@@ -119,6 +124,7 @@ class RolloutCollector:
             self.env.prompt_ids,
             completions,
             result["next", "reward"],
+            torch.cat([result["next", "reward_parts", name] for name in self.env.reward_set.names], -1),
             state["group_id"],
             self.engine.policy_version,
             self.tokenizer.pad_token_id,
@@ -130,6 +136,8 @@ class RolloutCollector:
             responses=texts,
             parts=[dict(one.parts) for one in self.env.scored],
             errors=[dict(one.errors) for one in self.env.scored],
+            response_tokens=int(groups["masks", "response"].sum()),
+            error_count=sum(len(one.errors) for one in self.env.scored),
             generate_seconds=generated - start,
             score_seconds=scored - generated,
         )

@@ -10,10 +10,13 @@ key                            shape           dtype    meaning
 ("tokens", "response")         [P, G, T]       int64    response with its end token, padded on the right
 ("masks", "response")          [P, G, T]       bool     True on real tokens
 ("log_probs", "response")      [P, G, T]       float32  the engine's own, at the sampling temperature
-("log_probs", "reference")     [P, G, T]       float32  the reference model's; only with policy.kl_coef
+("log_probs", "reference")     [P, G, T]       float32  the reference model's; only where a KL needs it
+("log_probs", "proximal")      [P, G, T]       float32  the trainer's; only with policy.proximal=trainer
 ("next", "reward")             [P, G, 1]       float32  weighted sum of the rewards
+("next", "reward_parts")       [P, G, K]       float32  the K rewards, in the order of their weights
 "truncated"                    [P, G, 1]       bool     True where the length bound ended the response
 "advantage"                    [P, G, 1]       float32  written on the way into the buffer
+("masks", "loss")              [P, G, T]       bool     tokens that the loss counts; written likewise
 "policy_version"               [P, G]          int64    optimiser steps the sampling weights had seen
 "group_id"                     [P, G]          int64    running number of the group
 =============================  ==============  =======  ====================================================
@@ -37,6 +40,8 @@ _RIGHT_PADDED = (
     ("masks", "response"),
     ("log_probs", "response"),
     ("log_probs", "reference"),
+    ("log_probs", "proximal"),
+    ("masks", "loss"),
 )
 
 
@@ -44,6 +49,7 @@ def build_batch(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[Completion]],
     rewards: Tensor,
+    reward_parts: Tensor,
     group_id: Tensor,
     policy_version: int,
     pad_id: int,
@@ -54,6 +60,7 @@ def build_batch(
         prompts: P prompts as token ids.
         completions: G completions each.
         rewards: ``[P, G, 1]``.
+        reward_parts: ``[P, G, K]``.
         group_id: ``[P, G]``.
         policy_version: of the weights that sampled.
         pad_id: fills the padding; what it is never matters.
@@ -68,7 +75,7 @@ def build_batch(
             "tokens": TensorDict({"prompt": prompt, "response": response.view(P, G, -1)}, [P]),
             "masks": TensorDict({"prompt": prompt_mask, "response": response_mask.view(P, G, -1)}, [P]),
             "log_probs": TensorDict({"response": log_probs.view(P, G, -1)}, [P]),
-            "next": TensorDict({"reward": rewards}, [P]),
+            "next": TensorDict({"reward": rewards, "reward_parts": reward_parts}, [P]),
             "truncated": torch.tensor([c.finish_reason == "length" for c in flat]).view(P, G, 1),
             "policy_version": torch.full((P, G), policy_version, dtype=torch.int64),
             "group_id": group_id,

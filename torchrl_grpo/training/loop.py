@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 
-from torchrl_grpo.objectives.kl import kl_estimate
+from torchrl_grpo.objectives.advantage import is_constant
 from torchrl_grpo.observe.stats import peak_cuda_gib, peak_memory_gib
 from torchrl_grpo.rollout.collector import Round
+from torchrl_grpo.rollout.refill import collect_with_signal
 from torchrl_grpo.training.session import Session
 
 
@@ -27,6 +28,7 @@ def train(run: Session) -> None:
         metrics |= run.optimise(run.buffer.sample())
         metrics["time/train_s"] = time.perf_counter() - trained
         run.counters.step += 1
+        run.refresh_reference()
         run.counters.steps_left_in_round -= 1
         if run.counters.steps_left_in_round == 0 or run.evaluation_is_due():
             metrics |= run.publish()
@@ -43,14 +45,18 @@ def train(run: Session) -> None:
 
 def collect(run: Session) -> dict[str, float]:
     """Fill the buffer with a new round and return what the round looked like."""
-    round_ = run.collector.rollout()
+    round_, refill = collect_with_signal(
+        run.collector,
+        run.advantage.without_signal,
+        run.cfg.policy.max_refills if run.cfg.policy.constant_groups == "refill" else 0,
+    )
     started = time.perf_counter()
-    # Reference log-probabilities and advantages are computed on the way in.
+    # Log-probabilities of other models and advantages are computed on the way in.
     run.buffer.refill(round_.groups)
     prepared = time.perf_counter() - started
     run.counters.steps_left_in_round = run.steps_per_round
     run.write_rollouts(round_)
-    return {**describe(run, round_), "time/prepare_s": prepared}
+    return {**describe(run, round_), **refill, "time/prepare_s": prepared}
 
 
 def describe(run: Session, round_: Round) -> dict[str, float]:
@@ -58,15 +64,13 @@ def describe(run: Session, round_: Round) -> dict[str, float]:
     groups = run.buffer.contents()
     rewards = groups["next", "reward"]
     lengths = groups["masks", "response"].sum(-1).float()
-    tokens = int(lengths.sum())
-    errors = sum(len(one) for one in round_.errors)
-    run.counters.response_tokens += tokens
-    run.counters.reward_errors += errors
+    run.counters.response_tokens += round_.response_tokens
+    run.counters.reward_errors += round_.error_count
     metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(correction=0)),
-        "reward/constant_groups": float((rewards == rewards[:, :1]).all(1).float().mean()),
-        "reward/errors": errors,
+        "reward/constant_groups": float(is_constant(rewards.squeeze(-1)).float().mean()),
+        "reward/errors": round_.error_count,
         "advantage/abs_mean": float(groups["advantage"].abs().mean()),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
@@ -75,13 +79,8 @@ def describe(run: Session, round_: Round) -> dict[str, float]:
         "data/epoch": run.collector.env.stream.epoch,
         "time/generate_s": round_.generate_seconds,
         "time/score_s": round_.score_seconds,
-        "throughput/generated_tokens_per_s": tokens / round_.generate_seconds,
+        "throughput/generated_tokens_per_s": round_.response_tokens / round_.generate_seconds,
     }
-    if run.cfg.policy.kl_coef != 0 and run.cfg.policy.kl_in == "reward":
-        per_token = kl_estimate(
-            groups["log_probs", "response"], groups["log_probs", "reference"], run.cfg.policy.kl_estimator
-        )
-        metrics["kl/reference"] = float(per_token[groups["masks", "response"]].mean())
     for name in sorted({name for parts in round_.parts for name in parts}):
         values = [parts[name] for parts in round_.parts if name in parts]
         metrics[f"reward/{name}"] = sum(values) / len(values)

@@ -12,10 +12,27 @@ from torch import nn
 
 from torchrl_grpo.config import OptimizerConfig
 from torchrl_grpo.errors import TrainingStopped
-from torchrl_grpo.objectives.clipped import ClippedGroupLoss
+from torchrl_grpo.objectives.aggregate import totals_of
+from torchrl_grpo.objectives.loss import GroupPolicyLoss
 
 # Low enough that the first steps are not spent on finding the scale, as with torch's 2^16.
 _INITIAL_SCALE = 2.0**12
+
+# What the loss calls a mean, and what the log calls it.
+_METRICS = {
+    "loss_objective": "loss/objective",
+    "loss_kl": "loss/kl",
+    "loss_kl_inference": "loss/kl_inference",
+    "loss_entropy": "loss/entropy",
+    "kl_ref": "kl/reference",
+    "kl_approx": "kl/sampling_policy",
+    "entropy": "policy/entropy",
+    "clip_fraction": "policy/clip_fraction",
+    "ratio": "policy/ratio",
+    "gap": "policy/log_prob_gap",
+    "correction": "policy/correction",
+    "correction_zero": "policy/correction_zero",
+}
 
 
 class OptimiserStep:
@@ -26,6 +43,7 @@ class OptimiserStep:
         loss: the objective around it.
         cfg: optimiser settings.
         total_steps: optimiser steps of the whole run, for the schedule.
+        groups_per_batch: groups in a batch; fewer where some are dropped.
         micro_batches: how many pieces a batch is worked through in; the result does not depend on it.
         use_scaler: scale the loss, for fp16.
         max_skipped_steps: refused steps in a row after which training stops.
@@ -34,16 +52,18 @@ class OptimiserStep:
     def __init__(
         self,
         model: nn.Module,
-        loss: ClippedGroupLoss,
+        loss: GroupPolicyLoss,
         cfg: OptimizerConfig,
         *,
         total_steps: int,
+        groups_per_batch: int,
         micro_batches: int,
         use_scaler: bool,
         max_skipped_steps: int,
     ) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss = loss
+        self.groups_per_batch = groups_per_batch
         self.micro_batches = micro_batches
         self.max_grad_norm = cfg.max_grad_norm
         self.max_skipped_steps = max_skipped_steps
@@ -66,17 +86,23 @@ class OptimiserStep:
         """Update the model on ``batch`` (batch size ``[P]``).
 
         Returns:
-            Metrics of the step, means over the batch's response tokens.
+            Metrics of the step, means over the tokens that the loss counts. Where it counts none, the model
+            stays as it is.
 
         Raises:
             TrainingStopped: more than ``max_skipped_steps`` steps in a row had a loss or a gradient that is
                 not finite.
         """
+        lr = float(self.scheduler.get_last_lr()[0])
+        responses = batch["masks", "response"].shape[:2].numel()
+        batch = batch[batch["masks", "loss"].any(-1).any(-1)]
+        if not len(batch):
+            self.scheduler.step()
+            return {"optimizer/lr": lr, "optimizer/skipped": self.skipped}
         sums = self.accumulate(batch)
         loss = sums.pop("loss")
         self.scaler.unscale_(self.optimizer)
         norm = float(nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm))
-        lr = float(self.scheduler.get_last_lr()[0])
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             self.scaler.step(self.optimizer)
@@ -85,35 +111,37 @@ class OptimiserStep:
         self.scaler.update()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-        ratio, ratio_squared = sums.pop("ratio"), sums.pop("ratio_squared")
-        return {
+        ratio, ratio_squared = sums["ratio"], sums["ratio_squared"]
+        metrics = {
             "loss/total": loss,
-            "loss/objective": sums.pop("loss_objective"),
-            **(
-                {"loss/kl": sums.pop("loss_kl"), "kl/reference": sums.pop("kl_ref")}
-                if "kl_ref" in sums
-                else {}
-            ),
-            "kl/sampling_policy": sums.pop("kl_approx"),
-            "policy/entropy": sums.pop("entropy"),
-            "policy/clip_fraction": sums.pop("clip_fraction"),
-            "policy/ratio": ratio,
+            **{name: sums[key] for key, name in _METRICS.items() if key in sums},
             # Kish's effective sample size of the importance ratios, as a share of the tokens.
             "policy/ess": ratio**2 / ratio_squared if ratio_squared > 0 else math.nan,
-            "policy/log_prob_gap": sums.pop("gap"),
+            **self._coefficients(),
             "optimizer/grad_norm": norm,
             "optimizer/lr": lr,
             "optimizer/skipped": self.skipped,
             **({"optimizer/loss_scale": self.scaler.get_scale()} if self.scaler.is_enabled() else {}),
         }
+        if finite:
+            self.loss.after_step(sums["entropy"], sums.get("kl_ref"), responses)
+        return metrics
+
+    def _coefficients(self) -> dict[str, float]:
+        """The coefficients in force in this step, of the terms that are in use."""
+        kl, entropy = self.loss.kl, self.loss.entropy
+        return {
+            **({"policy/kl_coef": kl.value} if kl.in_use else {}),
+            **({"policy/entropy_coef": entropy.value} if entropy.in_use else {}),
+        }
 
     def accumulate(self, batch: TensorDict) -> dict[str, float]:
         """Add the gradients of ``batch`` to the parameters, and return its summed loss terms and metrics."""
-        total_tokens = int(batch["masks", "response"].sum())
+        totals = totals_of(batch["masks", "loss"])
         sums: dict[str, float] = {"loss": 0.0}
-        for piece in split(batch, self.micro_batches):
-            terms = self.loss(piece, total_tokens=total_tokens)
-            loss = terms["loss_objective"] + terms.get("loss_kl", 0.0)
+        for piece in split(batch, self.groups_per_batch, self.micro_batches):
+            terms = self.loss(piece, totals=totals)
+            loss = torch.stack([value for name, value in terms.items() if name.startswith("loss_")]).sum()
             self.scaler.scale(loss).backward()
             sums["loss"] += float(loss.detach())
             for name, value in terms.items():
@@ -144,6 +172,8 @@ class OptimiserStep:
             "scaler": self.scaler.state_dict(),
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "kl": self.loss.kl.state_dict(),
+            "entropy": self.loss.entropy.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -160,6 +190,8 @@ class OptimiserStep:
         self.scaler.load_state_dict(state["scaler"])
         self.skipped = state["skipped"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
+        self.loss.kl.load_state_dict(state["kl"])
+        self.loss.entropy.load_state_dict(state["entropy"])
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -182,14 +214,14 @@ def learning_rate_factor(step: int, total_steps: int, cfg: OptimizerConfig) -> f
     return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape
 
 
-def split(batch: TensorDict, pieces: int) -> Iterator[TensorDict]:
-    """Cut ``batch`` (``[P]`` groups of G) into micro-batches: along groups while they last, then within them.
+def split(batch: TensorDict, groups: int, pieces: int) -> Iterator[TensorDict]:
+    """Cut ``batch`` into micro-batches: along groups while they last, then within them.
 
     Args:
-        batch: the optimiser batch.
-        pieces: a divisor of P, or P times a divisor of G.
+        batch: up to ``groups`` groups of G; fewer groups make fewer micro-batches of the same size.
+        groups: of a full batch.
+        pieces: that a full batch is cut into: a divisor of ``groups``, or ``groups`` times a divisor of G.
     """
-    groups = batch.batch_size[0]
     if pieces <= groups:
         yield from batch.split(groups // pieces)
         return

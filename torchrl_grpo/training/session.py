@@ -24,6 +24,7 @@ from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.models.precision import resolve_autocast, resolve_dtype
 from torchrl_grpo.models.prepare import prepare_for_training, shares_prefix
 from torchrl_grpo.objectives.build import build_objective
+from torchrl_grpo.objectives.control import needs_reference
 from torchrl_grpo.observe import loggers
 from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
 from torchrl_grpo.observe.progress import Progress
@@ -32,7 +33,7 @@ from torchrl_grpo.rewards.combine import RewardSet
 from torchrl_grpo.rewards.grading import CountingGrader
 from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.rollout.collector import RolloutCollector, Round, derive_seed
-from torchrl_grpo.rollout.reference import ReferenceScorer
+from torchrl_grpo.rollout.log_probs import LogProbScorer
 from torchrl_grpo.training import checkpoint
 from torchrl_grpo.training.evaluate import Evaluator
 from torchrl_grpo.training.optimise import OptimiserStep
@@ -68,6 +69,7 @@ class Session:
         self.cfg = cfg
         self.run_dir = run_dir
         self.counters = Counters()
+        self.reward_weights = reward_set.weights
         self._started = time.perf_counter()
         seed_everything(cfg.seed)
         # The run has a progress bar of its own; one per loaded file would bury it.
@@ -143,30 +145,44 @@ class Session:
         self.autocast_dtype = resolve_autocast(cfg.train_model.autocast, self.device)
         temperature = cfg.inference_model.temperature
         scorer = TokenScorer(self.model, temperature, self.autocast_dtype, self.shared_prefix)
-        loss, advantage = build_objective(cfg.policy, scorer)
+        loss, self.advantage = build_objective(
+            cfg.policy, scorer, self.reward_weights, cfg.inference_model.max_new_tokens
+        )
         self.optimise = OptimiserStep(
             self.model,
             loss,
             cfg.optimizer,
             total_steps=self.total_steps,
+            groups_per_batch=batch // cfg.env.repeats,
             micro_batches=cfg.train.gradient_accumulation_steps,
             use_scaler=self.autocast_dtype == torch.float16,
             max_skipped_steps=cfg.train.max_skipped_steps,
         )
-        transforms = [*self._reference(source, temperature), advantage]
+        self.reference = self._reference(source, temperature)
+        transforms = [*([self.reference] if self.reference else []), *self._proximal(scorer), self.advantage]
         self.buffer = GroupBuffer(
             cfg.env.num_envs, batch // cfg.env.repeats, transforms, derive_seed(cfg.seed, "buffer")
         )
 
-    def _reference(self, source: str, temperature: float) -> list[ReferenceScorer]:
+    def _reference(self, source: str, temperature: float) -> LogProbScorer | None:
         """The reference scorer, loaded only where a coefficient asks for it."""
-        if self.cfg.policy.kl_coef == 0:
-            return []
+        if not needs_reference(self.cfg.policy):
+            return None
         device = torch.device(self.placement.reference)
         dtype = resolve_dtype(self.cfg.ref_model.dtype, device)
         model = loading.load_model(source, self.cfg.model, device, dtype).requires_grad_(False)
         autocast_dtype = self.autocast_dtype if dtype == torch.float32 else None
-        return [ReferenceScorer(TokenScorer(model, temperature, autocast_dtype, self.shared_prefix))]
+        return LogProbScorer(TokenScorer(model, temperature, autocast_dtype, self.shared_prefix), "reference")
+
+    def _proximal(self, scorer: TokenScorer) -> list[LogProbScorer]:
+        """With ``policy.proximal=trainer`` the trained model scores each round before it is trained on."""
+        return [LogProbScorer(scorer, "proximal")] if self.cfg.policy.proximal == "trainer" else []
+
+    def refresh_reference(self) -> None:
+        """Every ``ref_model.refresh_frequency`` optimiser steps, move the reference towards the policy."""
+        frequency = self.cfg.ref_model.refresh_frequency
+        if self.reference is not None and frequency > 0 and self.counters.step % frequency == 0:
+            self.reference.mix_in(self.model, self.cfg.ref_model.refresh_mix)
 
     def _make_publisher(self, problems: Problems) -> None:
         engine_dtype = resolve_dtype(self.cfg.inference_model.dtype, torch.device(self.placement.inference))
@@ -325,8 +341,15 @@ class Session:
             "collector": self.collector.state_dict(),
             "buffer": self.buffer.state_dict(),
             "publisher": self.publisher.state_dict(),
+            "reference": self._reference_weights(),
             "random": random_state(),
         }
+
+    def _reference_weights(self) -> dict[str, torch.Tensor]:
+        """What cannot be loaded again from where the model came from."""
+        if self.reference is None or self.cfg.ref_model.refresh_frequency == 0:
+            return {}
+        return dict(self.reference.scorer.model.named_parameters())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken."""
@@ -335,6 +358,9 @@ class Session:
         self.collector.load_state_dict(state["collector"])
         self.buffer.load_state_dict(state["buffer"])
         self.publisher.load_state_dict(state["publisher"])
+        if state["reference"]:
+            assert self.reference is not None, "a checkpoint of another configuration"
+            self.reference.scorer.model.load_state_dict(state["reference"], strict=False)
         set_random_state(state["random"])
 
     def close(self) -> None:

@@ -1,0 +1,60 @@
+"""From a value per token to one loss: what each token weighs.
+
+All weights are shares of the whole optimiser batch, so the sums of its micro-batches add up to what one large
+batch gives.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class BatchTotals(NamedTuple):
+    """What is counted in a whole optimiser batch, over the tokens that the loss counts.
+
+    Attributes:
+        tokens: response tokens.
+        sequences: responses with at least one of them.
+    """
+
+    tokens: int
+    sequences: int
+
+
+def totals_of(mask: Tensor) -> BatchTotals:
+    """Count ``mask`` ``[P, G, T]``."""
+    return BatchTotals(int(mask.sum()), int(mask.any(-1).sum()))
+
+
+def token_weights(
+    mask: Tensor, aggregation: str, totals: BatchTotals, constant_length: int, dtype: torch.dtype
+) -> Tensor:
+    """The weight of every token in the loss; zero outside ``mask``.
+
+    ``token``: ``1 / N``, the mean over the N tokens of the batch (DAPO, arXiv 2503.14476, eq. 8).
+    ``sequence``: ``1 / (B |o_i|)``, the mean per response, then over the B responses (GRPO, 2402.03300,
+    eq. 3).
+    ``constant``: ``1 / (B constant_length)``, the sum per response over a constant (Dr. GRPO, 2503.20783,
+    listing 1).
+
+    Args:
+        mask: ``[P, G, T]`` bool, tokens that the loss counts.
+        aggregation: ``token``, ``sequence`` or ``constant``.
+        totals: of the whole optimiser batch.
+        constant_length: tokens, for ``constant``.
+        dtype: of the weights.
+
+    Raises:
+        ValueError: another name.
+    """
+    counts = mask.to(dtype)
+    if aggregation == "token":
+        return counts / totals.tokens
+    if aggregation == "sequence":
+        return counts / (totals.sequences * counts.sum(-1, keepdim=True).clamp(min=1))
+    if aggregation == "constant":
+        return counts / (totals.sequences * constant_length)
+    raise ValueError(f"aggregation {aggregation!r} is none of token, sequence, constant")

@@ -1,0 +1,194 @@
+"""The policy-gradient loss over groups of responses, as a TorchRL ``LossModule``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.objectives import LossModule
+
+from torchrl_grpo.config import PolicyConfig
+from torchrl_grpo.models.logprobs import TokenScorer
+from torchrl_grpo.objectives.aggregate import BatchTotals, token_weights, totals_of
+from torchrl_grpo.objectives.control import EntropyCoefficient, KLCoefficient
+from torchrl_grpo.objectives.kl import kl_estimate
+from torchrl_grpo.objectives.ratio import at_level, correction_weights
+from torchrl_grpo.objectives.surrogates import SURROGATES, Bounds, exp_bounded
+
+
+class GroupPolicyLoss(LossModule):
+    """``sum_it a_it (-c_it J_it + kl KL_it + kl_inference KL'_it) - entropy sum_it H_it / N``.
+
+    ``J`` is the surrogate (:mod:`~torchrl_grpo.objectives.surrogates`), ``c`` the correction for the engine's
+    mismatch (:mod:`~torchrl_grpo.objectives.ratio`), ``a`` the share of a token in the whole optimiser batch
+    (:mod:`~torchrl_grpo.objectives.aggregate`), N the tokens in it. The terms of micro-batches add up to
+    those of one large batch, and padding appears nowhere. TorchRL's ``GRPOLoss`` takes its means over a
+    micro-batch and counts padding in its KL and its metrics.
+
+    Reads ``("tokens"|"masks", "prompt")`` ``[P, L]``, ``("tokens"|"masks"|"log_probs", "response")``
+    ``[P, G, T]``, ``("masks", "loss")`` ``[P, G, T]``, ``"advantage"`` ``[P, G, 1]`` and, where a key asks
+    for it, ``("log_probs", "reference")`` and ``("log_probs", "proximal")``.
+
+    Args:
+        actor_network: scores responses, with gradients.
+        cfg: the ingredients.
+        kl: weight of the KL term to the reference.
+        entropy: weight of the entropy bonus.
+        constant_length: tokens, for ``policy.aggregation=constant``.
+    """
+
+    @dataclass
+    class _AcceptedKeys:
+        """Where the loss finds its inputs."""
+
+        prompt: NestedKey = ("tokens", "prompt")
+        prompt_mask: NestedKey = ("masks", "prompt")
+        response: NestedKey = ("tokens", "response")
+        response_mask: NestedKey = ("masks", "response")
+        loss_mask: NestedKey = ("masks", "loss")
+        sample_log_prob: NestedKey = ("log_probs", "response")
+        proximal_log_prob: NestedKey = ("log_probs", "proximal")
+        ref_log_prob: NestedKey = ("log_probs", "reference")
+        advantage: NestedKey = "advantage"
+
+    tensor_keys: _AcceptedKeys
+    default_keys = _AcceptedKeys
+    actor_network: TokenScorer
+    out_keys = (
+        "loss_objective",
+        "loss_kl",
+        "loss_kl_inference",
+        "loss_entropy",
+        "entropy",
+        "clip_fraction",
+        "kl_approx",
+        "ratio",
+        "ratio_squared",
+        "gap",
+    )
+
+    def __init__(
+        self,
+        actor_network: TokenScorer,
+        cfg: PolicyConfig,
+        *,
+        kl: KLCoefficient,
+        entropy: EntropyCoefficient,
+        constant_length: int,
+    ) -> None:
+        super().__init__()
+        # Parameters stay where they are: the optimiser and the checkpoints know the model by its own names.
+        self.__dict__["actor_network"] = actor_network
+        self.cfg = cfg
+        self.kl = kl
+        self.entropy = entropy
+        self.constant_length = constant_length
+        high = cfg.clip_epsilon if cfg.clip_epsilon_high is None else cfg.clip_epsilon_high
+        self.bounds = Bounds(cfg.clip_epsilon, high, cfg.dual_clip)
+        self._surrogate = SURROGATES[cfg.surrogate]
+
+    def _forward_value_estimator_keys(self, **kwargs: NestedKey) -> None:
+        """There is no value network."""
+
+    def forward(self, tensordict: TensorDictBase, totals: BatchTotals | None = None) -> TensorDict:
+        """The loss terms of one micro-batch.
+
+        Args:
+            tensordict: a micro-batch ``[P]`` of groups.
+            totals: of the whole optimiser batch; this batch's own when omitted.
+
+        Returns:
+            Scalars. Those named ``loss_*`` add up to the loss and carry gradients. The rest are shares of a
+            mean over the batch's tokens, to be summed over micro-batches: ``entropy`` (nats),
+            ``clip_fraction``, ``kl_approx`` (k3 of the sampling policy to this one), ``ratio``,
+            ``ratio_squared`` and ``gap`` (absolute difference of log-probabilities) to the engine's
+            log-probabilities; with a reference ``kl_ref``, with a correction ``correction`` and
+            ``correction_zero``, the mean weight and the share of weights that are 0.
+        """
+        keys = self.tensor_keys
+        scores = self.actor_network(
+            tensordict.get(keys.prompt),
+            tensordict.get(keys.prompt_mask),
+            tensordict.get(keys.response),
+            tensordict.get(keys.response_mask),
+        )
+        new = scores.log_probs
+
+        def get(key: NestedKey) -> Tensor:
+            return tensordict.get(key).to(new.device)
+
+        mask = get(keys.loss_mask)
+        totals = totals_of(mask) if totals is None else totals
+        weights = token_weights(mask, self.cfg.aggregation, totals, self.constant_length, new.dtype)
+
+        def mean(values: Tensor) -> Tensor:
+            return values.masked_fill(~mask, 0.0).sum() / totals.tokens
+
+        def loss(values: Tensor) -> Tensor:
+            return (values.masked_fill(~mask, 0.0) * weights).sum()
+
+        def log_probs(key: NestedKey) -> Tensor:
+            # What stands in the padding must not come back through a product in the backward pass.
+            return get(key).masked_fill(~mask, 0.0)
+
+        sampled = log_probs(keys.sample_log_prob)
+        proximal = log_probs(keys.proximal_log_prob) if self.cfg.proximal == "trainer" else sampled
+        objective, clipped = self._surrogate(
+            at_level(new - proximal, mask, self.cfg.ratio),
+            new,
+            get(keys.advantage),
+            self.bounds,
+            **self.cfg.surrogate_args,
+        )
+        out = self._metrics(new.detach(), sampled, mean)
+        out["entropy"] = mean(scores.entropy.detach())
+        out["clip_fraction"] = mean(torch.zeros_like(new) if clipped is None else clipped.float())
+        if self.cfg.correction != "none":
+            correction = self._correction(proximal - sampled, mask)
+            objective = objective * correction
+            out["correction"] = mean(correction)
+            out["correction_zero"] = mean((correction == 0).float())
+        out["loss_objective"] = -loss(objective)
+        if self.kl.in_use:
+            kl = kl_estimate(new, log_probs(keys.ref_log_prob), self.cfg.kl_estimator)
+            out["kl_ref"] = mean(kl.detach())
+            if self.cfg.kl_in == "loss":
+                out["loss_kl"] = self.kl.value * loss(kl)
+        if self.cfg.kl_inference_coef != 0:
+            # Between the policy and the one that sampled: the same estimator, the other neighbour.
+            out["loss_kl_inference"] = self.cfg.kl_inference_coef * loss(
+                kl_estimate(new, sampled, self.cfg.kl_estimator)
+            )
+        if self.entropy.in_use:
+            out["loss_entropy"] = -self.entropy.value * mean(scores.entropy)
+        return TensorDict(out, batch_size=[])
+
+    def _metrics(self, new: Tensor, sampled: Tensor, mean: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        log_ratio = new - sampled
+        ratio = exp_bounded(log_ratio)
+        return {
+            "kl_approx": mean(kl_estimate(sampled, new, "k3")),
+            "ratio": mean(ratio),
+            "ratio_squared": mean(ratio.square()),
+            "gap": mean(log_ratio.abs()),
+        }
+
+    def _correction(self, log_gap: Tensor, mask: Tensor) -> Tensor:
+        return correction_weights(
+            log_gap,
+            mask,
+            kind=self.cfg.correction,
+            level=self.cfg.correction_level,
+            cap=self.cfg.correction_cap,
+            floor=self.cfg.correction_floor,
+        )
+
+    def after_step(self, entropy: float, kl: float | None, responses: int) -> None:
+        """Let the coefficients follow what the optimiser step measured (means over its tokens, nats)."""
+        self.entropy.update(entropy)
+        if kl is not None:
+            self.kl.update(kl, responses)

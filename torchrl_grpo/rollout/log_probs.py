@@ -1,0 +1,60 @@
+"""Log-probabilities of the responses under another model than the engine's, written on the way in."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.envs.transforms import Transform
+
+from torchrl_grpo.models.logprobs import TokenScorer
+
+
+class LogProbScorer(Transform):
+    """Write-side transform that adds ``("log_probs", name)`` ``[P, G, T]``.
+
+    ``reference`` is a frozen model, for the KL divergence; ``proximal`` the trained one as it is when a round
+    comes in (decoupled PPO, arXiv 2110.00641, sec. 3). Both run before the advantages are computed, so the
+    divergence may enter the reward.
+
+    Args:
+        scorer: around the model, at the sampling temperature.
+        name: of what is written.
+        groups_per_call: groups scored at a time.
+    """
+
+    def __init__(self, scorer: TokenScorer, name: str, groups_per_call: int = 8) -> None:
+        super().__init__()
+        # Not a submodule: the buffer must not list the model among its parameters.
+        self.__dict__["scorer"] = scorer
+        self.name = name
+        self.groups_per_call = groups_per_call
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Reading changes nothing."""
+        return tensordict
+
+    @torch.no_grad()
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        scores = [
+            self.scorer(
+                piece["tokens", "prompt"],
+                piece["masks", "prompt"],
+                piece["tokens", "response"],
+                piece["masks", "response"],
+            ).log_probs.cpu()
+            for piece in tensordict.split(self.groups_per_call)
+        ]
+        return tensordict.set(("log_probs", self.name), torch.cat(scores))
+
+    @torch.no_grad()
+    def mix_in(self, model: nn.Module, share: float) -> None:
+        """Move each weight w to ``(1 - share) w + share v``, v being ``model``'s (TR-DPO, arXiv 2404.09656).
+
+        Args:
+            model: of the same architecture.
+            share: 1 copies it.
+        """
+        others = dict(model.named_parameters())
+        for name, weight in self.scorer.model.named_parameters():
+            weight.lerp_(others[name].to(weight), share)
