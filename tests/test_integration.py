@@ -120,7 +120,7 @@ def test_ifeval_trains_on_composed_prompts_in_a_sweep_of_two(
 
 @pytest.mark.usefixtures("smollm2_dir")
 def test_a_run_killed_inside_a_checkpoint_resumes_as_if_uninterrupted_on_vllm(tmp_path: Path) -> None:
-    assert verify_resume(tmp_path, "--kills", "1") == 0
+    assert verify_resume(tmp_path, "--kills", "1", "train.total_dialog_turns=64") == 0
 
 
 def test_runs_killed_at_random_moments_resume_as_if_uninterrupted_on_transformers(
