@@ -103,14 +103,11 @@ def advantages_by_hand(cfg: PolicyConfig, batch: TensorDict, longest: int) -> li
     return [normalised(cfg, row, everything) for row in totals]
 
 
-def counted(cfg: PolicyConfig, batch: TensorDict, longest: int) -> list[list[list[bool]]]:
+def counted(cfg: PolicyConfig, batch: TensorDict) -> list[list[list[bool]]]:
     """Which tokens the loss counts."""
     mask = batch["masks", "response"].tolist()
     for p, row in enumerate(mask):
-        totals = [
-            shaped(cfg, float(batch["next", "reward"][p, s, 0])) + penalised(cfg, sum(tokens), longest)
-            for s, tokens in enumerate(row)
-        ]
+        totals = [shaped(cfg, float(reward)) for reward in batch["next", "reward"][p, :, 0]]
         flat = max(totals) == min(totals) and cfg.constant_groups != "keep"
         for s, tokens in enumerate(row):
             if flat or (cfg.overlong == "mask" and bool(batch["truncated"][p, s, 0])):
@@ -153,7 +150,7 @@ def level(kind: str, own: Any, values: list[Any]) -> Any:
 def loss_by_hand(cfg: PolicyConfig, batch: TensorDict, new: Tensor, longest: int) -> Tensor:
     """The loss of log-probabilities ``new`` ``[P, G, T]`` (float64); advantages are computed here as well."""
     advantages = advantages_by_hand(cfg, batch, longest)
-    mask = counted(cfg, batch, longest)
+    mask = counted(cfg, batch)
     P, G, _ = new.shape
     tokens = sum(flag for row in mask for one in row for flag in one)
     sequences = sum(any(one) for row in mask for one in row)
@@ -172,9 +169,7 @@ def loss_by_hand(cfg: PolicyConfig, batch: TensorDict, new: Tensor, longest: int
                 if cfg.kl_in == "loss" and cfg.kl_coef:
                     term = term + cfg.kl_coef * k_by_hand(cfg.kl_estimator, new[p, s, t], ref[p, s, t])
                 if cfg.kl_inference_coef:
-                    term = term + cfg.kl_inference_coef * k_by_hand(
-                        cfg.kl_estimator, new[p, s, t], engine[p, s, t]
-                    )
+                    term = term + cfg.kl_inference_coef * k_by_hand("k3", new[p, s, t], engine[p, s, t])
                 share = {
                     "token": 1 / tokens,
                     "sequence": 1 / (sequences * len(kept)),

@@ -20,8 +20,8 @@ from torchrl_grpo.objectives.aggregate import BatchTotals
 from torchrl_grpo.objectives.control import EntropyCoefficient, KLCoefficient
 from torchrl_grpo.training.optimise import OptimiserStep, learning_rate_factor, parameter_groups, split
 
-# Torch warns of a schedule that moves although the very first step was refused, which is meant here.
-pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+# A schedule that moves although the very first step was refused is meant here, and no reason to warn.
+pytestmark = pytest.mark.filterwarnings("error:Detected call of .lr_scheduler.step")
 
 
 class Quadratic(nn.Module):
@@ -315,3 +315,33 @@ def test_fp16_autocast_on_cpu_takes_a_step() -> None:
     metrics = make_step(model, loss, use_scaler=True, lr=1e-3)(make_batch())
     assert metrics["optimizer/skipped"] == 0 and math.isfinite(metrics["loss/total"])
     assert any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def adaptive_step() -> OptimiserStep:
+    model = make_model()
+    loss, _ = make_objective(TokenScorer(model), init_kl_coeff=0.1, kl_target=0.01, kl_horizon=160)
+    return make_step(model, loss, max_skipped_steps=9)
+
+
+def test_the_coefficient_moves_by_the_responses_of_the_whole_batch() -> None:
+    step, batch = adaptive_step(), make_batch(P=4, G=4)
+    batch["masks", "loss"][0] = False
+    metrics = step(batch)
+    assert metrics["kl/reference"] > 0.02 and metrics["policy/kl_coef"] == 0.1
+    assert step.loss.kl.value == pytest.approx(0.1 * (1 + 0.2 * 16 / 160))
+
+
+def test_a_refused_step_moves_no_coefficient() -> None:
+    step, batch = adaptive_step(), make_batch(P=4, G=4)
+    batch["advantage"][0] = math.nan
+    assert step(batch)["optimizer/skipped"] == 1
+    assert step.loss.kl.value == 0.1
+
+
+def test_a_batch_without_a_token_to_count_moves_only_the_schedule() -> None:
+    step, batch = adaptive_step(), make_batch(P=4, G=4)
+    before = [p.detach().clone() for p in step.parameters]
+    batch["masks", "loss"] = torch.zeros_like(batch["masks", "loss"])
+    assert step(batch).keys() == {"optimizer/lr", "optimizer/skipped"}
+    assert step.scheduler.last_epoch == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, step.parameters, strict=True))

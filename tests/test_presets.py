@@ -171,7 +171,7 @@ def test_advantages_and_counted_tokens_equal_the_loop_of_the_paper(case: str) ->
     written = advantage.inv(batch.clone())
     expected = torch.tensor(advantages_by_hand(PolicyConfig(**keys), batch, LONGEST), dtype=torch.float64)
     torch.testing.assert_close(written["advantage"].squeeze(-1), expected, atol=1e-9, rtol=1e-9)
-    assert written["masks", "loss"].tolist() == counted(PolicyConfig(**keys), batch, LONGEST)
+    assert written["masks", "loss"].tolist() == counted(PolicyConfig(**keys), batch)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -370,6 +370,65 @@ def test_rewards_normalised_apart() -> None:
     deviation = math.sqrt(sum(x * x for x in flat) / 5)
     expected = torch.tensor(sums) / deviation
     torch.testing.assert_close(advantage.inv(batch)["advantage"].squeeze(-1), expected)
+
+
+def test_with_rewards_apart_a_group_has_a_signal_if_one_reward_has() -> None:
+    batch = make_batch(P=3, G=2)
+    # Sums that are equal of parts that differ; parts that are equal; a part that differs but does not count.
+    parts = [[[1.0, 0.0, 5.0], [0.0, 0.5, 5.0]], [[1.0, 1.0, 5.0]] * 2, [[1.0, 1.0, 5.0], [1.0, 1.0, 6.0]]]
+    weights = (0.5, 1.0, 0.0)
+    batch["next", "reward_parts"] = torch.tensor(parts)
+    batch["next", "reward"] = (torch.tensor(parts) * torch.tensor(weights)).sum(-1, keepdim=True)
+    scorer = FixedScorer(batch["log_probs", "response"])
+    for combination, flat in (("apart", [False, True, True]), ("together", [True, True, True])):
+        _, advantage = make_objective(scorer, weights=weights, reward_combination=combination)
+        assert advantage.without_signal(batch).tolist() == flat
+
+
+def test_a_length_penalty_is_no_signal() -> None:
+    batch = make_batch(P=2, G=4)
+    batch["next", "reward"][0] = 0.0
+    _, advantage = make_objective(
+        FixedScorer(batch["log_probs", "response"]), overlong="penalise", constant_groups="drop"
+    )
+    written = advantage.inv(batch)
+    assert advantage.without_signal(batch).tolist() == [True, False]
+    assert written["advantage"][0].any() and not written["masks", "loss"][0].any()
+    assert torch.equal(written["masks", "loss"][1], batch["masks", "response"][1])
+
+
+def test_what_the_loss_reads_and_returns_follows_its_ingredients() -> None:
+    batch, new = groups(torch.float32)
+    scorer = FixedScorer(new)
+    plain, _ = make_objective(scorer)
+    assert set(plain.out_keys) == {"loss_objective"} and "advantage" in plain.in_keys
+    assert not {("log_probs", "reference"), ("log_probs", "proximal")} & set(plain.in_keys)
+    full, _ = make_objective(scorer, kl_coef=0.1, kl_inference_coef=0.1, entropy_coef=0.1, proximal="trainer")
+    assert {("log_probs", "reference"), ("log_probs", "proximal")} <= set(full.in_keys)
+    terms = full(batch)
+    assert {name for name in terms.keys() if name.startswith("loss_")} == set(full.out_keys)  # noqa: SIM118
+
+
+def test_the_mismatch_is_that_of_the_proximal_policy_to_the_engine() -> None:
+    batch, new = groups(torch.float64)
+    loss, _ = make_objective(FixedScorer(new), proximal="trainer")
+    terms = loss(batch)
+    mask = batch["masks", "response"]
+    gap = (batch["log_probs", "proximal"] - batch["log_probs", "response"])[mask]
+    torch.testing.assert_close(terms["mismatch_kl_approx"], (gap.exp() - 1 - gap).mean())
+    torch.testing.assert_close(terms["mismatch_ratio"], gap.exp().mean())
+    torch.testing.assert_close(terms["mismatch_ratio_squared"], (2 * gap).exp().mean())
+
+
+@pytest.mark.parametrize("where", ["reward", "weights"])
+def test_an_adapted_coefficient_counts_in_the_advantages(where: str) -> None:
+    keys = {"kl_in": where, "advantage_estimator": "maxent" if where == "weights" else "group_mean"}
+    batch, new = groups(torch.float64)
+    loss, advantage = make_objective(FixedScorer(new), init_kl_coeff=0.1, kl_target=0.1, **keys)
+    loss.kl.value = 0.7
+    expected = advantages_by_hand(PolicyConfig(kl_coef=0.7, **keys), batch, LONGEST)
+    found = advantage.inv(batch.clone())["advantage"].squeeze(-1)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
 
 
 # MaxEnt

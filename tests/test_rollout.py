@@ -215,8 +215,29 @@ def test_write_transforms_run_in_the_order_given_once_a_round() -> None:
 _SCORED = (("tokens", "prompt"), ("masks", "prompt"), ("tokens", "response"), ("masks", "response"))
 
 
+def test_a_scorer_writes_its_own_models_log_probabilities_and_nobody_elses() -> None:
+    model, groups = make_model(), make_batch(P=3, G=2)
+    before = groups["log_probs", "response"].clone()
+    scorer = TokenScorer(model, temperature=0.7)
+    written = LogProbScorer(scorer, "proximal", groups_per_call=1).inv(groups)
+    with torch.no_grad():
+        expected = scorer(*(groups[k] for k in _SCORED)).log_probs
+    torch.testing.assert_close(written["log_probs", "proximal"], expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(written["log_probs", "response"], before)
+    assert float((expected - before).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_mixing_moves_every_weight_by_its_share(share: float) -> None:
+    reference, policy = make_model(seed=0), make_model(seed=1)
+    before = [p.detach().clone() for p in reference.parameters()]
+    LogProbScorer(TokenScorer(reference), "reference", groups_per_call=1).mix_in(policy, share)
+    for old, new, other in zip(before, reference.parameters(), policy.parameters(), strict=True):
+        torch.testing.assert_close(new, (1 - share) * old + share * other)
+
+
 def test_the_buffer_does_not_list_the_reference_model() -> None:
-    buffer = GroupBuffer(8, 4, [LogProbScorer(TokenScorer(make_model()), "reference")], 0)
+    buffer = GroupBuffer(8, 4, [LogProbScorer(TokenScorer(make_model()), "reference", 8)], 0)
     assert not list(buffer.buffer._transform.parameters())
 
 

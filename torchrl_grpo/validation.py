@@ -119,10 +119,10 @@ _ABOVE_ZERO: dict[str, str] = {
     "policy.clip_epsilon": "0.2",
     "policy.clip_epsilon_high": "null",
     "policy.reward_clip": "null",
+    "policy.reward_scale": "1.0",
     "policy.kl_target": "null",
     "policy.kl_horizon": "10000",
     "policy.entropy_target": "null",
-    "policy.correction_cap": "2.0",
     "policy.q_temperature": "1.0",
     "ref_model.refresh_mix": "1.0",
     "inference_model.gpu_memory_utilization": "0.4",
@@ -356,10 +356,12 @@ def _check_batches(cfg: Config) -> None:
 
 def _check_policy(cfg: Config) -> None:
     policy = cfg.policy
-    in_loss = policy.kl_in == "loss" and needs_reference(policy)
-    if (in_loss or policy.kl_inference_coef > 0) and policy.kl_estimator == "k1":
+    if policy.kl_in == "loss" and needs_reference(policy) and policy.kl_estimator == "k1":
         wrong = "in the loss its gradient is zero on average, so it would only add noise"
         raise bad_value("policy.kl_estimator", "k1", wrong, "policy.kl_estimator=k3, or policy.kl_in=reward")
+    if policy.dual_clip is not None and policy.surrogate != "clip":
+        wrong = f"surrogate {policy.surrogate} has no such bound"
+        raise bad_value("policy.dual_clip", policy.dual_clip, wrong, "policy.dual_clip=null")
     if policy.dual_clip is not None and policy.dual_clip <= 1:
         raise bad_value("policy.dual_clip", policy.dual_clip, "must be above 1", "policy.dual_clip=3.0")
     for name, value in policy.surrogate_args.items():
@@ -376,6 +378,13 @@ def _check_policy(cfg: Config) -> None:
     _check_off_policy(cfg)
     _check_maxent(cfg)
     length, buffer = cfg.inference_model.max_new_tokens, policy.overlong_buffer
+    for key, tokens, mode, good in (
+        ("overlong_buffer", policy.overlong_buffer, policy.overlong, "overlong=penalise"),
+        ("aggregation_length", policy.aggregation_length, policy.aggregation, "aggregation=constant"),
+    ):
+        if tokens is not None and not good.endswith(f"={mode}"):
+            wrong = f"is only read with policy.{good}"
+            raise bad_value(f"policy.{key}", tokens, wrong, f"policy.{good} as well, or policy.{key}=null")
     if buffer is not None and buffer > length:
         wrong = f"is longer than a response, inference_model.max_new_tokens={length}"
         raise bad_value("policy.overlong_buffer", buffer, wrong, "policy.overlong_buffer=null")
@@ -386,9 +395,15 @@ def _check_coefficients(cfg: Config) -> None:
     if policy.kl_target is not None and kl_start(policy) == 0:
         wrong = "can only scale a coefficient, and that starts at 0"
         raise bad_value("policy.kl_target", policy.kl_target, wrong, "policy.init_kl_coeff=0.1 as well")
+    if policy.init_kl_coeff is not None and policy.kl_coef != 0:
+        wrong = f"is where the coefficient starts, and so is policy.kl_coef={policy.kl_coef}"
+        raise bad_value("policy.init_kl_coeff", policy.init_kl_coeff, wrong, "one of the two")
     if policy.kl_target is None and policy.init_kl_coeff is not None:
         wrong = "is where an adapted coefficient starts, and without policy.kl_target none is adapted"
         raise bad_value("policy.init_kl_coeff", policy.init_kl_coeff, wrong, "policy.kl_coef instead")
+    if policy.reward_combination == "apart" and policy.kl_in == "reward" and needs_reference(policy):
+        wrong = "with policy.reward_combination=apart the normalisation would take its coefficient out again"
+        raise bad_value("policy.kl_in", "reward", wrong, "policy.kl_in=loss")
     batch = cfg.train.optim_batch_size or cfg.env.num_envs * cfg.env.repeats
     if policy.kl_target is not None and policy.kl_horizon < batch:
         wrong = f"is less than one optimiser batch, {batch} responses"
@@ -396,6 +411,21 @@ def _check_coefficients(cfg: Config) -> None:
     if policy.entropy_target is not None and policy.entropy_coef > policy.entropy_coef_max:
         wrong = f"is above policy.entropy_coef_max={policy.entropy_coef_max}"
         raise bad_value("policy.entropy_coef", policy.entropy_coef, wrong, "policy.entropy_coef=0.001")
+    if policy.entropy_target is not None and not (policy.entropy_delta > 0 and policy.entropy_coef_max > 0):
+        name = "entropy_coef_max" if policy.entropy_coef_max <= 0 else "entropy_delta"
+        wrong = "must be greater than 0, or policy.entropy_target moves nothing"
+        raise bad_value(f"policy.{name}", 0.0, wrong, f"policy.{name}=0.005")
+    _check_reference(cfg)
+
+
+def _check_reference(cfg: Config) -> None:
+    policy, ref_model = cfg.policy, cfg.ref_model
+    if ref_model.refresh_mix < 1 and ref_model.refresh_frequency == 0:
+        wrong = "is only read with a ref_model.refresh_frequency above 0"
+        raise bad_value("ref_model.refresh_mix", ref_model.refresh_mix, wrong, "ref_model.refresh_mix=1.0")
+    if ref_model.refresh_mix < 1 and ref_model.dtype not in ("auto", "float32"):
+        wrong = "holds too few digits for the steps of ref_model.refresh_mix, most of which would round to 0"
+        raise bad_value("ref_model.dtype", ref_model.dtype, wrong, "ref_model.dtype=float32")
     if cfg.ref_model.refresh_frequency > 0 and not needs_reference(policy):
         wrong = "there is no reference model, because policy.kl_coef is 0"
         raise bad_value(
@@ -413,8 +443,16 @@ def _check_off_policy(cfg: Config) -> None:
             "weighs the trainer's log-probabilities against the engine's, and policy.proximal=engine has none"
         )
         raise bad_value("policy.correction", policy.correction, wrong, "policy.proximal=trainer as well")
-    if policy.correction_floor > policy.correction_cap:
-        wrong = f"is above policy.correction_cap={policy.correction_cap}"
+    if policy.correction_cap < 1:
+        wrong = "must be at least 1, the weight of a token on which engine and trainer agree"
+        raise bad_value("policy.correction_cap", policy.correction_cap, wrong, "policy.correction_cap=2.0")
+    if policy.correction_floor > 0 and policy.correction != "mask":
+        wrong = f"is not read with policy.correction={policy.correction}"
+        raise bad_value(
+            "policy.correction_floor", policy.correction_floor, wrong, "policy.correction=mask as well"
+        )
+    if policy.correction_floor > 1:
+        wrong = "must be at most 1, the weight of a token on which engine and trainer agree"
         raise bad_value(
             "policy.correction_floor", policy.correction_floor, wrong, "policy.correction_floor=0.5"
         )

@@ -126,8 +126,15 @@ class GroupAdvantage(Transform):
         return tensordict
 
     def without_signal(self, tensordict: TensorDictBase) -> Tensor:
-        """``[P]`` bool: groups in which every response earned the same."""
-        return is_constant(self._shape(tensordict["next", "reward"].squeeze(-1)) + self._overlong(tensordict))
+        """``[P]`` bool: groups in which every response earned the same, before any penalty.
+
+        With ``policy.reward_combination=apart``, the same of every reward that counts.
+        """
+        if self.cfg.reward_combination == "together":
+            return is_constant(self._shape(tensordict["next", "reward"].squeeze(-1)))
+        parts = self._shape(tensordict["next", "reward_parts"]).unbind(-1)
+        counting = [part for part, weight in zip(parts, self.reward_weights, strict=True) if weight != 0]
+        return torch.stack([is_constant(part) for part in counting]).all(0)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         cfg, mask = self.cfg, tensordict["masks", "response"]

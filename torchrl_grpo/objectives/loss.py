@@ -58,18 +58,6 @@ class GroupPolicyLoss(LossModule):
     tensor_keys: _AcceptedKeys
     default_keys = _AcceptedKeys
     actor_network: TokenScorer
-    out_keys = (
-        "loss_objective",
-        "loss_kl",
-        "loss_kl_inference",
-        "loss_entropy",
-        "entropy",
-        "clip_fraction",
-        "kl_approx",
-        "ratio",
-        "ratio_squared",
-        "gap",
-    )
 
     def __init__(
         self,
@@ -91,6 +79,29 @@ class GroupPolicyLoss(LossModule):
         self.bounds = Bounds(cfg.clip_epsilon, high, cfg.dual_clip)
         self._surrogate = SURROGATES[cfg.surrogate]
 
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        """What the loss reads, with the ingredients it has."""
+        keys = self.tensor_keys
+        read = [keys.prompt, keys.prompt_mask, keys.response, keys.response_mask, keys.loss_mask]
+        read += [keys.sample_log_prob, keys.advantage]
+        if self.cfg.proximal == "trainer":
+            read.append(keys.proximal_log_prob)
+        if self.kl.in_use:
+            read.append(keys.ref_log_prob)
+        return read
+
+    @property
+    def out_keys(self) -> list[NestedKey]:
+        """The loss terms, with the ingredients it has; metrics come beside them."""
+        terms: dict[str, bool] = {
+            "loss_objective": True,
+            "loss_kl": self.kl.in_use and self.cfg.kl_in == "loss",
+            "loss_kl_inference": self.cfg.kl_inference_coef != 0,
+            "loss_entropy": self.entropy.in_use,
+        }
+        return [name for name, there in terms.items() if there]
+
     def _forward_value_estimator_keys(self, **kwargs: NestedKey) -> None:
         """There is no value network."""
 
@@ -106,7 +117,8 @@ class GroupPolicyLoss(LossModule):
             mean over the batch's tokens, to be summed over micro-batches: ``entropy`` (nats),
             ``clip_fraction``, ``kl_approx`` (k3 of the sampling policy to this one), ``ratio``,
             ``ratio_squared`` and ``gap`` (absolute difference of log-probabilities) to the engine's
-            log-probabilities; with a reference ``kl_ref``, with a correction ``correction`` and
+            log-probabilities; with a proximal policy of the trainer's the first three of that one, as
+            ``mismatch_*``; with a reference ``kl_ref``, with a correction ``correction`` and
             ``correction_zero``, the mean weight and the share of weights that are 0.
         """
         keys = self.tensor_keys
@@ -145,6 +157,9 @@ class GroupPolicyLoss(LossModule):
             **self.cfg.surrogate_args,
         )
         out = self._metrics(new.detach(), sampled, mean)
+        if self.cfg.proximal == "trainer":
+            mismatch = self._metrics(proximal, sampled, mean)
+            out |= {f"mismatch_{name}": mismatch[name] for name in ("kl_approx", "ratio", "ratio_squared")}
         out["entropy"] = mean(scores.entropy.detach())
         out["clip_fraction"] = mean(torch.zeros_like(new) if clipped is None else clipped.float())
         if self.cfg.correction != "none":
@@ -159,10 +174,7 @@ class GroupPolicyLoss(LossModule):
             if self.cfg.kl_in == "loss":
                 out["loss_kl"] = self.kl.value * loss(kl)
         if self.cfg.kl_inference_coef != 0:
-            # Between the policy and the one that sampled: the same estimator, the other neighbour.
-            out["loss_kl_inference"] = self.cfg.kl_inference_coef * loss(
-                kl_estimate(new, sampled, self.cfg.kl_estimator)
-            )
+            out["loss_kl_inference"] = self.cfg.kl_inference_coef * loss(kl_estimate(new, sampled, "k3"))
         if self.entropy.in_use:
             out["loss_entropy"] = -self.entropy.value * mean(scores.entropy)
         return TensorDict(out, batch_size=[])

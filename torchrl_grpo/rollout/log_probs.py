@@ -23,7 +23,7 @@ class LogProbScorer(Transform):
         groups_per_call: groups scored at a time.
     """
 
-    def __init__(self, scorer: TokenScorer, name: str, groups_per_call: int = 8) -> None:
+    def __init__(self, scorer: TokenScorer, name: str, groups_per_call: int) -> None:
         super().__init__()
         # Not a submodule: the buffer must not list the model among its parameters.
         self.__dict__["scorer"] = scorer

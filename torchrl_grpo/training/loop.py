@@ -50,6 +50,7 @@ def collect(run: Session) -> dict[str, float]:
         run.advantage.without_signal,
         run.cfg.policy.max_refills if run.cfg.policy.constant_groups == "refill" else 0,
     )
+    run.rest_engine()
     started = time.perf_counter()
     # Log-probabilities of other models and advantages are computed on the way in.
     run.buffer.refill(round_.groups)

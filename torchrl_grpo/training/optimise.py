@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,7 @@ _METRICS = {
     "clip_fraction": "policy/clip_fraction",
     "ratio": "policy/ratio",
     "gap": "policy/log_prob_gap",
+    "mismatch_kl_approx": "mismatch/kl",
     "correction": "policy/correction",
     "correction_zero": "policy/correction_zero",
 }
@@ -97,7 +99,7 @@ class OptimiserStep:
         responses = batch["masks", "response"].shape[:2].numel()
         batch = batch[batch["masks", "loss"].any(-1).any(-1)]
         if not len(batch):
-            self.scheduler.step()
+            self._advance_schedule()
             return {"optimizer/lr": lr, "optimizer/skipped": self.skipped}
         sums = self.accumulate(batch)
         loss = sums.pop("loss")
@@ -109,14 +111,17 @@ class OptimiserStep:
         self._count(finite, loss, norm)
         # Also after a refused step: an overflow is how the scaler learns to scale less.
         self.scaler.update()
-        self.scheduler.step()
+        self._advance_schedule()
         self.optimizer.zero_grad(set_to_none=True)
-        ratio, ratio_squared = sums["ratio"], sums["ratio_squared"]
         metrics = {
             "loss/total": loss,
             **{name: sums[key] for key, name in _METRICS.items() if key in sums},
-            # Kish's effective sample size of the importance ratios, as a share of the tokens.
-            "policy/ess": ratio**2 / ratio_squared if ratio_squared > 0 else math.nan,
+            "policy/ess": _effective_share(sums["ratio"], sums["ratio_squared"]),
+            **(
+                {"mismatch/ess": _effective_share(sums["mismatch_ratio"], sums["mismatch_ratio_squared"])}
+                if "mismatch_ratio" in sums
+                else {}
+            ),
             **self._coefficients(),
             "optimizer/grad_norm": norm,
             "optimizer/lr": lr,
@@ -126,6 +131,12 @@ class OptimiserStep:
         if finite:
             self.loss.after_step(sums["entropy"], sums.get("kl_ref"), responses)
         return metrics
+
+    def _advance_schedule(self) -> None:
+        with warnings.catch_warnings():
+            # The schedule counts steps of the run, also a first one that leaves the weights as they are.
+            warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
+            self.scheduler.step()
 
     def _coefficients(self) -> dict[str, float]:
         """The coefficients in force in this step, of the terms that are in use."""
@@ -192,6 +203,11 @@ class OptimiserStep:
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.loss.kl.load_state_dict(state["kl"])
         self.loss.entropy.load_state_dict(state["entropy"])
+
+
+def _effective_share(mean: float, mean_square: float) -> float:
+    """Kish's effective sample size of importance weights, as a share of the tokens."""
+    return mean**2 / mean_square if mean_square > 0 else math.nan
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

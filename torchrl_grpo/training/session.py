@@ -158,6 +158,8 @@ class Session:
             use_scaler=self.autocast_dtype == torch.float16,
             max_skipped_steps=cfg.train.max_skipped_steps,
         )
+        # Whole groups of a micro-batch: without gradients they take less memory than it does.
+        self._groups_per_pass = max(1, batch // cfg.env.repeats // cfg.train.gradient_accumulation_steps)
         self.reference = self._reference(source, temperature)
         transforms = [*([self.reference] if self.reference else []), *self._proximal(scorer), self.advantage]
         self.buffer = GroupBuffer(
@@ -170,13 +172,18 @@ class Session:
             return None
         device = torch.device(self.placement.reference)
         dtype = resolve_dtype(self.cfg.ref_model.dtype, device)
+        if self.cfg.ref_model.dtype == "auto" and self.cfg.ref_model.refresh_mix < 1:
+            # In 16 bits, most steps of a slow average round to nothing.
+            dtype = torch.float32
         model = loading.load_model(source, self.cfg.model, device, dtype).requires_grad_(False)
         autocast_dtype = self.autocast_dtype if dtype == torch.float32 else None
-        return LogProbScorer(TokenScorer(model, temperature, autocast_dtype, self.shared_prefix), "reference")
+        scorer = TokenScorer(model, temperature, autocast_dtype, self.shared_prefix)
+        return LogProbScorer(scorer, "reference", self._groups_per_pass)
 
     def _proximal(self, scorer: TokenScorer) -> list[LogProbScorer]:
         """With ``policy.proximal=trainer`` the trained model scores each round before it is trained on."""
-        return [LogProbScorer(scorer, "proximal")] if self.cfg.policy.proximal == "trainer" else []
+        trainer = self.cfg.policy.proximal == "trainer"
+        return [LogProbScorer(scorer, "proximal", self._groups_per_pass)] if trainer else []
 
     def refresh_reference(self) -> None:
         """Every ``ref_model.refresh_frequency`` optimiser steps, move the reference towards the policy."""
@@ -375,6 +382,8 @@ class Session:
         del (
             self.model,
             self.optimise,
+            self.advantage,
+            self.reference,
             self.publisher,
             self.buffer,
             self.collector,
