@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from torchrl_grpo.config import PolicyConfig
+from torchrl_grpo.models.logprobs import TokenScores
 from torchrl_grpo.objectives.advantage import GroupAdvantage
 from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.objectives.loss import GroupPolicyLoss
@@ -110,6 +111,18 @@ def make_objective(
 ) -> tuple[GroupPolicyLoss, GroupAdvantage]:
     """Loss and advantage of the ``policy.*`` keys given, around ``scorer``."""
     return build_objective(PolicyConfig(**policy), scorer, weights, max_new_tokens)
+
+
+class FixedScorer(nn.Module):
+    """Answers with a parameter, so that a loss has a gradient by token."""
+
+    def __init__(self, log_probs: Tensor) -> None:
+        super().__init__()
+        self.log_probs = nn.Parameter(log_probs.clone())
+        self.entropy_gradient = False
+
+    def forward(self, *_: Tensor) -> TokenScores:
+        return TokenScores(self.log_probs, torch.full_like(self.log_probs, 0.25).detach())
 
 
 def inputs(batch: TensorDict) -> tuple[Tensor, Tensor, Tensor, Tensor]:

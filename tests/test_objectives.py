@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from batches import gradients, inputs, make_batch, make_model, make_objective, widen
+from batches import FixedScorer, gradients, inputs, make_batch, make_model, make_objective, widen
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from objective_by_hand import k_by_hand
 from tensordict import TensorDict
 from torch import Tensor
 
-from torchrl_grpo.models.logprobs import TokenScorer, TokenScores
+from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.objectives.advantage import group_advantage
 from torchrl_grpo.objectives.aggregate import totals_of
 from torchrl_grpo.objectives.kl import kl_estimate
@@ -22,22 +23,6 @@ from torchrl_grpo.objectives.surrogates import Bounds, clip
 from torchrl_grpo.training.optimise import split
 
 REWARDS = st.lists(st.lists(st.floats(-10, 10, width=32), min_size=4, max_size=4), min_size=1, max_size=5)
-
-
-class FixedScorer(torch.nn.Module):
-    """Answers with a parameter, so that a loss has a gradient by token."""
-
-    def __init__(self, log_probs: Tensor) -> None:
-        super().__init__()
-        self.log_probs = torch.nn.Parameter(log_probs.clone())
-
-    def forward(self, *_: Tensor) -> TokenScores:
-        return TokenScores(self.log_probs, torch.full_like(self.log_probs, 0.25).detach())
-
-
-def k_by_hand(kind: str, new: Tensor, ref: Tensor) -> Tensor:
-    d = ref - new
-    return {"k1": new - ref, "k2": 0.5 * d**2, "k3": torch.exp(d) - d - 1}[kind]
 
 
 def loss_by_hand(

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from batches import gradients, inputs, make_batch, make_model, make_objective, widen
+from batches import FixedScorer, gradients, inputs, make_batch, make_model, make_objective, widen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective_by_hand import advantages_by_hand, counted, loss_by_hand
 from omegaconf import OmegaConf
 from tensordict import TensorDict
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchrl_grpo.config import PolicyConfig
-from torchrl_grpo.models.logprobs import TokenScorer, TokenScores
+from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.objectives.aggregate import totals_of
 from torchrl_grpo.objectives.control import EntropyCoefficient, KLCoefficient
 from torchrl_grpo.objectives.maxent import listwise_weights
@@ -100,18 +100,6 @@ def settings_of(case: str) -> dict[str, Any]:
 
 
 CASES = [*PRESETS, *VARIANTS]
-
-
-class FixedScorer(nn.Module):
-    """Answers with a parameter, so that a loss has a gradient by token."""
-
-    def __init__(self, log_probs: Tensor) -> None:
-        super().__init__()
-        self.log_probs = nn.Parameter(log_probs.clone())
-        self.entropy_gradient = False
-
-    def forward(self, *_: Tensor) -> TokenScores:
-        return TokenScores(self.log_probs, torch.full_like(self.log_probs, 0.25).detach())
 
 
 def groups(dtype: torch.dtype, seed: int = 3) -> tuple[TensorDict, Tensor]:
