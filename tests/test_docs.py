@@ -122,7 +122,9 @@ def test_command_lines_of_the_recipe_use_keys_and_configurations_that_exist(page
                 assert known or following in own, f"{' '.join(words)}: no such configuration"
             key = word.split("=", 1)[0]
             if "=" in word and not word.startswith("-") and not key.startswith("hydra."):
-                group = (ROOT / "config" / key / f"{word.split('=', 1)[1]}.yaml").is_file()
+                # Several, as a sweep has them.
+                options = word.split("=", 1)[1].split(",")
+                group = all((ROOT / "config" / key / f"{option}.yaml").is_file() for option in options)
                 assert group or key in config.keys().leaves or config.keys().free_form_parent(key), (
                     f"{' '.join(words)}: no key {key}"
                 )
