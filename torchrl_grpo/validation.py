@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.config_keys import bad_value, show
-from torchrl_grpo.objectives.control import kl_start, needs_reference
-from torchrl_grpo.objectives.surrogates import SURROGATES, options
+from torchrl_grpo.objectives.surrogates import SURROGATES
+from torchrl_grpo.validation_policy import check_policy
 
 if TYPE_CHECKING:
     from torchrl_grpo.config import (
@@ -159,7 +159,7 @@ def validate(cfg: Config) -> None:
     _check_task(cfg)
     _check_rewards(cfg)
     _check_batches(cfg)
-    _check_policy(cfg)
+    check_policy(cfg)
     _check_inference(cfg)
     _check_logging(cfg)
 
@@ -352,130 +352,6 @@ def _check_batches(cfg: Config) -> None:
             f"times a divisor of env.repeats={env.repeats}",
             f"train.gradient_accumulation_steps={max(n for n in good if n <= max(steps, 1))}",
         )
-
-
-def _check_policy(cfg: Config) -> None:
-    policy = cfg.policy
-    if policy.kl_in == "loss" and needs_reference(policy) and policy.kl_estimator == "k1":
-        wrong = "in the loss its gradient is zero on average, so it would only add noise"
-        raise bad_value("policy.kl_estimator", "k1", wrong, "policy.kl_estimator=k3, or policy.kl_in=reward")
-    if policy.dual_clip is not None and policy.surrogate != "clip":
-        wrong = f"surrogate {policy.surrogate} has no such bound"
-        raise bad_value("policy.dual_clip", policy.dual_clip, wrong, "policy.dual_clip=null")
-    if policy.dual_clip is not None and policy.dual_clip <= 1:
-        raise bad_value("policy.dual_clip", policy.dual_clip, "must be above 1", "policy.dual_clip=3.0")
-    for name, value in policy.surrogate_args.items():
-        known = options(policy.surrogate)
-        if name not in known:
-            wrong = f"surrogate {policy.surrogate} has {', '.join(known) or 'no options'}"
-            good = "one of these, or start from policy=grpo" if known else "policy=grpo, which sets none,"
-            raise bad_value(f"policy.surrogate_args.{name}", value, wrong, good)
-        if value <= 0:
-            raise bad_value(
-                f"policy.surrogate_args.{name}", value, "must be greater than 0", str(known[name])
-            )
-    _check_coefficients(cfg)
-    _check_off_policy(cfg)
-    _check_maxent(cfg)
-    length, buffer = cfg.inference_model.max_new_tokens, policy.overlong_buffer
-    for key, tokens, mode, good in (
-        ("overlong_buffer", policy.overlong_buffer, policy.overlong, "overlong=penalise"),
-        ("aggregation_length", policy.aggregation_length, policy.aggregation, "aggregation=constant"),
-    ):
-        if tokens is not None and not good.endswith(f"={mode}"):
-            wrong = f"is only read with policy.{good}"
-            raise bad_value(f"policy.{key}", tokens, wrong, f"policy.{good} as well, or policy.{key}=null")
-    if buffer is not None and buffer > length:
-        wrong = f"is longer than a response, inference_model.max_new_tokens={length}"
-        raise bad_value("policy.overlong_buffer", buffer, wrong, "policy.overlong_buffer=null")
-
-
-def _check_coefficients(cfg: Config) -> None:
-    policy = cfg.policy
-    if policy.kl_target is not None and kl_start(policy) == 0:
-        wrong = "can only scale a coefficient, and that starts at 0"
-        raise bad_value("policy.kl_target", policy.kl_target, wrong, "policy.init_kl_coeff=0.1 as well")
-    if policy.init_kl_coeff is not None and policy.kl_coef != 0:
-        wrong = f"is where the coefficient starts, and so is policy.kl_coef={policy.kl_coef}"
-        raise bad_value("policy.init_kl_coeff", policy.init_kl_coeff, wrong, "one of the two")
-    if policy.kl_target is None and policy.init_kl_coeff is not None:
-        wrong = "is where an adapted coefficient starts, and without policy.kl_target none is adapted"
-        raise bad_value("policy.init_kl_coeff", policy.init_kl_coeff, wrong, "policy.kl_coef instead")
-    if policy.reward_combination == "apart" and policy.kl_in == "reward" and needs_reference(policy):
-        wrong = "with policy.reward_combination=apart the normalisation would take its coefficient out again"
-        raise bad_value("policy.kl_in", "reward", wrong, "policy.kl_in=loss")
-    batch = cfg.train.optim_batch_size or cfg.env.num_envs * cfg.env.repeats
-    if policy.kl_target is not None and policy.kl_horizon < batch:
-        wrong = f"is less than one optimiser batch, {batch} responses"
-        raise bad_value("policy.kl_horizon", policy.kl_horizon, wrong, f"policy.kl_horizon={20 * batch}")
-    if policy.entropy_target is not None and policy.entropy_coef > policy.entropy_coef_max:
-        wrong = f"is above policy.entropy_coef_max={policy.entropy_coef_max}"
-        raise bad_value("policy.entropy_coef", policy.entropy_coef, wrong, "policy.entropy_coef=0.001")
-    if policy.entropy_target is not None and not (policy.entropy_delta > 0 and policy.entropy_coef_max > 0):
-        name = "entropy_coef_max" if policy.entropy_coef_max <= 0 else "entropy_delta"
-        wrong = "must be greater than 0, or policy.entropy_target moves nothing"
-        raise bad_value(f"policy.{name}", 0.0, wrong, f"policy.{name}=0.005")
-    _check_reference(cfg)
-
-
-def _check_reference(cfg: Config) -> None:
-    policy, ref_model = cfg.policy, cfg.ref_model
-    if ref_model.refresh_mix < 1 and ref_model.refresh_frequency == 0:
-        wrong = "is only read with a ref_model.refresh_frequency above 0"
-        raise bad_value("ref_model.refresh_mix", ref_model.refresh_mix, wrong, "ref_model.refresh_mix=1.0")
-    if ref_model.refresh_mix < 1 and ref_model.dtype not in ("auto", "float32"):
-        wrong = "holds too few digits for the steps of ref_model.refresh_mix, most of which would round to 0"
-        raise bad_value("ref_model.dtype", ref_model.dtype, wrong, "ref_model.dtype=float32")
-    if cfg.ref_model.refresh_frequency > 0 and not needs_reference(policy):
-        wrong = "there is no reference model, because policy.kl_coef is 0"
-        raise bad_value(
-            "ref_model.refresh_frequency",
-            cfg.ref_model.refresh_frequency,
-            wrong,
-            "policy.kl_coef=0.01 as well",
-        )
-
-
-def _check_off_policy(cfg: Config) -> None:
-    policy = cfg.policy
-    if policy.correction != "none" and policy.proximal != "trainer":
-        wrong = (
-            "weighs the trainer's log-probabilities against the engine's, and policy.proximal=engine has none"
-        )
-        raise bad_value("policy.correction", policy.correction, wrong, "policy.proximal=trainer as well")
-    if policy.correction_cap < 1:
-        wrong = "must be at least 1, the weight of a token on which engine and trainer agree"
-        raise bad_value("policy.correction_cap", policy.correction_cap, wrong, "policy.correction_cap=2.0")
-    if policy.correction_floor > 0 and policy.correction != "mask":
-        wrong = f"is not read with policy.correction={policy.correction}"
-        raise bad_value(
-            "policy.correction_floor", policy.correction_floor, wrong, "policy.correction=mask as well"
-        )
-    if policy.correction_floor > 1:
-        wrong = "must be at most 1, the weight of a token on which engine and trainer agree"
-        raise bad_value(
-            "policy.correction_floor", policy.correction_floor, wrong, "policy.correction_floor=0.5"
-        )
-
-
-def _check_maxent(cfg: Config) -> None:
-    policy = cfg.policy
-    maxent = policy.advantage_estimator == "maxent"
-    if maxent != (policy.kl_in == "weights") and (maxent or needs_reference(policy)):
-        wrong = "maxent takes the reference into its weights, and nothing else does"
-        good = "policy.kl_in=weights" if maxent else "policy.kl_in=loss"
-        raise bad_value("policy.kl_in", policy.kl_in, wrong, good)
-    if not maxent:
-        return
-    if policy.reward_combination == "apart":
-        wrong = "maxent takes one utility a response"
-        raise bad_value("policy.reward_combination", "apart", wrong, "policy.reward_combination=together")
-    if policy.tau + kl_start(policy) <= 0:
-        wrong = "with policy.kl_coef=0 the best response would take all, divided by 0"
-        raise bad_value("policy.tau", policy.tau, wrong, "policy.tau=0.1")
-    if policy.q_epsilon * cfg.env.repeats > 1:
-        wrong = f"is more than 1 / env.repeats={cfg.env.repeats}"
-        raise bad_value("policy.q_epsilon", policy.q_epsilon, wrong, "policy.q_epsilon=1e-6")
 
 
 def _check_inference(cfg: Config) -> None:
