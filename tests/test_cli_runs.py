@@ -96,7 +96,7 @@ def test_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
 
     BEHAVE["do"] = stop
     assert call() == 130
-    assert "resume=auto" in capsys.readouterr().err
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_sweep_runs_every_combination(workplace: Path) -> None:

@@ -130,6 +130,44 @@ def test_a_resumed_run_continues_its_coefficients_and_its_reference(train: Runne
     assert resumed == whole
 
 
+def test_resuming_a_run_that_has_ended_leaves_its_figures(
+    train: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = train("ended", train__total_dialog_turns=32, train__checkpoint_frequency=1)
+    before = (tmp_path / "ended/summary.json").read_bytes()
+    assert train("ended", resume="auto") == whole
+    assert (tmp_path / "ended/summary.json").read_bytes() == before
+    assert "after step 2 of 2; it has already ended" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("frequency", [0, 1])
+def test_an_interrupted_run_says_what_continues_it(
+    train: Runner,
+    tmp_path: Path,
+    frequency: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from torchrl_grpo.training.session import Session
+
+    honest = Session.log
+
+    def interrupt(self: Session, metrics: dict[str, float]) -> None:
+        if self.counters.step == 2:
+            raise KeyboardInterrupt
+        honest(self, metrics)
+
+    monkeypatch.setattr(Session, "log", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train("cut", train__checkpoint_frequency=frequency)
+    said = capsys.readouterr().err
+    assert (
+        f"{tmp_path / 'cut'} has no checkpoint yet" in said
+        if frequency == 0
+        else f"resume={tmp_path / 'cut'}" in said
+    )
+
+
 def test_the_reference_follows_the_policy_when_told_to(train: Runner) -> None:
     kept = train("kept", policy__kl_coef=0.1, optimizer__lr=1e-3)
     copied = train("copied", ref_model__refresh_frequency=1)

@@ -59,7 +59,7 @@ def main(run: str, config_name: str, config_dir: Path, argv: Sequence[str] | Non
         _report(error)
         raise SystemExit(USER_ERROR_CODE) from None
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted; resume=auto continues from the last checkpoint\n")
+        sys.stderr.write("interrupted\n")
         raise SystemExit(INTERRUPTED_CODE) from None
     finally:
         gc.enable()

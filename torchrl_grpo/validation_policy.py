@@ -50,7 +50,9 @@ def check_policy(cfg: Config) -> None:
     ):
         if tokens is not None and not good.endswith(f"={mode}"):
             wrong = f"is only read with policy.{good}"
-            raise bad_value(f"policy.{key}", tokens, wrong, f"policy.{good} as well, or policy.{key}=null")
+            raise bad_value(
+                f"policy.{key}", tokens, wrong, f"policy.{good} policy.{key}={tokens}, or policy.{key}=null"
+            )
     if buffer is not None and buffer > length:
         wrong = f"is longer than a response, inference_model.max_new_tokens={length}"
         raise bad_value("policy.overlong_buffer", buffer, wrong, "policy.overlong_buffer=null")
@@ -60,7 +62,8 @@ def _check_coefficients(cfg: Config) -> None:
     policy = cfg.policy
     if policy.kl_target is not None and kl_start(policy) == 0:
         wrong = "can only scale a coefficient, and that starts at 0"
-        raise bad_value("policy.kl_target", policy.kl_target, wrong, "policy.init_kl_coeff=0.1 as well")
+        good = f"policy.init_kl_coeff=0.1 policy.kl_target={policy.kl_target}"
+        raise bad_value("policy.kl_target", policy.kl_target, wrong, good)
     if policy.init_kl_coeff is not None and policy.kl_coef != 0:
         wrong = f"is where the coefficient starts, and so is policy.kl_coef={policy.kl_coef}"
         raise bad_value("policy.init_kl_coeff", policy.init_kl_coeff, wrong, "one of the two")
@@ -98,7 +101,7 @@ def _check_reference(cfg: Config) -> None:
             "ref_model.refresh_frequency",
             cfg.ref_model.refresh_frequency,
             wrong,
-            "policy.kl_coef=0.01 as well",
+            f"policy.kl_coef=0.01 ref_model.refresh_frequency={ref_model.refresh_frequency}",
         )
 
 
@@ -108,14 +111,18 @@ def _check_off_policy(cfg: Config) -> None:
         wrong = (
             "weighs the trainer's log-probabilities against the engine's, and policy.proximal=engine has none"
         )
-        raise bad_value("policy.correction", policy.correction, wrong, "policy.proximal=trainer as well")
+        good = f"policy.proximal=trainer policy.correction={policy.correction}"
+        raise bad_value("policy.correction", policy.correction, wrong, good)
     if policy.correction_cap < 1:
         wrong = "must be at least 1, the weight of a token on which engine and trainer agree"
         raise bad_value("policy.correction_cap", policy.correction_cap, wrong, "policy.correction_cap=2.0")
     if policy.correction_floor > 0 and policy.correction != "mask":
         wrong = f"is not read with policy.correction={policy.correction}"
         raise bad_value(
-            "policy.correction_floor", policy.correction_floor, wrong, "policy.correction=mask as well"
+            "policy.correction_floor",
+            policy.correction_floor,
+            wrong,
+            f"policy.correction=mask policy.correction_floor={policy.correction_floor}",
         )
     if policy.correction_floor > 1:
         wrong = "must be at most 1, the weight of a token on which engine and trainer agree"

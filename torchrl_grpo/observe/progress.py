@@ -6,6 +6,7 @@ Left out: anything not for a person looking on; numbers for machines are in ``me
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +14,14 @@ from types import TracebackType
 from typing import TextIO
 
 from tqdm import tqdm
+
+
+def _has_columns(terminal: TextIO) -> bool:
+    """False for a terminal that says it is 0 columns wide, in which a bar would show nothing."""
+    try:
+        return os.get_terminal_size(terminal.fileno()).columns > 0
+    except OSError:
+        return True
 
 
 class Progress:
@@ -45,7 +54,7 @@ class Progress:
         self._started = clock()
         self._accuracy: float | None = None
         self._bar: tqdm | None = None
-        if enabled and self._stream.isatty():
+        if enabled and self._stream.isatty() and _has_columns(self._stream):
             self._bar = tqdm(
                 total=total_steps,
                 initial=start_step,

@@ -139,6 +139,13 @@ def find(run_dir: Path, resume: str) -> Path:
     )
 
 
+def how_to_continue(run_dir: Path) -> str:
+    """What an interrupted run can be continued with, in a line."""
+    if _complete(run_dir / "checkpoints"):
+        return f"resume={run_dir.resolve()} continues from its last checkpoint"
+    return f"{run_dir.resolve()} has no checkpoint yet to continue from"
+
+
 def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:

@@ -18,7 +18,7 @@ def train(run: Session) -> None:
     so every round is sampled by the weights it is first trained on: asynchronous training with a
     staleness bound of zero.
     """
-    while run.counters.step < run.total_steps:
+    while not run.finished:
         started = time.perf_counter()
         metrics: dict[str, float] = {}
         if run.counters.steps_left_in_round == 0:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ def _prepare_and_train(cfg: Config, run_dir: Path, problems: data.Problems) -> d
     grader = rewards.grader(cfg, reward_set)
     try:
         return _train(cfg, run_dir, problems, reward_set, grader, resume_from)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{checkpoint.how_to_continue(run_dir)}\n")
+        raise
     finally:
         grader.close()
         reward_set.close()
@@ -69,6 +73,9 @@ def _train(
 
     session = Session(cfg, run_dir, problems, reward_set, grader, resume_from)
     try:
+        if session.finished and (run_dir / report.SUMMARY).exists():
+            # Its figures are those of the whole run; measuring them again would overwrite them.
+            return dict(json.loads((run_dir / report.SUMMARY).read_text()))
         session.begin()
         train(session)
         last = read_jsonl(session.metrics_writer.path)[-1]

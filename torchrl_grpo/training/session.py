@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -216,8 +217,16 @@ class Session:
         self.rollout_writer = RolloutWriter(self.run_dir, step) if self.cfg.logging.rollouts else None
         self.loggers = loggers.build(self.cfg, self.run_dir, step)
         self.progress = Progress(self.total_steps, self.cfg.logging.progress, start_step=step or 0)
+        if step is not None:
+            end = "; it has already ended" if self.finished else ""
+            self.progress.note(f"resumed {self.run_dir} after step {step} of {self.total_steps}{end}")
         for note in self.loggers.notes:
             self.progress.note(note)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every optimiser step has been taken."""
+        return self.counters.step >= self.total_steps
 
     def begin(self) -> None:
         """Prove that publication works, and measure the weights before training."""
@@ -280,6 +289,9 @@ class Session:
     def _write_model(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+        for weights in folder.glob("*.safetensors"):
+            # Written for the owner's eyes only, while everything beside them follows the umask.
+            shutil.copymode(folder / "config.json", weights)
 
     def log(self, metrics: dict[str, float]) -> None:
         """Write the line of this step everywhere."""
