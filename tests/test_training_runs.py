@@ -240,7 +240,9 @@ def test_without_a_coefficient_no_reference_model_is_loaded(
 
 def test_the_saved_model_is_the_trained_one(train: Runner, config: Config, tmp_path: Path) -> None:
     train("saved", train__checkpoint_frequency=2)
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved/checkpoints/4/model")
+    folder = tmp_path / "saved/checkpoints/4/model"
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, "all may be read by the same people"
+    saved = AutoModelForCausalLM.from_pretrained(folder)
     start = AutoModelForCausalLM.from_pretrained(config.model.name)
     moved = [not torch.equal(a, b) for a, b in zip(saved.parameters(), start.parameters(), strict=True)]
     assert all(moved)

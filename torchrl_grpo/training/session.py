@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torchrl_grpo.devices import place
 from torchrl_grpo.envs import GroupTextEnv, PromptStream
 from torchrl_grpo.envs.chat import render
 from torchrl_grpo.inference.build import build_engine
-from torchrl_grpo.models import loading
+from torchrl_grpo.models import loading, saving
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.models.precision import resolve_autocast, resolve_dtype
 from torchrl_grpo.models.prepare import prepare_for_training, shares_prefix
@@ -281,17 +281,10 @@ class Session:
             self.run_dir,
             self.counters.step,
             self.cfg,
-            self._write_model,
+            partial(saving.save, self.model, self.tokenizer),
             self.state_dict(),
             self.cfg.checkpoint.keep,
         )
-
-    def _write_model(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        for weights in folder.glob("*.safetensors"):
-            # Written for the owner's eyes only, while everything beside them follows the umask.
-            shutil.copymode(folder / "config.json", weights)
 
     def log(self, metrics: dict[str, float]) -> None:
         """Write the line of this step everywhere."""
