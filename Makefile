@@ -1,6 +1,6 @@
 # Every target sets up what it needs first; a set-up that is up to date costs a moment.
 .DEFAULT_GOAL := help
-.PHONY: help quickstart train test lint format setup setup-dev
+.PHONY: help quickstart train test bench lint format setup setup-dev
 
 # Overrides for one command: make train ARGS="env.dataset=math model.name=smollm2-135m"
 ARGS ?=
@@ -22,6 +22,9 @@ train: setup  ## Run grpo.py with ARGS (default: the GSM8K recipe)
 
 test: setup-dev  ## Run the whole test suite, real vLLM and SmolLM2 included; ARGS go to pytest
 	$(PY) -m pytest $(ARGS)
+
+bench: setup-dev  ## Compare with TRL and TorchRL side by side (hours; ARGS="trl-64 --pairs 2" is a part)
+	$(PY) -m benchmarks $(ARGS)
 
 lint: setup-dev  ## Check style (ruff), formatting (ruff format) and types (mypy)
 	$(PY) -m ruff check $(CHECKED)

@@ -14,6 +14,7 @@ from torchrl_grpo.models.logprobs import TokenScores
 from torchrl_grpo.objectives.advantage import GroupAdvantage
 from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.objectives.loss import GroupPolicyLoss
+from torchrl_grpo.rollout.micro_batches import TokenBudget, equal_pieces
 
 VOCAB = 61
 # The pad token is the end token, as in SmolLM2: whoever masks by id fails.
@@ -33,6 +34,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": END,
     "pad_token_id": PAD,
 }
+_NO_HEAD_DIM = {key: value for key, value in _COMMON.items() if key != "head_dim"}
 _GPT2: dict[str, Any] = {
     "vocab_size": VOCAB,
     "n_embd": 32,
@@ -52,6 +54,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral_sliding": ("mistral", {**_COMMON, "sliding_window": 4}),
     "gpt2": ("gpt2", _GPT2),
     "gemma": ("gemma", _COMMON),
+    "gemma3": (
+        "gemma3_text",
+        {**_COMMON, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "phi": ("phi", {**_NO_HEAD_DIM, "num_key_value_heads": 4}),
+    "phi3": ("phi3", {**_NO_HEAD_DIM, "sliding_window": 3}),
     "gemma2": ("gemma2", {**_COMMON, "sliding_window": 4, "final_logit_softcapping": 5.0}),
     "gemma2_full": (
         "gemma2",
@@ -111,6 +119,17 @@ def make_objective(
 ) -> tuple[GroupPolicyLoss, GroupAdvantage]:
     """Loss and advantage of the ``policy.*`` keys given, around ``scorer``."""
     return build_objective(PolicyConfig(**policy), scorer, weights, max_new_tokens)
+
+
+def no_budget() -> TokenBudget:
+    """One that never cuts."""
+    return TokenBudget(10**9, shares_prefix=True, say=lambda text: None)
+
+
+def split(batch: TensorDict, groups: int, pieces: int) -> list[TensorDict]:
+    """The equal pieces of a batch of ``groups`` groups."""
+    samples = batch["tokens", "response"].shape[1]
+    return [piece.of(batch) for piece in equal_pieces(len(batch), samples, pieces, groups)]
 
 
 class FixedScorer(nn.Module):

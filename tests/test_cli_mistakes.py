@@ -191,6 +191,8 @@ BAD: list[tuple[str, str]] = [
     ("train.optim_batch_size=128", "divide one collection round"),
     ("train.gradient_accumulation_steps=5", "write train.gradient_accumulation_steps=4 instead"),
     ("train.gradient_accumulation_steps=128", "batch of 64 samples"),
+    ("train.max_tokens_per_microbatch=512", "write train.max_tokens_per_microbatch=1024 instead"),
+    ("train.max_tokens_per_microbatch=0", "at least 1"),
     ("inference_model.max_new_tokens=1024", "no room for a prompt"),
     ("inference_model.sleep=true", "only on a CUDA device"),
     ("env.task=chain_sum", "only reasoning_gym has"),

@@ -16,7 +16,8 @@ from torchrl_grpo.envs import GroupTextEnv, PromptStream
 from torchrl_grpo.inference import Completion, Sampling
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.rewards.base import Scored
-from torchrl_grpo.rollout.collector import RolloutCollector, derive_seed
+from torchrl_grpo.rollout.collector import RolloutCollector
+from torchrl_grpo.rollout.seeds import derive_seed
 
 P, G = 2, 3
 
@@ -121,7 +122,7 @@ def test_a_round_holds_what_was_sampled(make: Any) -> None:
             assert collector.tokenizer.decode(ids, skip_special_tokens=True) == round_.responses[p][s]
             assert float(groups["next", "reward"][p, s]) == len(round_.responses[p][s])
             assert round_.parts[p * G + s] == {"length": len(round_.responses[p][s])}
-    assert (round_.generate_seconds, round_.score_seconds) == (1, 1)
+    assert round_.seconds == {"time/generate_s": 1, "time/score_s": 1}
     assert collector.rollout().groups["group_id"].tolist() == [[2] * G, [3] * G]
 
 

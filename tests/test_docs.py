@@ -215,7 +215,7 @@ def test_the_table_of_shapes_is_that_of_the_schema() -> None:
     row = re.compile(r'^\|? ?`?(\("\w+", "\w+"\)|"\w+")`?[ |]+`?(\[[\w, ]+\])`?[ |]+(\w+)', re.MULTILINE)
     code = row.findall((ROOT / "torchrl_grpo" / "rollout" / "schema.py").read_text())
     page = row.findall((ROOT / "docs" / "step.md").read_text())
-    assert code == page and len(code) == 14
+    assert code == page and len(code) == 16
 
 
 def test_the_bounds_of_the_proof_are_those_of_the_code() -> None:

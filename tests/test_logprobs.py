@@ -1,18 +1,24 @@
-"""Token log-probabilities: the shared-prefix path, chunks, temperature, the head, and when to fall back."""
+"""Token log-probabilities: groups in one row, the head in blocks, temperature, and when to fall back."""
 
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
-from batches import FAMILIES, gradients, inputs, make_batch, make_model, widen
+from batches import FAMILIES, VOCAB, gradients, inputs, make_batch, make_model, widen
+from peft import LoraConfig
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from torchrl_grpo.config import TrainModelConfig
 from torchrl_grpo.models.logprobs import TokenScorer, TokenScores, check_head
+from torchrl_grpo.models.prepare import prepare_for_training, shares_prefix
+from torchrl_grpo.models.shared_prefix import PrefixLayout
 
-SHAREABLE = [name for name in FAMILIES if name not in ("mistral_sliding", "gemma2")]
+# Gemma 2 caps its attention scores, which no fused kernel does.
+SHAREABLE = [name for name in FAMILIES if not name.startswith("gemma2")]
 
 
 def by_hand(model: PreTrainedModel, batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -54,42 +60,131 @@ def test_scores_equal_the_models_own_forward_on_unpadded_sequences(family: str, 
     model, batch = make_model(family), make_batch(P=3, G=3)
     with torch.no_grad():
         expected, entropy = by_hand(model, batch, temperature=0.7)
-        scores = TokenScorer(model, 0.7, shared_prefix=shared)(*inputs(batch))
+        scores = TokenScorer(model, 0.7, shares_prefix=shared)(*inputs(batch))
     torch.testing.assert_close(scores.log_probs, expected, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(scores.entropy, entropy, atol=2e-5, rtol=1e-5)
 
 
-PACKED, REPEATED = 10_000, 0
-
-
-@pytest.mark.parametrize("width", [PACKED, REPEATED], ids=["packed", "repeated"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("samples", [1, 2, 3])
 @pytest.mark.parametrize("family", SHAREABLE)
-def test_shared_prefix_equals_plain_with_gradients(
-    family: str, samples: int, attention: str, width: int
-) -> None:
-    model, batch = make_model(family), make_batch(P=3, G=samples, seed=samples)
+def test_shared_prefix_equals_plain_with_gradients(family: str, samples: int, attention: str) -> None:
+    model, batch = make_model(family), make_batch(P=3, G=samples, L=9, T=8, seed=samples)
     model.set_attn_implementation(attention)
-    shared, shared_gradients = scored(model, batch, shared_prefix=True, max_packed_width=width)
-    plain, plain_gradients = scored(model, batch, shared_prefix=False)
-    assert TokenScorer(model).shared_prefix
+    plain, plain_gradients = scored(model, batch, shares_prefix=False)
+    shared, shared_gradients = scored(model, batch)
+    assert TokenScorer(model).shares_prefix
     torch.testing.assert_close(shared.log_probs, plain.log_probs, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(shared.entropy, plain.entropy, atol=1e-5, rtol=1e-5)
     assert_same_gradients(shared_gradients, plain_gradients)
     assert max(float(g.abs().max()) for g in shared_gradients.values()) > 0.1, "nothing was compared"
 
 
-@pytest.mark.parametrize("width", [PACKED, REPEATED], ids=["packed", "repeated"])
+@pytest.mark.parametrize("family", SHAREABLE)
+def test_a_batch_without_padding(family: str) -> None:
+    model, batch = make_model(family), make_batch(P=2, G=3, L=5, T=6)
+    batch["masks", "prompt"][:] = True
+    batch["masks", "response"][:] = True
+    plain, plain_gradients = scored(model, batch, shares_prefix=False)
+    shared, shared_gradients = scored(model, batch)
+    torch.testing.assert_close(shared.log_probs, plain.log_probs, atol=1e-5, rtol=1e-5)
+    assert_same_gradients(shared_gradients, plain_gradients)
+
+
+@pytest.mark.parametrize("family", SHAREABLE)
+def test_shared_prefix_with_gradient_checkpointing(family: str) -> None:
+    model, batch = make_model(family), make_batch(P=3, G=3)
+    plain, plain_gradients = scored(model, batch, shares_prefix=False)
+    prepare_for_training(model, TrainModelConfig(gradient_checkpointing=True))
+    rows, seen = [], []
+    model.get_input_embeddings().register_forward_hook(lambda *call: rows.append(call[1][0].shape))
+    list(model.base_model.modules())[-1].register_forward_hook(lambda *call: seen.append(1))
+    shared, shared_gradients = scored(model, batch)
+    torch.testing.assert_close(shared.log_probs, plain.log_probs, atol=1e-5, rtol=1e-5)
+    assert_same_gradients(shared_gradients, plain_gradients)
+    mask = batch["masks", "response"]
+    assert rows == [(1, int(batch["masks", "prompt"].sum() + mask.sum() - mask.any(-1).sum()))]
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_shared_prefix_with_lora(family: str, checkpointing: bool) -> None:
+    model, batch = make_model(family), make_batch(P=3, G=3)
+    layers = ["c_attn", "c_fc"] if family == "gpt2" else ["q_proj", "v_proj", "down_proj"]
+    # Both matrices of an adapter start at random, so that each has a gradient.
+    model.add_adapter(LoraConfig(r=4, target_modules=layers, init_lora_weights=False))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name)
+    prepare_for_training(model, TrainModelConfig(gradient_checkpointing=checkpointing))
+    plain, plain_gradients = scored(model, batch, shares_prefix=False)
+    shared, shared_gradients = scored(model, batch)
+    torch.testing.assert_close(shared.log_probs, plain.log_probs, atol=1e-5, rtol=1e-5)
+    assert_same_gradients(shared_gradients, plain_gradients)
+    moved = [name for name, gradient in shared_gradients.items() if gradient.any()]
+    assert len(moved) >= 8 and all("lora" in name for name in moved)
+
+
+@pytest.mark.parametrize("family", SHAREABLE)
+def test_shared_prefix_under_autocast_agrees_to_bfloat16(family: str) -> None:
+    model, batch = make_model(family), make_batch(P=3, G=3)
+    exact, _ = scored(model, batch, shares_prefix=False)
+    options = {"autocast_dtype": torch.bfloat16}
+    plain, plain_gradients = scored(model, batch, shares_prefix=False, **options)
+    shared, shared_gradients = scored(model, batch, **options)
+    # Rounding differs between the two by no more than what it costs either of them.
+    rounding = float((plain.log_probs - exact.log_probs).detach().abs().max())
+    gap = float((shared.log_probs - plain.log_probs).detach().abs().max())
+    assert 0 < gap < 2 * rounding
+    for name, gradient in plain_gradients.items():
+        difference = float((shared_gradients[name] - gradient).norm() / (1e-3 + gradient.norm()))
+        assert difference < 0.05, name
+
+
 @pytest.mark.parametrize("samples", [1, 3])
-def test_responses_of_one_token(samples: int, width: int) -> None:
+def test_responses_of_one_token(samples: int) -> None:
     model, batch = make_model(), make_batch(P=3, G=samples, T=1)
-    shared, shared_gradients = scored(model, batch, shared_prefix=True, max_packed_width=width)
-    plain, plain_gradients = scored(model, batch, shared_prefix=False)
+    shared, shared_gradients = scored(model, batch)
+    plain, plain_gradients = scored(model, batch, shares_prefix=False)
     expected, _ = by_hand(model, batch)
     torch.testing.assert_close(shared.log_probs, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(plain.log_probs, expected, atol=1e-5, rtol=1e-5)
     assert_same_gradients(shared_gradients, plain_gradients)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_lengths_far_apart_are_attended_in_rectangles_half_full(family: str) -> None:
+    model, batch = make_model(family), make_batch(P=3, G=4, L=5, T=40)
+    lengths = torch.tensor([[40, 1, 3, 20], [7, 2, 1, 39], [1, 5, 12, 13]])
+    batch["masks", "response"] = torch.arange(40) < lengths[..., None]
+    layout = PrefixLayout(*inputs(batch))
+    runs = [run.responses for run in layout.runs]
+    assert len(runs) > 2 and all(2 * run.count >= run.rows * run.width for run in runs)
+    assert sum(run.count for run in runs) == int((lengths - 1).sum())
+    plain, plain_gradients = scored(model, batch, shares_prefix=False)
+    shared, shared_gradients = scored(model, batch)
+    torch.testing.assert_close(shared.log_probs, plain.log_probs, atol=1e-5, rtol=1e-5)
+    assert_same_gradients(shared_gradients, plain_gradients)
+
+
+def test_no_response_has_a_token() -> None:
+    model, batch = make_model(), make_batch(P=2, G=2)
+    batch["masks", "response"][:] = False
+    assert not TokenScorer(model)(*inputs(batch)).log_probs.any()
+    empty = batch["tokens", "response"][..., :0], batch["masks", "response"][..., :0]
+    scores = TokenScorer(model)(batch["tokens", "prompt"], batch["masks", "prompt"], *empty)
+    assert scores.log_probs.shape == (2, 2, 0)
+
+
+def test_a_response_without_tokens_changes_nothing_for_the_others() -> None:
+    model, batch = make_model(), make_batch(P=3, G=3)
+    expected, _ = by_hand(model, batch)
+    batch["masks", "response"][1, 1] = False
+    scores, found = scored(model, batch)
+    assert not scores.log_probs[1, 1].any()
+    expected[1, 1] = 0
+    torch.testing.assert_close(scores.log_probs, expected, atol=1e-5, rtol=1e-5)
+    assert all(g.isfinite().all() for g in found.values())
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "plain"])
@@ -98,7 +193,7 @@ def test_more_padding_changes_nothing(shared: bool) -> None:
     narrow, narrow_gradients = [], []
     for one in (batch, widen(batch, 5, 4)):
         model.zero_grad()
-        scores = TokenScorer(model, shared_prefix=shared)(*inputs(one))
+        scores = TokenScorer(model, shares_prefix=shared)(*inputs(one))
         weight = torch.linspace(-1, 1, 6)
         (scores.log_probs[..., :6] * weight).sum().backward()
         narrow.append(scores)
@@ -116,34 +211,6 @@ def test_padded_positions_are_zero_and_float32() -> None:
     assert not scores.log_probs[~mask].any() and not scores.entropy[~mask].any()
     assert (scores.log_probs[mask] < 0).all()
     assert not scores.entropy.requires_grad
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 7, 10_000])
-def test_chunks_equal_full_logits_with_gradients(chunk: int) -> None:
-    model, batch = make_model("llama_tied"), make_batch(P=3, G=3)
-    chunked, chunked_gradients = scored(model, batch, chunk_tokens=chunk)
-    model.zero_grad()
-    prompt, prompt_mask, response, mask = inputs(batch)
-    # Full logits of every position, straight from the definition.
-    ids = torch.cat([prompt.repeat_interleave(3, 0), response.flatten(0, 1)], 1)
-    attention = torch.cat([prompt_mask.repeat_interleave(3, 0), mask.flatten(0, 1)], 1).long()
-    positions = (attention.cumsum(-1) - 1).clamp(min=0)
-    output = model(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False)
-    log_p = torch.log_softmax(output.logits[:, prompt.shape[1] - 1 : -1], -1)
-    full = log_p.gather(-1, response.flatten(0, 1)[..., None]).squeeze(-1).view_as(response) * mask
-    (full * torch.linspace(-1, 1, full.numel()).view_as(full)).sum().backward()
-    torch.testing.assert_close(chunked.log_probs, full, atol=1e-5, rtol=1e-5)
-    assert_same_gradients(chunked_gradients, gradients(model))
-
-
-def test_only_a_chunk_of_logits_exists_at_a_time() -> None:
-    model, batch = make_model(), make_batch()
-    sizes: list[int] = []
-    model.get_output_embeddings().register_forward_hook(lambda *call: sizes.append(call[2].shape[0]))
-    scored(model, batch, chunk_tokens=5)
-    assert max(sizes) == 5
-    # Once forward and once again in the backward pass.
-    assert sum(sizes) == 2 * int(batch["masks", "response"].sum())
 
 
 def test_temperature_divides_the_logits() -> None:
@@ -168,48 +235,67 @@ def test_next_token_log_probs(family: str) -> None:
             torch.testing.assert_close(row, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "mistral_sliding"])
-def test_sliding_windows_fall_back_with_one_warning(family: str) -> None:
-    model = make_model(family)
-    with pytest.warns(UserWarning, match=r"once per response .* sliding_attention") as caught:
+UNABLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "attn_logit_softcapping": FAMILIES["gemma2"],
+    "its layers are conv": (
+        "lfm2",
+        {**FAMILIES["llama"][1], "layer_types": ["conv", "full_attention"]},
+    ),
+    "attention interface": ("bloom", {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+}
+
+
+@pytest.mark.parametrize("reason", UNABLE)
+def test_a_model_that_cannot_share_falls_back_with_one_warning(reason: str) -> None:
+    kind, settings = UNABLE[reason]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).eval()
+    with pytest.warns(UserWarning, match=f"once per response .*{reason}") as caught:
         scorer = TokenScorer(model)
-    assert len(caught) == 1
-    assert not scorer.shared_prefix
+    assert len([one for one in caught if "once per response" in str(one.message)]) == 1
+    assert not scorer.shares_prefix
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scorer(*inputs(make_batch()))
 
 
-def test_gradient_checkpointing_falls_back_with_one_warning() -> None:
-    model, batch = make_model(), make_batch(P=2, G=2)
-    expected, expected_gradients = scored(model, batch)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
-    with pytest.warns(UserWarning, match="gradient checkpointing") as caught:
-        scores, found = scored(model, batch)
-    assert len(caught) == 1
-    torch.testing.assert_close(scores.log_probs, expected.log_probs, atol=1e-5, rtol=1e-5)
-    assert_same_gradients(found, expected_gradients)
+def test_attention_sinks_are_found_before_anything_is_changed() -> None:
+    settings = {**FAMILIES["llama"][1], "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **settings)).eval()
+    attention = model.config._attn_implementation
+    batch = make_batch(P=2, G=2)
+    with torch.no_grad():
+        expected, _ = by_hand(model, batch)
+    with pytest.warns(UserWarning, match="once per response .* s_aux"):
+        assert not shares_prefix(model)
+    assert model.config._attn_implementation == attention
+    with torch.no_grad():
+        scores = TokenScorer(model, shares_prefix=False)(*inputs(batch))
+    torch.testing.assert_close(scores.log_probs, expected, atol=2e-5, rtol=1e-5)
 
 
 def test_the_plain_path_is_taken_in_silence_where_it_is_asked_for() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not TokenScorer(make_model("gemma2"), shared_prefix=False).shared_prefix
+        assert not TokenScorer(make_model("gemma2"), shares_prefix=False).shares_prefix
 
 
-def test_the_shared_path_runs_each_prompt_once() -> None:
+def test_the_shared_path_runs_real_tokens_only_and_each_prompt_once() -> None:
     model, batch = make_model(), make_batch(P=3, G=4, L=7, T=6)
     seen: list[int] = []
     model.get_input_embeddings().register_forward_hook(lambda *call: seen.append(call[1][0].numel()))
-    TokenScorer(model, max_packed_width=REPEATED)(*inputs(batch))
-    assert seen == [3 * 7, 3 * 4 * 5]
-    seen.clear()
-    TokenScorer(model, max_packed_width=PACKED)(*inputs(batch))
-    # Real tokens only, but for the padding to the longest row of the batch.
-    tokens = batch["masks", "response"].sum((1, 2)) - 4
-    assert seen == [3 * (7 + int(tokens.max()))]
-    assert TokenScorer(model).max_packed_width == model.config.hidden_size
+    TokenScorer(model)(*inputs(batch))
+    # The last token of a response is only predicted.
+    assert seen == [int(batch["masks", "prompt"].sum() + batch["masks", "response"].sum()) - 3 * 4]
+
+
+def test_the_model_answers_as_before_where_no_layout_is_given() -> None:
+    model = make_model("mistral_sliding")
+    ids = torch.arange(24).view(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[0, :3] = 0
+    expected = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+    TokenScorer(model)
+    torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).logits[mask.bool()], expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -164,7 +164,7 @@ def test_a_prepared_model_has_no_dropout(family: str, checkpointing: bool) -> No
     noisy = {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5} if family == "gpt2" else {}
     model = make_model(family, **(noisy or {"attention_dropout": 0.5}))
     batch = make_batch(P=2, G=2)
-    expected = TokenScorer(model, shared_prefix=False)(*inputs(batch)).log_probs
+    expected = TokenScorer(model, shares_prefix=False)(*inputs(batch)).log_probs
     model.train()
     prepare_for_training(model, TrainModelConfig(gradient_checkpointing=checkpointing))
     assert model.is_gradient_checkpointing == checkpointing

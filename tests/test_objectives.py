@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import FixedScorer, gradients, inputs, make_batch, make_model, make_objective, widen
+from batches import FixedScorer, gradients, inputs, make_batch, make_model, make_objective, split, widen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective_by_hand import k_by_hand
@@ -20,7 +20,6 @@ from torchrl_grpo.objectives.aggregate import totals_of
 from torchrl_grpo.objectives.kl import kl_estimate
 from torchrl_grpo.objectives.loss import GroupPolicyLoss
 from torchrl_grpo.objectives.surrogates import Bounds, clip
-from torchrl_grpo.training.optimise import split
 
 REWARDS = st.lists(st.lists(st.floats(-10, 10, width=32), min_size=4, max_size=4), min_size=1, max_size=5)
 
@@ -113,7 +112,7 @@ def test_parameter_gradients_of_a_model_equal_the_double_loop(kl_coef: float, ki
 
 
 def make_loss(model: torch.nn.Module, shared: bool = True) -> GroupPolicyLoss:
-    scorer = TokenScorer(model, temperature=0.9, shared_prefix=shared)
+    scorer = TokenScorer(model, temperature=0.9, shares_prefix=shared)
     return make_objective(scorer, clip_epsilon_high=0.28, kl_coef=0.05)[0]
 
 

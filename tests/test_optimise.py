@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import make_batch, make_model, make_objective
+from batches import make_batch, make_model, make_objective, no_budget, split
 from tensordict import TensorDict
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.objectives.aggregate import BatchTotals
 from torchrl_grpo.objectives.control import EntropyCoefficient, KLCoefficient
-from torchrl_grpo.training.optimise import OptimiserStep, learning_rate_factor, parameter_groups, split
+from torchrl_grpo.training.optimise import OptimiserStep, learning_rate_factor, parameter_groups
 
 # A schedule that moves although the very first step was refused is meant here, and no reason to warn.
 pytestmark = pytest.mark.filterwarnings("error:Detected call of .lr_scheduler.step")
@@ -32,6 +32,9 @@ class Quadratic(nn.Module):
         self.model = model
         self.factor = 1.0
         self.kl, self.entropy = KLCoefficient(0.0), EntropyCoefficient(0.0)
+
+    def has_gradient(self, batch: TensorDict) -> Tensor:
+        return torch.ones(len(batch), dtype=torch.bool)
 
     def after_step(self, entropy: float, kl: float | None, responses: int) -> None:
         pass
@@ -59,7 +62,13 @@ class Tiny(nn.Module):
 
 
 def make_step(model: nn.Module, loss: Any, total_steps: int = 10, **changes: Any) -> OptimiserStep:
-    options = {"groups_per_batch": 4, "micro_batches": 1, "use_scaler": False, "max_skipped_steps": 2}
+    options = {
+        "budget": no_budget(),
+        "groups_per_batch": 4,
+        "micro_batches": 1,
+        "use_scaler": False,
+        "max_skipped_steps": 2,
+    }
     options |= {key: changes.pop(key) for key in list(changes) if key in options}
     return OptimiserStep(model, loss, OptimizerConfig(**changes), total_steps=total_steps, **options)
 
@@ -177,6 +186,8 @@ def test_the_update_does_not_depend_on_the_micro_batches(pieces: int) -> None:
 
 def test_split_cuts_groups_first_and_then_samples() -> None:
     batch = make_batch(P=2, G=4)
+    batch["masks", "response"][:] = True
+    batch["masks", "prompt"][:] = True
     halves = list(split(batch, 2, 2))
     assert [h["tokens", "response"].shape[:2] for h in halves] == [(1, 4), (1, 4)]
     quarters = list(split(batch, 2, 8))
@@ -186,6 +197,71 @@ def test_split_cuts_groups_first_and_then_samples() -> None:
     for index, piece in enumerate(quarters):
         assert torch.equal(piece["tokens", "prompt"][0], batch["tokens", "prompt"][index // 4])
         assert torch.equal(piece["advantage"][0, 0], batch["advantage"][index // 4, index % 4])
+
+
+def test_groups_without_a_gradient_are_measured_and_not_run_backwards() -> None:
+    batch = make_batch(P=4, G=3, kl=False)
+    batch["advantage"][[0, 2]] = 0.0
+    updates, metrics = [], []
+    for everything in (True, False):
+        model = make_model()
+        loss, _ = make_objective(TokenScorer(model), clip_epsilon_high=0.28)
+        if everything:
+            loss.has_gradient = lambda batch: torch.ones(len(batch), dtype=torch.bool)
+        rows: list[tuple[bool, int]] = []
+        model.get_input_embeddings().register_forward_hook(
+            lambda *call, rows=rows: rows.append((torch.is_grad_enabled(), call[1][0].numel()))
+        )
+        metrics.append(make_step(model, loss, lr=1e-2, eps=1.0)(batch))
+        updates.append([p.detach().clone() for p in model.parameters()])
+    with_gradient = {enabled: tokens for enabled, tokens in rows}
+    assert set(with_gradient) == {True, False} and all(with_gradient.values())
+    for a, b in zip(*updates, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+    for name, value in metrics[0].items():
+        assert metrics[1][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_terms_beside_the_advantage_keep_every_group() -> None:
+    batch = make_batch(P=4, G=3)
+    batch["advantage"][1] = 0.0
+    scorer = TokenScorer(make_model())
+    every = torch.ones(4, dtype=torch.bool)
+    for policy in ({"kl_coef": 0.1}, {"kl_inference_coef": 0.1}, {"entropy_coef": 0.1}):
+        assert torch.equal(make_objective(scorer, **policy)[0].has_gradient(batch), every), policy
+    for policy in ({}, {"kl_coef": 0.1, "kl_in": "reward"}, {"surrogate": "cispo"}, {"surrogate": "sapo"}):
+        found = make_objective(scorer, **policy)[0].has_gradient(batch)
+        assert found.tolist() == [True, False, True, True], policy
+
+
+def test_a_batch_without_any_gradient_is_an_update_by_zero() -> None:
+    model, step = real_step()
+    loss, _ = make_objective(TokenScorer(model))
+    step.loss = loss
+    batch = make_batch()
+    step(batch)
+    before = [p.detach().clone() for p in model.parameters()]
+    idle = batch.clone()
+    idle["advantage"].zero_()
+    metrics = step(idle)
+    assert metrics["optimizer/grad_norm"] == 0 and metrics["optimizer/skipped"] == 0
+    assert metrics["policy/entropy"] > 0
+    # AdamW goes on with the momentum of the step before.
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+def test_the_very_first_batch_may_have_no_gradient(fp16: bool) -> None:
+    model = make_model()
+    loss, _ = make_objective(TokenScorer(model))
+    step, batch = make_step(model, loss, use_scaler=fp16), make_batch()
+    idle = batch.clone()
+    idle["advantage"].zero_()
+    assert step(idle)["optimizer/grad_norm"] == 0
+    resumed = make_step(model, loss, use_scaler=fp16)
+    resumed.load_state_dict(step.state_dict())
+    assert resumed(idle)["optimizer/skipped"] == 0
+    assert resumed(batch)["optimizer/grad_norm"] > 0
 
 
 def spoilt(batch: TensorDict, value: float = math.nan) -> TensorDict:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import FixedScorer, gradients, inputs, make_batch, make_model, make_objective, widen
+from batches import FixedScorer, gradients, inputs, make_batch, make_model, make_objective, split, widen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective_by_hand import advantages_by_hand, counted, loss_by_hand
@@ -22,7 +22,6 @@ from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.objectives.aggregate import totals_of
 from torchrl_grpo.objectives.control import EntropyCoefficient, KLCoefficient
 from torchrl_grpo.objectives.maxent import listwise_weights
-from torchrl_grpo.training.optimise import split
 
 POLICIES = Path(__file__).resolve().parents[1] / "config" / "policy"
 PRESETS = sorted(path.stem for path in POLICIES.glob("*.yaml"))
@@ -510,7 +509,7 @@ def test_entropy_coefficient_rises_below_its_target_and_rests_above() -> None:
 
 def test_entropy_bonus_against_the_definition() -> None:
     model, batch = make_model(), near_the_model()
-    scorer = TokenScorer(model, chunk_tokens=7)  # several chunks: recomputed in the backward pass
+    scorer = TokenScorer(model, block_elements=7 * 61)  # several chunks: recomputed in the backward pass
     loss, advantage = make_objective(scorer, LONGEST, entropy_coef=0.5)
     terms = loss(advantage.inv(batch))
     terms["loss_entropy"].backward()

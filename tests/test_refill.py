@@ -22,7 +22,7 @@ class Rounds:
         self.plan = plan
         self.asked = 0
 
-    def rollout(self) -> Round:
+    def rollout(self, again: bool = False) -> Round:
         number, signals = self.asked, self.plan[self.asked]
         self.asked += 1
         size = len(signals)
@@ -34,13 +34,20 @@ class Rounds:
             rewards,
             rewards,
             torch.arange(10 * number, 10 * number + size)[:, None].expand(size, 2),
-            policy_version=0,
+            versions=0,
             pad_id=0,
         )
         names = [f"{number}.{group}" for group in range(size)]
         parts: list[dict[str, Any]] = [{"name": f"{name}.{s}"} for name in names for s in range(2)]
         return Round(
-            groups, names, [[f"{n}.0", f"{n}.1"] for n in names], parts, [{}] * 2 * size, 7, 2, 1.0, 0.5
+            groups,
+            names,
+            [[f"{n}.0", f"{n}.1"] for n in names],
+            parts,
+            [{}] * 2 * size,
+            7,
+            2,
+            {"time/generate_s": 1.0, "time/score_s": 0.5},
         )
 
 
@@ -75,7 +82,7 @@ def test_rounds_are_filled_in_order(plan: list[str], limit: int, names: list[str
     assert round_.groups["tokens", "prompt"][:, -1].tolist() == numbers
     assert flat(round_.groups).tolist() == [plan[int(name[0])][int(name[2])] == "-" for name in names]
     assert round_.response_tokens == 7 * (1 + refills) and round_.error_count == 2 * (1 + refills)
-    assert round_.generate_seconds == 1.0 * (1 + refills) and round_.score_seconds == 0.5 * (1 + refills)
+    assert round_.seconds == {"time/generate_s": 1.0 * (1 + refills), "time/score_s": 0.5 * (1 + refills)}
 
 
 def test_without_a_limit_the_first_round_is_taken_as_it_is() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import PAD, make_batch, make_model, make_objective
+from batches import PAD, make_batch, make_model, make_objective, no_budget
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs.transforms import Transform
 
@@ -17,6 +17,7 @@ from torchrl_grpo.objectives.advantage import group_advantage
 from torchrl_grpo.padding import pad_left, pad_right
 from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.rollout.log_probs import LogProbScorer
+from torchrl_grpo.rollout.micro_batches import TokenBudget
 from torchrl_grpo.rollout.schema import build_batch, collate
 
 
@@ -41,7 +42,7 @@ def test_build_batch_writes_the_schema() -> None:
         torch.arange(4.0).view(2, 2, 1),
         torch.arange(8.0).view(2, 2, 2),
         torch.tensor([[8, 8], [9, 9]]),
-        policy_version=3,
+        versions=3,
         pad_id=PAD,
     )
     assert groups.batch_size == (2,)
@@ -53,7 +54,7 @@ def test_build_batch_writes_the_schema() -> None:
     assert groups["log_probs", "response"][0].tolist() == [[-0.5, -1.0, 0.0], [-0.5, 0.0, 0.0]]
     assert groups["log_probs", "response"].dtype == torch.float32
     assert groups["truncated"].squeeze(-1).tolist() == [[False, True], [False, False]]
-    assert groups["policy_version"].tolist() == [[3, 3], [3, 3]]
+    assert groups["policy_version"].tolist() == groups["newest_policy_version"].tolist() == [[3, 3], [3, 3]]
     assert groups["next", "reward"].shape == (2, 2, 1)
     assert groups["next", "reward_parts"][1].tolist() == [[4, 5], [6, 7]]
     assert groups["group_id"].tolist() == [[8, 8], [9, 9]]
@@ -194,7 +195,7 @@ def test_write_transforms_run_in_the_order_given_once_a_round() -> None:
     counting = CountingTransform()
     _, advantage = make_objective(scorer, kl_coef=0.3, kl_in="reward", kl_estimator="k1")
     buffer = GroupBuffer(
-        8, 4, [LogProbScorer(scorer, "reference", groups_per_call=3), advantage, counting], 0
+        8, 4, [LogProbScorer(scorer, "reference", TokenBudget(40, True, print)), advantage, counting], 0
     )
     buffer.refill(groups)
     with torch.no_grad():
@@ -219,7 +220,7 @@ def test_a_scorer_writes_its_own_models_log_probabilities_and_nobody_elses() -> 
     model, groups = make_model(), make_batch(P=3, G=2)
     before = groups["log_probs", "response"].clone()
     scorer = TokenScorer(model, temperature=0.7)
-    written = LogProbScorer(scorer, "proximal", groups_per_call=1).inv(groups)
+    written = LogProbScorer(scorer, "proximal", no_budget()).inv(groups)
     with torch.no_grad():
         expected = scorer(*(groups[k] for k in _SCORED)).log_probs
     torch.testing.assert_close(written["log_probs", "proximal"], expected, atol=1e-5, rtol=1e-5)
@@ -231,13 +232,13 @@ def test_a_scorer_writes_its_own_models_log_probabilities_and_nobody_elses() -> 
 def test_mixing_moves_every_weight_by_its_share(share: float) -> None:
     reference, policy = make_model(seed=0), make_model(seed=1)
     before = [p.detach().clone() for p in reference.parameters()]
-    LogProbScorer(TokenScorer(reference), "reference", groups_per_call=1).mix_in(policy, share)
+    LogProbScorer(TokenScorer(reference), "reference", no_budget()).mix_in(policy, share)
     for old, new, other in zip(before, reference.parameters(), policy.parameters(), strict=True):
         torch.testing.assert_close(new, (1 - share) * old + share * other)
 
 
 def test_the_buffer_does_not_list_the_reference_model() -> None:
-    buffer = GroupBuffer(8, 4, [LogProbScorer(TokenScorer(make_model()), "reference", 8)], 0)
+    buffer = GroupBuffer(8, 4, [LogProbScorer(TokenScorer(make_model()), "reference", no_budget())], 0)
     assert not list(buffer.buffer._transform.parameters())
 
 

@@ -37,7 +37,13 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"command line: {message}; write only options that --help lists instead")
 
 
-def main(run: str, config_name: str, config_dir: Path, argv: Sequence[str] | None = None) -> None:
+def main(
+    run: str,
+    config_name: str,
+    config_dir: Path,
+    argv: Sequence[str] | None = None,
+    check: Callable[[Config], None] = lambda cfg: None,
+) -> None:
     """Run a script's command line.
 
     Args:
@@ -46,6 +52,7 @@ def main(run: str, config_name: str, config_dir: Path, argv: Sequence[str] | Non
         config_name: the primary configuration when the command line names none.
         config_dir: the folder of the configuration tree.
         argv: the words after the script's name; the process's own by default.
+        check: what this script asks of a configuration beyond what every script does; raises ConfigError.
 
     Raises:
         SystemExit: with code 2 for a user's mistake, 130 for an interrupt.
@@ -54,7 +61,7 @@ def main(run: str, config_name: str, config_dir: Path, argv: Sequence[str] | Non
     # Imports and composition allocate much and free little: the collector costs them 7 %.
     gc.disable()
     try:
-        _Command(run, config_name, config_dir, words).execute()
+        _Command(run, config_name, config_dir, words, check).execute()
     except UserError as error:
         _report(error)
         raise SystemExit(USER_ERROR_CODE) from None
@@ -93,8 +100,16 @@ def _read(words: list[str]) -> argparse.Namespace:
 class _Command:
     """One command line, from its words to its jobs."""
 
-    def __init__(self, run: str, config_name: str, config_dir: Path, words: list[str]) -> None:
+    def __init__(
+        self,
+        run: str,
+        config_name: str,
+        config_dir: Path,
+        words: list[str],
+        check: Callable[[Config], None],
+    ) -> None:
         self.asks = _read(words)
+        self.check = check
         self.run = run
         self.default_name = config_name
         self.config_dir = config_dir.resolve()
@@ -180,6 +195,7 @@ class _Command:
         configs = []
         for job in self._jobs():
             cfg = parse(job.node)
+            self.check(cfg)
             check_installed(cfg)
             configs.append(cfg)
         extra, undo = self._folder(job, configs)

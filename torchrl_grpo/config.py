@@ -97,7 +97,7 @@ class PolicyConfig:
     entropy_target: float | None = None
     entropy_delta: float = 0.005
     entropy_coef_max: float = 1.0
-    proximal: str = "engine"
+    proximal: str = "auto"
     correction: str = "none"
     correction_level: str = "token"
     correction_cap: float = 2.0
@@ -147,6 +147,26 @@ class InferenceModelConfig:
     max_new_tokens: int = 256
     temperature: float = 1.0
     max_logprob_gap: float | None = None
+    num_threads: int | None = None
+
+
+@dataclass
+class CollectorConfig:
+    """How far grpo-async.py collects ahead."""
+
+    max_policy_age: int = 1
+    weight_update: str = "in_flight"
+    partial_rollout: bool = False
+    timeout_s: float = 600.0
+    max_restarts: int = 10
+
+
+@dataclass
+class RayConfig:
+    """Where the rollout workers of grpo-async.py live."""
+
+    address: str | None = None
+    placement: str = "pack"
 
 
 @dataclass
@@ -170,7 +190,9 @@ class TrainConfig:
     total_dialog_turns: int = 64_000
     optim_batch_size: int | None = None
     gradient_accumulation_steps: int = 1
+    max_tokens_per_microbatch: int | None = None
     epochs: int = 1
+    weight_update_frequency: int | None = None
     checkpoint_frequency: int = 100
     max_skipped_steps: int = 5
     num_threads: int | None = None
@@ -218,6 +240,8 @@ class Config:
     train_model: TrainModelConfig = field(default_factory=TrainModelConfig)
     ref_model: RefModelConfig = field(default_factory=RefModelConfig)
     inference_model: InferenceModelConfig = field(default_factory=InferenceModelConfig)
+    collector: CollectorConfig = field(default_factory=CollectorConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

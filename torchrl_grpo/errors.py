@@ -25,3 +25,7 @@ class ModelError(UserError):
 
 class TrainingStopped(UserError):
     """Training stopped itself: a failed proof of weights, or too many skipped steps."""
+
+
+class WorkersLost(TrainingStopped):
+    """Rollout workers failed too often; the trainer itself is sound and can be saved."""

@@ -63,13 +63,15 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "policy.overlong": ("keep", "mask", "penalise"),
     "policy.kl_estimator": ("k1", "k2", "k3"),
     "policy.kl_in": ("loss", "reward", "weights"),
-    "policy.proximal": ("engine", "trainer"),
+    "policy.proximal": ("auto", "engine", "trainer"),
     "policy.correction": ("none", "truncate", "mask"),
     "policy.correction_level": LEVELS,
     "train_model.autocast": ("auto", "no", "bf16", "fp16"),
     "ref_model.dtype": ("auto", "float32", "bfloat16", "float16"),
     "inference_model.dtype": ("auto", "float32", "bfloat16", "float16"),
     "inference_model.backend": ("vllm", "transformers"),
+    "collector.weight_update": ("drain", "in_flight"),
+    "ray.placement": ("pack", "spread"),
     "optimizer.schedule": ("constant", "linear", "cosine"),
 }
 
@@ -97,6 +99,9 @@ _AT_LEAST: dict[str, tuple[float, str]] = {
     "inference_model.block_size": (1, "null"),
     "inference_model.max_model_len": (2, "1024"),
     "inference_model.max_new_tokens": (1, "256"),
+    "inference_model.num_threads": (1, "null"),
+    "collector.max_policy_age": (0, "1"),
+    "collector.max_restarts": (0, "10"),
     "optimizer.lr": (0, "1e-5"),
     "optimizer.weight_decay": (0, "0.01"),
     "optimizer.warmup_steps": (0, "0"),
@@ -104,7 +109,9 @@ _AT_LEAST: dict[str, tuple[float, str]] = {
     "train.total_dialog_turns": (1, "64000"),
     "train.optim_batch_size": (1, "null"),
     "train.gradient_accumulation_steps": (1, "1"),
+    "train.max_tokens_per_microbatch": (1, "null"),
     "train.epochs": (1, "1"),
+    "train.weight_update_frequency": (1, "null"),
     "train.checkpoint_frequency": (0, "100"),
     "train.max_skipped_steps": (1, "5"),
     "train.num_threads": (1, "null"),
@@ -116,6 +123,7 @@ _AT_LEAST: dict[str, tuple[float, str]] = {
 
 _ABOVE_ZERO: dict[str, str] = {
     "reward.timeout_s": "5.0",
+    "collector.timeout_s": "600.0",
     "policy.clip_epsilon": "0.2",
     "policy.clip_epsilon_high": "null",
     "policy.reward_clip": "null",
@@ -241,14 +249,15 @@ def _check_devices(cfg: Config) -> None:
         "inference_model": cfg.inference_model,
     }
     for name, section in sections.items():
-        if section.num_devices != 1:
+        several = name == "inference_model" and section.num_devices > 1
+        if section.num_devices != 1 and not several:
             wrong = "several devices are not supported by this version, and none is not enough"
             raise bad_value(f"{name}.num_devices", section.num_devices, wrong, f"{name}.num_devices=1")
         devices = section.devices
-        if devices is not None and len(devices) > 1:
+        if devices is not None and len(devices) > 1 and not several:
             wrong = "several devices are not supported by this version"
             raise bad_value(f"{name}.devices", devices, wrong, f"{name}.devices=[{devices[0]}]")
-        if devices is not None and (not devices or devices[0] < 0):
+        if devices is not None and (not devices or min(devices) < 0):
             wrong = "must be null or a list of one device number of at least 0"
             raise bad_value(f"{name}.devices", devices, wrong, f"{name}.devices=[0]")
 
@@ -351,6 +360,14 @@ def _check_batches(cfg: Config) -> None:
             f"must divide the {groups} groups of an optimiser batch of {batch} samples, or be that number "
             f"times a divisor of env.repeats={env.repeats}",
             f"train.gradient_accumulation_steps={max(n for n in good if n <= max(steps, 1))}",
+        )
+    budget, longest = train.max_tokens_per_microbatch, cfg.inference_model.max_model_len
+    if budget is not None and budget < longest:
+        raise bad_value(
+            "train.max_tokens_per_microbatch",
+            budget,
+            f"is less than one sequence may have, inference_model.max_model_len={longest}",
+            f"train.max_tokens_per_microbatch={longest}",
         )
 
 

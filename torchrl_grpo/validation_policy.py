@@ -109,7 +109,8 @@ def _check_off_policy(cfg: Config) -> None:
     policy = cfg.policy
     if policy.correction != "none" and policy.proximal != "trainer":
         wrong = (
-            "weighs the trainer's log-probabilities against the engine's, and policy.proximal=engine has none"
+            "weighs the trainer's log-probabilities against the engine's, and "
+            f"policy.proximal={policy.proximal} has none"
         )
         good = f"policy.proximal=trainer policy.correction={policy.correction}"
         raise bad_value("policy.correction", policy.correction, wrong, good)

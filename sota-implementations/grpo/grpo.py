@@ -19,5 +19,11 @@ if importlib.util.find_spec("torchrl_grpo") is None:
 
 if __name__ == "__main__":
     from torchrl_grpo.cli import main
+    from torchrl_grpo.validation_scripts import check_sync
 
-    main(run="torchrl_grpo.training.run:run", config_name="grpo_gsm8k", config_dir=ROOT / "config")
+    main(
+        run="torchrl_grpo.training.run:run",
+        config_name="grpo_gsm8k",
+        config_dir=ROOT / "config",
+        check=check_sync,
+    )

@@ -140,12 +140,28 @@ class GroupTextEnv(EnvBase):
         self.examples = self.stream.draw(self.batch_size[0])
         self.prompt_texts, self.prompt_ids = [], []
         for example in self.examples:
-            text, ids = render(self.tokenizer, example.messages, self.chat_template)
-            check_length(example, len(ids), self.max_prompt_tokens)
+            text, ids = self._render(example)
             self.prompt_texts.append(text)
             self.prompt_ids.append(ids)
         self.scored = []
         return self._observe([[0.0] * self.batch_size.numel()] * len(self.part_names))
+
+    def _render(self, example: Example) -> tuple[str, list[int]]:
+        text, ids = render(self.tokenizer, example.messages, self.chat_template)
+        check_length(example, len(ids), self.max_prompt_tokens)
+        return text, ids
+
+    def prompt(self, number: int) -> tuple[str, list[int]]:
+        """Text and token ids of the prompt of group ``number``, which a reset may or may not have reached.
+
+        Raises:
+            DataError: it is longer than ``max_prompt_tokens``.
+        """
+        return self._render(self.stream.at(number))
+
+    def score(self, texts: Sequence[str], examples: Sequence[Example]) -> list[Scored]:
+        """Rewards of answers to ``examples``, one each, special tokens at their ends left out."""
+        return list(self.reward_set.score([self._without_end(text) for text in texts], examples))
 
     def _observe(self, parts: Sequence[Sequence[float]]) -> TensorDict:
         """The observation of the current examples, with the given values of the reward parts."""
@@ -194,9 +210,8 @@ class GroupTextEnv(EnvBase):
                 f"group {self._first_group}: step before the next reset."
             )
         responses = tensordict.get(("text", "response")).tolist()
-        completions = [self._without_end(text) for group in responses for text in group]
         truths = [example for example in self.examples for _ in range(self.batch_size[1])]
-        self.scored = list(self.reward_set.score(completions, truths))
+        self.scored = self.score([text for group in responses for text in group], truths)
         parts = [[scored.parts.get(name, math.nan) for scored in self.scored] for name in self.part_names]
         result = self._observe(parts)
         result["reward"] = self._column([scored.total for scored in self.scored])

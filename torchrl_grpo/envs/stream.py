@@ -35,6 +35,7 @@ class PromptStream:
         self.epoch = 0
         self.position = 0
         self._order = self.order(0)
+        self._orders: dict[int, list[int]] = {}
 
     def order(self, epoch: int) -> list[int]:
         """Row numbers in the order of an epoch."""
@@ -49,6 +50,21 @@ class PromptStream:
     def drawn(self) -> int:
         """How many examples have been handed out since the very beginning."""
         return self.epoch * len(self.examples) + self.position
+
+    def epoch_of(self, number: int) -> int:
+        """The epoch in which example ``number`` is handed out."""
+        return number // len(self.examples)
+
+    def at(self, number: int) -> Example:
+        """The example handed out as number ``number`` since the very beginning, 0 being the first."""
+        epoch, position = self.epoch_of(number), number % len(self.examples)
+        rows = self._orders.get(epoch)
+        if rows is None:
+            rows = self.order(epoch)
+            # Bound anew and never changed: several threads ask. Groups on their way are of two epochs mostly.
+            near = {known: kept for known, kept in self._orders.items() if abs(known - epoch) <= 1}
+            self._orders = {**near, epoch: rows}
+        return self.examples[rows[position]]
 
     def draw(self, count: int) -> list[Example]:
         """The next ``count`` examples; the end of an epoch runs on into the next one."""

@@ -1,9 +1,9 @@
-"""What every engine promises: generate, take weights, answer a probe, sleep and wake, close."""
+"""What every engine promises: generate, token by token if need be; take weights, answer a probe, close."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,23 +19,47 @@ class Sampling:
         temperature: 0 is greedy.
         seeds: one seed per prompt; equal weights, prompts and seeds give equal responses, whatever was
             generated before. Not needed when greedy.
+        ignore_end: go on past end tokens to ``max_new_tokens``, so that measurements have equal lengths.
     """
 
     num_samples: int
     max_new_tokens: int
     temperature: float
     seeds: Sequence[int] | None = None
+    ignore_end: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response that is asked for.
+
+    Attributes:
+        key: names it among those in the engine.
+        tokens: the prompt, and what has been generated of the response already.
+        max_new_tokens: tokens still to come at most.
+        temperature: 0 is greedy.
+        seed: of the tokens to come; None takes any.
+        ignore_end: go on past end tokens.
+    """
+
+    key: Hashable
+    tokens: Sequence[int]
+    max_new_tokens: int
+    temperature: float
+    seed: int | None = None
+    ignore_end: bool = False
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One response.
+    """One response, or its continuation.
 
     Attributes:
         token_ids: the response, its end token included where it has one.
         log_probs: natural logarithm, per token, of the distribution the token was sampled from,
             that is at the sampling temperature (at temperature 0: of the unscaled distribution).
-        finish_reason: ``"stop"`` at an end token, ``"length"`` at the bound.
+        finish_reason: ``"stop"`` at an end token, ``"length"`` at the bound, ``"withdrawn"`` where it was
+            taken out of the engine before either.
     """
 
     token_ids: list[int]
@@ -58,8 +82,8 @@ class NextTokens:
     cached_tokens: int
 
 
-class Engine(ABC):
-    """Generates with its own copy of the weights.
+class Inference(ABC):
+    """What training asks of whatever generates, one engine or many workers.
 
     Attributes:
         policy_version: version of the weights held, set by whoever publishes them.
@@ -72,12 +96,71 @@ class Engine(ABC):
         """``sampling.num_samples`` completions for each of ``prompts`` (token ids), in order."""
 
     @abstractmethod
+    def publish(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        probe_prompts: Sequence[Sequence[int]],
+        top_k: int,
+    ) -> NextTokens:
+        """Take the weights of ``version`` and answer a probe with them: see :meth:`Engine.next_tokens`.
+
+        The answers of several workers stand below one another.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything; it cannot be used afterwards."""
+
+
+class Engine(Inference):
+    """Generates with its own copy of the weights, token by token."""
+
+    @abstractmethod
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Add requests to those that :meth:`step` works on. Siblings stand side by side."""
+
+    @abstractmethod
+    def step(self) -> list[tuple[Hashable, Completion]]:
+        """Sample the next token of the requests being worked on; returns those that ended with it."""
+
+    @abstractmethod
+    def withdraw(self) -> dict[Hashable, Completion]:
+        """Take every request out that has not ended, with the tokens it has; weights may then change."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
+        """``sampling.num_samples`` completions for each of ``prompts`` (token ids), in order.
+
+        Nothing else may be in the engine.
+        """
+        requests = requests_of(prompts, sampling)
+        self.submit(requests)
+        found: dict[Hashable, Completion] = {}
+        while len(found) < len(requests):
+            found.update(self.step())
+        return [[found[p, g] for g in range(sampling.num_samples)] for p in range(len(prompts))]
+
+    @abstractmethod
     def next_tokens(self, prompts: Sequence[Sequence[int]], top_k: int) -> NextTokens:
         """The ``top_k`` likeliest next tokens after each prompt, through the cache of :meth:`generate`."""
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights by ``(name, tensor)`` pairs in the names of the Hugging Face model."""
+
+    def publish(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        probe_prompts: Sequence[Sequence[int]],
+        top_k: int,
+    ) -> NextTokens:
+        """See :meth:`Inference.publish`."""
+        self.load_weights(weights)
+        self.reset_cache()
+        answer = self.next_tokens(probe_prompts, top_k)
+        self.policy_version = version
+        return answer
 
     @abstractmethod
     def reset_cache(self) -> None:
@@ -91,6 +174,18 @@ class Engine(ABC):
     def wake(self) -> None:
         """Take the memory again. Weights must be loaded before the next :meth:`generate`."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Free everything; the engine cannot be used afterwards."""
+
+def requests_of(prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Request]:
+    """A request for each sample, its key ``(prompt, sample)``; a sample's number is added to its seed."""
+    return [
+        Request(
+            (number, sample),
+            prompt,
+            sampling.max_new_tokens,
+            sampling.temperature,
+            None if sampling.seeds is None else sampling.seeds[number] + sample,
+            sampling.ignore_end,
+        )
+        for number, prompt in enumerate(prompts)
+        for sample in range(sampling.num_samples)
+    ]

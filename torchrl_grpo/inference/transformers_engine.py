@@ -6,13 +6,14 @@ draws from a generator per sample, so a response depends on its seed and on noth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Sampling
+from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Request
 from torchrl_grpo.padding import pad_left
 
 
@@ -35,50 +36,34 @@ class TransformersEngine(Engine):
         self.max_rows = max_rows
         self._device = next(model.parameters()).device
         self._asleep = False
+        self._waiting: list[Request] = []
+        self._batch: _Batch | None = None
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
-        """See :meth:`Engine.generate`."""
-        assert not self._asleep, "generate() on a sleeping engine: wake it and load weights first"
-        per_call = max(1, self.max_rows // sampling.num_samples)
-        results: list[list[Completion]] = []
-        for start in range(0, len(prompts), per_call):
-            chosen = slice(start, start + per_call)
-            seeds = None if sampling.seeds is None else sampling.seeds[chosen]
-            results.extend(self._generate(prompts[chosen], sampling, seeds))
-        return results
+    def submit(self, requests: Sequence[Request]) -> None:
+        """See :meth:`Engine.submit`. Requests wait until the batch being worked on has ended."""
+        assert not self._asleep, "submit() to a sleeping engine: wake it and load weights first"
+        self._waiting.extend(requests)
+
+    def step(self) -> list[tuple[Hashable, Completion]]:
+        """See :meth:`Engine.step`."""
+        if self._batch is None:
+            chosen, self._waiting = _whole_groups(self._waiting, self.max_rows)
+            self._batch = _Batch(
+                self._step, chosen, self.end_ids, self.pad_id, self._device, self.model.config
+            )
+        ended = self._batch.step()
+        if not self._batch.running:
+            self._batch = None
+        return ended
+
+    def withdraw(self) -> dict[Hashable, Completion]:
+        """See :meth:`Engine.withdraw`."""
+        taken = {} if self._batch is None else self._batch.unfinished()
+        taken |= {request.key: Completion([], [], "withdrawn") for request in self._waiting}
+        self._batch, self._waiting = None, []
+        return taken
 
     @torch.no_grad()
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int] | None
-    ) -> list[list[Completion]]:
-        G = sampling.num_samples
-        rows = len(prompts) * G
-        ids, mask = (t.to(self._device) for t in pad_left(prompts, self.pad_id))
-        cache = DynamicCache(config=self.model.config)
-        logits = self._step(ids, mask, (mask.long().cumsum(-1) - 1).clamp(min=0), cache).repeat_interleave(
-            G, 0
-        )
-        cache.batch_repeat_interleave(G)
-        mask = mask.repeat_interleave(G, 0)
-        position = mask.sum(-1)
-        end_ids = self.end_ids.to(self._device)
-        generators = _generators(seeds, G)
-        tokens: list[Tensor] = []
-        log_probs: list[Tensor] = []
-        running = torch.ones(rows, dtype=torch.bool, device=self._device)
-        for index in range(sampling.max_new_tokens):
-            log_p = torch.log_softmax(logits.float() / (sampling.temperature or 1.0), dim=-1)
-            token = log_p.argmax(-1) if sampling.temperature == 0 else _sample(log_p, generators)
-            tokens.append(token)
-            log_probs.append(log_p.gather(-1, token[:, None]).squeeze(-1))
-            running = running & ~torch.isin(token, end_ids)
-            if not running.any() or index + 1 == sampling.max_new_tokens:
-                break
-            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-            logits = self._step(token[:, None], mask, position[:, None], cache)
-            position = position + 1
-        return _unpack(torch.stack(tokens, 1), torch.stack(log_probs, 1), end_ids, len(prompts), G)
-
     def _step(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
         output = self.model(
             input_ids=ids,
@@ -137,31 +122,108 @@ class TransformersEngine(Engine):
         del self.model
 
 
-def _generators(seeds: Sequence[int] | None, num_samples: int) -> list[torch.Generator]:
-    if seeds is None:
-        return []
-    # Sampling happens on the CPU, so one seed means the same draw on every device.
-    return [torch.Generator().manual_seed(seed + sample) for seed in seeds for sample in range(num_samples)]
+class _Batch:
+    """Responses that are decoded side by side; prompts that stand together and are equal are run once.
+
+    Args:
+        forward: ids, mask, positions and cache to the logits of the last position.
+        requests: what is wanted.
+        end_ids: tokens that end a response.
+        pad_id: fills the left of short prompts.
+        device: where.
+        config: of the model, for its cache.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Tensor, Tensor, Tensor, DynamicCache], Tensor],
+        requests: Sequence[Request],
+        end_ids: Tensor,
+        pad_id: int,
+        device: torch.device,
+        config: PreTrainedConfig,
+    ) -> None:
+        self._forward = forward
+        self._requests = requests
+        self._end_ids = set(end_ids.tolist())
+        self._device = device
+        self._token_ids: list[list[int]] = [[] for _ in requests]
+        self._log_probs: list[list[float]] = [[] for _ in requests]
+        self.running = set(range(len(requests)))
+        runs = [list(run) for _, run in itertools.groupby(requests, key=lambda one: tuple(one.tokens))]
+        ids, mask = (t.to(device) for t in pad_left([run[0].tokens for run in runs], pad_id))
+        repeats = torch.tensor([len(run) for run in runs], device=device)
+        self._cache = DynamicCache(config=config)
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        self._logits = forward(ids, mask, positions, self._cache).repeat_interleave(repeats, 0)
+        self._cache.batch_select_indices(torch.arange(len(runs), device=device).repeat_interleave(repeats))
+        self._mask = mask.repeat_interleave(repeats, 0)
+        self._position = self._mask.sum(-1)
+        # Sampling happens on the CPU, so one seed means the same draw on every device.
+        self._generators = [
+            None if request.seed is None else torch.Generator().manual_seed(request.seed)
+            for request in requests
+        ]
+        self._temperature = torch.tensor([[one.temperature or 1.0] for one in requests], device=device)
+        self._greedy = torch.tensor([one.temperature == 0 for one in requests], device=device)
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[Hashable, Completion]]:
+        """Sample a token for every row; returns the responses that ended with it."""
+        if self._token_ids[0]:
+            self._advance()
+        log_p = torch.log_softmax(self._logits.float() / self._temperature, dim=-1)
+        token = log_p.argmax(-1)
+        if not self._greedy.all():
+            token = torch.where(self._greedy, token, _sample(log_p, self._generators))
+        self._token = token
+        chosen = log_p.gather(-1, token[:, None]).squeeze(-1)
+        return self._record(token.tolist(), chosen.tolist())
+
+    def _advance(self) -> None:
+        self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
+        self._logits = self._forward(self._token[:, None], self._mask, self._position[:, None], self._cache)
+        self._position = self._position + 1
+
+    def _record(self, tokens: list[int], log_probs: list[float]) -> list[tuple[Hashable, Completion]]:
+        ended = []
+        for row, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True)):
+            # Rows that have ended go on, unseen: the others need the batch as it is.
+            self._token_ids[row].append(token)
+            if row not in self.running:
+                continue
+            self._log_probs[row].append(log_prob)
+            request = self._requests[row]
+            stopped = token in self._end_ids and not request.ignore_end
+            if stopped or len(self._log_probs[row]) == request.max_new_tokens:
+                self.running.remove(row)
+                ended.append((request.key, self._completion(row, "stop" if stopped else "length")))
+        return ended
+
+    def _completion(self, row: int, reason: str) -> Completion:
+        log_probs = self._log_probs[row]
+        return Completion(self._token_ids[row][: len(log_probs)], log_probs, reason)
+
+    def unfinished(self) -> dict[Hashable, Completion]:
+        """What has been generated of the responses that have not ended."""
+        return {self._requests[row].key: self._completion(row, "withdrawn") for row in sorted(self.running)}
 
 
-def _sample(log_p: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+def _whole_groups(requests: list[Request], max_rows: int) -> tuple[list[Request], list[Request]]:
+    """As many requests as fit ``max_rows``, equal prompts together where they can be, and the rest."""
+    if len(requests) <= max_rows:
+        return requests, []
+    cut = max_rows
+    while cut > 0 and tuple(requests[cut - 1].tokens) == tuple(requests[cut].tokens):
+        cut -= 1
+    cut = cut or max_rows
+    return requests[:cut], requests[cut:]
+
+
+def _sample(log_p: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:
     """One draw per row by the exponential race: argmax of p / E with E ~ Exp(1)."""
-    if not generators:
+    if all(generator is None for generator in generators):
         noise = torch.empty_like(log_p).exponential_()
     else:
         noise = torch.stack([torch.empty(log_p.shape[-1]).exponential_(generator=g) for g in generators])
     return (log_p - noise.to(log_p.device).log()).argmax(-1)
-
-
-def _unpack(tokens: Tensor, log_probs: Tensor, end_ids: Tensor, P: int, G: int) -> list[list[Completion]]:
-    """Cut each row after its first end token."""
-    is_end = torch.isin(tokens, end_ids)
-    lengths = torch.where(is_end.any(1), is_end.long().argmax(1) + 1, tokens.shape[1]).tolist()
-    stopped = is_end.any(1).tolist()
-    rows = [
-        Completion(row[:length], values[:length], "stop" if stop else "length")
-        for row, values, length, stop in zip(
-            tokens.tolist(), log_probs.tolist(), lengths, stopped, strict=True
-        )
-    ]
-    return [rows[p * G : (p + 1) * G] for p in range(P)]

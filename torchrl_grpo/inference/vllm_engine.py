@@ -7,16 +7,18 @@ seed, so responses do not depend on what was generated before. Left out: several
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrl_grpo.errors import ConfigError, ModelError
-from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Sampling
+from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Request
 
 # vLLM's CPU attention kernel takes multiples of 32 only, and the smallest lets short prompts be shared.
 _CPU_BLOCK_SIZE = 32
@@ -113,39 +115,60 @@ class VLLMEngine(Engine):
             torch.set_num_threads = set_num_threads
             torch.set_num_threads(threads)
         self._on_cpu = on_cpu
+        self._names = itertools.count()
+        self._running: dict[str, Hashable] = {}
         self._dtype = dtype
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
-        """See :meth:`Engine.generate`."""
+    def submit(self, requests: Sequence[Request]) -> None:
+        """See :meth:`Engine.submit`."""
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-        seeds: Sequence[int | None] = sampling.seeds or [None] * len(prompts)
-        parameters = [
-            SamplingParams(
-                n=sampling.num_samples,
-                max_tokens=sampling.max_new_tokens,
-                temperature=sampling.temperature,
-                seed=seed,
-                logprobs=0,
-                detokenize=False,
+        for request in requests:
+            name = str(next(self._names))
+            self.llm.llm_engine.add_request(
+                name,
+                {"prompt_token_ids": list(request.tokens)},
+                SamplingParams(
+                    max_tokens=request.max_new_tokens,
+                    temperature=request.temperature,
+                    seed=request.seed,
+                    logprobs=0,
+                    ignore_eos=request.ignore_end,
+                    detokenize=False,
+                    # The tokens of a request that is withdrawn are read where vLLM keeps them.
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                ),
             )
-            for seed in seeds
-        ]
-        outputs = self._run(prompts, parameters)
+            self._running[name] = request.key
+
+    def step(self) -> list[tuple[Hashable, Completion]]:
+        """See :meth:`Engine.step`."""
+        with self._stance():
+            outputs = self.llm.llm_engine.step()
         return [
-            [
-                Completion(
-                    list(sample.token_ids),
-                    [
-                        step[token].logprob
-                        for token, step in zip(sample.token_ids, sample.logprobs, strict=True)
-                    ],
-                    sample.finish_reason,
-                )
-                for sample in output.outputs
-            ]
+            (
+                self._running.pop(output.request_id),
+                _completion(
+                    output.outputs[0].token_ids, output.outputs[0].logprobs, output.outputs[0].finish_reason
+                ),
+            )
             for output in outputs
+            if output.finished
         ]
+
+    def withdraw(self) -> dict[Hashable, Completion]:
+        """See :meth:`Engine.withdraw`."""
+        processor = self.llm.llm_engine.output_processor
+        taken = {}
+        for name, key in self._running.items():
+            state = processor.request_states[processor.external_req_ids[name][0]]
+            taken[key] = _completion(
+                state.detokenizer.output_token_ids, state.logprobs_processor.logprobs, "withdrawn"
+            )
+        self.llm.llm_engine.abort_request(list(self._running))
+        self._running.clear()
+        return taken
 
     def next_tokens(self, prompts: Sequence[Sequence[int]], top_k: int) -> NextTokens:
         """See :meth:`Engine.next_tokens`."""
@@ -164,11 +187,14 @@ class VLLMEngine(Engine):
 
     def _run(self, prompts: Sequence[Sequence[int]], parameters: Any) -> list[Any]:
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        # Without compiled graphs there is nothing to gain from compiling vLLM's small helpers either, and
-        # on a CPU their C++ build takes 20 s of the first call.
-        with torch.compiler.set_stance("force_eager" if self._eager else "default"):
+        with self._stance():
             outputs = self.llm.generate(requests, parameters, use_tqdm=False)
         return list(outputs)
+
+    def _stance(self) -> AbstractContextManager[None]:
+        # Without compiled graphs there is nothing to gain from compiling vLLM's small helpers either, and
+        # on a CPU their C++ build takes 20 s of the first call.
+        return torch.compiler.set_stance("force_eager" if self._eager else "default")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See :meth:`Engine.load_weights`."""
@@ -215,3 +241,11 @@ class VLLMEngine(Engine):
         del self.llm
         cleanup_dist_env_and_memory()
         gc.collect()
+
+
+def _completion(token_ids: Sequence[int], log_probs: Sequence[Any], finish_reason: str) -> Completion:
+    """Tokens and their log-probabilities out of vLLM's own table, as they are now."""
+    tokens = list(token_ids)
+    return Completion(
+        tokens, [step[token].logprob for token, step in zip(tokens, log_probs, strict=True)], finish_reason
+    )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from torchrl_grpo.config import TrainModelConfig
 from torchrl_grpo.errors import ModelError
-from torchrl_grpo.models.logprobs import TokenScorer, check_head
+from torchrl_grpo.models.logprobs import TokenScorer, check_head, warn_about_prefix
 
 # Rounding of a float32 head; anything beyond means the model's forward does more than its head.
 _HEAD_TOLERANCE = 1e-2
@@ -25,7 +23,10 @@ def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
         ModelError: its log-probabilities cannot be computed from backbone and head.
     """
     model.eval()
-    gap = check_head(model)
+    try:
+        gap = check_head(model)
+    except ValueError as error:
+        raise ModelError(f"{type(model).__name__}: {error}; choose another model.name") from error
     if gap > _HEAD_TOLERANCE:
         raise ModelError(
             f"{type(model).__name__}: its logits differ by {gap:.3g} from its output head applied to its "
@@ -52,8 +53,6 @@ def shares_prefix(model: PreTrainedModel) -> bool:
     A model may take its positions from something that packing or a repeated cache does not carry (ALiBi,
     recurrent states); no list of names would be complete, so it is measured. Warns when the answer is no.
     """
-    if not TokenScorer(model).shared_prefix:
-        return False
     prompt = torch.arange(3, 9).view(2, 3)
     prompt_mask = torch.tensor([[False, True, True], [True, True, True]])
     response = torch.arange(9, 21).view(2, 2, 3)
@@ -61,21 +60,20 @@ def shares_prefix(model: PreTrainedModel) -> bool:
         [[[True, True, True], [True, False, False]], [[True, True, False], [True, True, True]]]
     )
     batch = (prompt, prompt_mask, response, mask)
+    attention = model.config.get_text_config()._attn_implementation
     with torch.no_grad():
-        expected = TokenScorer(model, shared_prefix=False)(*batch).log_probs
+        # Before anything is changed about the model's attention.
+        expected = TokenScorer(model, shares_prefix=False)(*batch).log_probs
+        if not TokenScorer(model).shares_prefix:
+            return False
         try:
-            gap = max(
-                float((TokenScorer(model, max_packed_width=width)(*batch).log_probs - expected).abs().max())
-                for width in (0, 1_000)
-            )
+            gap = float((TokenScorer(model)(*batch).log_probs - expected).abs().max())
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
             why = f"it cannot ({type(error).__name__}: {error})"
         else:
             if gap <= _HEAD_TOLERANCE:
                 return True
             why = f"its log-probabilities would change by {gap:.2g}"
-    warnings.warn(
-        f"{type(model).__name__}: prompts are run once per response instead of once per group, because {why}",
-        stacklevel=2,
-    )
+    model.set_attn_implementation(attention)
+    warn_about_prefix(model, why)
     return False

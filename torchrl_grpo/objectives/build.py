@@ -12,7 +12,11 @@ from torchrl_grpo.objectives.loss import GroupPolicyLoss
 
 
 def build_objective(
-    cfg: PolicyConfig, actor: TokenScorer, reward_weights: Sequence[float], max_new_tokens: int
+    cfg: PolicyConfig,
+    actor: TokenScorer,
+    reward_weights: Sequence[float],
+    max_new_tokens: int,
+    proximal_given: bool = True,
 ) -> tuple[GroupPolicyLoss, GroupAdvantage]:
     """The loss around ``actor`` and the write-side transform that computes its advantages.
 
@@ -21,6 +25,7 @@ def build_objective(
         actor: scores responses with the model that is trained.
         reward_weights: of the rewards in ``("next", "reward_parts")``.
         max_new_tokens: length bound of a response.
+        proximal_given: see :class:`GroupPolicyLoss`.
     """
     kl = KLCoefficient(kl_start(cfg), cfg.kl_target, cfg.kl_horizon)
     entropy = EntropyCoefficient(
@@ -28,5 +33,12 @@ def build_objective(
     )
     actor.entropy_gradient = entropy.in_use
     constant_length = max_new_tokens if cfg.aggregation_length is None else cfg.aggregation_length
-    loss = GroupPolicyLoss(actor, cfg, kl=kl, entropy=entropy, constant_length=constant_length)
+    loss = GroupPolicyLoss(
+        actor,
+        cfg,
+        kl=kl,
+        entropy=entropy,
+        constant_length=constant_length,
+        proximal_given=proximal_given,
+    )
     return loss, GroupAdvantage(cfg, kl, reward_weights, max_new_tokens)

@@ -39,6 +39,9 @@ class GroupPolicyLoss(LossModule):
         kl: weight of the KL term to the reference.
         entropy: weight of the entropy bonus.
         constant_length: tokens, for ``policy.aggregation=constant``.
+        proximal_given: with a proximal policy of the trainer's, whether batches bring its log-probabilities.
+            A round that is trained for one step needs none: the policy before the step is the one that the
+            loss is computed with.
     """
 
     @dataclass
@@ -67,6 +70,7 @@ class GroupPolicyLoss(LossModule):
         kl: KLCoefficient,
         entropy: EntropyCoefficient,
         constant_length: int,
+        proximal_given: bool = True,
     ) -> None:
         super().__init__()
         # Parameters stay where they are: the optimiser and the checkpoints know the model by its own names.
@@ -75,6 +79,7 @@ class GroupPolicyLoss(LossModule):
         self.kl = kl
         self.entropy = entropy
         self.constant_length = constant_length
+        self.proximal_given = proximal_given
         high = cfg.clip_epsilon if cfg.clip_epsilon_high is None else cfg.clip_epsilon_high
         self.bounds = Bounds(cfg.clip_epsilon, high, cfg.dual_clip)
         self._surrogate = SURROGATES[cfg.surrogate]
@@ -85,7 +90,7 @@ class GroupPolicyLoss(LossModule):
         keys = self.tensor_keys
         read = [keys.prompt, keys.prompt_mask, keys.response, keys.response_mask, keys.loss_mask]
         read += [keys.sample_log_prob, keys.advantage]
-        if self.cfg.proximal == "trainer":
+        if self.cfg.proximal == "trainer" and self.proximal_given:
             read.append(keys.proximal_log_prob)
         if self.kl.in_use:
             read.append(keys.ref_log_prob)
@@ -148,7 +153,10 @@ class GroupPolicyLoss(LossModule):
             return get(key).masked_fill(~mask, 0.0)
 
         sampled = log_probs(keys.sample_log_prob)
-        proximal = log_probs(keys.proximal_log_prob) if self.cfg.proximal == "trainer" else sampled
+        proximal = sampled
+        if self.cfg.proximal == "trainer":
+            given = self.proximal_given
+            proximal = log_probs(keys.proximal_log_prob) if given else new.detach().masked_fill(~mask, 0.0)
         objective, clipped = self._surrogate(
             at_level(new - proximal, mask, self.cfg.ratio),
             new,
@@ -178,6 +186,20 @@ class GroupPolicyLoss(LossModule):
         if self.entropy.in_use:
             out["loss_entropy"] = -self.entropy.value * mean(scores.entropy)
         return TensorDict(out, batch_size=[])
+
+    def has_gradient(self, tensordict: TensorDictBase) -> Tensor:
+        """``[P]`` bool: groups that can move the model at all.
+
+        Every surrogate is a multiple of the advantage. Where all advantages of a group are 0 and no other
+        term is in use, its gradient is exactly 0.
+        """
+        other_terms = (
+            (self.kl.in_use and self.cfg.kl_in == "loss")
+            or self.cfg.kl_inference_coef != 0
+            or self.entropy.in_use
+        )
+        moves = tensordict.get(self.tensor_keys.advantage).ne(0).flatten(1).any(1)
+        return torch.ones_like(moves) if other_terms else moves
 
     def _metrics(self, new: Tensor, sampled: Tensor, mean: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         log_ratio = new - sampled

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import NonTensorStack, TensorDict
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.envs import GroupTextEnv
+from torchrl_grpo.errors import CheckpointError
 from torchrl_grpo.inference.protocol import Completion, Engine, Sampling
 from torchrl_grpo.rollout.schema import build_batch
+from torchrl_grpo.rollout.seeds import group_seed
+
+if TYPE_CHECKING:
+    from torchrl_grpo.training.publish import WeightPublisher
 
 
 @dataclass
@@ -28,8 +32,7 @@ class Round:
         errors: reward errors by name, likewise.
         response_tokens: tokens generated, also for responses that were thrown away.
         error_count: reward errors, likewise.
-        generate_seconds: time in the engine.
-        score_seconds: time in the rewards.
+        seconds: what the trainer spent on it, as metrics of its phases.
     """
 
     groups: TensorDict
@@ -39,8 +42,7 @@ class Round:
     errors: list[dict[str, str]]
     response_tokens: int
     error_count: int
-    generate_seconds: float
-    score_seconds: float
+    seconds: dict[str, float]
 
 
 class RolloutCollector:
@@ -92,6 +94,22 @@ class RolloutCollector:
         """Version of the weights that the next round is sampled with."""
         return self.engine.policy_version
 
+    def publish(self, publisher: WeightPublisher, version: int, wait: bool) -> dict[str, float]:
+        """Give the engine the present weights, proven: see :meth:`WeightPublisher.publish`."""
+        return publisher.publish(version)
+
+    def figures(self, round_: Round) -> dict[str, float]:
+        """Speeds at which the round was collected."""
+        seconds, tokens = round_.seconds, round_.response_tokens
+        return {
+            "throughput/generated_tokens_per_s": tokens / seconds["time/generate_s"],
+            "throughput/scored_tokens_per_s": tokens / seconds["time/score_s"],
+        }
+
+    def account(self) -> dict[str, Any]:
+        """Entries of ``summary.json``."""
+        return {"dialog_turns": self.rounds * self.dialog_turns_per_batch}
+
     def start(self) -> None:
         """Nothing runs in the background: collection happens when the next round is asked for."""
 
@@ -103,8 +121,12 @@ class RolloutCollector:
         while self.rounds * self.dialog_turns_per_batch < self.total_dialog_turns:
             yield self.rollout()
 
-    def rollout(self) -> Round:
-        """Collect one round."""
+    def rollout(self, again: bool = False) -> Round:
+        """Collect one round.
+
+        Args:
+            again: it adds to the last one, which held too few groups with a signal.
+        """
         num_prompts, num_samples = self.env.batch_size
         # Cached states are right but came out of other batches, and rounding depends on the batch:
         # starting empty makes a round a function of weights and seed, whatever ran before.
@@ -138,12 +160,12 @@ class RolloutCollector:
             errors=[dict(one.errors) for one in self.env.scored],
             response_tokens=int(groups["masks", "response"].sum()),
             error_count=sum(len(one.errors) for one in self.env.scored),
-            generate_seconds=generated - start,
-            score_seconds=scored - generated,
+            seconds={"time/generate_s": generated - start, "time/score_s": scored - generated},
         )
 
     def _seeds(self, count: int) -> list[int]:
-        return [derive_seed(self.seed, "rollout", self.rounds, prompt) for prompt in range(count)]
+        first = self.rounds * count
+        return [group_seed(self.seed, first + prompt, count) for prompt in range(count)]
 
     def _decode(self, completions: list[list[Completion]]) -> list[list[str]]:
         flat = [completion.token_ids for group in completions for completion in group]
@@ -156,12 +178,15 @@ class RolloutCollector:
         return {"rounds": self.rounds, **self.env.stream.state_dict()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
+        """Continue where :meth:`state_dict` was taken.
+
+        Raises:
+            CheckpointError: it is of a run of ``grpo-async.py``.
+        """
+        if "rounds" not in state:
+            raise CheckpointError(
+                "resume: this run was started with grpo-async.py; resume it with grpo-async.py, or start a "
+                "new run from its weights with model.name=RUN/checkpoints/STEP/model and without resume"
+            )
         self.rounds = state["rounds"]
         self.env.stream.load_state_dict({"epoch": state["epoch"], "position": state["position"]})
-
-
-def derive_seed(seed: int, *names: object) -> int:
-    """A 48-bit seed that depends on ``seed`` and ``names``; engines add the sample's number to it."""
-    digest = hashlib.blake2b("/".join(map(str, (seed, *names))).encode(), digest_size=6).digest()
-    return int.from_bytes(digest, "big")

@@ -8,6 +8,7 @@ from torch import nn
 from torchrl.envs.transforms import Transform
 
 from torchrl_grpo.models.logprobs import TokenScorer
+from torchrl_grpo.rollout.micro_batches import MicroBatch, TokenBudget
 
 
 class LogProbScorer(Transform):
@@ -20,15 +21,15 @@ class LogProbScorer(Transform):
     Args:
         scorer: around the model, at the sampling temperature.
         name: of what is written.
-        groups_per_call: groups scored at a time.
+        budget: how much is scored at a time.
     """
 
-    def __init__(self, scorer: TokenScorer, name: str, groups_per_call: int) -> None:
+    def __init__(self, scorer: TokenScorer, name: str, budget: TokenBudget) -> None:
         super().__init__()
         # Not a submodule: the buffer must not list the model among its parameters.
         self.__dict__["scorer"] = scorer
         self.name = name
-        self.groups_per_call = groups_per_call
+        self.budget = budget
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Reading changes nothing."""
@@ -36,16 +37,21 @@ class LogProbScorer(Transform):
 
     @torch.no_grad()
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        scores = [
-            self.scorer(
+        written = torch.zeros(tensordict["masks", "response"].shape)
+
+        def score(micro: MicroBatch) -> None:
+            piece = micro.of(tensordict)
+            found = self.scorer(
                 piece["tokens", "prompt"],
                 piece["masks", "prompt"],
                 piece["tokens", "response"],
                 piece["masks", "response"],
             ).log_probs.cpu()
-            for piece in tensordict.split(self.groups_per_call)
-        ]
-        return tensordict.set(("log_probs", self.name), torch.cat(scores))
+            written[list(micro.rows), micro.samples, : found.shape[-1]] = found
+
+        # An attempt that is repeated writes over what the last one left.
+        self.budget.run(tensordict, score, undo=lambda: None)
+        return tensordict.set(("log_probs", self.name), written)
 
     @torch.no_grad()
     def mix_in(self, model: nn.Module, share: float) -> None:

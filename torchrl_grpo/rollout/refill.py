@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from tensordict import TensorDict
 from torch import Tensor
 
-from torchrl_grpo.rollout.collector import RolloutCollector, Round
+from torchrl_grpo.rollout.collector import Round
 from torchrl_grpo.rollout.schema import collate
 
 
+class Collector(Protocol):
+    """Collects rounds."""
+
+    def rollout(self, again: bool = False) -> Round:
+        """The next round; ``again`` in place of, or in addition to, the last one."""
+
+
 def collect_with_signal(
-    collector: RolloutCollector, without_signal: Callable[[TensorDict], Tensor], max_refills: int
+    collector: Collector, without_signal: Callable[[TensorDict], Tensor], max_refills: int
 ) -> tuple[Round, dict[str, float]]:
     """Collect a round, and further ones until it is full of groups whose rewards differ (DAPO, arXiv
     2503.14476, eq. 11).
@@ -41,7 +49,7 @@ def collect_with_signal(
 
     sort(0)
     while len(found) < size and len(rounds) <= max_refills:
-        rounds.append(collector.rollout())
+        rounds.append(collector.rollout(again=True))
         sort(len(rounds) - 1)
     chosen = (found + spare)[:size]
     return _pick(rounds, chosen), {"rollout/refills": len(rounds) - 1}
@@ -66,6 +74,5 @@ def _pick(rounds: Sequence[Round], chosen: Sequence[tuple[int, int]]) -> Round:
         errors=of_responses("errors"),
         response_tokens=sum(one.response_tokens for one in rounds),
         error_count=sum(one.error_count for one in rounds),
-        generate_seconds=sum(one.generate_seconds for one in rounds),
-        score_seconds=sum(one.score_seconds for one in rounds),
+        seconds={phase: sum(one.seconds[phase] for one in rounds) for phase in rounds[0].seconds},
     )

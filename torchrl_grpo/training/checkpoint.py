@@ -30,7 +30,22 @@ _DOOMED = ".removing-"
 _TRAINER = "trainer.pt"
 _CONFIG = "config.yaml"
 # A resumed run may change these and still be the same run.
-_FREE_KEYS = ("resume", "logging", "checkpoint", "train.checkpoint_frequency", "train.max_skipped_steps")
+_FREE_KEYS = (
+    "resume",
+    "logging",
+    "checkpoint",
+    "train.checkpoint_frequency",
+    "train.max_skipped_steps",
+    # Memory only, to rounding: what a run that ran out of it is told to change.
+    "train.max_tokens_per_microbatch",
+    "train_model.gradient_checkpointing",
+    # Who samples a response does not change what it is sampled from.
+    "collector.timeout_s",
+    "collector.max_restarts",
+    "inference_model.num_devices",
+    "inference_model.devices",
+    "ray",
+)
 
 
 def save(

@@ -9,10 +9,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import check_length, render
-from torchrl_grpo.inference.protocol import Engine, Sampling
+from torchrl_grpo.inference.protocol import Inference, Sampling
 from torchrl_grpo.observe.stats import pass_at_k, wilson
 from torchrl_grpo.rewards.grading import CountingGrader
-from torchrl_grpo.rollout.collector import derive_seed
+from torchrl_grpo.rollout.seeds import derive_seed
 
 
 class Evaluator:
@@ -47,7 +47,7 @@ class Evaluator:
         for example, prompt in zip(examples, self.prompts, strict=True):
             check_length(example, len(prompt), longest)
 
-    def __call__(self, engine: Engine) -> dict[str, float]:
+    def __call__(self, engine: Inference) -> dict[str, float]:
         """Evaluate the weights that ``engine`` holds.
 
         Returns:
@@ -82,7 +82,7 @@ class Evaluator:
             metrics[f"eval/pass_at_{self.pass_at_k}"] = self._pass_at_k(engine)
         return metrics
 
-    def _pass_at_k(self, engine: Engine) -> float:
+    def _pass_at_k(self, engine: Inference) -> float:
         seeds = [derive_seed(self.seed, "eval", example.id) for example in self.examples]
         sampled, _ = self._answers(
             engine, Sampling(self.pass_at_k, self.max_new_tokens, self.temperature, seeds)
@@ -93,7 +93,7 @@ class Evaluator:
             scores.append(pass_at_k(len(texts), right, self.pass_at_k))
         return sum(scores) / len(scores)
 
-    def _answers(self, engine: Engine, sampling: Sampling) -> tuple[list[list[str]], float]:
+    def _answers(self, engine: Inference, sampling: Sampling) -> tuple[list[list[str]], float]:
         """Texts for each problem, and the mean length in tokens."""
         completions = engine.generate(self.prompts, sampling)
         texts = [

@@ -1,4 +1,4 @@
-"""The synchronous loop: collect, score, advantage, buffer, optimise, publish, evaluate, log, save."""
+"""The loop of both scripts: collect, score, advantage, buffer, optimise, publish, evaluate, log, save."""
 
 from __future__ import annotations
 
@@ -6,41 +6,53 @@ import time
 
 from torchrl_grpo.objectives.advantage import is_constant
 from torchrl_grpo.observe.stats import peak_cuda_gib, peak_memory_gib
+from torchrl_grpo.rollout.age import ages
 from torchrl_grpo.rollout.collector import Round
 from torchrl_grpo.rollout.refill import collect_with_signal
 from torchrl_grpo.training.session import Session
+from torchrl_grpo.training.speed import rest_of
 
 
 def train(run: Session) -> None:
-    """Train until ``train.total_dialog_turns`` responses have been used.
-
-    One pass of the loop is one optimiser step. A round is collected when the buffer has been used up,
-    so every round is sampled by the weights it is first trained on: asynchronous training with a
-    staleness bound of zero.
-    """
+    """Train until ``train.total_dialog_turns`` responses have been used."""
     while not run.finished:
-        started = time.perf_counter()
-        metrics: dict[str, float] = {}
-        if run.counters.steps_left_in_round == 0:
-            metrics |= collect(run)
-        run.rest_engine()
-        trained = time.perf_counter()
-        metrics |= run.optimise(run.buffer.sample())
-        metrics["time/train_s"] = time.perf_counter() - trained
-        run.counters.step += 1
-        run.refresh_reference()
-        run.counters.steps_left_in_round -= 1
-        if run.counters.steps_left_in_round == 0 or run.evaluation_is_due():
-            metrics |= run.publish()
-        if run.evaluation_is_due():
-            metrics |= run.evaluate()
-        metrics["time/step_s"] = time.perf_counter() - started
-        metrics["memory/peak_gib"] = peak_memory_gib()
-        if run.device.type == "cuda":
-            metrics["memory/peak_cuda_gib"] = peak_cuda_gib()
-        run.log(metrics)
-        if run.checkpoint_is_due():
-            run.save()
+        step(run)
+
+
+def step(run: Session) -> dict[str, float]:
+    """One optimiser step, with all that is due before and after it; returns its metrics.
+
+    A round is collected when the buffer has been used up. Synchronously it is sampled then, by the weights it
+    is first trained on: asynchronous training, which samples ahead, with a staleness bound of zero.
+    """
+    started = time.perf_counter()
+    metrics: dict[str, float] = {}
+    if run.counters.steps_left_in_round == 0:
+        metrics |= collect(run)
+    run.rest_engine()
+    trained = time.perf_counter()
+    batch = run.buffer.sample()
+    metrics |= run.optimise(batch)
+    metrics["time/train_s"] = time.perf_counter() - trained
+    moves = run.optimise.loss.has_gradient(batch)
+    metrics |= run.speed.trained(batch, moves, metrics["time/train_s"])
+    run.counters.step += 1
+    run.unlogged = metrics
+    run.refresh_reference()
+    run.counters.steps_left_in_round -= 1
+    if run.publication_is_due():
+        metrics |= run.publish()
+    if run.evaluation_is_due():
+        metrics |= run.evaluate()
+    metrics["time/step_s"] = time.perf_counter() - started
+    metrics["time/other_s"] = rest_of(metrics)
+    metrics["memory/peak_gib"] = peak_memory_gib()
+    if run.device.type == "cuda":
+        metrics["memory/peak_cuda_gib"] = peak_cuda_gib()
+    run.log(metrics)
+    if run.checkpoint_is_due():
+        run.save()
+    return metrics
 
 
 def collect(run: Session) -> dict[str, float]:
@@ -57,7 +69,13 @@ def collect(run: Session) -> dict[str, float]:
     prepared = time.perf_counter() - started
     run.counters.steps_left_in_round = run.steps_per_round
     run.write_rollouts(round_)
-    return {**describe(run, round_), **refill, "time/prepare_s": prepared}
+    tokens = run.buffer.contents()["masks", "response"].sum().item()
+    return {
+        **describe(run, round_),
+        **refill,
+        "time/prepare_s": prepared,
+        "throughput/prepared_tokens_per_s": tokens / prepared,
+    }
 
 
 def describe(run: Session, round_: Round) -> dict[str, float]:
@@ -77,10 +95,10 @@ def describe(run: Session, round_: Round) -> dict[str, float]:
         "response/length_max": float(lengths.max()),
         "response/truncated": float(groups["truncated"].float().mean()),
         "policy/version": int(groups["policy_version"].min()),
-        "data/epoch": run.collector.env.stream.epoch,
-        "time/generate_s": round_.generate_seconds,
-        "time/score_s": round_.score_seconds,
-        "throughput/generated_tokens_per_s": round_.response_tokens / round_.generate_seconds,
+        **ages(groups, run.counters.step, run.steps_per_round),
+        "data/epoch": run.collector.env.stream.epoch_of(int(groups["group_id"].max())),
+        **round_.seconds,
+        **run.collector.figures(round_),
     }
     for name in sorted({name for parts in round_.parts for name in parts}):
         values = [parts[name] for parts in round_.parts if name in parts]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tensordict import TensorDict
-from torch import nn
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
 
 from torchrl_grpo.config import OptimizerConfig
 from torchrl_grpo.errors import TrainingStopped
-from torchrl_grpo.objectives.aggregate import totals_of
+from torchrl_grpo.objectives.aggregate import BatchTotals, totals_of
 from torchrl_grpo.objectives.loss import GroupPolicyLoss
+from torchrl_grpo.rollout.micro_batches import MicroBatch, TokenBudget, equal_pieces
 
 # Low enough that the first steps are not spent on finding the scale, as with torch's 2^16.
 _INITIAL_SCALE = 2.0**12
@@ -47,6 +47,7 @@ class OptimiserStep:
         total_steps: optimiser steps of the whole run, for the schedule.
         groups_per_batch: groups in a batch; fewer where some are dropped.
         micro_batches: how many pieces a batch is worked through in; the result does not depend on it.
+        budget: cuts pieces further that have too many tokens.
         use_scaler: scale the loss, for fp16.
         max_skipped_steps: refused steps in a row after which training stops.
     """
@@ -60,6 +61,7 @@ class OptimiserStep:
         total_steps: int,
         groups_per_batch: int,
         micro_batches: int,
+        budget: TokenBudget,
         use_scaler: bool,
         max_skipped_steps: int,
     ) -> None:
@@ -67,6 +69,7 @@ class OptimiserStep:
         self.loss = loss
         self.groups_per_batch = groups_per_batch
         self.micro_batches = micro_batches
+        self.budget = budget
         self.max_grad_norm = cfg.max_grad_norm
         self.max_skipped_steps = max_skipped_steps
         self.optimizer = torch.optim.AdamW(
@@ -112,7 +115,7 @@ class OptimiserStep:
         # Also after a refused step: an overflow is how the scaler learns to scale less.
         self.scaler.update()
         self._advance_schedule()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         metrics = {
             "loss/total": loss,
             **{name: sums[key] for key, name in _METRICS.items() if key in sums},
@@ -147,17 +150,47 @@ class OptimiserStep:
         }
 
     def accumulate(self, batch: TensorDict) -> dict[str, float]:
-        """Add the gradients of ``batch`` to the parameters, and return its summed loss terms and metrics."""
+        """Add the gradients of ``batch`` to the parameters, and return its summed loss terms and metrics.
+
+        Groups without a gradient are only measured, which takes a third of the time.
+        """
         totals = totals_of(batch["masks", "loss"])
-        sums: dict[str, float] = {"loss": 0.0}
-        for piece in split(batch, self.groups_per_batch, self.micro_batches):
-            terms = self.loss(piece, totals=totals)
-            loss = torch.stack([value for name, value in terms.items() if name.startswith("loss_")]).sum()
+        moves = self.loss.has_gradient(batch)
+        terms = [*self._measure(batch[~moves], totals), *self._backward(batch[moves], totals)]
+        return {name: sum(one[name] for one in terms) for name in terms[0]}
+
+    def _backward(self, batch: TensorDictBase, totals: BatchTotals) -> list[dict[str, float]]:
+        if not len(batch):
+            for parameter in self.parameters:
+                # An update by a gradient of zero is one: moments decay, and so do weights.
+                parameter.grad = torch.zeros_like(parameter)
+            # The scaler cannot undo a scale that it was never asked for.
+            self.scaler.scale(torch.zeros((), device=self.parameters[0].device))
+            return []
+
+        def work(micro: MicroBatch) -> dict[str, float]:
+            terms = self.loss(micro.of(batch), totals=totals)
+            loss = _total(terms)
             self.scaler.scale(loss).backward()
-            sums["loss"] += float(loss.detach())
-            for name, value in terms.items():
-                sums[name] = sums.get(name, 0.0) + float(value.detach())
-        return sums
+            return _as_floats(terms, loss)
+
+        samples = batch["masks", "response"].shape[1]
+        pieces = equal_pieces(len(batch), samples, self.micro_batches, self.groups_per_batch)
+        return self.budget.run(batch, work, self._drop_gradients, pieces)
+
+    @torch.no_grad()
+    def _measure(self, batch: TensorDictBase, totals: BatchTotals) -> list[dict[str, float]]:
+        if not len(batch):
+            return []
+
+        def work(micro: MicroBatch) -> dict[str, float]:
+            terms = self.loss(micro.of(batch), totals=totals)
+            return _as_floats(terms, _total(terms))
+
+        return self.budget.run(batch, work, self._drop_gradients)
+
+    def _drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _count(self, finite: bool, loss: float, norm: float) -> None:
         if finite:
@@ -183,6 +216,7 @@ class OptimiserStep:
             "scaler": self.scaler.state_dict(),
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "budget": self.budget.state_dict(),
             "kl": self.loss.kl.state_dict(),
             "entropy": self.loss.entropy.state_dict(),
         }
@@ -201,8 +235,18 @@ class OptimiserStep:
         self.scaler.load_state_dict(state["scaler"])
         self.skipped = state["skipped"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
+        if "budget" in state:  # not in checkpoints of earlier versions
+            self.budget.load_state_dict(state["budget"])
         self.loss.kl.load_state_dict(state["kl"])
         self.loss.entropy.load_state_dict(state["entropy"])
+
+
+def _total(terms: TensorDictBase) -> Tensor:
+    return torch.stack([value for name, value in terms.items() if name.startswith("loss_")]).sum()
+
+
+def _as_floats(terms: TensorDictBase, loss: Tensor) -> dict[str, float]:
+    return {"loss": float(loss.detach()), **{name: float(value.detach()) for name, value in terms.items()}}
 
 
 def _effective_share(mean: float, mean_square: float) -> float:
@@ -228,25 +272,3 @@ def learning_rate_factor(step: int, total_steps: int, cfg: OptimizerConfig) -> f
     done = min(1.0, (step - cfg.warmup_steps) / max(1, total_steps - cfg.warmup_steps))
     shape = 1 - done if cfg.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape
-
-
-def split(batch: TensorDict, groups: int, pieces: int) -> Iterator[TensorDict]:
-    """Cut ``batch`` into micro-batches: along groups while they last, then within them.
-
-    Args:
-        batch: up to ``groups`` groups of G; fewer groups make fewer micro-batches of the same size.
-        groups: of a full batch.
-        pieces: that a full batch is cut into: a divisor of ``groups``, or ``groups`` times a divisor of G.
-    """
-    if pieces <= groups:
-        yield from batch.split(groups // pieces)
-        return
-    samples = batch["tokens", "response"].shape[1]
-    size = samples // (pieces // groups)
-    prompt_keys = {("tokens", "prompt"), ("masks", "prompt")}
-    for group in batch.split(1):
-        for start in range(0, samples, size):
-            yield group.named_apply(
-                lambda key, t, start=start: t if key in prompt_keys else t[:, start : start + size],
-                nested_keys=True,
-            )

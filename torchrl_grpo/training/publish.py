@@ -11,17 +11,21 @@ Three kinds of evidence, because each misses what another sees:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_grpo.errors import TrainingStopped
-from torchrl_grpo.inference.protocol import Engine, NextTokens
+from torchrl_grpo.inference.protocol import Inference, NextTokens
+from torchrl_grpo.inference.receipts import Receipt, checksum, signed
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.padding import pad_left
+
+_T = TypeVar("_T")
 
 TOP_K = 20
 # What two correct implementations may differ by at the start, in nats; several times what was measured
@@ -47,6 +51,21 @@ class Gap:
     shift: float | None
 
 
+@dataclass(frozen=True)
+class Expectation:
+    """What an engine must answer once it holds certain weights.
+
+    Attributes:
+        version: optimiser steps behind them.
+        ours: ``[N, V]``, the trainer's log-probabilities after each probe prompt.
+        anchor: the same of some publications ago; None at the first.
+    """
+
+    version: int
+    ours: Tensor
+    anchor: Tensor | None
+
+
 class WeightPublisher:
     """Publishes the weights of ``model`` to ``engine`` and proves that they arrived.
 
@@ -64,7 +83,7 @@ class WeightPublisher:
         self,
         model: nn.Module,
         scorer: TokenScorer,
-        engine: Engine,
+        engine: Inference,
         probe_prompts: Sequence[Sequence[int]],
         pad_id: int,
         precision: torch.dtype,
@@ -85,7 +104,9 @@ class WeightPublisher:
         self._anchor: Tensor | None = None
         self._resumed = False
 
-    def prove_at_start(self, version: int) -> dict[str, float]:
+    def prove_at_start(
+        self, version: int, publish: Callable[[int], dict[str, float]] | None = None
+    ) -> dict[str, float]:
         """Show that the proof works: perturbed weights must reach the engine, and be put back.
 
         Every tensor is perturbed, so one that does not arrive shows up as a gap: a packed copy of a tied
@@ -94,6 +115,7 @@ class WeightPublisher:
 
         Args:
             version: of the weights that are in the model now.
+            publish: what the weights are published with afterwards; :meth:`publish` unless told.
 
         Returns:
             ``publish/perturbation``, the change seen in the engine, and the metrics of :meth:`publish`.
@@ -103,8 +125,7 @@ class WeightPublisher:
         """
         ours = self._trainer_view()
         with perturbed(self.model):
-            self._load(named_weights(self.model))
-            answer = self.engine.next_tokens(self.probe_prompts, TOP_K)
+            _, answer = self._load(named_weights(self.model), version, self.engine.publish)
             seen = self._difference(ours, answer)
             gap = self._difference(self._trainer_view(), answer)
         # Not "more than the bound", which a user may have set high; and written so that NaN fails too.
@@ -115,7 +136,7 @@ class WeightPublisher:
                 f"{self.start_bound:.2g}): published weights do not all reach the model that answers. Look "
                 "at the engine's load_weights; inference_model.backend=transformers works meanwhile"
             )
-        metrics = self.publish(version)
+        metrics = (publish or self.publish)(version)
         if not self._resumed:
             self._noise = metrics["publish/gap"]
             if self._derive_bound:
@@ -143,37 +164,62 @@ class WeightPublisher:
         Raises:
             TrainingStopped: the engine does not hold these weights; the message says what to look at.
         """
-        self._check_receipt(self._load(named_weights(self.model)))
-        answer = self.engine.next_tokens(self.probe_prompts, TOP_K)
+        expectation = self.expect(version)
+        answer, _ = self.hand_over(version, self.engine.publish)
+        gap = self.judge(expectation, answer)
+        self.engine.policy_version = version
+        return {"publish/gap": gap}
+
+    def expect(self, version: int) -> Expectation:
+        """What an engine must answer that is given the weights as they are now."""
+        ours, anchor = self._trainer_view(), self._anchor
+        if anchor is None or self._shift(ours, anchor) > self._telling_shift():
+            self._anchor = ours
+        return Expectation(version, ours, anchor)
+
+    def hand_over(self, version: int, take: Callable[..., _T]) -> tuple[_T, Receipt]:
+        """Hand the weights as they are now to ``take``, as :meth:`Inference.publish` takes them.
+
+        Returns:
+            What ``take`` returned, and the receipt of the live weights.
+
+        Raises:
+            TrainingStopped: it did not ask for all of them, or they were not the live ones.
+        """
+        receipt, result = self._load(named_weights(self.model), version, take)
+        live = {name: checksum(tensor) for name, tensor in named_weights(self.model)}
+        self.check_receipt(receipt, live)
+        return result, live
+
+    def judge(self, expectation: Expectation, answer: NextTokens) -> float:
+        """Compare an answer with what was expected; the largest difference in nats.
+
+        Raises:
+            TrainingStopped: the engine does not hold the weights.
+        """
         if answer.cached_tokens:
             raise TrainingStopped(
-                f"{self._engine_name()}: after publishing version {version}, {answer.cached_tokens} tokens "
-                "of the probe came out of a prefix cache that older weights had filled. Look at the engine's "
-                "reset_cache"
+                f"{self._engine_name()}: after publishing version {expectation.version}, "
+                f"{answer.cached_tokens} tokens of the probe came out of a prefix cache that older weights "
+                "had filled. Look at the engine's reset_cache"
             )
-        ours = self._trainer_view()
-        gap = self._compare(ours, answer)
-        self._check(gap, version)
-        if gap.shift is None or gap.shift > self._telling_shift():
-            self._anchor = ours
-        self.engine.policy_version = version
-        return {"publish/gap": gap.now}
+        gap = self._compare(expectation, answer)
+        self._check(gap, expectation.version)
+        return gap.now
 
-    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-        receipt: dict[str, int] = {}
+    def _load(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, take: Callable[..., _T]
+    ) -> tuple[Receipt, _T]:
+        receipt: Receipt = {}
+        result = take(signed(weights, receipt), version, self.probe_prompts, TOP_K)
+        return receipt, result
 
-        def signed() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights:
-                yield name, tensor
-                # After the engine took it: a tensor handed out but never asked for leaves no receipt.
-                receipt[name] = checksum(tensor)
+    def check_receipt(self, receipt: Receipt, live: Receipt) -> None:
+        """Compare what was taken with what there is to take.
 
-        self.engine.load_weights(signed())
-        self.engine.reset_cache()
-        return receipt
-
-    def _check_receipt(self, receipt: dict[str, int]) -> None:
-        live = {name: checksum(tensor) for name, tensor in named_weights(self.model)}
+        Raises:
+            TrainingStopped: something is missing or different.
+        """
         missing = sorted(live.keys() - receipt.keys())
         different = sorted(name for name in live.keys() & receipt.keys() if live[name] != receipt[name])
         if missing or different:
@@ -203,20 +249,25 @@ class WeightPublisher:
                 "load_weights and reset_cache"
             )
 
-    def _compare(self, ours: Tensor, answer: NextTokens) -> Gap:
-        now = self._difference(ours, answer)
-        if self._anchor is None:
+    def _compare(self, expectation: Expectation, answer: NextTokens) -> Gap:
+        now = self._difference(expectation.ours, answer)
+        if expectation.anchor is None:
             return Gap(now, None, None)
-        before = self._difference(self._anchor, answer)
-        moved = (ours - self._anchor).gather(1, answer.token_ids)
-        return Gap(now, before, float(moved.abs().max()))
+        before = self._difference(expectation.anchor, answer)
+        moved = self._shift(expectation.ours, expectation.anchor, answer.token_ids)
+        return Gap(now, before, moved)
+
+    def _shift(self, ours: Tensor, anchor: Tensor, token_ids: Tensor | None = None) -> float:
+        """How far the trainer has moved: over ``token_ids``, or over its own likeliest tokens."""
+        chosen = ours.topk(min(TOP_K, ours.shape[-1])).indices if token_ids is None else token_ids
+        return float((_below(ours, chosen) - _below(anchor, chosen)).abs().max())
 
     def _telling_shift(self) -> float:
         """How far the trainer must have moved for rounding not to hide where the engine stands, in nats."""
         return 4 * max(self._noise, 1e-6)
 
     def _difference(self, ours: Tensor, answer: NextTokens) -> float:
-        return float((ours.gather(1, answer.token_ids) - answer.log_probs).abs().max())
+        return float((_below(ours, answer.token_ids) - answer.log_probs).abs().max())
 
     @torch.no_grad()
     def _trainer_view(self) -> Tensor:
@@ -224,6 +275,11 @@ class WeightPublisher:
 
     def _engine_name(self) -> str:
         return type(self.engine).__name__
+
+
+def _below(ours: Tensor, token_ids: Tensor) -> Tensor:
+    """``ours`` at ``token_ids``, which may hold the answers of several workers, one below the other."""
+    return ours.repeat(len(token_ids) // len(ours), 1).gather(1, token_ids)
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -250,12 +306,6 @@ def perturbed(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         scale(2.0)
-
-
-def checksum(tensor: Tensor) -> int:
-    """Sum of the tensor's bit patterns as integers: exact, and in any order of summation the same."""
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return int(tensor.contiguous().view(kinds[tensor.element_size()]).sum(dtype=torch.int64))
 
 
 def probe_prompts(prompts: Sequence[Sequence[int]], count: int = 3, length: int = 40) -> list[list[int]]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torchrl_grpo import data, rewards
 from torchrl_grpo.config import Config
+from torchrl_grpo.errors import WorkersLost
 from torchrl_grpo.rewards.grading import CountingGrader
 from torchrl_grpo.run_folder import claimed
 from torchrl_grpo.training import checkpoint
@@ -30,12 +32,34 @@ def run(cfg: Config, run_dir: Path) -> dict[str, Any]:
     Raises:
         UserError: data, checkpoint, model or training is at fault in a way the user can mend.
     """
+    return _claim_and_train(_with_proximal(cfg, "engine"), run_dir, "one_engine")
+
+
+def run_async(cfg: Config, run_dir: Path) -> dict[str, Any]:
+    """The same with rollout workers on Ray that generate while the trainer trains."""
+    ahead = cfg.collector.max_policy_age > 0
+    return _claim_and_train(_with_proximal(cfg, "trainer" if ahead else "engine"), run_dir, "ray_workers")
+
+
+def _with_proximal(cfg: Config, automatic: str) -> Config:
+    """``policy.proximal=auto`` as it is meant here.
+
+    A clip around a policy that is some rounds old lets the present one move no further from it than the bound
+    in all these rounds together; around the trainer's own it bounds the step (AReaL, arXiv 2505.24298, sec.
+    5.2).
+    """
+    if cfg.policy.proximal != "auto":
+        return cfg
+    return replace(cfg, policy=replace(cfg.policy, proximal=automatic))
+
+
+def _claim_and_train(cfg: Config, run_dir: Path, collect: str) -> dict[str, Any]:
     problems = data.load(cfg)
     with claimed(run_dir):
-        return _prepare_and_train(cfg, run_dir, problems)
+        return _prepare_and_train(cfg, run_dir, problems, collect)
 
 
-def _prepare_and_train(cfg: Config, run_dir: Path, problems: data.Problems) -> dict[str, Any]:
+def _prepare_and_train(cfg: Config, run_dir: Path, problems: data.Problems, collect: str) -> dict[str, Any]:
     resume_from = None
     if cfg.resume is not None:
         checkpoint.clean(run_dir)
@@ -44,7 +68,7 @@ def _prepare_and_train(cfg: Config, run_dir: Path, problems: data.Problems) -> d
     reward_set = rewards.build(cfg)
     grader = rewards.grader(cfg, reward_set)
     try:
-        return _train(cfg, run_dir, problems, reward_set, grader, resume_from)
+        return _train(cfg, run_dir, problems, reward_set, grader, resume_from, collect)
     except KeyboardInterrupt:
         sys.stderr.write(f"{checkpoint.how_to_continue(run_dir)}\n")
         raise
@@ -60,6 +84,7 @@ def _train(
     reward_set: rewards.RewardSet,
     grader: CountingGrader,
     resume_from: Path | None,
+    collect: str,
 ) -> dict[str, Any]:
     # Threads that spin while they wait stop everybody else on a shared machine, and each other: with
     # another job beside it a step took 3 to 6 times as long. Read when torch loads its OpenMP library.
@@ -68,16 +93,21 @@ def _train(
     from torchrl_grpo.observe import report
     from torchrl_grpo.observe.metrics import read_jsonl
     from torchrl_grpo.observe.stats import peak_memory_gib
+    from torchrl_grpo.rollout import build
     from torchrl_grpo.training.loop import train
     from torchrl_grpo.training.session import Session
 
-    session = Session(cfg, run_dir, problems, reward_set, grader, resume_from)
+    session = Session(cfg, run_dir, problems, reward_set, grader, resume_from, vars(build)[collect])
     try:
         if session.finished and (run_dir / report.SUMMARY).exists():
             # Its figures are those of the whole run; measuring them again would overwrite them.
             return dict(json.loads((run_dir / report.SUMMARY).read_text()))
         session.begin()
-        train(session)
+        try:
+            train(session)
+        except WorkersLost:
+            session.save()
+            raise
         last = read_jsonl(session.metrics_writer.path)[-1]
         figures = session.figures()
     finally:

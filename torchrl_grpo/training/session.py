@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -19,7 +18,8 @@ from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.devices import place
 from torchrl_grpo.envs import GroupTextEnv, PromptStream
 from torchrl_grpo.envs.chat import render
-from torchrl_grpo.inference.build import build_engine
+from torchrl_grpo.host_memory import keep_freed_memory
+from torchrl_grpo.inference.protocol import Engine
 from torchrl_grpo.models import loading, saving
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.models.precision import resolve_autocast, resolve_dtype
@@ -33,16 +33,23 @@ from torchrl_grpo.observe.stats import peak_cuda_gib
 from torchrl_grpo.rewards.combine import RewardSet
 from torchrl_grpo.rewards.grading import CountingGrader
 from torchrl_grpo.rollout.buffer import GroupBuffer
-from torchrl_grpo.rollout.collector import RolloutCollector, Round, derive_seed
+from torchrl_grpo.rollout.build import Collect, Source, one_engine
+from torchrl_grpo.rollout.collector import Round
 from torchrl_grpo.rollout.log_probs import LogProbScorer
-from torchrl_grpo.training import checkpoint
+from torchrl_grpo.rollout.micro_batches import TokenBudget
+from torchrl_grpo.rollout.records import rollout_rows
+from torchrl_grpo.rollout.seeds import derive_seed
+from torchrl_grpo.rounds import rounds, steps_per_round
+from torchrl_grpo.training import checkpoint, due
 from torchrl_grpo.training.evaluate import Evaluator
 from torchrl_grpo.training.optimise import OptimiserStep
 from torchrl_grpo.training.publish import WeightPublisher, probe_prompts
+from torchrl_grpo.training.speed import Speedometer
 from torchrl_grpo.training.state import Counters, random_state, seed_everything, set_random_state
 
-# Evaluation is not a round: also where rounds are small it may fill the engine.
-_MIN_SEQS = 64
+# Tokens of a micro-batch that nobody has said anything about: large enough for matrix products to run at
+# full speed, small enough for models of a few billion parameters.
+_TOKENS = 4096
 _COARSENESS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -56,6 +63,7 @@ class Session:
         reward_set: scores answers; closed by whoever made it.
         grader: judges held-out answers; likewise.
         resume_from: a checkpoint to continue from, or None.
+        collect: puts together what collects.
     """
 
     def __init__(
@@ -66,6 +74,7 @@ class Session:
         reward_set: RewardSet,
         grader: CountingGrader,
         resume_from: Path | None,
+        collect: Collect = one_engine,
     ) -> None:
         self.cfg = cfg
         self.run_dir = run_dir
@@ -77,8 +86,10 @@ class Session:
         disable_progress_bar()
         if cfg.train.num_threads is not None:
             torch.set_num_threads(cfg.train.num_threads)
-        self.placement = place(cfg, torch.cuda.device_count())
+        self.placement = place(cfg, torch.cuda.device_count(), apart=collect is not one_engine)
         self.device = torch.device(self.placement.train)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         source = loading.resolve(cfg.model)
         self.tokenizer: PreTrainedTokenizerBase = loading.load_tokenizer(source, cfg.model)
         loading.check_context(source, cfg)
@@ -88,37 +99,21 @@ class Session:
         weights = source if resume_from is None else str(resume_from / "model")
         self.model: PreTrainedModel = loading.load_model(weights, cfg.model, self.device, torch.float32)
         prepare_for_training(self.model, cfg.train_model)
-        self.shared_prefix = cfg.train_model.shared_prefix and shares_prefix(self.model)
-        self.engine = build_engine(
-            cfg,
-            weights,
-            torch.device(self.placement.inference),
-            loading.end_token_ids(self.model, self.tokenizer),
-            self.tokenizer.pad_token_id,
-            max_num_seqs=max(cfg.env.num_envs * cfg.env.repeats, _MIN_SEQS),
-        )
+        self.shares_prefix = cfg.train_model.shared_prefix and shares_prefix(self.model)
+        ends = loading.end_token_ids(self.model, self.tokenizer)
+        engine_source = Source(weights, source, torch.device(self.placement.inference), ends)
+        self.engine, self.collector = collect(cfg, engine_source, env, self.tokenizer)
         self.asleep = False
+        # Metrics of a step that has been taken and has no line yet.
+        self.unlogged: dict[str, float] = {}
         try:
-            self._build_around_engine(env, problems, source, resume_from)
+            self._build_around_engine(problems, source, resume_from)
         except BaseException:
             # A sweep goes on with its next job, which needs the memory.
             self.engine.close()
             raise
 
-    def _build_around_engine(
-        self, env: GroupTextEnv, problems: Problems, source: str, resume_from: Path | None
-    ) -> None:
-        cfg = self.cfg
-        self.collector = RolloutCollector(
-            env,
-            self.engine,
-            self.tokenizer,
-            max_new_tokens=cfg.inference_model.max_new_tokens,
-            temperature=cfg.inference_model.temperature,
-            total_dialog_turns=cfg.train.total_dialog_turns,
-            seed=cfg.seed,
-            clock=time.perf_counter,
-        )
+    def _build_around_engine(self, problems: Problems, source: str, resume_from: Path | None) -> None:
         self._make_optimisation(source)
         self._make_publisher(problems)
         if resume_from is not None:
@@ -140,15 +135,19 @@ class Session:
     def _make_optimisation(self, source: str) -> None:
         cfg = self.cfg
         batch = cfg.train.optim_batch_size or cfg.env.num_envs * cfg.env.repeats
-        self.steps_per_round = cfg.train.epochs * cfg.env.num_envs * cfg.env.repeats // batch
-        rounds = cfg.train.total_dialog_turns // (cfg.env.num_envs * cfg.env.repeats)
-        self.total_steps = rounds * self.steps_per_round
+        self.steps_per_round = steps_per_round(cfg)
+        self.total_steps = rounds(cfg) * self.steps_per_round
         self.autocast_dtype = resolve_autocast(cfg.train_model.autocast, self.device)
         temperature = cfg.inference_model.temperature
-        scorer = TokenScorer(self.model, temperature, self.autocast_dtype, self.shared_prefix)
+        scorer = TokenScorer(self.model, temperature, self.autocast_dtype, self.shares_prefix)
         loss, self.advantage = build_objective(
-            cfg.policy, scorer, self.reward_weights, cfg.inference_model.max_new_tokens
+            cfg.policy,
+            scorer,
+            self.reward_weights,
+            cfg.inference_model.max_new_tokens,
+            proximal_given=self.steps_per_round > 1,
         )
+        self.budget = self._budget()
         self.optimise = OptimiserStep(
             self.model,
             loss,
@@ -156,11 +155,10 @@ class Session:
             total_steps=self.total_steps,
             groups_per_batch=batch // cfg.env.repeats,
             micro_batches=cfg.train.gradient_accumulation_steps,
+            budget=self.budget,
             use_scaler=self.autocast_dtype == torch.float16,
             max_skipped_steps=cfg.train.max_skipped_steps,
         )
-        # Whole groups of a micro-batch: without gradients they take less memory than it does.
-        self._groups_per_pass = max(1, batch // cfg.env.repeats // cfg.train.gradient_accumulation_steps)
         self.reference = self._reference(source, temperature)
         transforms = [*([self.reference] if self.reference else []), *self._proximal(scorer), self.advantage]
         self.buffer = GroupBuffer(
@@ -178,13 +176,21 @@ class Session:
             dtype = torch.float32
         model = loading.load_model(source, self.cfg.model, device, dtype).requires_grad_(False)
         autocast_dtype = self.autocast_dtype if dtype == torch.float32 else None
-        scorer = TokenScorer(model, temperature, autocast_dtype, self.shared_prefix)
-        return LogProbScorer(scorer, "reference", self._groups_per_pass)
+        scorer = TokenScorer(model, temperature, autocast_dtype, self.shares_prefix)
+        # A budget of its own: what another device or model can hold says nothing about the trainer.
+        return LogProbScorer(scorer, "reference", self._budget())
 
     def _proximal(self, scorer: TokenScorer) -> list[LogProbScorer]:
-        """With ``policy.proximal=trainer`` the trained model scores each round before it is trained on."""
-        trainer = self.cfg.policy.proximal == "trainer"
-        return [LogProbScorer(scorer, "proximal", self._groups_per_pass)] if trainer else []
+        """With ``policy.proximal=trainer`` the model scores a round that it then trains on several times."""
+        trainer = self.cfg.policy.proximal == "trainer" and self.steps_per_round > 1
+        return [LogProbScorer(scorer, "proximal", self.budget)] if trainer else []
+
+    def _budget(self) -> TokenBudget:
+        # Never less than the longest sequence, which cannot be cut.
+        longest = self.cfg.inference_model.max_model_len
+        tokens = self.cfg.train.max_tokens_per_microbatch or max(_TOKENS, longest)
+        # Looked up late: the progress bar is made last, when nothing can fail any more.
+        return TokenBudget(tokens, self.shares_prefix, lambda text: self.progress.note(text))
 
     def refresh_reference(self) -> None:
         """Every ``ref_model.refresh_frequency`` optimiser steps, move the reference towards the policy."""
@@ -199,7 +205,7 @@ class Session:
         length = min(40, self.cfg.inference_model.max_model_len - 1)
         self.publisher = WeightPublisher(
             self.model,
-            TokenScorer(self.model, 1.0, self.autocast_dtype, shared_prefix=False),
+            TokenScorer(self.model, 1.0, self.autocast_dtype, shares_prefix=False),
             self.engine,
             probe_prompts(
                 [render(self.tokenizer, example.messages)[1] for example in examples], length=length
@@ -230,7 +236,14 @@ class Session:
 
     def begin(self) -> None:
         """Prove that publication works, and measure the weights before training."""
-        proof = self.publisher.prove_at_start(self.counters.step)
+        proof = self.publisher.prove_at_start(
+            self.counters.step, partial(self.collector.publish, self.publisher, wait=True)
+        )
+        self.speed = Speedometer(self.model, self.device, self.autocast_dtype or torch.float32)
+        self.progress.note(
+            f"this machine multiplies matrices at {self.speed.gemm_rate / 1e9:,.0f} GFLOP/s in the trainer's "
+            "numbers"
+        )
         self.progress.note(
             f"weights proven: engine and trainer differ by at most {proof['publish/gap']:.2g} nats, "
             f"a perturbed weight moves the engine by {proof['publish/perturbation']:.2g}"
@@ -239,29 +252,37 @@ class Session:
             metrics = self.evaluate()
             self.counters.accuracy_before = metrics["eval/accuracy"]
             self.log(metrics)
+        if self.unlogged:
+            # Its workers stopped the run between this step and its line.
+            self.log({**self.unlogged, **(self.evaluate() if self.evaluation_is_due() else {})})
+        self.collector.start()
+
+    def publication_is_due(self) -> bool:
+        """Whether this step ends with a publication: as often as configured, and before an evaluation."""
+        frequency = self.cfg.train.weight_update_frequency or self.steps_per_round
+        return self.counters.step % frequency == 0 or self.evaluation_is_due()
 
     def publish(self) -> dict[str, float]:
         """Give the engine the present weights, proven."""
         started = time.perf_counter()
         if self.asleep:
+            assert isinstance(self.engine, Engine)
             self.engine.wake()
             self.asleep = False
-        metrics = self.publisher.publish(self.counters.step)
-        return {**metrics, "time/publish_s": time.perf_counter() - started}
+        wait = self.evaluation_is_due() or self.finished
+        metrics = self.collector.publish(self.publisher, self.counters.step, wait)
+        return {**metrics, **self.speed.published(time.perf_counter() - started)}
 
     def rest_engine(self) -> None:
         """With ``inference_model.sleep``, let the engine give up its memory until the next publication."""
         if self.cfg.inference_model.sleep and not self.asleep:
+            assert isinstance(self.engine, Engine)
             self.engine.sleep()
             self.asleep = True
 
     def evaluation_is_due(self) -> bool:
         """Whether this step ends with an evaluation: every ``eval.frequency`` steps and at the end."""
-        options = self.cfg.eval
-        if options.num_problems == 0:
-            return False
-        at_interval = options.frequency > 0 and self.counters.step % options.frequency == 0
-        return at_interval or self.counters.step == self.total_steps
+        return due.evaluation(self.cfg.eval, self.counters.step, self.total_steps)
 
     def evaluate(self) -> dict[str, float]:
         """Held-out accuracy of the weights the engine holds."""
@@ -272,8 +293,7 @@ class Session:
     def checkpoint_is_due(self) -> bool:
         """Whether this step ends with a checkpoint: as often as configured, and at the end."""
         frequency = self.cfg.train.checkpoint_frequency
-        at_interval = frequency > 0 and self.counters.step % frequency == 0
-        return at_interval or self.counters.step == self.total_steps
+        return due.at_interval_or_end(frequency, self.counters.step, self.total_steps)
 
     def save(self) -> Path:
         """Write a checkpoint of this step."""
@@ -289,6 +309,7 @@ class Session:
     def log(self, metrics: dict[str, float]) -> None:
         """Write the line of this step everywhere."""
         step = self.counters.step
+        self.unlogged = {}
         self.metrics_writer.write(step, metrics)
         self.loggers.log_scalars(metrics, step)
         self.progress.update(
@@ -303,42 +324,18 @@ class Session:
         """Write every response of a round under the step it is first trained in."""
         if self.rollout_writer is None:
             return
-        groups: TensorDict = self.buffer.contents()
-        samples = groups["advantage"].shape[1]
-        columns = zip(
-            [text for text in round_.prompts for _ in range(samples)],
-            [text for group in round_.responses for text in group],
-            groups["next", "reward"].flatten().tolist(),
-            round_.parts,
-            groups["advantage"].flatten().tolist(),
-            groups["policy_version"].flatten().tolist(),
-            round_.errors,
-            groups["group_id"].flatten().tolist(),
-            strict=True,
-        )
-        names = (
-            "prompt",
-            "response",
-            "reward",
-            "rewards",
-            "advantage",
-            "policy_version",
-            "errors",
-            "group_id",
-        )
-        self.rollout_writer.write(
-            self.counters.step + 1, [dict(zip(names, column, strict=True)) for column in columns]
-        )
+        rows = rollout_rows(round_, self.buffer.contents())
+        self.rollout_writer.write(self.counters.step + 1, rows)
 
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> dict[str, Any]:
         """What the summary says beside accuracy, steps, time and memory."""
         return {
             "eval_problems": len(self.evaluator.examples),
-            "dialog_turns": self.collector.rounds * self.collector.dialog_turns_per_batch,
             "response_tokens": self.counters.response_tokens,
             "reward_errors": self.counters.reward_errors,
             "skipped_steps": self.optimise.skipped,
             "peak_cuda_memory_gib": peak_cuda_gib(),
+            **self.collector.account(),
         }
 
     def seconds(self) -> float:
@@ -354,6 +351,7 @@ class Session:
             "buffer": self.buffer.state_dict(),
             "publisher": self.publisher.state_dict(),
             "reference": self._reference_weights(),
+            "unlogged": dict(self.unlogged),
             "random": random_state(),
         }
 
@@ -373,6 +371,7 @@ class Session:
         if state["reference"]:
             assert self.reference is not None, "a checkpoint of another configuration"
             self.reference.scorer.model.load_state_dict(state["reference"], strict=False)
+        self.unlogged = state.get("unlogged", {})  # not in checkpoints of earlier versions
         set_random_state(state["random"])
 
     def close(self) -> None:

@@ -15,14 +15,14 @@ import json
 import random
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SCRIPT = Path(__file__).resolve().parents[2] / "sota-implementations" / "grpo" / "grpo.py"
+from torchrl_grpo.training.command_runs import check, has_checkpoint, newest_step, started
+
 # What a clock or the operating system decides; everything else must be equal.
 MEASURED = ("time/", "throughput/", "memory/")
 DEFAULTS = (
@@ -80,11 +80,11 @@ def run_to_end(folder: Path, overrides: Sequence[str]) -> float:
     Raises:
         SystemExit: it failed; its output is shown.
     """
-    started = time.monotonic()
-    with _started(folder, overrides) as process:
+    start = time.monotonic()
+    with started(folder, overrides) as process:
         process.wait()
-    _check(folder, process)
-    return time.monotonic() - started
+    check(folder, process)
+    return time.monotonic() - start
 
 
 def run_and_kill(
@@ -95,14 +95,14 @@ def run_and_kill(
     Returns:
         The kill, or None when the run had ended before.
     """
-    with _started(folder, overrides) as process:
+    with started(folder, overrides) as process:
         reached: float | None = None
         while process.poll() is None:
             now = time.monotonic()
             if reached is None and newest_step(folder) >= step:
                 reached = now
             if inside_write:
-                due = reached is not None and _is_writing(folder) and _has_checkpoint(folder)
+                due = reached is not None and _is_writing(folder) and has_checkpoint(folder)
             else:
                 due = reached is not None and now - reached >= delay_s
             if due:
@@ -112,45 +112,12 @@ def run_and_kill(
             # Nothing tells another process that a file grew; a wait with a limit also sees the end at once.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=0.02)
-    _check(folder, process)
+    check(folder, process)
     return None
-
-
-def newest_step(folder: Path) -> int:
-    """The step of the last whole line of ``metrics.jsonl``; 0 when there is none."""
-    path = folder / "metrics.jsonl"
-    if not path.exists():
-        return 0
-    lines = path.read_text().rpartition("\n")[0].splitlines()
-    return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
 def _is_writing(folder: Path) -> bool:
     return any((folder / "checkpoints").glob(".writing-*"))
-
-
-def _has_checkpoint(folder: Path) -> bool:
-    return any((folder / "checkpoints").glob("[0-9]*/manifest.json"))
-
-
-@contextlib.contextmanager
-def _started(folder: Path, overrides: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """The script, its output in a file: a pipe that nobody reads would stop it once full."""
-    resume = ["resume=auto"] if _has_checkpoint(folder) else []
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(SCRIPT), *overrides, f"hydra.run.dir={folder}", *resume]
-    with _output(folder).open("wb") as output:
-        yield subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-
-
-def _check(folder: Path, process: subprocess.Popen[bytes]) -> None:
-    if process.returncode:
-        sys.stderr.write(_output(folder).read_text(errors="replace"))
-        raise SystemExit(f"the run in {folder} failed with exit code {process.returncode}")
-
-
-def _output(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.log")
 
 
 def verify(overrides: Sequence[str], kills: int, seed: int, folder: Path) -> bool:
@@ -181,7 +148,7 @@ def verify(overrides: Sequence[str], kills: int, seed: int, folder: Path) -> boo
         done += 1
         where = "inside the write of a checkpoint" if kill.writing else "outside checkpoints"
         print(f"kill {number + 1}: after step {kill.step}, {where}", flush=True)
-        if not _has_checkpoint(broken):
+        if not has_checkpoint(broken):
             # Nothing to resume: what a user does is start again.
             shutil.rmtree(broken)
     run_to_end(broken, overrides)

@@ -1,0 +1,29 @@
+"""Train a language model with GRPO, collecting and optimising at the same time, on Ray.
+
+    python sota-implementations/grpo/grpo-async.py --help
+
+It takes every configuration that ``grpo.py`` takes. What differs is in ``docs/async.md``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+if importlib.util.find_spec("torchrl_grpo") is None:
+    # A clone that was not installed: the package lies next to this folder.
+    sys.path.insert(0, str(ROOT))
+
+if __name__ == "__main__":
+    from torchrl_grpo.cli import main
+    from torchrl_grpo.validation_scripts import check_async
+
+    main(
+        run="torchrl_grpo.training.run:run_async",
+        config_name="grpo_gsm8k",
+        config_dir=ROOT / "config",
+        check=check_async,
+    )

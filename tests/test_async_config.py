@@ -1,0 +1,171 @@
+"""What grpo-async.py asks of a configuration, how it divides devices and cores, and how it counts ages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.devices import worker_gpus
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.rollout.age import ages
+from torchrl_grpo.rollout.build import divide_cores
+from torchrl_grpo.rounds import rounds, steps_per_round
+from torchrl_grpo.training.run import _with_proximal
+from torchrl_grpo.validation import validate
+from torchrl_grpo.validation_scripts import check_async, check_sync
+
+
+def config(**changes: object) -> Config:
+    cfg = Config()
+    for key, value in changes.items():
+        group, _, leaf = key.partition("__")
+        setattr(getattr(cfg, group), leaf, value)
+    validate(cfg)
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"train__weight_update_frequency": 3, "collector__max_policy_age": 1},
+            r"train\.weight_update_frequency=3: .* 2 rounds .*write train\.weight_update_frequency=2 instead",
+        ),
+        (
+            {"train__weight_update_frequency": 2, "collector__max_policy_age": 0},
+            r"collector\.max_policy_age=0 allows less.*train\.weight_update_frequency=1",
+        ),
+        (
+            {"train__optim_batch_size": 16, "train__weight_update_frequency": 3},
+            r"train\.weight_update_frequency=3: must divide a collection round of 4 optimiser steps",
+        ),
+        (
+            {"collector__partial_rollout": True, "collector__max_policy_age": 0},
+            r"collector\.partial_rollout=true: .*write collector\.max_policy_age=1",
+        ),
+        (
+            {"inference_model__num_devices": 9},
+            r"inference_model\.num_devices=9: .*env\.num_envs=8 groups.*inference_model\.num_devices=8",
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_async(config(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"collector__max_policy_age": 0},
+        {"collector__max_policy_age": 3, "train__weight_update_frequency": 4},
+        {"train__optim_batch_size": 16, "train__weight_update_frequency": 2, "collector__max_policy_age": 0},
+        {"inference_model__num_devices": 8, "collector__partial_rollout": True},
+    ],
+)
+def test_keys_that_fit_are_taken(changes: dict[str, object]) -> None:
+    check_async(config(**changes))
+
+
+def test_one_process_has_one_engine() -> None:
+    check_sync(config())
+    with pytest.raises(ConfigError, match=r"grpo-async\.py; write inference_model\.num_devices=1"):
+        check_sync(config(inference_model__num_devices=2))
+
+
+def test_an_engine_that_sleeps_cannot_work_beside_the_trainer() -> None:
+    cfg = config()
+    cfg.inference_model.sleep = True
+    with pytest.raises(ConfigError, match=r"inference_model\.sleep=false"):
+        check_async(cfg)
+
+
+@pytest.mark.parametrize(
+    ("cores", "age", "workers", "on_gpu", "expected"),
+    [
+        (2, 0, 1, False, (2, 2)),  # in turn: everything, as grpo.py has
+        (2, 1, 1, False, (1, 1)),
+        (2, 2, 4, False, (1, 1)),
+        (16, 1, 1, False, (8, 8)),
+        (16, 1, 3, False, (4, 4)),
+        (16, 0, 4, False, (16, 4)),
+        (16, 2, 4, True, (16, 4)),
+    ],
+)
+def test_cores_are_divided(
+    cores: int, age: int, workers: int, on_gpu: bool, expected: tuple[int, int]
+) -> None:
+    cfg = config(collector__max_policy_age=age, inference_model__num_devices=workers)
+    assert divide_cores(cfg, cores, on_gpu) == expected
+
+
+def test_cores_go_where_they_are_sent() -> None:
+    cfg = config(train__num_threads=5, inference_model__num_threads=3)
+    assert divide_cores(cfg, 16, on_gpu=False) == (5, 3)
+    cfg.train.num_threads = None
+    assert divide_cores(cfg, 16, on_gpu=False) == (13, 3)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "devices", "expected"),
+    [
+        (0, 3, None, []),
+        (1, 1, None, [0]),
+        (2, 1, None, [1]),
+        (8, 4, None, [1, 2, 3, 4]),
+        (8, 2, [5, 7], [5, 7]),
+    ],
+)
+def test_each_worker_has_a_gpu(
+    gpus: int, workers: int, devices: list[int] | None, expected: list[int]
+) -> None:
+    cfg = config(inference_model__num_devices=workers, inference_model__devices=devices)
+    assert worker_gpus(cfg, gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "devices", "message"),
+    [
+        (2, 2, None, r"inference_model\.num_devices=2: .*has 2; write inference_model\.num_devices=1"),
+        (4, 2, [1], r"inference_model\.devices=\[1\]: must be 2 .*write inference_model\.devices=\[2, 3\]"),
+        (4, 2, [3, 4], "different GPUs of this machine's 4"),
+        (4, 2, [3, 3], "different GPUs of this machine's 4"),
+    ],
+)
+def test_gpus_that_are_not_there_are_refused(
+    gpus: int, workers: int, devices: list[int] | None, message: str
+) -> None:
+    cfg = config(inference_model__num_devices=workers, inference_model__devices=devices)
+    with pytest.raises(ConfigError, match=message):
+        worker_gpus(cfg, gpus)
+
+
+def test_rounds_and_steps() -> None:
+    cfg = config(train__optim_batch_size=16, train__epochs=2, train__total_dialog_turns=640)
+    assert (steps_per_round(cfg), rounds(cfg)) == (8, 10)
+
+
+@pytest.mark.parametrize("choice", ["engine", "trainer"])
+def test_the_proximal_policy_is_automatic_only_where_nobody_chose(choice: str) -> None:
+    assert _with_proximal(config(), choice).policy.proximal == choice
+    assert _with_proximal(config(policy__proximal="engine"), choice).policy.proximal == "engine"
+
+
+def test_ages_are_counted_in_rounds() -> None:
+    groups = TensorDict(
+        {
+            "policy_version": torch.tensor([[8, 8], [4, 5]]),
+            "newest_policy_version": torch.tensor([[8, 8], [4, 8]]),
+        },
+        [2],
+    )
+    assert ages(groups, step=8, steps_per_round=4) == {
+        "policy/age_mean": 0.5,
+        "policy/age_max": 1,
+        "policy/age_0": 0.5,
+        "policy/age_1": 0.5,
+        "policy/mixed": 0.25,
+    }

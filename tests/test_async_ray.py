@@ -1,0 +1,257 @@
+"""grpo-async.py on a real Ray, as a user runs it: several workers, kills, interrupts, sweeps, two nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from batches import make_model
+
+from torchrl_grpo.rollout.ray_pool import pack, unpack
+from torchrl_grpo.training.soak import family, victim
+
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
+
+# Ray's helper processes look every few seconds whether their node still lives.
+LINGER_S = 90
+
+
+@pytest.fixture
+def words(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
+    """A small run on a tiny random model; relative paths, because the run happens in ``tmp_path``."""
+    rows = [{"question": f"{a} plus {b}", "answer": str(a + b)} for a in range(6) for b in range(6)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        "env.dataset=jsonl",
+        "env.data_path=sums.jsonl",
+        "env.answer_format=plain",
+        "env.num_envs=4",
+        "env.repeats=4",
+        f"model.name={tiny_model_dir}",
+        "inference_model.backend=transformers",
+        "inference_model.max_model_len=200",
+        "inference_model.max_new_tokens=16",
+        "reward.weights={closeness:1.0,bare_number:0.1}",
+        "train.checkpoint_frequency=1",
+        "train.total_dialog_turns=160",
+        "eval.num_problems=6",
+        "eval.frequency=0",
+        "logging.progress=false",
+    ]
+
+
+@contextlib.contextmanager
+def started(repo_root: Path, folder: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    script = repo_root / "sota-implementations" / "grpo" / "grpo-async.py"
+    with (folder / "output.txt").open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(script), *words], cwd=folder, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def wait_for(process: subprocess.Popen[bytes], path: Path, lines: int) -> list[psutil.Process]:
+    """Wait until a file has so many lines; the processes below the run then."""
+    end = time.monotonic() + 240
+    while not path.exists() or path.read_text().count("\n") < lines:
+        assert process.poll() is None, "the run ended before it was to be disturbed"
+        assert time.monotonic() < end, f"{path} does not grow"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.05)
+    return family(process)
+
+
+def nobody_left(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=LINGER_S)
+    assert not alive, [" ".join(one.cmdline())[:100] for one in alive]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found = json.loads((folder / "summary.json").read_text())
+    books = found["groups"]
+    assert (
+        books["issued"] == books["trained"] + books["dropped_age"] + books["dropped_filter"] + books["left"]
+    )
+    return found
+
+
+def output(folder: Path) -> str:
+    return (folder / "output.txt").read_text(errors="replace")
+
+
+def test_a_killed_worker_is_replaced_and_everything_ends_with_the_run(
+    repo_root: Path, tmp_path: Path, words: list[str]
+) -> None:
+    import random
+
+    run = tmp_path / "run"
+    two = ["inference_model.num_devices=2", "collector.max_policy_age=1", "hydra.run.dir=run"]
+    with started(repo_root, tmp_path, *words, *two) as process:
+        wait_for(process, run / "metrics.jsonl", 2)
+        target = victim(process, "worker", random.Random(0))
+        assert target is not None
+        target.kill()
+        processes = wait_for(process, run / "metrics.jsonl", 3)
+        assert process.wait(timeout=300) == 0, output(tmp_path)
+    found = summary(run)
+    assert found["worker_restarts"] == 1 and found["groups"]["trained"] == 40
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(line.get("policy/age_max", 0) for line in metrics) <= 1
+    assert {"workers/tokens_per_s_0", "workers/tokens_per_s_1"} <= metrics[-1].keys()
+    nobody_left(processes)
+
+
+def test_a_killed_trainer_leaves_nothing_behind_and_resumes(
+    repo_root: Path, tmp_path: Path, words: list[str]
+) -> None:
+    run = tmp_path / "run"
+    with started(repo_root, tmp_path, *words, "hydra.run.dir=run") as process:
+        processes = wait_for(process, run / "metrics.jsonl", 4)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert len(processes) >= 3, "Ray's processes and a worker"
+    nobody_left(processes)
+    with started(repo_root, tmp_path, *words, "hydra.run.dir=run", "resume=auto") as process:
+        assert process.wait(timeout=300) == 0, output(tmp_path)
+    assert summary(run)["groups"]["trained"] == 40
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(11))
+
+
+def test_an_interrupt_ends_the_run_in_good_order(repo_root: Path, tmp_path: Path, words: list[str]) -> None:
+    run = tmp_path / "run"
+    with started(repo_root, tmp_path, *words, "hydra.run.dir=run") as process:
+        processes = wait_for(process, run / "metrics.jsonl", 3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=120) == 130
+    assert "resume=" in output(tmp_path)
+    nobody_left(processes)
+
+
+def test_a_sweep_of_two_runs_goes_through(repo_root: Path, tmp_path: Path, words: list[str]) -> None:
+    sweep = ["--multirun", "hydra.sweep.dir=sweep", "optimizer.lr=1e-3,1e-4", "train.total_dialog_turns=32"]
+    with started(repo_root, tmp_path, *words, *sweep) as process:
+        assert process.wait(timeout=400) == 0, output(tmp_path)
+    for job in "01":
+        assert summary(tmp_path / "sweep" / job)["groups"]["trained"] == 8
+
+
+def test_an_address_where_nothing_answers_is_one_clear_message(
+    repo_root: Path, tmp_path: Path, words: list[str]
+) -> None:
+    with started(repo_root, tmp_path, *words, "ray.address=127.0.0.1:1", "hydra.run.dir=run") as process:
+        assert process.wait(timeout=200) == 2, output(tmp_path)
+    assert "ray.address=127.0.0.1:1" in output(tmp_path)
+
+
+def test_workers_on_two_nodes_of_a_running_cluster(repo_root: Path, tmp_path: Path, words: list[str]) -> None:
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        more = [
+            f"ray.address={cluster.address}",
+            "ray.placement=spread",
+            "inference_model.num_devices=2",
+            "train.total_dialog_turns=64",
+            "hydra.run.dir=run",
+        ]
+        with started(repo_root, tmp_path, *words, *more) as process:
+            wait_for(process, tmp_path / "run" / "metrics.jsonl", 1)
+            nodes = {
+                one.ppid()
+                for one in psutil.process_iter(["cmdline"])
+                if "ray::RolloutActor" in " ".join(one.info["cmdline"] or [])
+            }
+            assert len(nodes) == 2, "each worker is a child of its own node's process"
+            assert process.wait(timeout=300) == 0, output(tmp_path)
+        assert summary(tmp_path / "run")["groups"]["trained"] == 16
+        # The cluster is somebody else's: it must still be there.
+        assert len(cluster.list_all_nodes()) == 2
+        assert all(node.live_processes() for node in cluster.list_all_nodes())
+    finally:
+        cluster.shutdown()
+
+
+def test_too_many_workers_for_a_cluster_are_refused(
+    repo_root: Path, tmp_path: Path, words: list[str]
+) -> None:
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        more = [f"ray.address={cluster.address}", "inference_model.num_devices=4", "hydra.run.dir=run"]
+        with started(repo_root, tmp_path, *words, *more) as process:
+            assert process.wait(timeout=300) == 2, output(tmp_path)
+        assert "inference_model.num_devices=4" in output(tmp_path) and "1 CPU and 0 GPU" in output(tmp_path)
+    finally:
+        cluster.shutdown()
+
+
+def test_kills_at_random_moments(tmp_path: Path, tiny_model_dir: Path, words: list[str]) -> None:
+    """The command of the documentation, with fewer kills."""
+    overrides = [word for word in words if not word.startswith("env.data_path")]
+    # Of this seed a worker dies first and the node process next.
+    command = [
+        sys.executable,
+        "-m",
+        "torchrl_grpo.training.soak",
+        "--kills",
+        "2",
+        "--seed",
+        "26",
+        "--longest",
+        "4",
+    ]
+    done = subprocess.run(
+        [*command, "--folder", "soak", "env=jsonl", *overrides, f"env.data_path={tmp_path}/sums.jsonl"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    print(done.stdout + done.stderr)
+    assert done.returncode == 0
+    assert "2 kills" in done.stdout and "FAILS" not in done.stdout
+
+
+@pytest.mark.usefixtures("smollm2_dir")
+def test_vllm_takes_weights_in_flight(repo_root: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    small = ["env.num_envs=4", "env.repeats=4", "train.total_dialog_turns=96", "eval.num_problems=8"]
+    more = ["--config-name=grpo_quickstart", "collector.max_policy_age=2", "hydra.run.dir=run"]
+    with started(repo_root, tmp_path, *more, *small, "train.checkpoint_frequency=0") as process:
+        assert process.wait(timeout=580) == 0, output(tmp_path)
+    found = summary(run)
+    assert found["groups"]["trained"] == 24 and found["worker_restarts"] == 0
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert 1 <= max(line.get("policy/age_max", 0) for line in metrics) <= 2
+    gaps = [line["publish/gap"] for line in metrics if "publish/gap" in line]
+    assert gaps and max(gaps) < 1e-3, "every worker was proven to hold the trainer's weights"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_arrive_bit_for_bit_in_every_format(dtype: torch.dtype) -> None:
+    model = make_model().to(dtype)
+    sent = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    arrived = dict(unpack(pack(sent.items())))
+    assert arrived.keys() == sent.keys()
+    assert all(torch.equal(arrived[name], sent[name]) and arrived[name].dtype == dtype for name in sent)

@@ -1,0 +1,92 @@
+"""Engines token by token: what is withdrawn and submitted again is what would have come anyway."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from batches import END, PAD, make_model
+
+from torchrl_grpo.inference import Completion, Request, Sampling
+from torchrl_grpo.inference.protocol import requests_of
+from torchrl_grpo.inference.transformers_engine import TransformersEngine
+
+PROMPTS = [[5, 9, 2, 30], [7], [11, 2, 2, 40, 41, 42, 43, 3]]
+
+
+def make_engine(family: str = "llama", **options: int) -> TransformersEngine:
+    return TransformersEngine(make_model(family), [END], PAD, **options)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_a_withdrawn_greedy_response_continues_as_if_it_had_not_been(family: str) -> None:
+    whole = make_engine(family).generate(PROMPTS, Sampling(1, 12, 0.0))
+    engine = make_engine(family)
+    requests = requests_of(PROMPTS, Sampling(1, 12, 0.0))
+    engine.submit(requests)
+    ended = [engine.step() for _ in range(5)]
+    taken = engine.withdraw()
+    assert {len(one.token_ids) for one in taken.values()} == {5}, "a test without a cut tests nothing"
+    assert all(one.finish_reason == "withdrawn" and len(one.log_probs) == 5 for one in taken.values())
+    engine.submit(
+        [
+            Request(one.key, [*one.tokens, *taken[one.key].token_ids], 12 - 5, 0.0)
+            for one in requests
+            if one.key in taken
+        ]
+    )
+    found = {key: one for step in ended for key, one in step}
+    while len(found) < len(PROMPTS):
+        for key, rest in engine.step():
+            found[key] = Completion(
+                taken[key].token_ids + rest.token_ids,
+                taken[key].log_probs + rest.log_probs,
+                rest.finish_reason,
+            )
+    for number, (completion,) in enumerate(whole):
+        assert found[number, 0].token_ids == completion.token_ids
+        assert found[number, 0].log_probs == pytest.approx(completion.log_probs, abs=2e-5)
+        assert found[number, 0].finish_reason == completion.finish_reason
+
+
+def test_requests_that_came_later_wait_and_are_withdrawn_empty() -> None:
+    engine = make_engine()
+    engine.submit([Request("first", PROMPTS[0], 6, 1.0, 1, ignore_end=True)])
+    engine.step()
+    engine.submit([Request("second", PROMPTS[1], 6, 1.0, 2, ignore_end=True)])
+    engine.step()
+    taken = engine.withdraw()
+    assert {key: len(one.token_ids) for key, one in taken.items()} == {"first": 2, "second": 0}
+    assert engine.withdraw() == {}
+
+
+def test_no_more_rows_than_allowed_and_groups_stay_together() -> None:
+    whole = make_engine().generate(PROMPTS, Sampling(3, 8, 1.0, [1, 2, 3]))
+    widths: list[int] = []
+    engine = make_engine(max_rows=7)
+    forward = engine._step
+
+    def spy(ids: torch.Tensor, *rest: object) -> torch.Tensor:
+        widths.append(ids.shape[0])
+        return forward(ids, *rest)  # type: ignore[arg-type]
+
+    engine._step = spy  # type: ignore[method-assign]
+    cut = engine.generate(PROMPTS, Sampling(3, 8, 1.0, [1, 2, 3]))
+    assert max(widths) == 6 and widths[0] == 2, "two prompts run once each, then their six samples"
+    assert [[one.token_ids for one in group] for group in cut] == [
+        [one.token_ids for one in group] for group in whole
+    ]
+
+
+def test_each_request_has_its_own_temperature_length_and_end() -> None:
+    engine = make_engine()
+    greedy = copy.copy(engine.generate([PROMPTS[0]], Sampling(1, 4, 0.0))[0][0])
+    engine.submit(
+        [Request("greedy", PROMPTS[0], 4, 0.0), Request("long", PROMPTS[0], 9, 1.5, 3, ignore_end=True)]
+    )
+    found: dict[object, Completion] = {}
+    while len(found) < 2:
+        found.update(engine.step())
+    assert found["greedy"].token_ids == greedy.token_ids
+    assert len(found["long"].token_ids) == 9 and found["long"].finish_reason == "length"

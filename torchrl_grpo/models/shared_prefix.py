@@ -1,0 +1,269 @@
+"""Groups of responses in one row without padding, each prompt there once.
+
+Every matrix product, norm and activation of the model runs over a single row of real tokens: all prompts,
+then all responses. Only attention must know who may look at whom; it is put behind transformers' attention
+interface, so gradient checkpointing and adapters work as they do everywhere. Gradients of all responses
+add up in the prompt's states. Attention with a varlen kernel is left out.
+
+Axes: ``P`` prompts, ``G`` responses of a prompt, ``L`` prompt tokens, ``T`` response tokens, ``N`` tokens in
+the row, ``H`` heads, ``D`` size of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+_NAME = "grpo_shared_prefix"
+# Sinks, caps and biases of attention scores, by the names that transformers' models give them.
+_OTHER_TERMS = ("s_aux", "softcap", "position_bias")
+
+
+class PrefixLayout:
+    """Where each token of a batch of groups stands in the row.
+
+    A response's last token is only predicted, so it is no input and not in the row.
+
+    Args:
+        prompt: ``[P, L]`` int64, padded on the left.
+        prompt_mask: ``[P, L]`` bool, True on real tokens.
+        response: ``[P, G, T]`` int64, padded on the right.
+        response_mask: ``[P, G, T]`` bool, True on real tokens.
+    """
+
+    def __init__(self, prompt: Tensor, prompt_mask: Tensor, response: Tensor, response_mask: Tensor) -> None:
+        P, G, T = response.shape
+        device = prompt.device
+        lengths = prompt_mask.sum(-1)
+        # One row a response, the longest first: neighbours in the row are of like length.
+        feeds = response_mask[..., 1:].reshape(P * G, -1)
+        counts = feeds.sum(-1)
+        order = counts.argsort(descending=True, stable=True)
+        feeds = feeds[order]
+        self.prompts = _Ragged(prompt_mask.flip(-1))
+        self.runs = [
+            _Run(_Ragged(feeds[rows, :width]), order[rows].div(G, rounding_mode="floor"))
+            for rows, width in _alike(counts[order].tolist())
+        ]
+        inputs = response[..., :-1].reshape(P * G, -1)[order][feeds]
+        self.ids = torch.cat([prompt[prompt_mask], inputs])[None]
+        positions = (prompt_mask.long().cumsum(-1) - 1)[prompt_mask]
+        steps = torch.arange(feeds.shape[1], device=device)
+        later = (lengths.repeat_interleave(G)[order][:, None] + steps)[feeds]
+        self.positions = torch.cat([positions, later])[None]
+        # Token 0 is predicted at its prompt's last token, token t at the slot of token t - 1.
+        slots = torch.zeros(feeds.shape, dtype=torch.int64, device=device)
+        slots[feeds] = len(positions) + torch.arange(len(later), device=device)
+        first = (lengths.cumsum(0) - 1)[:, None, None].expand(P, G, min(T, 1))
+        source = torch.cat([first, torch.empty_like(slots).index_copy_(0, order, slots).view(P, G, -1)], -1)
+        self.source = source[response_mask]
+        self.attended = 0
+        self._lengths = lengths
+        self._masks: dict[int | None, tuple[Tensor | None, list[Tensor]]] = {}
+
+    def masks(self, window: int | None) -> tuple[Tensor | None, list[Tensor]]:
+        """Who sees whom, for a sliding ``window`` of tokens or None.
+
+        Returns:
+            Over the prompts ``[L, L]``, None where plain causal attention is meant; over each run of B
+            responses ``[B, 1, W, L + W]``, keys being the prompt's and then the response's own. Prompts are
+            padded on the right here, so causality alone hides their padding from them, as it does
+            for responses.
+        """
+        if window not in self._masks:
+            L, device = self.prompts.width, self._lengths.device
+            prompts = None
+            if window is not None and window < L:
+                order = torch.arange(L, device=device)
+                apart = order[:, None] - order
+                prompts = (apart >= 0) & (apart < window)
+            self._masks[window] = prompts, [self._seen(run, window) for run in self.runs]
+        return self._masks[window]
+
+    def _seen(self, run: _Run, window: int | None) -> Tensor:
+        L, W = self.prompts.width, run.responses.width
+        device = self._lengths.device
+        lengths = self._lengths[run.prompts][:, None, None, None]
+        query, key = torch.arange(W, device=device)[:, None], torch.arange(L + W, device=device)
+        own = key >= L
+        seen = torch.where(own, key - L <= query, key < lengths)
+        if window is None:
+            return seen
+        position = torch.where(own, key - L + lengths, key)
+        return seen & (query + lengths - position < window)
+
+
+class _Run(NamedTuple):
+    """Responses of like length that stand next to each other in the row.
+
+    Attributes:
+        responses: between the row and a rectangle.
+        prompts: ``[B]``, which prompt each belongs to.
+    """
+
+    responses: _Ragged
+    prompts: Tensor
+
+
+def _alike(counts: Sequence[int]) -> Iterator[tuple[slice, int]]:
+    """Cut descending lengths where one is less than half of the first: rectangles are half full at least."""
+    start = 0
+    while start < len(counts) and counts[start] > 0:
+        stop = next((i for i in range(start, len(counts)) if 2 * counts[i] < counts[start]), len(counts))
+        yield slice(start, stop), counts[start]
+        start = stop
+
+
+class _Ragged:
+    """Rows of several lengths, between a flat list of tokens and a rectangle padded on the right.
+
+    Args:
+        mask: ``[B, W]`` bool, True on the leading entries of each row.
+    """
+
+    def __init__(self, mask: Tensor) -> None:
+        self.rows, self.width = mask.shape
+        self.count = int(mask.sum())
+        self._full = self.count == mask.numel()
+        if not self._full:
+            self._slots = mask.flatten().nonzero().squeeze(-1)
+            # Padding repeats some real token: it must be finite, for what hides it is a mask.
+            self._tokens = (mask.flatten().cumsum(0) - 1).clamp(min=0)
+
+    def pad(self, tokens: Tensor) -> Tensor:
+        """From ``[1, H, n, D]`` to ``[B, H, W, D]``."""
+        flat = tokens[0].transpose(0, 1)
+        if not self._full:
+            flat = _Gather.apply(flat, self._tokens, self._slots)
+        return flat.reshape(self.rows, self.width, *flat.shape[1:]).transpose(1, 2)
+
+    def flat(self, padded: Tensor) -> Tensor:
+        """From ``[B, H, W, D]`` to ``[1, n, H, D]``."""
+        rows = padded.transpose(1, 2).flatten(0, 1)
+        return (rows if self._full else rows.index_select(0, self._slots))[None]
+
+
+class _Gather(torch.autograd.Function):
+    """Rows ``tokens`` of a tensor; the gradient takes rows ``slots`` back and drops that of padding.
+
+    ``index_select``'s own backward adds row by row; here every row has one reader, so it is a gather too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        return flat.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    prefix_layout: PrefixLayout | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer: over a row when the call has a layout, the usual one when it has none.
+
+    Raises:
+        ValueError: the layer has a term in its scores that neither way computes.
+    """
+    if terms := [name for name in _OTHER_TERMS if options.get(name) is not None]:
+        raise ValueError(f"its attention has {', '.join(terms)}")
+    if prefix_layout is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+    layout = prefix_layout
+    layout.attended += 1
+    prompts = layout.prompts
+    prompt_mask, run_masks = layout.masks(sliding_window)
+    # Query, key and value may come in two formats under autocast; scaled_dot_product_attention mends that.
+    sizes = [prompts.count, *(run.responses.count for run in layout.runs)]
+    (qp, *qr), (kp, *kr), (vp, *vr) = (x.split(sizes, dim=2) for x in (query, key, value))
+    kp, vp = prompts.pad(kp), prompts.pad(vp)
+    out = [prompts.flat(_attend(prompts.pad(qp), kp, vp, prompt_mask, scaling))]
+    for run, mask, q, k, v in zip(layout.runs, run_masks, qr, kr, vr, strict=True):
+        keys, values = (
+            torch.cat([shared.index_select(0, run.prompts), run.responses.pad(own)], dim=2)
+            for shared, own in ((kp, k), (vp, v))
+        )
+        out.append(run.responses.flat(_attend(run.responses.pad(q), keys, values, mask, scaling)))
+    return torch.cat(out, dim=1), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """Attention of ``[B, H, T, D]`` queries, causal where there is no mask."""
+    shared = query.shape[1] // key.shape[1]
+    if shared > 1 and query.is_cuda:
+        # The kernel that takes masks there does not share heads; without one all scores would be held.
+        key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+AttentionInterface.register(_NAME, _attention)
+AttentionMaskInterface.register(_NAME, sdpa_mask)
+
+
+def enable(model: PreTrainedModel) -> str | None:
+    """Let ``model`` take rows of groups, besides all it takes already.
+
+    Returns:
+        Why it cannot, as far as its configuration tells; None when it can.
+    """
+    config = model.config.get_text_config()
+    settings = config.to_dict()
+    kinds = set(settings.get("layer_types") or ["full_attention"])
+    if other := kinds - {"full_attention", "sliding_attention"}:
+        return f"its layers are {', '.join(sorted(other))}"
+    if settings.get("attn_logit_softcapping") is not None:
+        return "it caps its attention scores (attn_logit_softcapping)"
+    if config._attn_implementation != _NAME:
+        model.set_attn_implementation(_NAME)
+    if config._attn_implementation != _NAME:
+        return "its attention does not use transformers' attention interface"
+    return None
+
+
+def hidden_states(model: PreTrainedModel, layout: PrefixLayout) -> Tensor:
+    """Last hidden states ``[M, H]`` that predict the M response tokens, in the order the mask lists them.
+
+    Raises:
+        ValueError: the model's attention does not go through transformers' attention interface.
+    """
+    # A mask of four axes is passed through as it is, so no mask of N x N is built.
+    nothing = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=layout.ids.device)
+    output = model.base_model(
+        input_ids=layout.ids,
+        attention_mask=nothing,
+        position_ids=layout.positions,
+        use_cache=False,
+        prefix_layout=layout,
+    )
+    if not layout.attended:
+        raise ValueError("its attention does not use transformers' attention interface")
+    return output.last_hidden_state[0].index_select(0, layout.source)

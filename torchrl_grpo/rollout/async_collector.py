@@ -1,0 +1,284 @@
+"""The asynchronous collector: rounds out of groups that workers generate while the trainer trains."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from torchrl_grpo.envs import GroupTextEnv
+from torchrl_grpo.errors import CheckpointError
+from torchrl_grpo.inference.protocol import Completion
+from torchrl_grpo.inference.receipts import Receipt
+from torchrl_grpo.rewards.base import Scored
+from torchrl_grpo.rollout.collector import Round
+from torchrl_grpo.rollout.dispatcher import Publication, ScoredGroup
+from torchrl_grpo.rollout.fleet import Fleet, arrived
+from torchrl_grpo.rollout.groups import Group
+from torchrl_grpo.rollout.schema import build_batch
+from torchrl_grpo.rollout.seeds import group_seed
+
+if TYPE_CHECKING:
+    from torchrl_grpo.training.publish import Expectation, WeightPublisher
+
+
+class GroupScorer:
+    """Prompts and rewards of single groups, named by their number.
+
+    Args:
+        env: problems and rewards.
+        tokenizer: turns responses into text.
+        seed: of the run.
+    """
+
+    def __init__(self, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        self.env = env
+        self.tokenizer = tokenizer
+        self.seed = seed
+
+    def prompt_of(self, number: int) -> tuple[list[int], int]:
+        """Token ids of a group's prompt, and the seed of its sampling."""
+        return self.env.prompt(number)[1], group_seed(self.seed, number, self.env.batch_size[0])
+
+    def score(self, group: Group) -> ScoredGroup:
+        """Text and rewards of a whole group."""
+        ids = [response.token_ids for response in group.responses]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return ScoredGroup(
+            group, texts, self.env.score(texts, [self.env.stream.at(group.group_id)] * len(texts))
+        )
+
+
+class AsyncCollector:
+    """Collects rounds of P x G responses from a fleet, with the interface of TorchRL's ``LLMCollector``.
+
+    Args:
+        env: problems and rewards, batch size ``[P, G]``.
+        fleet: generates.
+        tokenizer: of the model; its padding id is all that is read.
+        total_dialog_turns: responses after which iteration ends.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        env: GroupTextEnv,
+        fleet: Fleet,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        total_dialog_turns: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.env = env
+        self.fleet = fleet
+        self.tokenizer = tokenizer
+        self.total_dialog_turns = total_dialog_turns
+        self._dispatcher = fleet.dispatcher
+        self._ledger = fleet.dispatcher.scheduler.ledger
+        self._clock = clock
+        self._unproven: list[tuple[Expectation, Receipt, Publication]] = []
+        self._publisher: WeightPublisher | None = None
+        self._since = (clock(), self._labour())
+        self._waited = 0.0
+
+    @property
+    def dialog_turns_per_batch(self) -> int:
+        """Responses in a round."""
+        return int(self.env.batch_size.numel())
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that were published last."""
+        return self.fleet.policy_version
+
+    def start(self) -> None:
+        """From now on workers run ahead of the trainer, as far as the bound on staleness lets them."""
+        ahead = self._ledger.max_age > 0
+
+        def begin() -> None:
+            self._dispatcher.scheduler.runs_ahead = ahead
+
+        self._dispatcher.ask(begin)
+
+    def shutdown(self) -> None:
+        """End the workers."""
+        self.fleet.close()
+
+    def __iter__(self) -> Iterator[Round]:
+        while self._ledger.trained * self.env.batch_size[1] < self.total_dialog_turns:
+            yield self.rollout()
+
+    def rollout(self, again: bool = False) -> Round:
+        """Wait for a round.
+
+        Args:
+            again: it replaces the last one, which held too few groups with a signal.
+
+        Raises:
+            TrainingStopped: workers failed too often, or one does not hold the trainer's weights.
+        """
+        start = self._clock()
+        taken = self._dispatcher.take(again)
+        self._waited += self._clock() - start
+        self.check_proofs()
+        scored = [one for group in taken for one in group.scored]
+        prompts = [self.env.prompt(group.group.group_id) for group in taken]
+        groups = self._batch(taken, [ids for _, ids in prompts], scored)
+        return Round(
+            groups=groups,
+            prompts=[text for text, _ in prompts],
+            responses=[group.texts for group in taken],
+            parts=[dict(one.parts) for one in scored],
+            errors=[dict(one.errors) for one in scored],
+            response_tokens=int(groups["masks", "response"].sum()),
+            error_count=sum(len(one.errors) for one in scored),
+            seconds={"time/wait_s": self._clock() - start},
+        )
+
+    def _batch(self, taken: list[ScoredGroup], prompts: list[list[int]], scored: list[Scored]) -> TensorDict:
+        shape = self.env.batch_size
+        responses = [group.group.responses for group in taken]
+        names = self.env.reward_set.names
+        return build_batch(
+            prompts,
+            [
+                [Completion(one.token_ids, one.log_probs, str(one.finish_reason)) for one in group]
+                for group in responses
+            ],
+            torch.tensor([one.total for one in scored]).view(*shape, 1),
+            torch.tensor([[one.parts.get(name, math.nan) for name in names] for one in scored]).view(
+                *shape, -1
+            ),
+            torch.tensor([group.group.group_id for group in taken])[:, None].repeat(1, shape[1]),
+            [[one.versions for one in group] for group in responses],
+            self.tokenizer.pad_token_id,
+        )
+
+    def publish(self, publisher: WeightPublisher, version: int, wait: bool) -> dict[str, float]:
+        """Give the workers the present weights.
+
+        Args:
+            publisher: of the model.
+            version: optimiser steps behind the weights.
+            wait: until every worker has taken them and has been proven to hold them. With a bound of zero
+                nothing can be generated before that anyway.
+
+        Returns:
+            ``publish/gap`` of the workers that have answered since the last call, whichever weights they were
+            asked about; nothing where none has.
+
+        Raises:
+            TrainingStopped: a worker does not hold the weights it was given.
+        """
+        self._publisher = publisher
+        expectation = publisher.expect(version)
+        publication, sent = publisher.hand_over(version, self.fleet.offer)
+        # Earlier ones stay: a slow worker may yet answer, and the newest are given to replaced workers too.
+        self._unproven = [*self._unproven[-8:], (expectation, sent, publication)]
+        if wait or self._ledger.max_age == 0:
+            publication.arrived.result()
+        gaps = self.check_proofs()
+        return {"publish/gap": max(gaps)} if gaps else {}
+
+    def check_proofs(self) -> list[float]:
+        """Judge every answer that has come from the workers; the gaps in nats.
+
+        Raises:
+            TrainingStopped: a worker does not hold the weights it was given.
+        """
+        gaps = []
+        for expectation, sent, publication in self._unproven:
+            for answer, receipt in arrived(publication):
+                assert self._publisher is not None
+                self._publisher.check_receipt(receipt, sent)
+                gaps.append(self._publisher.judge(expectation, answer))
+        return gaps
+
+    def figures(self, round_: Round) -> dict[str, float]:
+        """Metrics of what the workers did since the last call, for whichever rounds."""
+        before, labour = self._since[1], self._labour()
+        span = max(self._clock() - self._since[0], 1e-9)
+        self._since = (self._clock(), labour)
+        count = len(labour["tokens"])
+        busy = [now - then for now, then in zip(labour["seconds"], before["seconds"], strict=True)]
+        tokens = [now - then for now, then in zip(labour["tokens"], before["tokens"], strict=True)]
+        waited, self._waited = self._waited, 0.0
+        mean_busy = sum(busy) / count
+        return {
+            "throughput/generated_tokens_per_s": sum(tokens) / span,
+            "workers/busy_share": min(1.0, mean_busy / span),
+            "workers/wait_s": max(0.0, span - mean_busy),
+            # While the trainer waits a worker is busy, so what they are busy beyond that runs side by side.
+            "workers/overlap": min(1.0, max(0.0, mean_busy - waited) / span),
+            "workers/score_s": labour["score_seconds"] - before["score_seconds"],
+            "workers/restarts": labour["restarts"],
+            "workers/queue": labour["queue"],
+            **{f"workers/tokens_per_s_{number}": rate / span for number, rate in enumerate(tokens)},
+        }
+
+    def _labour(self) -> dict[str, Any]:
+        labour = self._dispatcher.labour
+        return {
+            "tokens": list(labour.tokens),
+            "seconds": list(labour.seconds),
+            "score_seconds": labour.score_seconds,
+            "restarts": labour.restarts,
+            "queue": len(self._ledger.accepted),
+        }
+
+    def account(self) -> dict[str, Any]:
+        """Entries of ``summary.json``: what became of every group of the run."""
+        groups = self._dispatcher.ask(self._ledger.figures)
+        return {
+            "dialog_turns": (groups["trained"] + groups["dropped_filter"]) * self.env.batch_size[1],
+            "groups": groups,
+            "worker_restarts": self._dispatcher.labour.restarts,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The books, and every group that waits for the trainer; running ones are begun anew."""
+
+        def read() -> dict[str, Any]:
+            accepted = [
+                {
+                    "group": one.group.state_dict(),
+                    "texts": one.texts,
+                    "scored": [[score.total, dict(score.parts), dict(score.errors)] for score in one.scored],
+                }
+                for _, one in sorted(self._dispatcher.accepted.items())
+            ]
+            restarts = self._dispatcher.labour.restarts
+            return {"ledger": self._ledger.state_dict(), "accepted": accepted, "restarts": restarts}
+
+        return self._dispatcher.ask(read)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken.
+
+        Raises:
+            CheckpointError: it is of a run of ``grpo.py``.
+        """
+        if "ledger" not in state:
+            raise CheckpointError(
+                "resume: this run was started with grpo.py; resume it with grpo.py, or start a new run from "
+                "its weights with model.name=RUN/checkpoints/STEP/model and without resume"
+            )
+        accepted = [
+            ScoredGroup(
+                Group.from_state_dict(one["group"]), one["texts"], [Scored(*score) for score in one["scored"]]
+            )
+            for one in state["accepted"]
+        ]
+
+        def write() -> None:
+            self._ledger.load_state_dict(state["ledger"])
+            self._dispatcher.labour.restarts = state["restarts"]
+            self._dispatcher.accepted = {one.group.group_id: one for one in accepted}
+            self._dispatcher.scheduler.reissue(list(self._ledger.running))
+
+        self._dispatcher.ask(write)

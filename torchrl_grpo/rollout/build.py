@@ -1,0 +1,144 @@
+"""From the configuration to what collects: an engine in this process, or a fleet of workers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.devices import worker_gpus
+from torchrl_grpo.envs import GroupTextEnv
+from torchrl_grpo.inference.build import build_engine
+from torchrl_grpo.inference.protocol import Inference
+from torchrl_grpo.rollout.async_collector import AsyncCollector, GroupScorer
+from torchrl_grpo.rollout.collector import RolloutCollector
+from torchrl_grpo.rollout.dispatcher import Dispatcher, Pool
+from torchrl_grpo.rollout.fleet import Fleet
+from torchrl_grpo.rollout.ledger import Ledger
+from torchrl_grpo.rollout.scheduler import Scheduler
+from torchrl_grpo.rounds import rounds, steps_per_round
+
+# Evaluation is not a round: also where rounds are small it may fill the engine.
+_MIN_SEQS = 64
+
+Collection = tuple[Inference, RolloutCollector | AsyncCollector]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What engines are built from.
+
+    Attributes:
+        weights: folder or hub name of the model, or a checkpoint's copy of it.
+        model: folder or hub name of the model. A worker may start long after that checkpoint was removed, and
+            is given weights before it samples.
+        device: of the engine, where there is one in this process; of which kind, otherwise.
+        end_ids: tokens that end a response.
+    """
+
+    weights: str
+    model: str
+    device: torch.device
+    end_ids: Sequence[int]
+
+
+# Puts a run's collection together; what differs between grpo.py and grpo-async.py.
+Collect = Callable[[Config, Source, GroupTextEnv, PreTrainedTokenizerBase], Collection]
+
+
+def _max_num_seqs(cfg: Config) -> int:
+    return max(cfg.env.num_envs * cfg.env.repeats, _MIN_SEQS)
+
+
+def one_engine(
+    cfg: Config, source: Source, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
+) -> Collection:
+    """An engine in this process, which generates when a round is asked for."""
+    engine = build_engine(
+        cfg, source.weights, source.device, source.end_ids, tokenizer.pad_token_id, _max_num_seqs(cfg)
+    )
+    collector = RolloutCollector(
+        env,
+        engine,
+        tokenizer,
+        max_new_tokens=cfg.inference_model.max_new_tokens,
+        temperature=cfg.inference_model.temperature,
+        total_dialog_turns=cfg.train.total_dialog_turns,
+        seed=cfg.seed,
+        clock=time.perf_counter,
+    )
+    return engine, collector
+
+
+def divide_cores(cfg: Config, cores: int, on_gpu: bool) -> tuple[int, int]:
+    """CPU threads of the trainer, and of each worker.
+
+    Where both compute on the CPU at the same time each gets cores of its own: two cores shared by two times
+    two threads ran a step 2 to 3 times slower than one thread each (measured). With an age of zero only one
+    of the two works at a time.
+    """
+    count = cfg.inference_model.num_devices
+    at_once = cfg.collector.max_policy_age > 0 and not on_gpu
+    worker = cfg.inference_model.num_threads or max(1, cores // (count + int(at_once)))
+    left = cores - count * worker if at_once else cores
+    return cfg.train.num_threads or max(1, left), worker
+
+
+def ray_workers(
+    cfg: Config, source: Source, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
+) -> Collection:
+    """Workers on Ray, which generate all the time, as far ahead as ``collector.max_policy_age`` lets them."""
+    from torchrl_grpo.rollout.ray_pool import RayPool, WorkerSpec
+
+    count = cfg.inference_model.num_devices
+    on_gpu = source.device.type == "cuda"
+    trainer, worker = divide_cores(cfg, os.cpu_count() or 1, on_gpu)
+    torch.set_num_threads(trainer)
+    spec = WorkerSpec(
+        cfg=cfg,
+        source=source.model,
+        end_ids=source.end_ids,
+        pad_id=tokenizer.pad_token_id,
+        max_num_seqs=_max_num_seqs(cfg),
+        threads=worker,
+        on_gpu=on_gpu,
+        gpus=worker_gpus(cfg, torch.cuda.device_count()) if on_gpu and cfg.ray.address is None else (),
+    )
+    pool = RayPool(cfg, spec, count)
+    return with_workers(cfg, env, tokenizer, pool, pool.ship)
+
+
+def with_workers(
+    cfg: Config,
+    env: GroupTextEnv,
+    tokenizer: PreTrainedTokenizerBase,
+    pool: Pool,
+    ship: Callable[[Iterable[tuple[str, Tensor]]], object],
+) -> Collection:
+    """A fleet on ``pool``, and what collects from it; ``ship`` as for :class:`Fleet`."""
+    scorer = GroupScorer(env, tokenizer, cfg.seed)
+    ledger = Ledger(cfg.env.num_envs, cfg.collector.max_policy_age, rounds(cfg), steps_per_round(cfg))
+    scheduler = Scheduler(
+        ledger,
+        cfg.inference_model.num_devices,
+        cfg.env.repeats,
+        scorer.prompt_of,
+        wait_for_running=cfg.collector.weight_update == "drain",
+        give_back=cfg.collector.partial_rollout,
+    )
+    dispatcher = Dispatcher(
+        scheduler,
+        pool,
+        scorer.score,
+        cfg.collector.timeout_s,
+        cfg.collector.max_restarts,
+        refills=cfg.policy.constant_groups == "refill",
+    )
+    fleet = Fleet(dispatcher, ship)
+    return fleet, AsyncCollector(env, fleet, tokenizer, total_dialog_turns=cfg.train.total_dialog_turns)

@@ -1,0 +1,386 @@
+"""The thread between trainer and workers: it calls workers, scores what they bring, and replaces the dead.
+
+All bookkeeping happens in this one thread, which waits on one queue: replies of workers, scores, and what the
+trainer asks for. Nothing is polled; the only clock is that of workers that do not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from torchrl_grpo.errors import UserError, WorkersLost
+from torchrl_grpo.inference.protocol import NextTokens
+from torchrl_grpo.inference.receipts import Receipt
+from torchrl_grpo.rewards.base import Scored
+from torchrl_grpo.rollout.groups import Group
+from torchrl_grpo.rollout.scheduler import Call, Errand, Scheduler, Weights
+
+_T = TypeVar("_T")
+
+# Loading a model and compiling an engine take minutes on a slow machine.
+START_LIMIT_S = 900.0
+
+
+class Pool(Protocol):
+    """Where workers live. ``done`` is called from any thread, with a result or an exception."""
+
+    def start(self, number: int, done: Callable[[Any], None]) -> None:
+        """Start worker ``number``, in place of an earlier one."""
+
+    def call(self, number: int, method: str, arguments: Sequence[Any], done: Callable[[Any], None]) -> None:
+        """Call a method of it."""
+
+    def kill(self, number: int) -> None:
+        """End it at once; a call under way need not come back."""
+
+    def close(self) -> None:
+        """End all of them in good order."""
+
+
+@dataclass
+class Publication:
+    """Weights on their way to the workers.
+
+    Attributes:
+        content: what a worker is handed.
+        probe_prompts: what it answers with the new weights.
+        top_k: likewise.
+        proofs: answer and receipt of each worker that has taken them, in the order they came.
+        arrived: done when every worker has.
+    """
+
+    content: Any
+    probe_prompts: Sequence[Sequence[int]]
+    top_k: int
+    proofs: queue.SimpleQueue[tuple[NextTokens, Receipt]] = field(default_factory=queue.SimpleQueue)
+    arrived: Future[None] = field(default_factory=Future)
+
+
+@dataclass
+class ScoredGroup:
+    """A whole group with its rewards.
+
+    Attributes:
+        group: the responses.
+        texts: the same as text.
+        scored: G of them.
+    """
+
+    group: Group
+    texts: list[str]
+    scored: list[Scored]
+
+
+@dataclass
+class Labour:
+    """What the workers have done so far, added up.
+
+    Attributes:
+        tokens: sampled, by worker.
+        seconds: spent generating, by worker.
+        score_seconds: spent in rewards.
+        restarts: workers replaced.
+    """
+
+    tokens: list[int]
+    seconds: list[float]
+    score_seconds: float = 0.0
+    restarts: int = 0
+
+
+class Dispatcher:
+    """Runs a :class:`Scheduler` on a :class:`Pool`.
+
+    Args:
+        scheduler: decides; touched by this thread only once it runs.
+        pool: the workers.
+        score: rewards a whole group.
+        timeout_s: seconds after which a worker that does not answer is taken for dead.
+        max_restarts: workers replaced by this process before it stops.
+        refills: rounds may be taken again, so that what is too late for the next one may still be wanted.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pool: Pool,
+        score: Callable[[Group], ScoredGroup],
+        timeout_s: float,
+        max_restarts: int,
+        refills: bool = False,
+    ) -> None:
+        count = len(scheduler.seats)
+        self.scheduler = scheduler
+        self.labour = Labour([0] * count, [0.0] * count)
+        self.accepted: dict[int, ScoredGroup] = {}
+        self._pool = pool
+        self._score = score
+        self._timeout_s = timeout_s
+        self._max_restarts = max_restarts
+        self._restarts = 0
+        self._refills = refills
+        self._starting: Future[None] | None = None
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._scorer = ThreadPoolExecutor(1, thread_name_prefix="rewards")
+        self._lives = [0] * count
+        self._deadlines: dict[int, float] = {}
+        self._taker: Future[list[ScoredGroup]] | None = None
+        self._open: set[Future[Any]] = set()
+        self._error: BaseException | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="dispatcher", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread and every worker; returns when all of them can be called."""
+        ready: Future[None] = self._promise()
+        self._inbox.put(lambda: self._start_all(ready))
+        self._thread.start()
+        ready.result()
+
+    def ask(self, question: Callable[[], _T]) -> _T:
+        """Run ``question`` in the thread, and return what it returns; after a failure, in this one.
+
+        Raises:
+            WorkersLost: workers failed too often.
+            UserError: a worker found something wrong at the start that the user can mend.
+        """
+        if self._error is not None:
+            # Nobody else touches the books any more, and what they hold can still be saved.
+            self._thread.join()
+            return question()
+        answer: Future[_T] = self._promise()
+        self._inbox.put(lambda: answer.set_result(question()))
+        return answer.result()
+
+    def take(self, again: bool) -> list[ScoredGroup]:
+        """Wait for the next round, in the order of group numbers.
+
+        Args:
+            again: in place of the round taken last.
+
+        Raises:
+            UserError: as for :meth:`ask`.
+        """
+        if again:
+            # By itself: the books must say so also where there is nobody left to collect.
+            self.ask(self.scheduler.ledger.reopen)
+        taken: Future[list[ScoredGroup]] = self._promise()
+        self._inbox.put(lambda: self._want(taken))
+        return taken.result()
+
+    def publish(self, publication: Publication, version: int) -> None:
+        """Hand weights to all workers; returns at once."""
+
+        def post() -> None:
+            before = self.scheduler.newest
+            self.scheduler.publish(Weights(0 if before is None else before.number + 1, version, publication))
+            if before is not None:
+                # Nobody is handed these any more; what they take up in the object store is free again.
+                before.content.content = None
+                before.content.arrived.cancel()
+
+        self._watch(publication.arrived)
+        self._inbox.put(post)
+
+    def errands(self, jobs: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+        """Run job i on worker i with the newest weights, and wait for all."""
+        results: list[Future[Any]] = [self._promise() for _ in jobs]
+
+        def post() -> None:
+            for seat, (method, arguments), result in zip(self.scheduler.seats, jobs, results, strict=False):
+                seat.errands.append(Errand(method, arguments, result.set_result))
+
+        self._inbox.put(post)
+        return [result.result() for result in results]
+
+    def close(self) -> None:
+        """End the thread and the workers; what is on its way is given up."""
+
+        def stop() -> None:
+            self._stopping = True
+
+        if self._thread.is_alive():
+            self._inbox.put(stop)
+            self._thread.join()
+        # Workers first: a reward that hangs must not keep their devices.
+        self._pool.close()
+        self._scorer.shutdown(cancel_futures=True)
+
+    def _promise(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._watch(future)
+        return future
+
+    def _watch(self, future: Future[Any]) -> None:
+        """Whatever ends the thread ends this future too."""
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        if self._error is not None:
+            _fail(future, self._error)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self._turn()
+            except BaseException as error:  # noqa: BLE001  it is raised where somebody waits
+                self._error = error
+                for future in list(self._open):
+                    _fail(future, error)
+                return
+
+    def _turn(self) -> None:
+        deadline = min(self._deadlines.values(), default=None)
+        try:
+            wait = None if deadline is None else max(0.0, deadline - time.monotonic())
+            self._inbox.get(timeout=wait)()
+        except queue.Empty:
+            self._give_up_on_silent()
+        self._hand_out()
+        for number in range(len(self.scheduler.seats)):
+            call = self.scheduler.next_call(number)
+            if call is not None:
+                self._send(number, call)
+
+    def _start_all(self, ready: Future[None]) -> None:
+        self._starting = ready
+        for number in range(len(self.scheduler.seats)):
+            self._begin(number)
+
+    def _begin(self, number: int) -> None:
+        self._lives[number] += 1
+        self._deadlines[number] = time.monotonic() + max(START_LIMIT_S, self._timeout_s)
+        self._pool.start(number, self._posting(number, lambda _: self._started(number)))
+
+    def _started(self, number: int) -> None:
+        self.scheduler.started(number)
+        if self._starting is not None and all(seat.ready for seat in self.scheduler.seats):
+            self._starting.set_result(None)
+            self._starting = None
+
+    def _posting(self, number: int, handle: Callable[[Any], None]) -> Callable[[Any], None]:
+        """A callback that brings a result into this thread, unless its worker has been replaced since."""
+        life = self._lives[number]
+
+        def receive(result: Any) -> None:
+            if self._lives[number] != life:
+                return
+            del self._deadlines[number]
+            if isinstance(result, BaseException):
+                self._failed(number, result)
+            else:
+                handle(result)
+
+        return lambda result: self._inbox.put(lambda: receive(result))
+
+    def _send(self, number: int, call: Call) -> None:
+        arguments = call.arguments
+        if call.method == "load":
+            weights = self.scheduler.newest
+            assert weights is not None
+            publication, version, give_back = arguments
+            arguments = (
+                publication.content,
+                version,
+                publication.probe_prompts,
+                publication.top_k,
+                give_back,
+            )
+            handle = self._posting(number, lambda result: self._loaded(number, weights, *result))
+        elif call.method == "work":
+            handle = self._posting(number, lambda turn: self._worked(number, turn))
+        else:
+            handle = self._posting(number, lambda result: self.scheduler.ran_errand(number, result))
+        self._deadlines[number] = time.monotonic() + self._timeout_s
+        self._pool.call(number, call.method, arguments, handle)
+
+    def _loaded(
+        self, number: int, weights: Weights, answer: NextTokens, receipt: Receipt, cut: list[Group]
+    ) -> None:
+        self.scheduler.loaded(number, weights, cut)
+        publication: Publication = weights.content
+        publication.proofs.put((answer, receipt))
+        everywhere = all(seat.holds is weights for seat in self.scheduler.seats)
+        if everywhere and not publication.arrived.done():
+            publication.arrived.set_result(None)
+
+    def _worked(self, number: int, turn: Any) -> None:
+        self.labour.tokens[number] += turn.tokens
+        self.labour.seconds[number] += turn.seconds
+        for group in self.scheduler.worked(number, turn.finished):
+            future = self._scorer.submit(self._timed_score, group)
+            future.add_done_callback(lambda done: self._inbox.put(lambda: self._accept(*done.result())))
+
+    def _timed_score(self, group: Group) -> tuple[ScoredGroup, float]:
+        start = time.perf_counter()
+        return self._score(group), time.perf_counter() - start
+
+    def _accept(self, scored: ScoredGroup, seconds: float) -> None:
+        self.labour.score_seconds += seconds
+        number, oldest = scored.group.group_id, scored.group.oldest
+        # Dropped while it was scored: the books know no more of it.
+        if number in self.scheduler.ledger.running:
+            assert oldest is not None
+            if self.scheduler.ledger.accept(number, oldest):
+                self.accepted[number] = scored
+
+    def _want(self, taken: Future[list[ScoredGroup]]) -> None:
+        self._taker = taken
+        self.scheduler.wanted = True
+
+    def _hand_out(self) -> None:
+        if self._taker is None:
+            return
+        self._expire()
+        chosen = self.scheduler.ledger.take()
+        if chosen is None:
+            return
+        self.scheduler.wanted = False
+        taker, self._taker = self._taker, None
+        taker.set_result([self.accepted.pop(number) for number in chosen])
+        if not self._refills:
+            # What was in time for this round may be too late for the next.
+            self._expire()
+
+    def _expire(self) -> None:
+        for number in self.scheduler.expire():
+            self.accepted.pop(number, None)
+
+    def _give_up_on_silent(self) -> None:
+        now = time.monotonic()
+        for number, deadline in list(self._deadlines.items()):
+            if deadline <= now:
+                del self._deadlines[number]
+                self._failed(number, TimeoutError(f"no answer within {self._timeout_s:g} s"))
+
+    def _failed(self, number: int, error: BaseException) -> None:
+        if isinstance(error, UserError) and self._starting is not None:
+            raise error
+        self._pool.kill(number)
+        self.scheduler.lost(number)
+        self.labour.restarts += 1
+        self._restarts += 1
+        if self._restarts > self._max_restarts:
+            raise WorkersLost(
+                f"rollout worker {number} failed ({_first_line(error)}), and "
+                f"collector.max_restarts={self._max_restarts} workers have been replaced already; resume the "
+                "run once the cause is mended, or raise collector.max_restarts or collector.timeout_s"
+            ) from error
+        self._begin(number)
+
+
+def _fail(future: Future[Any], error: BaseException) -> None:
+    """End a future that another thread may be ending, too."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

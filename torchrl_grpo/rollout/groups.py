@@ -1,0 +1,73 @@
+"""A group on its way: what a worker is asked for, what it has so far, and what it brings back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torchrl_grpo.inference.protocol import Completion
+
+
+@dataclass
+class Response:
+    """One response, whole or cut, with the version of the weights behind each of its tokens.
+
+    Attributes:
+        token_ids: tokens so far.
+        log_probs: of the distribution each was sampled from.
+        versions: optimiser steps that the sampling weights had seen, token by token.
+        finish_reason: ``"stop"``, ``"length"``, or None where it is not whole yet.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def extend(self, more: Completion, version: int) -> None:
+        """Append what weights of ``version`` have generated."""
+        self.token_ids += more.token_ids
+        self.log_probs += more.log_probs
+        self.versions += [version] * len(more.token_ids)
+        self.finish_reason = None if more.finish_reason == "withdrawn" else more.finish_reason
+
+
+@dataclass
+class Group:
+    """One prompt and its G responses.
+
+    Attributes:
+        group_id: running number of the prompt; it names the prompt and the seeds.
+        prompt: token ids.
+        seed: of the sampling; a response's number is added to it.
+        responses: G of them.
+    """
+
+    group_id: int
+    prompt: list[int]
+    seed: int
+    responses: list[Response]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every response has ended."""
+        return all(response.finish_reason is not None for response in self.responses)
+
+    @property
+    def oldest(self) -> int | None:
+        """The smallest version among all tokens; None where there is no token yet."""
+        return min((min(one.versions) for one in self.responses if one.versions), default=None)
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens so far."""
+        return sum(len(response.token_ids) for response in self.responses)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values only."""
+        return asdict(self)
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> Group:
+        """What :meth:`state_dict` was taken of."""
+        return cls(**{**state, "responses": [Response(**one) for one in state["responses"]]})

@@ -1,0 +1,159 @@
+"""How many groups may be on their way, and what became of each.
+
+Staleness is bounded where groups are admitted, as in AReaL (arXiv 2505.24298, sec. 5.1, eq. 3), and once more
+where they are taken for training.
+
+Notation: B groups a round; r rounds taken by the trainer so far; v the version of the weights that a worker
+samples with, in rounds; S the largest age allowed. A group sampled by v and trained in round k has age k - v.
+
+**Equation.** A worker that holds v may begin a group only while
+
+    running + accepted < (v + S + 1 - r) B,
+
+``running`` being the groups begun and not yet accepted, ``accepted`` those that wait for the trainer.
+
+**Argument.** A group begun now may be trained in the rounds r, r + 1, ..., v + S: (v + S + 1 - r) of them, of
+B groups each. The trainer takes the oldest groups first, so at most those running or accepted now stand
+before it. While there are fewer than (v + S + 1 - r) B of these, a place in time is left for it. With S = 0
+and v = r that is one round; once the round is taken, r = v + 1 and the right side is 0 until weights of
+version r are there: synchronous training. With r = n / B for n groups trained, adding n to both sides gives
+AReaL's n + running + accepted < (v + S + 1) B.
+
+A group that takes longer than all others may still miss its last round. It is then dropped, and counted:
+:meth:`Ledger.take` hands nothing out that is older than S, whatever happened before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Ledger:
+    """The books of a run: issued = trained + dropped_age + dropped_filter + left.
+
+    Attributes:
+        groups_per_round: B.
+        max_age: S, in rounds.
+        rounds: rounds of the whole run; no group is issued that it cannot use.
+        steps_per_round: optimiser steps that a round is trained for; a version counts optimiser steps.
+        taken: r.
+        issued: groups begun, each counted once however often it is begun again.
+        trained: groups handed to the trainer.
+        dropped_age: groups thrown away because they were, or would have been, too old.
+        dropped_filter: groups handed to the trainer and thrown away for want of a signal.
+        running: smallest version, in rounds, of each group begun and not accepted; None while none of its
+            tokens has been sampled.
+        accepted: the same of the groups that wait for the trainer.
+    """
+
+    groups_per_round: int
+    max_age: int
+    rounds: int
+    steps_per_round: int = 1
+    taken: int = 0
+    issued: int = 0
+    trained: int = 0
+    dropped_age: int = 0
+    dropped_filter: int = 0
+    running: dict[int, int | None] = field(default_factory=dict)
+    accepted: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def left(self) -> int:
+        """Groups running or accepted."""
+        return len(self.running) + len(self.accepted)
+
+    def in_rounds(self, version: int) -> int:
+        """A version of the weights, given in optimiser steps, in whole rounds."""
+        return version // self.steps_per_round
+
+    def room(self, version: int) -> int:
+        """Groups that a worker with weights of ``version`` (optimiser steps) may begin."""
+        rounds = min(self.in_rounds(version) + self.max_age + 1, self.rounds) - self.taken
+        return rounds * self.groups_per_round - self.left
+
+    def issue(self) -> int:
+        """Begin a new group; returns its number."""
+        number = self.issued
+        self.issued += 1
+        self.running[number] = None
+        return number
+
+    def start(self, group_id: int, version: int) -> None:
+        """A worker samples the group with ``version``, or goes on with one whose oldest token has it."""
+        self.running[group_id] = self.in_rounds(version)
+
+    def restart(self, group_id: int) -> None:
+        """The group will be sampled anew from its first token."""
+        self.running[group_id] = None
+
+    def too_old(self, version_in_rounds: int | None) -> bool:
+        """Whether the next round to be taken is too late for this version."""
+        return version_in_rounds is not None and self.taken - version_in_rounds > self.max_age
+
+    def accept(self, group_id: int, version: int) -> bool:
+        """A group is whole; ``version`` is its oldest token's. False where it had to be dropped."""
+        del self.running[group_id]
+        rounds = self.in_rounds(version)
+        if self.too_old(rounds):
+            self.dropped_age += 1
+            return False
+        self.accepted[group_id] = rounds
+        return True
+
+    def expire(self) -> list[int]:
+        """Drop every group that is too old for the next round, running or accepted; returns their numbers."""
+        books: Iterable[dict[int, Any]] = (self.running, self.accepted)
+        gone = [(book, number) for book in books for number, age in book.items() if self.too_old(age)]
+        for book, number in gone:
+            del book[number]
+        self.dropped_age += len(gone)
+        return [number for _, number in gone]
+
+    def take(self) -> list[int] | None:
+        """The next round, oldest groups first; None while there are fewer than B. :meth:`expire` first."""
+        assert not any(map(self.too_old, self.accepted.values())), "expire() must come first"
+        if len(self.accepted) < self.groups_per_round:
+            return None
+        by_age = sorted(self.accepted, key=lambda number: (self.accepted[number], number))
+        chosen = sorted(by_age[: self.groups_per_round])
+        for number in chosen:
+            del self.accepted[number]
+        self.taken += 1
+        self.trained += len(chosen)
+        return chosen
+
+    def reopen(self) -> None:
+        """The round taken last did not hold enough groups with a signal: one more is wanted in its place."""
+        self.taken -= 1
+        self.trained -= self.groups_per_round
+        self.dropped_filter += self.groups_per_round
+
+    def figures(self) -> dict[str, int]:
+        """The books in the words of ``summary.json``."""
+        return {
+            "issued": self.issued,
+            "trained": self.trained,
+            "dropped_age": self.dropped_age,
+            "dropped_filter": self.dropped_filter,
+            "left": self.left,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts, and the versions of accepted groups; running ones are begun anew."""
+        return {
+            "taken": self.taken,
+            **{name: count for name, count in self.figures().items() if name != "left"},
+            "running": sorted(self.running),
+            "accepted": dict(self.accepted),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+        for name in ("taken", "issued", "trained", "dropped_age", "dropped_filter"):
+            setattr(self, name, state[name])
+        self.running = dict.fromkeys(state["running"])
+        self.accepted = dict(state["accepted"])

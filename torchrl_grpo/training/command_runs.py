@@ -1,0 +1,56 @@
+"""Runs started as a user starts them, watched from outside: for the checks that kill them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+_SCRIPTS = Path(__file__).resolve().parents[2] / "sota-implementations" / "grpo"
+
+
+@contextlib.contextmanager
+def started(
+    folder: Path, overrides: Sequence[str], script: str = "grpo.py"
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The script in ``folder``, resumed where there is a checkpoint.
+
+    Its output goes into a file: a pipe that nobody reads would stop it once full.
+    """
+    resume = ["resume=auto"] if has_checkpoint(folder) else []
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(_SCRIPTS / script), *overrides, f"hydra.run.dir={folder}", *resume]
+    with _output(folder).open("wb") as output:
+        yield subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+
+def check(folder: Path, process: subprocess.Popen[bytes]) -> None:
+    """Refuse a run that failed.
+
+    Raises:
+        SystemExit: it did; its output is shown.
+    """
+    if process.returncode:
+        sys.stderr.write(_output(folder).read_text(errors="replace"))
+        raise SystemExit(f"the run in {folder} failed with exit code {process.returncode}")
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the last whole line of ``metrics.jsonl``; 0 when there is none."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return 0
+    lines = path.read_text().rpartition("\n")[0].splitlines()
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether there is a whole checkpoint."""
+    return any((folder / "checkpoints").glob("[0-9]*/manifest.json"))
+
+
+def _output(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.log")
