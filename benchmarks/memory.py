@@ -1,0 +1,99 @@
+"""Memory of a long asynchronous run, watched from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from transformers import AutoTokenizer
+
+from benchmarks.workers.overlap import random_model
+from benchmarks.workload import Workload
+from torchrl_grpo.training.command_runs import check, newest_step, started
+
+_MIB = 2**20
+
+
+def watch(work: Workload, steps: int) -> list[dict[str, float]]:
+    """Run ``grpo-async.py`` for so many small steps; every two seconds or so what it holds, in MiB.
+
+    Returns:
+        ``step``, ``trainer`` and ``workers`` (resident), ``object_store`` (the machine's shared memory in use
+        beyond what was in use before).
+    """
+    folder = Path(tempfile.mkdtemp())
+    chats = work.messages(AutoTokenizer.from_pretrained(work.model))
+    questions = folder / "questions.jsonl"
+    questions.write_text(
+        "".join(json.dumps({"question": chat[0]["content"], "answer": "0"}) + "\n" for chat in chats)
+    )
+    model = random_model(folder / "model", work.model)
+    before = _shared()
+    points: list[dict[str, float]] = []
+    with started(folder / "run", _words(work, model, questions, steps), "grpo-async.py") as process:
+        trainer = psutil.Process(process.pid)
+        while process.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                points.append(
+                    {
+                        "step": newest_step(folder / "run"),
+                        "trainer": trainer.memory_info().rss / _MIB,
+                        "workers": sum(one.memory_info().rss for one in _workers(trainer)) / _MIB,
+                        "object_store": (_shared() - before) / _MIB,
+                    }
+                )
+            # Ends with the run; memory has no event to wait for.
+            with contextlib.suppress(psutil.TimeoutExpired):
+                trainer.wait(timeout=2)
+        process.wait()
+    check(folder / "run", process)
+    shutil.rmtree(folder)
+    return points
+
+
+def _words(work: Workload, model: Path, questions: Path, steps: int) -> list[str]:
+    return [
+        f"model.name={model}",
+        "env.dataset=jsonl",
+        f"env.data_path={questions}",
+        "env.fields={question: question, answer: answer}",
+        "env.num_envs=4",
+        "env.repeats=4",
+        "reward.weights={bare_number: 1.0}",
+        "inference_model.backend=transformers",
+        "inference_model.num_devices=2",
+        "inference_model.max_model_len=256",
+        "inference_model.max_new_tokens=8",
+        "collector.max_policy_age=2",
+        f"train.total_dialog_turns={steps * 16}",
+        "train.checkpoint_frequency=0",
+        "eval.num_problems=0",
+        "logging.rollouts=false",
+        "logging.progress=false",
+    ]
+
+
+def _workers(trainer: psutil.Process) -> Iterator[psutil.Process]:
+    for child in trainer.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "ray::RolloutActor" in " ".join(child.cmdline()):
+                yield child
+
+
+def _shared() -> float:
+    return float(shutil.disk_usage("/dev/shm").used)
+
+
+def growth(points: list[dict[str, float]], key: str, warm_up: int) -> dict[str, Any]:
+    """Medians of the second and the last fifth of the steps after ``warm_up``, and how they compare."""
+    kept = [point[key] for point in points if point["step"] > warm_up]
+    fifth = max(1, len(kept) // 5)
+    early, late = sorted(kept[fifth : 2 * fifth]), sorted(kept[-fifth:])
+    first, last = early[len(early) // 2], late[len(late) // 2]
+    return {"early": first, "late": last, "growth": last / first - 1 if first else 0.0}

@@ -1,0 +1,1 @@
+"""One process per library; each takes one step when told to (:mod:`benchmarks.protocol`)."""

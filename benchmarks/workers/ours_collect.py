@@ -1,0 +1,93 @@
+"""This project's collection path around an engine that answers at once: what remains is overhead."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from benchmarks.protocol import serve
+from benchmarks.workers.ours import Drawn
+from benchmarks.workload import Workload, use_all_cores
+from torchrl_grpo.config import PolicyConfig
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.envs import GroupTextEnv, PromptStream
+from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Request
+from torchrl_grpo.objectives.advantage import GroupAdvantage
+from torchrl_grpo.objectives.control import KLCoefficient
+from torchrl_grpo.rewards import RewardSet
+from torchrl_grpo.rollout.buffer import GroupBuffer
+from torchrl_grpo.rollout.collector import RolloutCollector
+
+
+class _Instant(Engine):
+    """Answers with the same tokens for ever."""
+
+    def __init__(self, tokens: int) -> None:
+        # Ordinary words of any vocabulary of a few hundred.
+        self._ids = [100 + number % 97 for number in range(tokens)]
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._keys = [request.key for request in requests]
+
+    def step(self) -> list[tuple[Hashable, Completion]]:
+        return [(key, Completion(self._ids, [-1.0] * len(self._ids), "length")) for key in self._keys]
+
+    def withdraw(self) -> dict[Hashable, Completion]:
+        raise NotImplementedError
+
+    def next_tokens(self, prompts: Sequence[Sequence[int]], top_k: int) -> NextTokens:
+        raise NotImplementedError
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        raise NotImplementedError
+
+    def reset_cache(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def build(workload: Workload) -> Callable[[], dict[str, float]]:
+    """See :func:`benchmarks.protocol.serve`."""
+    use_all_cores()
+    tokenizer = AutoTokenizer.from_pretrained(workload.model)
+    examples = [Example(str(number), chat) for number, chat in enumerate(workload.messages(tokenizer))]
+    env = GroupTextEnv(
+        PromptStream(examples, 0, True),
+        tokenizer,
+        RewardSet([(Drawn(), 1.0)]),
+        num_envs=workload.prompts,
+        repeats=workload.samples,
+        max_prompt_tokens=workload.prompt_tokens + 64,
+    )
+    collector = RolloutCollector(
+        env,
+        _Instant(workload.response_tokens),
+        tokenizer,
+        max_new_tokens=workload.response_tokens,
+        temperature=1.0,
+        total_dialog_turns=10**9,
+        seed=0,
+        clock=time.perf_counter,
+    )
+    # Advantages and the buffer are part of the path to the loss, as they are of the other library's.
+    advantage = GroupAdvantage(PolicyConfig(), KLCoefficient(0.0), (1.0,), workload.response_tokens)
+    buffer = GroupBuffer(workload.prompts, workload.prompts, [advantage], 0)
+
+    def step() -> dict[str, float]:
+        started = time.perf_counter()
+        buffer.refill(collector.rollout().groups)
+        buffer.sample()
+        return {"collect": time.perf_counter() - started}
+
+    return step
+
+
+if __name__ == "__main__":
+    serve(build)
