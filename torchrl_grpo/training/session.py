@@ -44,6 +44,7 @@ from torchrl_grpo.training import checkpoint, due
 from torchrl_grpo.training.evaluate import Evaluator
 from torchrl_grpo.training.optimise import OptimiserStep
 from torchrl_grpo.training.publish import WeightPublisher, probe_prompts
+from torchrl_grpo.training.rounding import rounding_warning
 from torchrl_grpo.training.speed import Speedometer
 from torchrl_grpo.training.state import Counters, random_state, seed_everything, set_random_state
 
@@ -200,7 +201,7 @@ class Session:
 
     def _make_publisher(self, problems: Problems) -> None:
         engine_dtype = resolve_dtype(self.cfg.inference_model.dtype, torch.device(self.placement.inference))
-        precision = max(engine_dtype, self.autocast_dtype or torch.float32, key=_COARSENESS.index)
+        self.precision = max(engine_dtype, self.autocast_dtype or torch.float32, key=_COARSENESS.index)
         examples = [problems.train[index] for index in range(min(8, len(problems.train)))]
         length = min(40, self.cfg.inference_model.max_model_len - 1)
         self.publisher = WeightPublisher(
@@ -211,7 +212,7 @@ class Session:
                 [render(self.tokenizer, example.messages)[1] for example in examples], length=length
             ),
             self.tokenizer.pad_token_id,
-            precision,
+            self.precision,
             self.cfg.inference_model.max_logprob_gap,
         )
 
@@ -240,14 +241,15 @@ class Session:
             self.counters.step, partial(self.collector.publish, self.publisher, wait=True)
         )
         self.speed = Speedometer(self.model, self.device, self.autocast_dtype or torch.float32)
-        self.progress.note(
+        for note in (
             f"this machine multiplies matrices at {self.speed.gemm_rate / 1e9:,.0f} GFLOP/s in the trainer's "
-            "numbers"
-        )
-        self.progress.note(
+            "numbers",
             f"weights proven: engine and trainer differ by at most {proof['publish/gap']:.2g} nats, "
-            f"a perturbed weight moves the engine by {proof['publish/perturbation']:.2g}"
-        )
+            f"a perturbed weight moves the engine by {proof['publish/perturbation']:.2g}",
+            rounding_warning(self.model, self.precision, self.cfg.optimizer, self.total_steps),
+        ):
+            if note is not None:
+                self.progress.note(note)
         if self.counters.step == 0 and self.cfg.eval.at_start and self.cfg.eval.num_problems > 0:
             metrics = self.evaluate()
             self.counters.accuracy_before = metrics["eval/accuracy"]
