@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.config_keys import bad_value, show
-from torchrl_grpo.objectives.surrogates import SURROGATES
 from torchrl_grpo.validation_policy import check_policy
+from torchrl_grpo.validation_ranges import ABOVE_ZERO, AT_LEAST, AT_MOST, CHOICES, DATASETS
 
 if TYPE_CHECKING:
     from torchrl_grpo.config import (
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         TrainModelConfig,
     )
 
-DATASETS = ("gsm8k", "math", "ifeval", "reasoning_gym", "jsonl")
 REWARDS = (
     "gsm8k",
     "format",
@@ -46,108 +45,6 @@ REWARD_READS: dict[str, tuple[str, ...]] = {
     "reasoning_gym": ("reasoning_gym",),
     "closeness": (*_ANSWERS, "reasoning_gym"),
     "ifeval": ("ifeval",),
-}
-
-LEVELS = ("token", "sequence", "trajectory")
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "env.dataset": DATASETS,
-    "env.answer_format": ("tags", "plain", "equation"),
-    "policy.surrogate": tuple(SURROGATES),
-    "policy.ratio": LEVELS,
-    "policy.aggregation": ("token", "sequence", "constant"),
-    "policy.advantage_estimator": ("group_mean", "leave_one_out", "maxent"),
-    "policy.advantage_std": ("population", "unbiased", "batch", "none"),
-    "policy.reward_combination": ("together", "apart"),
-    "policy.constant_groups": ("keep", "drop", "refill"),
-    "policy.overlong": ("keep", "mask", "penalise"),
-    "policy.kl_estimator": ("k1", "k2", "k3"),
-    "policy.kl_in": ("loss", "reward", "weights"),
-    "policy.proximal": ("auto", "engine", "trainer"),
-    "policy.correction": ("none", "truncate", "mask"),
-    "policy.correction_level": LEVELS,
-    "train_model.autocast": ("auto", "no", "bf16", "fp16"),
-    "ref_model.dtype": ("auto", "float32", "bfloat16", "float16"),
-    "inference_model.dtype": ("auto", "float32", "bfloat16", "float16"),
-    "inference_model.backend": ("vllm", "transformers"),
-    "collector.weight_update": ("drain", "in_flight"),
-    "ray.placement": ("pack", "spread"),
-    "optimizer.schedule": ("constant", "linear", "cosine"),
-}
-
-# key -> smallest value, and what to write instead
-_AT_LEAST: dict[str, tuple[float, str]] = {
-    "seed": (0, "0"),
-    "env.task_size": (1, "10000"),
-    "env.num_envs": (1, "8"),
-    "env.repeats": (2, "8"),
-    "reward.workers": (1, "1"),
-    "policy.advantage_eps": (0, "1e-4"),
-    "policy.aggregation_length": (1, "null"),
-    "policy.max_refills": (1, "3"),
-    "policy.overlong_buffer": (1, "null"),
-    "policy.kl_coef": (0, "0.01"),
-    "policy.init_kl_coeff": (0, "null"),
-    "policy.kl_inference_coef": (0, "0.0"),
-    "policy.entropy_coef": (0, "0.001"),
-    "policy.entropy_delta": (0, "0.005"),
-    "policy.entropy_coef_max": (0, "1.0"),
-    "policy.correction_floor": (0, "0.0"),
-    "policy.tau": (0, "0.1"),
-    "policy.q_epsilon": (0, "1e-6"),
-    "ref_model.refresh_frequency": (0, "0"),
-    "inference_model.block_size": (1, "null"),
-    "inference_model.max_model_len": (2, "1024"),
-    "inference_model.max_new_tokens": (1, "256"),
-    "inference_model.num_threads": (1, "null"),
-    "collector.max_policy_age": (0, "1"),
-    "collector.max_restarts": (0, "10"),
-    "optimizer.lr": (0, "1e-5"),
-    "optimizer.weight_decay": (0, "0.01"),
-    "optimizer.warmup_steps": (0, "0"),
-    "optimizer.min_lr_ratio": (0, "0.1"),
-    "train.total_dialog_turns": (1, "64000"),
-    "train.optim_batch_size": (1, "null"),
-    "train.gradient_accumulation_steps": (1, "1"),
-    "train.max_tokens_per_microbatch": (1, "null"),
-    "train.epochs": (1, "1"),
-    "train.weight_update_frequency": (1, "null"),
-    "train.checkpoint_frequency": (0, "100"),
-    "train.max_skipped_steps": (1, "5"),
-    "train.num_threads": (1, "null"),
-    "eval.frequency": (0, "50"),
-    "eval.num_problems": (0, "200"),
-    "eval.pass_at_k": (1, "1"),
-    "checkpoint.keep": (1, "2"),
-}
-
-_ABOVE_ZERO: dict[str, str] = {
-    "reward.timeout_s": "5.0",
-    "collector.timeout_s": "600.0",
-    "policy.clip_epsilon": "0.2",
-    "policy.clip_epsilon_high": "null",
-    "policy.reward_clip": "null",
-    "policy.reward_scale": "1.0",
-    "policy.kl_target": "null",
-    "policy.kl_horizon": "10000",
-    "policy.entropy_target": "null",
-    "policy.q_temperature": "1.0",
-    "ref_model.refresh_mix": "1.0",
-    "inference_model.gpu_memory_utilization": "0.4",
-    "inference_model.kv_cache_gib": "1",
-    "inference_model.temperature": "1.0",
-    "inference_model.max_logprob_gap": "null",
-    "optimizer.eps": "1e-8",
-    "optimizer.max_grad_norm": "1.0",
-    "eval.temperature": "0.8",
-}
-
-_AT_MOST: dict[str, tuple[float, str]] = {
-    "seed": (2**32 - 1, "0"),  # the random generators of the libraries below us take 32 bits
-    "inference_model.gpu_memory_utilization": (1, "0.4"),
-    "optimizer.min_lr_ratio": (1, "0.1"),
-    "policy.clip_epsilon": (1, "0.2"),
-    "ref_model.refresh_mix": (1, "1.0"),
 }
 
 _LOGGER_PACKAGES = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb"}
@@ -213,20 +110,20 @@ def _check_each(cfg: Config) -> None:
         for name, value in vars(section).items():
             if any(not math.isfinite(number) for number in _numbers(value)):
                 raise bad_value(prefix + name, value, "must be finite", f"{prefix}{name}=<a finite number>")
-    for key, choices in _CHOICES.items():
+    for key, choices in CHOICES.items():
         value = attrgetter(key)(cfg)
         if value not in choices:
             raise bad_value(key, value, "is not one of the choices", f"one of {', '.join(choices)}")
-    for key, (smallest, good) in _AT_LEAST.items():
+    for key, (smallest, good) in AT_LEAST.items():
         value = attrgetter(key)(cfg)
         if value is not None and value < smallest:
             why = " (a group of one has no advantage)" if key == "env.repeats" else ""
             raise bad_value(key, value, f"must be at least {smallest}{why}", f"{key}={good}")
-    for key, good in _ABOVE_ZERO.items():
+    for key, good in ABOVE_ZERO.items():
         value = attrgetter(key)(cfg)
         if value is not None and value <= 0:
             raise bad_value(key, value, "must be greater than 0", f"{key}={good}")
-    for key, (largest, good) in _AT_MOST.items():
+    for key, (largest, good) in AT_MOST.items():
         value = attrgetter(key)(cfg)
         if value > largest:
             raise bad_value(key, value, f"must be at most {largest}", f"{key}={good}")

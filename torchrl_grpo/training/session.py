@@ -17,15 +17,13 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.devices import place
 from torchrl_grpo.envs import GroupTextEnv, PromptStream
-from torchrl_grpo.envs.chat import render
 from torchrl_grpo.host_memory import keep_freed_memory
 from torchrl_grpo.inference.protocol import Engine
 from torchrl_grpo.models import loading, saving
 from torchrl_grpo.models.logprobs import TokenScorer
-from torchrl_grpo.models.precision import resolve_autocast, resolve_dtype
+from torchrl_grpo.models.precision import resolve_autocast
 from torchrl_grpo.models.prepare import prepare_for_training, shares_prefix
 from torchrl_grpo.objectives.build import build_objective
-from torchrl_grpo.objectives.control import needs_reference
 from torchrl_grpo.observe import loggers
 from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
 from torchrl_grpo.observe.progress import Progress
@@ -43,7 +41,7 @@ from torchrl_grpo.rounds import rounds, steps_per_round
 from torchrl_grpo.training import checkpoint, due
 from torchrl_grpo.training.evaluate import Evaluator
 from torchrl_grpo.training.optimise import OptimiserStep
-from torchrl_grpo.training.publish import WeightPublisher, probe_prompts
+from torchrl_grpo.training.parts import build_publisher, build_reference, coarser
 from torchrl_grpo.training.rounding import rounding_warning
 from torchrl_grpo.training.speed import Speedometer
 from torchrl_grpo.training.state import Counters, random_state, seed_everything, set_random_state
@@ -51,7 +49,6 @@ from torchrl_grpo.training.state import Counters, random_state, seed_everything,
 # Tokens of a micro-batch that nobody has said anything about: large enough for matrix products to run at
 # full speed, small enough for models of a few billion parameters.
 _TOKENS = 4096
-_COARSENESS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Session:
@@ -160,26 +157,18 @@ class Session:
             use_scaler=self.autocast_dtype == torch.float16,
             max_skipped_steps=cfg.train.max_skipped_steps,
         )
-        self.reference = self._reference(source, temperature)
+        self.reference = build_reference(
+            cfg,
+            source,
+            torch.device(self.placement.reference),
+            self.autocast_dtype,
+            self.shares_prefix,
+            self._budget,
+        )
         transforms = [*([self.reference] if self.reference else []), *self._proximal(scorer), self.advantage]
         self.buffer = GroupBuffer(
             cfg.env.num_envs, batch // cfg.env.repeats, transforms, derive_seed(cfg.seed, "buffer")
         )
-
-    def _reference(self, source: str, temperature: float) -> LogProbScorer | None:
-        """The reference scorer, loaded only where a coefficient asks for it."""
-        if not needs_reference(self.cfg.policy):
-            return None
-        device = torch.device(self.placement.reference)
-        dtype = resolve_dtype(self.cfg.ref_model.dtype, device)
-        if self.cfg.ref_model.dtype == "auto" and self.cfg.ref_model.refresh_mix < 1:
-            # In 16 bits, most steps of a slow average round to nothing.
-            dtype = torch.float32
-        model = loading.load_model(source, self.cfg.model, device, dtype).requires_grad_(False)
-        autocast_dtype = self.autocast_dtype if dtype == torch.float32 else None
-        scorer = TokenScorer(model, temperature, autocast_dtype, self.shares_prefix)
-        # A budget of its own: what another device or model can hold says nothing about the trainer.
-        return LogProbScorer(scorer, "reference", self._budget())
 
     def _proximal(self, scorer: TokenScorer) -> list[LogProbScorer]:
         """With ``policy.proximal=trainer`` the model scores a round that it then trains on several times."""
@@ -200,20 +189,15 @@ class Session:
             self.reference.mix_in(self.model, self.cfg.ref_model.refresh_mix)
 
     def _make_publisher(self, problems: Problems) -> None:
-        engine_dtype = resolve_dtype(self.cfg.inference_model.dtype, torch.device(self.placement.inference))
-        self.precision = max(engine_dtype, self.autocast_dtype or torch.float32, key=_COARSENESS.index)
-        examples = [problems.train[index] for index in range(min(8, len(problems.train)))]
-        length = min(40, self.cfg.inference_model.max_model_len - 1)
-        self.publisher = WeightPublisher(
+        self.precision = coarser(self.cfg, torch.device(self.placement.inference), self.autocast_dtype)
+        self.publisher = build_publisher(
+            self.cfg,
             self.model,
             TokenScorer(self.model, 1.0, self.autocast_dtype, shares_prefix=False),
             self.engine,
-            probe_prompts(
-                [render(self.tokenizer, example.messages)[1] for example in examples], length=length
-            ),
-            self.tokenizer.pad_token_id,
+            self.tokenizer,
+            problems.train,
             self.precision,
-            self.cfg.inference_model.max_logprob_gap,
         )
 
     def _open_logs(self, resume_from: Path | None) -> None:

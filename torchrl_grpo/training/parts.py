@@ -1,0 +1,97 @@
+"""Parts of a run that take more than a call to put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.envs.chat import render
+from torchrl_grpo.inference.protocol import Inference
+from torchrl_grpo.models import loading
+from torchrl_grpo.models.logprobs import TokenScorer
+from torchrl_grpo.models.precision import resolve_dtype
+from torchrl_grpo.objectives.control import needs_reference
+from torchrl_grpo.rollout.log_probs import LogProbScorer
+from torchrl_grpo.rollout.micro_batches import TokenBudget
+from torchrl_grpo.training.publish import WeightPublisher, probe_prompts
+
+_COARSENESS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def build_reference(
+    cfg: Config,
+    source: str,
+    device: torch.device,
+    autocast_dtype: torch.dtype | None,
+    shares_prefix: bool,
+    budget: Callable[[], TokenBudget],
+) -> LogProbScorer | None:
+    """The reference scorer; None, and no model in memory, where no coefficient asks for one.
+
+    Args:
+        cfg: ``policy``, ``ref_model`` and ``model`` are read.
+        source: folder or hub name of the reference model.
+        device: where it runs.
+        autocast_dtype: the trainer's, used where the reference is held in float32 too.
+        shares_prefix: run a prompt once for all its responses.
+        budget: makes one of its own: what another device or model can hold says nothing about the trainer.
+    """
+    if not needs_reference(cfg.policy):
+        return None
+    dtype = resolve_dtype(cfg.ref_model.dtype, device)
+    if cfg.ref_model.dtype == "auto" and cfg.ref_model.refresh_mix < 1:
+        # In 16 bits, most steps of a slow average round to nothing.
+        dtype = torch.float32
+    model = loading.load_model(source, cfg.model, device, dtype).requires_grad_(False)
+    scorer = TokenScorer(
+        model,
+        cfg.inference_model.temperature,
+        autocast_dtype if dtype == torch.float32 else None,
+        shares_prefix,
+    )
+    return LogProbScorer(scorer, "reference", budget())
+
+
+def coarser(cfg: Config, device: torch.device, autocast_dtype: torch.dtype | None) -> torch.dtype:
+    """The coarser of the number formats of the engine on ``device`` and of the trainer."""
+    engine_dtype = resolve_dtype(cfg.inference_model.dtype, device)
+    return max(engine_dtype, autocast_dtype or torch.float32, key=_COARSENESS.index)
+
+
+def build_publisher(
+    cfg: Config,
+    model: PreTrainedModel,
+    scorer: TokenScorer,
+    engine: Inference,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    precision: torch.dtype,
+) -> WeightPublisher:
+    """The publisher, with a probe cut from the first training prompts.
+
+    Args:
+        cfg: ``inference_model`` is read.
+        model: what is published.
+        scorer: around it, at temperature 1.
+        engine: takes the weights.
+        tokenizer: renders the prompts.
+        examples: of training.
+        precision: see :func:`coarser`.
+    """
+    first = [examples[index] for index in range(min(8, len(examples)))]
+    length = min(40, cfg.inference_model.max_model_len - 1)
+    prompts = [render(tokenizer, example.messages)[1] for example in first]
+    return WeightPublisher(
+        model,
+        scorer,
+        engine,
+        probe_prompts(prompts, length=length),
+        tokenizer.pad_token_id,
+        precision,
+        cfg.inference_model.max_logprob_gap,
+    )
