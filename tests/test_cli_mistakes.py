@@ -178,7 +178,13 @@ BAD: list[tuple[str, str]] = [
     ("logging.backends=[csv,mlflow]", "csv, tensorboard, wandb"),
     ("logging.backends=[csv,csv]", "twice"),
     # devices
-    ("train_model.num_devices=2", "several devices are not supported by this version"),
+    ("train_model.num_devices=9", "an optimiser batch has only 8 groups"),
+    ("train_model.num_devices=2 train_model.devices=[1,1]", "2 different numbers"),
+    (
+        "train_model.num_devices=2 train_model.parallelism=fsdp2 train_model.autocast=fp16",
+        "train_model.autocast=bf16",
+    ),
+    ("train_model.parallelism=fsdp", "one of auto, ddp, fsdp2"),
     ("ref_model.num_devices=0", "write ref_model.num_devices=1 instead"),
     ("inference_model.devices=[0,1]", "several devices are not supported by this version"),
     ("inference_model.devices=[-1]", "at least 0"),

@@ -20,10 +20,10 @@ def _model(values: list[float]) -> nn.Module:
 def test_a_move_is_lost_below_half_the_distance_of_two_numbers() -> None:
     # Between 1 and 2 bfloat16 numbers are 1/128 apart, between 1/4 and 1/2 they are 1/512 apart.
     model = _model([1.25, 1.5, 0.3125, 0.375])
-    assert lost_to_rounding(model, torch.bfloat16, 1 / 1024 - 1e-5) == 1.0
-    assert lost_to_rounding(model, torch.bfloat16, 1 / 1024 + 1e-5) == 0.5
-    assert lost_to_rounding(model, torch.bfloat16, 1 / 256 + 1e-5) == 0.0
-    assert lost_to_rounding(model, torch.float16, 1 / 1024 + 1e-5) == 0.0
+    assert lost_to_rounding(model.parameters(), torch.bfloat16, 1 / 1024 - 1e-5) == 1.0
+    assert lost_to_rounding(model.parameters(), torch.bfloat16, 1 / 1024 + 1e-5) == 0.5
+    assert lost_to_rounding(model.parameters(), torch.bfloat16, 1 / 256 + 1e-5) == 0.0
+    assert lost_to_rounding(model.parameters(), torch.float16, 1 / 1024 + 1e-5) == 0.0
 
 
 @pytest.mark.parametrize(

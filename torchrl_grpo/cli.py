@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchrl_grpo import run_folder
+from torchrl_grpo import launch, run_folder
 from torchrl_grpo.cli_help import help_text, primary_configs
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.errors import ConfigError, UserError
@@ -73,6 +73,9 @@ def main(
 
 
 def _report(error: UserError, where: str = "") -> None:
+    if launch.rank() > 0 and isinstance(error, ConfigError):
+        # Every rank reads the same words; the first one says what is wrong with them.
+        return
     sys.stdout.flush()
     sys.stderr.write(f"error: {where}{error}\n")
     sys.stderr.flush()
@@ -108,6 +111,7 @@ class _Command:
         words: list[str],
         check: Callable[[Config], None],
     ) -> None:
+        self.words = words
         self.asks = _read(words)
         self.check = check
         self.run = run
@@ -198,6 +202,13 @@ class _Command:
             self.check(cfg)
             check_installed(cfg)
             configs.append(cfg)
+            launch.parallelism(cfg)
+        ranks = launch.ranks_wanted(configs)
+        if launch.rank() > 0:
+            self._follow(configs)
+            return
+        if ranks > 1 and not launch.launched():
+            raise SystemExit(launch.launch(self.words, ranks))
         extra, undo = self._folder(job, configs)
         name = Path(sys.argv[0]).stem or "grpo"
         overrides = [f"hydra.job.name={_quote(name)}", *self._overrides(), *extra]
@@ -206,6 +217,12 @@ class _Command:
         except (UserError, SystemExit):
             undo()
             raise
+
+    def _follow(self, configs: list[Config]) -> None:
+        """As a training rank other than the first, serve each job; what it writes is rank 0's affair."""
+        module, _, _ = self.run.partition(":")
+        for cfg in configs:
+            vars(importlib.import_module(module))["follow"](cfg)
 
     def _folder(self, job: Job, configs: list[Config]) -> tuple[list[str], Callable[[], None]]:
         """Choose the run folder: overrides that say so, and what takes the traces of a failed start away."""

@@ -96,7 +96,9 @@ def help_text(program: str, config_dir: Path, config_name: str) -> str:
     """
     primaries = [f"  {name:<30} {summary}" for name, summary in primary_configs(config_dir).items()]
     groups = []
-    for folder in sorted(path for path in config_dir.iterdir() if path.is_dir()):
+    # What `accelerate launch` reads stands beside the groups and is none.
+    folders = sorted(path for path in config_dir.iterdir() if path.is_dir() and path.name != "accelerate")
+    for folder in folders:
         options = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
         if options:
             groups.append(f"  {folder.name:<30} {options}")

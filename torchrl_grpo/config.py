@@ -114,6 +114,7 @@ class TrainModelConfig:
 
     num_devices: int = 1
     devices: list[int] | None = None
+    parallelism: str = "auto"
     autocast: str = "auto"
     gradient_checkpointing: bool = False
     shared_prefix: bool = True

@@ -28,7 +28,7 @@ class Placement:
     reference: str
 
 
-def place(cfg: Config, num_gpus: int, apart: bool = False) -> Placement:
+def place(cfg: Config, num_gpus: int, apart: bool = False, rank: int = 0) -> Placement:
     """Place the three roles on the devices present.
 
     Args:
@@ -36,11 +36,20 @@ def place(cfg: Config, num_gpus: int, apart: bool = False) -> Placement:
         num_gpus: GPUs of this machine; with none, every role runs on the CPU.
         apart: engines are workers in processes of their own, each of which sees its own GPU as the first:
             see :func:`worker_gpus`.
+        rank: of the training process that asks, on this machine.
 
     Raises:
         ConfigError: a role asks for several devices, or for a GPU that is not there.
     """
-    train = _device("train_model", cfg.train_model.num_devices, cfg.train_model.devices, num_gpus, "cuda:0")
+    count, chosen = cfg.train_model.num_devices, cfg.train_model.devices
+    if num_gpus and count > num_gpus:
+        raise bad_value(
+            "train_model.num_devices",
+            count,
+            f"this machine has {num_gpus} GPUs",
+            f"train_model.num_devices={num_gpus}",
+        )
+    train = _device("train_model", count, chosen, num_gpus, f"cuda:{rank}", rank)
     inference = "cuda:0" if num_gpus else "cpu"
     if not apart:
         inference = _device("inference_model", 1, cfg.inference_model.devices, num_gpus, train)
@@ -97,8 +106,10 @@ def worker_gpus(cfg: Config, num_gpus: int) -> list[int]:
     )
 
 
-def _device(role: str, num_devices: int, devices: list[int] | None, num_gpus: int, default: str) -> str:
-    if num_devices != 1:
+def _device(
+    role: str, num_devices: int, devices: list[int] | None, num_gpus: int, default: str, rank: int = 0
+) -> str:
+    if num_devices != 1 and role != "train_model":
         raise ConfigError(
             f"{role}.num_devices={num_devices}: each role runs on one device in this version; "
             f"write {role}.num_devices=1"
@@ -107,7 +118,7 @@ def _device(role: str, num_devices: int, devices: list[int] | None, num_gpus: in
         return "cpu"
     if not devices:
         return default
-    index = devices[0]
+    index = devices[rank]
     if index >= num_gpus:
         raise ConfigError(
             f"{role}.devices=[{index}]: this machine has {num_gpus} GPU(s), numbered from 0; "

@@ -23,6 +23,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "policy.proximal": ("auto", "engine", "trainer"),
     "policy.correction": ("none", "truncate", "mask"),
     "policy.correction_level": LEVELS,
+    "train_model.parallelism": ("auto", "ddp", "fsdp2"),
     "train_model.autocast": ("auto", "no", "bf16", "fp16"),
     "ref_model.dtype": ("auto", "float32", "bfloat16", "float16"),
     "inference_model.dtype": ("auto", "float32", "bfloat16", "float16"),

@@ -92,7 +92,10 @@ class TokenScorer(nn.Module):
         )
 
     def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
-        """Log-probabilities ``[P, V]`` of the token after each left-padded prompt ``[P, L]``."""
+        """Log-probabilities ``[P, V]`` of the token after each left-padded prompt ``[P, L]``.
+
+        The temperature is 1: what is asked is whether two models are the same.
+        """
         device = next(self.model.parameters()).device
         prompt, prompt_mask = prompt.to(device), prompt_mask.to(device)
         with autocast(self.autocast_dtype, device):
@@ -103,7 +106,7 @@ class TokenScorer(nn.Module):
                 logits_to_keep=1,
                 use_cache=False,
             )
-        return F.log_softmax(output.logits[:, -1].float() / self.temperature, dim=-1)
+        return F.log_softmax(output.logits[:, -1].float(), dim=-1)
 
     def _hidden_plain(self, prompt: Tensor, prompt_mask: Tensor, response: Tensor, mask: Tensor) -> Tensor:
         """Hidden states ``[M, H]`` of the M response tokens, each response carrying its own prompt."""

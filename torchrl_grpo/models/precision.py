@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,7 +43,7 @@ def autocast(dtype: torch.dtype | None, device: torch.device) -> AbstractContext
 
 
 @torch.no_grad()
-def lost_to_rounding(model: nn.Module, dtype: torch.dtype, move: float) -> float:
+def lost_to_rounding(weights: Iterable[Tensor], dtype: torch.dtype, move: float) -> float:
     """Share of the weights that are the same number in ``dtype`` after they have moved by ``move``.
 
     Weights are float32 where they are trained. Whoever computes with them in 16 bits (autocast, an engine)
@@ -50,13 +51,13 @@ def lost_to_rounding(model: nn.Module, dtype: torch.dtype, move: float) -> float
     1/512 of the weight and more; and models that were saved in bfloat16 begin exactly on such a number.
 
     Args:
-        model: one in sixteen of its weights are looked at.
+        weights: one in sixteen of their numbers are looked at.
         dtype: what is computed with.
         move: in either direction.
     """
     lost = total = 0
-    for parameter in model.parameters():
-        weights = parameter.detach().flatten()[::16].float()
-        lost += int(((weights + move).to(dtype) == (weights - move).to(dtype)).sum())
-        total += weights.numel()
+    for tensor in weights:
+        some = tensor.detach().flatten()[::16].float()
+        lost += int(((some + move).to(dtype) == (some - move).to(dtype)).sum())
+        total += some.numel()
     return lost / total

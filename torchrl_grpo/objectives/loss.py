@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
-from torch import Tensor
+from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
 from torchrl_grpo.config import PolicyConfig
@@ -83,6 +83,10 @@ class GroupPolicyLoss(LossModule):
         high = cfg.clip_epsilon if cfg.clip_epsilon_high is None else cfg.clip_epsilon_high
         self.bounds = Bounds(cfg.clip_epsilon, high, cfg.dual_clip)
         self._surrogate = SURROGATES[cfg.surrogate]
+
+    def score_through(self, network: nn.Module) -> None:
+        """Score by calling ``network``, the actor as several training ranks hold it."""
+        self.__dict__["actor_network"] = network
 
     @property
     def in_keys(self) -> list[NestedKey]:

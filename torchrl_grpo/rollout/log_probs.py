@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
 from torchrl.envs.transforms import Transform
 
 from torchrl_grpo.models.logprobs import TokenScorer
+from torchrl_grpo.models.saving import Named
 from torchrl_grpo.rollout.micro_batches import MicroBatch, TokenBudget
 
 
@@ -54,7 +54,7 @@ class LogProbScorer(Transform):
         return tensordict.set(("log_probs", self.name), written)
 
     @torch.no_grad()
-    def mix_in(self, model: nn.Module, share: float) -> None:
+    def mix_in(self, model: Named, share: float) -> None:
         """Move each weight w to ``(1 - share) w + share v``, v being ``model``'s (TR-DPO, arXiv 2404.09656).
 
         Args:

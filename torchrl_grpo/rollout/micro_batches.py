@@ -5,7 +5,8 @@ Axes: ``P`` groups, ``G`` responses of a group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -81,9 +82,7 @@ class TokenBudget:
         whole = [MicroBatch(tuple(range(len(batch))), slice(None))] if pieces is None else list(pieces)
         prompts, responses = token_counts(batch)
         while True:
-            micro_batches = [
-                small for piece in whole for small in self._cut(piece, prompts, responses, self.tokens)
-            ]
+            micro_batches = self.cut(batch, whole)
             results: list[T] = []
             try:
                 for one in micro_batches:
@@ -98,6 +97,38 @@ class TokenBudget:
             undo()
             clear_device_cache(garbage_collection=True)
             self._halve(failed, prompts, responses)
+
+    def cut(self, batch: TensorDictBase, pieces: Iterable[MicroBatch]) -> list[MicroBatch]:
+        """``pieces`` of ``batch``, cut further where they are over the budget.
+
+        Raises:
+            TrainingStopped: a single sequence is over it.
+        """
+        prompts, responses = token_counts(batch)
+        return [small for piece in pieces for small in self._cut(piece, prompts, responses, self.tokens)]
+
+    def costs(self, batch: TensorDictBase) -> list[int]:
+        """Tokens of each group of ``batch``."""
+        prompts, responses = token_counts(batch)
+        return [self._cost(MicroBatch((row,), slice(None)), prompts, responses) for row in range(len(batch))]
+
+    @contextmanager
+    def named_when_exceeded(self) -> Iterator[None]:
+        """For several ranks, which cannot start again on their own: say what to change when memory runs out.
+
+        Raises:
+            TrainingStopped: memory ran out.
+        """
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not _ran_out_of_memory(error):
+                raise
+            raise TrainingStopped(
+                f"train.max_tokens_per_microbatch={self.tokens}: memory ran out on a training rank; write "
+                f"train.max_tokens_per_microbatch={max(1, self.tokens // 2)}, or "
+                "train_model.gradient_checkpointing=true, or train_model.parallelism=fsdp2, and resume"
+            ) from error
 
     def _halve(self, failed: MicroBatch, prompts: Sequence[int], responses: Sequence[Sequence[int]]) -> None:
         tokens = self._cost(failed, prompts, responses)

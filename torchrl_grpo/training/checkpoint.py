@@ -39,6 +39,10 @@ _FREE_KEYS = (
     # Memory only, to rounding: what a run that ran out of it is told to change.
     "train.max_tokens_per_microbatch",
     "train_model.gradient_checkpointing",
+    # How many hold the model changes nothing but rounding; checkpoints are the same for all layouts.
+    "train_model.num_devices",
+    "train_model.devices",
+    "train_model.parallelism",
     # Who samples a response does not change what it is sampled from.
     "collector.timeout_s",
     "collector.max_restarts",

@@ -32,7 +32,7 @@ def step(run: Session) -> dict[str, float]:
     run.rest_engine()
     trained = time.perf_counter()
     batch = run.buffer.sample()
-    metrics |= run.optimise(batch)
+    metrics |= run.train_on(batch)
     metrics["time/train_s"] = time.perf_counter() - trained
     moves = run.optimise.loss.has_gradient(batch)
     metrics |= run.speed.trained(batch, moves, metrics["time/train_s"])

@@ -1,9 +1,14 @@
-"""One optimiser step: micro-batches, gradients, clipping, the step itself or its refusal."""
+"""One optimiser step: micro-batches, gradients, clipping, the step itself or its refusal.
+
+With several training ranks each works through its share of the groups; denominators are those of the whole
+batch, so gradients and metrics add up over ranks as they do over micro-batches.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +20,8 @@ from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.objectives.aggregate import BatchTotals, totals_of
 from torchrl_grpo.objectives.loss import GroupPolicyLoss
 from torchrl_grpo.rollout.micro_batches import MicroBatch, TokenBudget, equal_pieces
+from torchrl_grpo.training.parallel import resting, shard_like, synchronising, whole
+from torchrl_grpo.training.ranks import Ranks, divide
 
 # Low enough that the first steps are not spent on finding the scale, as with torch's 2^16.
 _INITIAL_SCALE = 2.0**12
@@ -50,6 +57,8 @@ class OptimiserStep:
         budget: cuts pieces further that have too many tokens.
         use_scaler: scale the loss, for fp16.
         max_skipped_steps: refused steps in a row after which training stops.
+        ranks: that take the step together, None for this process alone; each has the same batch.
+        network: what the loss calls, as :func:`~torchrl_grpo.training.parallel.distribute` made it.
     """
 
     def __init__(
@@ -64,7 +73,11 @@ class OptimiserStep:
         budget: TokenBudget,
         use_scaler: bool,
         max_skipped_steps: int,
+        ranks: Ranks | None = None,
+        network: nn.Module | None = None,
     ) -> None:
+        self.network = network
+        self.ranks = Ranks(on_cpu=True) if ranks is None else ranks
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss = loss
         self.groups_per_batch = groups_per_batch
@@ -79,6 +92,8 @@ class OptimiserStep:
             eps=cfg.eps,
             fused=True,
         )
+        # As the optimiser numbers them.
+        self.parameters_in_order = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_factor(step, total_steps, cfg)
         )
@@ -107,7 +122,7 @@ class OptimiserStep:
         sums = self.accumulate(batch)
         loss = sums.pop("loss")
         self.scaler.unscale_(self.optimizer)
-        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm))
+        norm = float(whole(nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)))
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             self.scaler.step(self.optimizer)
@@ -157,7 +172,8 @@ class OptimiserStep:
         totals = totals_of(batch["masks", "loss"])
         moves = self.loss.has_gradient(batch)
         terms = [*self._measure(batch[~moves], totals), *self._backward(batch[moves], totals)]
-        return {name: sum(one[name] for one in terms) for name in terms[0]}
+        own = {name: sum(one[name] for one in terms) for name in terms[0]}
+        return self.ranks.add_up(own, sorted(own))
 
     def _backward(self, batch: TensorDictBase, totals: BatchTotals) -> list[dict[str, float]]:
         if not len(batch):
@@ -168,26 +184,58 @@ class OptimiserStep:
             self.scaler.scale(torch.zeros((), device=self.parameters[0].device))
             return []
 
-        def work(micro: MicroBatch) -> dict[str, float]:
-            terms = self.loss(micro.of(batch), totals=totals)
-            loss = _total(terms)
-            self.scaler.scale(loss).backward()
-            return _as_floats(terms, loss)
+        def work(micro: MicroBatch, weight: float = 1.0, last: bool = True) -> dict[str, float]:
+            with synchronising(self.network, last):
+                terms = self.loss(micro.of(batch), totals=totals)
+                loss = _total(terms)
+                # The exchange takes the mean over ranks, and meant is the sum.
+                self.scaler.scale(loss * (weight * self.ranks.size)).backward()
+            return _as_floats(terms, loss, weight)
 
         samples = batch["masks", "response"].shape[1]
-        pieces = equal_pieces(len(batch), samples, self.micro_batches, self.groups_per_batch)
-        return self.budget.run(batch, work, self._drop_gradients, pieces)
+
+        def cut(groups: int) -> list[MicroBatch]:
+            return equal_pieces(groups, samples, self.micro_batches, self.groups_per_batch)
+
+        return self._work_through(batch, work, cut)
 
     @torch.no_grad()
     def _measure(self, batch: TensorDictBase, totals: BatchTotals) -> list[dict[str, float]]:
         if not len(batch):
             return []
 
-        def work(micro: MicroBatch) -> dict[str, float]:
+        def work(micro: MicroBatch, weight: float = 1.0, last: bool = True) -> dict[str, float]:
             terms = self.loss(micro.of(batch), totals=totals)
-            return _as_floats(terms, _total(terms))
+            return _as_floats(terms, _total(terms), weight)
 
-        return self.budget.run(batch, work, self._drop_gradients)
+        with resting(self.network):
+            return self._work_through(
+                batch, work, lambda groups: [MicroBatch(tuple(range(groups)), slice(None))]
+            )
+
+    def _work_through(
+        self,
+        batch: TensorDictBase,
+        work: Callable[..., dict[str, float]],
+        cut: Callable[[int], list[MicroBatch]],
+    ) -> list[dict[str, float]]:
+        """Do ``work`` on this rank's share of ``batch``, in the pieces that ``cut`` makes of so many groups.
+
+        Passes through the model are collective: a rank with fewer micro-batches than another runs some piece
+        of the batch again, with a weight of zero.
+        """
+        if self.ranks.size == 1:
+            return self.budget.run(batch, work, self._drop_gradients, cut(len(batch)))
+        mine = divide(self.budget.costs(batch), self.ranks.size)[self.ranks.rank]
+        pieces = [MicroBatch(tuple(mine[row] for row in one.rows), one.samples) for one in cut(len(mine))]
+        micro_batches = self.budget.cut(batch, [piece for piece in pieces if piece.rows])
+        passes = self.ranks.largest(len(micro_batches))
+        idle = [(MicroBatch((0,), slice(0, 1)), 0.0)] * (passes - len(micro_batches))
+        with self.budget.named_when_exceeded():
+            return [
+                work(micro, weight, last=number == passes - 1)
+                for number, (micro, weight) in enumerate([*((m, 1.0) for m in micro_batches), *idle])
+            ]
 
     def _drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -209,9 +257,14 @@ class OptimiserStep:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimiser, schedule, scaler and counters."""
+        """Optimiser, schedule, scaler and counters; the same whatever the ranks. All of them must ask."""
+        optimizer = self.optimizer.state_dict()
+        moments = {
+            index: {name: whole(value).cpu() for name, value in entry.items()}
+            for index, entry in optimizer["state"].items()
+        }
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": {**optimizer, "state": moments},
             "scheduler": {"last_epoch": self.scheduler.last_epoch},
             "scaler": self.scaler.state_dict(),
             "skipped": self.skipped,
@@ -223,7 +276,11 @@ class OptimiserStep:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken; the schedule follows the present configuration."""
-        self.optimizer.load_state_dict(state["optimizer"])
+        moments = {
+            index: {name: shard_like(value, self.parameters_in_order[index]) for name, value in entry.items()}
+            for index, entry in state["optimizer"]["state"].items()
+        }
+        self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
         self.scheduler.last_epoch = state["scheduler"]["last_epoch"]
         rates = [
             base * factor(self.scheduler.last_epoch)
@@ -245,8 +302,9 @@ def _total(terms: TensorDictBase) -> Tensor:
     return torch.stack([value for name, value in terms.items() if name.startswith("loss_")]).sum()
 
 
-def _as_floats(terms: TensorDictBase, loss: Tensor) -> dict[str, float]:
-    return {"loss": float(loss.detach()), **{name: float(value.detach()) for name, value in terms.items()}}
+def _as_floats(terms: TensorDictBase, loss: Tensor, weight: float) -> dict[str, float]:
+    found = {"loss": loss, **dict(terms.items())}
+    return {name: weight * float(value.detach()) for name, value in found.items()}
 
 
 def _effective_share(mean: float, mean_square: float) -> float:

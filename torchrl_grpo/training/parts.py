@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
@@ -17,29 +16,20 @@ from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.models.precision import resolve_dtype
 from torchrl_grpo.objectives.control import needs_reference
 from torchrl_grpo.rollout.log_probs import LogProbScorer
-from torchrl_grpo.rollout.micro_batches import TokenBudget
+from torchrl_grpo.training.learner import Learner
 from torchrl_grpo.training.publish import WeightPublisher, probe_prompts
 
 _COARSENESS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def build_reference(
-    cfg: Config,
-    source: str,
-    device: torch.device,
-    autocast_dtype: torch.dtype | None,
-    shares_prefix: bool,
-    budget: Callable[[], TokenBudget],
-) -> LogProbScorer | None:
+def build_reference(cfg: Config, source: str, device: torch.device, learner: Learner) -> LogProbScorer | None:
     """The reference scorer; None, and no model in memory, where no coefficient asks for one.
 
     Args:
         cfg: ``policy``, ``ref_model`` and ``model`` are read.
         source: folder or hub name of the reference model.
         device: where it runs.
-        autocast_dtype: the trainer's, used where the reference is held in float32 too.
-        shares_prefix: run a prompt once for all its responses.
-        budget: makes one of its own: what another device or model can hold says nothing about the trainer.
+        learner: holds the trained model, whose number format is used where the reference is in float32 too.
     """
     if not needs_reference(cfg.policy):
         return None
@@ -51,10 +41,10 @@ def build_reference(
     scorer = TokenScorer(
         model,
         cfg.inference_model.temperature,
-        autocast_dtype if dtype == torch.float32 else None,
-        shares_prefix,
+        learner.autocast_dtype if dtype == torch.float32 else None,
+        learner.shares_prefix,
     )
-    return LogProbScorer(scorer, "reference", budget())
+    return LogProbScorer(scorer, "reference", learner.make_budget())
 
 
 def coarser(cfg: Config, device: torch.device, autocast_dtype: torch.dtype | None) -> torch.dtype:
@@ -65,8 +55,7 @@ def coarser(cfg: Config, device: torch.device, autocast_dtype: torch.dtype | Non
 
 def build_publisher(
     cfg: Config,
-    model: PreTrainedModel,
-    scorer: TokenScorer,
+    learner: Learner,
     engine: Inference,
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
@@ -76,8 +65,7 @@ def build_publisher(
 
     Args:
         cfg: ``inference_model`` is read.
-        model: what is published.
-        scorer: around it, at temperature 1.
+        learner: holds what is published.
         engine: takes the weights.
         tokenizer: renders the prompts.
         examples: of training.
@@ -87,8 +75,8 @@ def build_publisher(
     length = min(40, cfg.inference_model.max_model_len - 1)
     prompts = [render(tokenizer, example.messages)[1] for example in first]
     return WeightPublisher(
-        model,
-        scorer,
+        learner.published(),
+        learner.prober(),
         engine,
         probe_prompts(prompts, length=length),
         tokenizer.pad_token_id,

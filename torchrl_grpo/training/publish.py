@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from torchrl_grpo.inference.protocol import Inference, NextTokens
 from torchrl_grpo.inference.receipts import Receipt, checksum, signed
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.padding import pad_left
+
+if TYPE_CHECKING:
+    from torchrl_grpo.training.learner import GatheredModel
 
 _T = TypeVar("_T")
 
@@ -71,7 +74,7 @@ class WeightPublisher:
 
     Args:
         model: the model that is trained; published tensor by tensor, without a copy of the whole.
-        scorer: around ``model`` at temperature 1.
+        scorer: around ``model``.
         engine: takes the weights.
         probe_prompts: token ids; long enough to fill a block of a prefix cache, no common beginning.
         pad_id: padding id.
@@ -81,8 +84,8 @@ class WeightPublisher:
 
     def __init__(
         self,
-        model: nn.Module,
-        scorer: TokenScorer,
+        model: nn.Module | GatheredModel,
+        scorer: TokenScorer | GatheredModel,
         engine: Inference,
         probe_prompts: Sequence[Sequence[int]],
         pad_id: int,
@@ -282,14 +285,14 @@ def _below(ours: Tensor, token_ids: Tensor) -> Tensor:
     return ours.repeat(len(token_ids) // len(ours), 1).gather(1, token_ids)
 
 
-def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_weights(model: nn.Module | GatheredModel) -> Iterator[tuple[str, Tensor]]:
     """The model's parameters by name, tied ones once, detached but not copied."""
     for name, parameter in model.named_parameters():
         yield name, parameter.detach()
 
 
 @contextmanager
-def perturbed(model: nn.Module) -> Iterator[None]:
+def perturbed(model: nn.Module | GatheredModel) -> Iterator[None]:
     """Halve every eighth column of every parameter, and double it again on the way out.
 
     Powers of two change only the exponent, so the weights come back bit for bit without a copy of them;
@@ -297,6 +300,9 @@ def perturbed(model: nn.Module) -> Iterator[None]:
     """
 
     def scale(factor: float) -> None:
+        if not isinstance(model, nn.Module):
+            model.scale_columns(factor)
+            return
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter[..., ::8] *= factor

@@ -8,6 +8,7 @@ from torch import nn
 from torchrl_grpo.config import OptimizerConfig
 from torchrl_grpo.models.precision import lost_to_rounding
 from torchrl_grpo.training.optimise import learning_rate_factor
+from torchrl_grpo.training.parallel import local
 
 # Above this share of weights that cannot have moved by the end, a run was seen to learn nothing: the quick
 # start in bfloat16 (0.69) went from 0.01 to 0.075, in float32 to 0.9.
@@ -20,7 +21,7 @@ def rounding_warning(
     """What to tell the user when most updates of the run would be rounded away; None otherwise.
 
     Args:
-        model: before training, weights in float32.
+        model: before training, weights in float32; of one in shards, this rank's are looked at.
         dtype: the coarser of the formats that the engine samples and the trainer multiplies with.
         cfg: Adam moves a weight by about the learning rate a step, in one direction at most.
         total_steps: of the run.
@@ -28,7 +29,7 @@ def rounding_warning(
     if dtype == torch.float32:
         return None
     move = cfg.lr * sum(learning_rate_factor(step, total_steps, cfg) for step in range(total_steps))
-    share = lost_to_rounding(model, dtype, move)
+    share = lost_to_rounding(map(local, model.parameters()), dtype, move)
     if share <= _TOO_MANY:
         return None
     name = str(dtype).removeprefix("torch.")

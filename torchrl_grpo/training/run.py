@@ -41,6 +41,33 @@ def run_async(cfg: Config, run_dir: Path) -> dict[str, Any]:
     return _claim_and_train(_with_proximal(cfg, "trainer" if ahead else "engine"), run_dir, "ray_workers")
 
 
+def follow(cfg: Config) -> None:
+    """What a training rank other than the first does: hold its part of the model and do as rank 0 does.
+
+    Args:
+        cfg: a validated configuration; what rank 0 made of it is what counts.
+    """
+    _prepare_process()
+    import torch
+
+    from torchrl_grpo import launch
+    from torchrl_grpo.devices import place
+    from torchrl_grpo.training.learner import Learner
+    from torchrl_grpo.training.ranks import Ranks, divide_threads
+
+    ranks = Ranks(on_cpu=not torch.cuda.is_available())
+    divide_threads(cfg)
+    begin = ranks.hear()
+    if begin is None:
+        return
+    cfg, weights, reward_weights = begin
+    placement = place(cfg, torch.cuda.device_count(), rank=launch.local_rank())
+    learner = Learner(
+        cfg, weights, torch.device(placement.train), ranks, reward_weights, say=lambda text: None
+    )
+    ranks.follow(learner)
+
+
 def _with_proximal(cfg: Config, automatic: str) -> Config:
     """``policy.proximal=auto`` as it is meant here.
 
@@ -86,18 +113,26 @@ def _train(
     resume_from: Path | None,
     collect: str,
 ) -> dict[str, Any]:
-    # Threads that spin while they wait stop everybody else on a shared machine, and each other: with
-    # another job beside it a step took 3 to 6 times as long. Read when torch loads its OpenMP library.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _prepare_process()
+    import torch
 
     from torchrl_grpo.observe import report
     from torchrl_grpo.observe.metrics import read_jsonl
     from torchrl_grpo.observe.stats import peak_memory_gib
     from torchrl_grpo.rollout import build
     from torchrl_grpo.training.loop import train
+    from torchrl_grpo.training.ranks import Ranks, divide_threads
     from torchrl_grpo.training.session import Session
 
-    session = Session(cfg, run_dir, problems, reward_set, grader, resume_from, vars(build)[collect])
+    ranks = Ranks(on_cpu=not torch.cuda.is_available())
+    divide_threads(cfg)
+    try:
+        session = Session(
+            cfg, run_dir, problems, reward_set, grader, resume_from, vars(build)[collect], ranks
+        )
+    except BaseException:
+        ranks.dismiss()
+        raise
     try:
         if session.finished and (run_dir / report.SUMMARY).exists():
             # Its figures are those of the whole run; measuring them again would overwrite them.
@@ -111,6 +146,7 @@ def _train(
         last = read_jsonl(session.metrics_writer.path)[-1]
         figures = session.figures()
     finally:
+        ranks.dismiss()
         session.close()
     report.plot(run_dir)
     after = last.get("eval/accuracy")
@@ -125,3 +161,9 @@ def _train(
         extras=figures,
     )
     return dict(json.loads(path.read_text()))
+
+
+def _prepare_process() -> None:
+    # Threads that spin while they wait stop everybody else on a shared machine, and each other: with
+    # another job beside it a step took 3 to 6 times as long. Read when torch loads its OpenMP library.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from tensordict import TensorDictBase
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -20,10 +20,6 @@ from torchrl_grpo.envs import GroupTextEnv, PromptStream
 from torchrl_grpo.host_memory import keep_freed_memory
 from torchrl_grpo.inference.protocol import Engine
 from torchrl_grpo.models import loading, saving
-from torchrl_grpo.models.logprobs import TokenScorer
-from torchrl_grpo.models.precision import resolve_autocast
-from torchrl_grpo.models.prepare import prepare_for_training, shares_prefix
-from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.observe import loggers
 from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
 from torchrl_grpo.observe.progress import Progress
@@ -33,22 +29,16 @@ from torchrl_grpo.rewards.grading import CountingGrader
 from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.rollout.build import Collect, Source, one_engine
 from torchrl_grpo.rollout.collector import Round
-from torchrl_grpo.rollout.log_probs import LogProbScorer
-from torchrl_grpo.rollout.micro_batches import TokenBudget
 from torchrl_grpo.rollout.records import rollout_rows
 from torchrl_grpo.rollout.seeds import derive_seed
-from torchrl_grpo.rounds import rounds, steps_per_round
 from torchrl_grpo.training import checkpoint, due
 from torchrl_grpo.training.evaluate import Evaluator
-from torchrl_grpo.training.optimise import OptimiserStep
+from torchrl_grpo.training.learner import Learner
 from torchrl_grpo.training.parts import build_publisher, build_reference, coarser
+from torchrl_grpo.training.ranks import Ranks
 from torchrl_grpo.training.rounding import rounding_warning
 from torchrl_grpo.training.speed import Speedometer
 from torchrl_grpo.training.state import Counters, random_state, seed_everything, set_random_state
-
-# Tokens of a micro-batch that nobody has said anything about: large enough for matrix products to run at
-# full speed, small enough for models of a few billion parameters.
-_TOKENS = 4096
 
 
 class Session:
@@ -62,6 +52,7 @@ class Session:
         grader: judges held-out answers; likewise.
         resume_from: a checkpoint to continue from, or None.
         collect: puts together what collects.
+        ranks: the training ranks, of which this process is the first; None for itself alone.
     """
 
     def __init__(
@@ -73,7 +64,10 @@ class Session:
         grader: CountingGrader,
         resume_from: Path | None,
         collect: Collect = one_engine,
+        ranks: Ranks | None = None,
     ) -> None:
+        ranks = Ranks(on_cpu=not torch.cuda.is_available()) if ranks is None else ranks
+        self.ranks = ranks
         self.cfg = cfg
         self.run_dir = run_dir
         self.counters = Counters()
@@ -95,9 +89,16 @@ class Session:
         self.evaluator = Evaluator(problems.held_out, self.tokenizer, grader, cfg)
 
         weights = source if resume_from is None else str(resume_from / "model")
-        self.model: PreTrainedModel = loading.load_model(weights, cfg.model, self.device, torch.float32)
-        prepare_for_training(self.model, cfg.train_model)
-        self.shares_prefix = cfg.train_model.shared_prefix and shares_prefix(self.model)
+        # The other ranks build theirs from the same.
+        ranks.tell((cfg, weights, reward_set.weights))
+        # Looked up late: the progress bar is made last, when nothing can fail any more.
+        self.learner = Learner(
+            cfg, weights, self.device, ranks, reward_set.weights, lambda text: self.progress.note(text)
+        )
+        self.model = self.learner.model
+        self.advantage = self.learner.advantage
+        self.optimise = self.learner.optimise
+        self.steps_per_round, self.total_steps = self.learner.steps_per_round, self.learner.total_steps
         ends = loading.end_token_ids(self.model, self.tokenizer)
         engine_source = Source(weights, source, torch.device(self.placement.inference), ends)
         self.engine, self.collector = collect(cfg, engine_source, env, self.tokenizer)
@@ -112,9 +113,10 @@ class Session:
             raise
 
     def _build_around_engine(self, problems: Problems, source: str, resume_from: Path | None) -> None:
-        self._make_optimisation(source)
+        self._make_buffer(source)
         self._make_publisher(problems)
         if resume_from is not None:
+            self.ranks.together(self.learner, "resume", str(resume_from))
             self.load_state_dict(checkpoint.load_state(resume_from))
         # Last: it cuts files back to the step resumed, and until here the resumption could still fail.
         self._open_logs(resume_from)
@@ -130,70 +132,27 @@ class Session:
             max_prompt_tokens=options.max_model_len - options.max_new_tokens,
         )
 
-    def _make_optimisation(self, source: str) -> None:
-        cfg = self.cfg
-        batch = cfg.train.optim_batch_size or cfg.env.num_envs * cfg.env.repeats
-        self.steps_per_round = steps_per_round(cfg)
-        self.total_steps = rounds(cfg) * self.steps_per_round
-        self.autocast_dtype = resolve_autocast(cfg.train_model.autocast, self.device)
-        temperature = cfg.inference_model.temperature
-        scorer = TokenScorer(self.model, temperature, self.autocast_dtype, self.shares_prefix)
-        loss, self.advantage = build_objective(
-            cfg.policy,
-            scorer,
-            self.reward_weights,
-            cfg.inference_model.max_new_tokens,
-            proximal_given=self.steps_per_round > 1,
-        )
-        self.budget = self._budget()
-        self.optimise = OptimiserStep(
-            self.model,
-            loss,
-            cfg.optimizer,
-            total_steps=self.total_steps,
-            groups_per_batch=batch // cfg.env.repeats,
-            micro_batches=cfg.train.gradient_accumulation_steps,
-            budget=self.budget,
-            use_scaler=self.autocast_dtype == torch.float16,
-            max_skipped_steps=cfg.train.max_skipped_steps,
-        )
-        self.reference = build_reference(
-            cfg,
-            source,
-            torch.device(self.placement.reference),
-            self.autocast_dtype,
-            self.shares_prefix,
-            self._budget,
-        )
-        transforms = [*([self.reference] if self.reference else []), *self._proximal(scorer), self.advantage]
+    def _make_buffer(self, source: str) -> None:
+        cfg, learner = self.cfg, self.learner
+        self.reference = build_reference(cfg, source, torch.device(self.placement.reference), learner)
+        transforms = [*([self.reference] if self.reference else []), *learner.proximal(), self.advantage]
         self.buffer = GroupBuffer(
-            cfg.env.num_envs, batch // cfg.env.repeats, transforms, derive_seed(cfg.seed, "buffer")
+            cfg.env.num_envs, learner.groups_per_batch, transforms, derive_seed(cfg.seed, "buffer")
         )
-
-    def _proximal(self, scorer: TokenScorer) -> list[LogProbScorer]:
-        """With ``policy.proximal=trainer`` the model scores a round that it then trains on several times."""
-        trainer = self.cfg.policy.proximal == "trainer" and self.steps_per_round > 1
-        return [LogProbScorer(scorer, "proximal", self.budget)] if trainer else []
-
-    def _budget(self) -> TokenBudget:
-        # Never less than the longest sequence, which cannot be cut.
-        longest = self.cfg.inference_model.max_model_len
-        tokens = self.cfg.train.max_tokens_per_microbatch or max(_TOKENS, longest)
-        # Looked up late: the progress bar is made last, when nothing can fail any more.
-        return TokenBudget(tokens, self.shares_prefix, lambda text: self.progress.note(text))
 
     def refresh_reference(self) -> None:
         """Every ``ref_model.refresh_frequency`` optimiser steps, move the reference towards the policy."""
         frequency = self.cfg.ref_model.refresh_frequency
         if self.reference is not None and frequency > 0 and self.counters.step % frequency == 0:
-            self.reference.mix_in(self.model, self.cfg.ref_model.refresh_mix)
+            self.reference.mix_in(self.learner.published(), self.cfg.ref_model.refresh_mix)
 
     def _make_publisher(self, problems: Problems) -> None:
-        self.precision = coarser(self.cfg, torch.device(self.placement.inference), self.autocast_dtype)
+        self.precision = coarser(
+            self.cfg, torch.device(self.placement.inference), self.learner.autocast_dtype
+        )
         self.publisher = build_publisher(
             self.cfg,
-            self.model,
-            TokenScorer(self.model, 1.0, self.autocast_dtype, shares_prefix=False),
+            self.learner,
             self.engine,
             self.tokenizer,
             problems.train,
@@ -224,7 +183,7 @@ class Session:
         proof = self.publisher.prove_at_start(
             self.counters.step, partial(self.collector.publish, self.publisher, wait=True)
         )
-        self.speed = Speedometer(self.model, self.device, self.autocast_dtype or torch.float32)
+        self.speed = Speedometer(self.model, self.device, self.learner.autocast_dtype or torch.float32)
         for note in (
             f"this machine multiplies matrices at {self.speed.gemm_rate / 1e9:,.0f} GFLOP/s in the trainer's "
             "numbers",
@@ -266,6 +225,11 @@ class Session:
             self.engine.sleep()
             self.asleep = True
 
+    def train_on(self, batch: TensorDictBase) -> dict[str, float]:
+        """One optimiser step, of all training ranks."""
+        metrics: dict[str, float] = self.ranks.together(self.learner, "step", batch)
+        return metrics
+
     def evaluation_is_due(self) -> bool:
         """Whether this step ends with an evaluation: every ``eval.frequency`` steps and at the end."""
         return due.evaluation(self.cfg.eval, self.counters.step, self.total_steps)
@@ -287,7 +251,7 @@ class Session:
             self.run_dir,
             self.counters.step,
             self.cfg,
-            partial(saving.save, self.model, self.tokenizer),
+            partial(saving.save, self.model, self.tokenizer, weights=self.learner.published()),
             self.state_dict(),
             self.cfg.checkpoint.keep,
         )
@@ -332,7 +296,7 @@ class Session:
         """All state beside the weights."""
         return {
             "counters": {**self.counters.state_dict(), "seconds": self.seconds()},
-            "optimise": self.optimise.state_dict(),
+            "optimise": self.ranks.together(self.learner, "optimiser_state"),
             "collector": self.collector.state_dict(),
             "buffer": self.buffer.state_dict(),
             "publisher": self.publisher.state_dict(),
@@ -348,9 +312,8 @@ class Session:
         return dict(self.reference.scorer.model.named_parameters())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
+        """Continue where :meth:`state_dict` was taken; :meth:`Learner.resume` takes what the ranks share."""
         self.counters.load_state_dict(state["counters"])
-        self.optimise.load_state_dict(state["optimise"])
         self.collector.load_state_dict(state["collector"])
         self.buffer.load_state_dict(state["buffer"])
         self.publisher.load_state_dict(state["publisher"])
@@ -370,6 +333,7 @@ class Session:
         self.collector.shutdown()
         # Named one by one because an exception's traceback may keep this object alive until a sweep ends.
         del (
+            self.learner,
             self.model,
             self.optimise,
             self.advantage,

@@ -1,0 +1,104 @@
+"""What each training rank of the tests runs: the same steps as one process, from the same batches.
+
+RANK=0 WORLD_SIZE=2 ... python tests/rank_program.py OUTPUT
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from batches import make_batch, make_model, make_objective
+from tensordict import TensorDict
+from torch import Tensor
+
+from torchrl_grpo.config import OptimizerConfig
+from torchrl_grpo.models.logprobs import TokenScorer
+from torchrl_grpo.objectives.aggregate import totals_of
+from torchrl_grpo.rollout.micro_batches import TokenBudget
+from torchrl_grpo.training.optimise import OptimiserStep
+from torchrl_grpo.training.parallel import distribute, resting, whole
+from torchrl_grpo.training.ranks import Ranks
+
+CPU = torch.device("cpu")
+# Every term a loss can have, so that every metric is added up over ranks.
+POLICY: dict[str, Any] = {"kl_coef": 0.1, "entropy_coef": 0.01, "kl_inference_coef": 0.05}
+# family, tokens of a micro-batch (None: no limit), policy
+CASES: dict[str, tuple[str, int | None, dict[str, Any]]] = {
+    "llama": ("llama", None, POLICY),
+    "llama_tied": ("llama_tied", 30, POLICY),
+    "gpt2": ("gpt2", 30, {}),
+    "gemma3": ("gemma3", None, {}),
+    "qwen3, few groups move": ("qwen3", 25, {}),
+}
+
+
+def batch_of(case: str) -> TensorDict:
+    """Five groups, so that no number of ranks divides them, of very different lengths."""
+    batch = make_batch(P=5, G=3, L=9, T=7, seed=3)
+    if "few" in case:
+        # Only one group has a gradient: most ranks have nothing to do in the backward pass.
+        batch["advantage"][1:] = 0.0
+    return batch
+
+
+def build(case: str, kind: str, ranks: Ranks) -> tuple[OptimiserStep, torch.nn.Module]:
+    family, tokens, policy = CASES[case]
+    model = make_model(family)
+    scorer = TokenScorer(model)
+    network = distribute(scorer, kind, ranks.size, CPU)
+    loss, _ = make_objective(scorer, **policy)
+    loss.score_through(network)
+    step = OptimiserStep(
+        model,
+        loss,
+        # The first steps of Adam follow a gradient's sign, also where it is rounding; not with this eps.
+        OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-2),
+        total_steps=4,
+        groups_per_batch=5,
+        micro_batches=1,
+        budget=TokenBudget(tokens or 10**9, shares_prefix=True, say=lambda text: None),
+        use_scaler=False,
+        max_skipped_steps=1,
+        ranks=ranks,
+        network=network,
+    )
+    return step, model
+
+
+def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
+    """Loss terms, gradients, and what two optimiser steps make of the weights; whole on every rank."""
+    step, model = build(case, kind, ranks)
+    batch = batch_of(case)
+    sums = step.accumulate(batch)
+    gradients = {name: whole(p.grad.detach()).clone() for name, p in model.named_parameters()}
+    step.optimizer.zero_grad()
+    metrics = [step(batch), step(batch)]
+    weights = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    with torch.no_grad(), resting(step.network):
+        probe = _probe(step, batch)
+    return {
+        "sums": sums,
+        "gradients": gradients,
+        "metrics": metrics,
+        "weights": weights,
+        "probe": probe,
+        "state": step.state_dict(),
+        "tokens": float(totals_of(batch["masks", "loss"]).tokens),
+    }
+
+
+def _probe(step: OptimiserStep, batch: TensorDict) -> Tensor:
+    network: Any = step.network
+    scorer = getattr(network, "module", network)
+    return scorer.next_token_log_probs(batch["tokens", "prompt"], batch["masks", "prompt"])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    here = Ranks(on_cpu=True)
+    found = {(case, kind): measure(case, kind, here) for case in CASES for kind in ("ddp", "fsdp2")}
+    if here.is_main:
+        torch.save(found, Path(sys.argv[1]))

@@ -1,0 +1,145 @@
+"""Several training ranks: whether this process is one of them, and how they are started.
+
+A rank is told who it is by the environment that ``torchrun`` and ``accelerate launch`` set. Started without
+one, a run that asks for several ranks starts them itself, each with the words it was called with.
+Reading the environment imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.config_keys import bad_value
+
+# What the launcher's process ends with when a rank was ended by a signal.
+_ENDED_BY_SIGNAL = 1
+
+
+def launched() -> bool:
+    """Whether a launcher has started this process as one of several ranks."""
+    return world_size() > 1
+
+
+def rank() -> int:
+    """Number of this process among the training ranks; 0 is the one that collects, logs and saves."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """Number of this process among the ranks of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size() -> int:
+    """Training ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def world_size() -> int:
+    """Training ranks, 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def ranks_wanted(configs: Sequence[Config]) -> int:
+    """Training ranks that the jobs of a command ask for.
+
+    Raises:
+        ConfigError: they differ from job to job, or from what a launcher has started.
+    """
+    counts = sorted({cfg.train_model.num_devices for cfg in configs})
+    if len(counts) > 1:
+        raise bad_value(
+            "train_model.num_devices",
+            counts,
+            "all jobs of a sweep run in the same training ranks",
+            f"train_model.num_devices={counts[0]}, and a sweep of its own for {counts[1]}",
+        )
+    started = world_size()
+    if launched() and counts[0] not in (1, started):
+        raise bad_value(
+            "train_model.num_devices",
+            counts[0],
+            f"the launcher has started {started} processes",
+            f"train_model.num_devices={started}, or --num_processes {counts[0]} for the launcher",
+        )
+    return max(counts[0], started)
+
+
+def parallelism(cfg: Config) -> str:
+    """How several ranks hold the model: ``train_model.parallelism``, ``auto`` being what the launcher says.
+
+    Raises:
+        ConfigError: the launcher was configured for another way.
+    """
+    asked = cfg.train_model.parallelism
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
+        raise bad_value(
+            "train_model.parallelism",
+            asked,
+            "the launcher was configured for DeepSpeed, which this version does not run",
+            "--config_file config/accelerate/fsdp2.yaml for the launcher",
+        )
+    told = "fsdp2" if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" else "ddp"
+    if asked == "ddp" and told == "fsdp2":
+        raise bad_value(
+            "train_model.parallelism",
+            asked,
+            "the launcher was configured for FSDP",
+            "train_model.parallelism=auto, or config/accelerate/multi_gpu.yaml for the launcher",
+        )
+    return told if asked == "auto" else asked
+
+
+def launch(words: Sequence[str], count: int) -> int:
+    """Run this script's command line in ``count`` ranks on this machine.
+
+    Args:
+        words: the command line without the script's name.
+        count: of ranks.
+
+    Returns:
+        The exit code: that of the first rank that failed, 0 when none did.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+
+    common = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        # Ranks that compute on the CPU share its cores.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count))),
+    }
+    ranks = start_processes(
+        name="rank",
+        entrypoint=sys.executable,
+        args={number: (sys.argv[0], *words) for number in range(count)},
+        envs={number: {**common, "RANK": str(number), "LOCAL_RANK": str(number)} for number in range(count)},
+        logs_specs=DefaultLogsSpecs(),
+    )
+    try:
+        result = ranks.wait()
+    except KeyboardInterrupt:
+        # Only rank 0 has something to say and to finish; the others follow it.
+        os.kill(ranks.pids()[0], signal.SIGINT)
+        result = ranks.wait()
+        if result is None or not result.failures:
+            raise
+    finally:
+        ranks.close()
+    assert result is not None
+    if not result.failures:
+        return 0
+    first = min(result.failures.values(), key=lambda failure: failure.timestamp)
+    return first.exitcode if first.exitcode > 0 else _ENDED_BY_SIGNAL
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,225 @@
+"""The model in training, on one training rank, and everything the ranks do together with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl.envs.transforms import Transform
+from transformers import PreTrainedModel
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.errors import ModelError
+from torchrl_grpo.inference.receipts import checksum
+from torchrl_grpo.launch import parallelism
+from torchrl_grpo.models import loading
+from torchrl_grpo.models.logprobs import TokenScorer
+from torchrl_grpo.models.precision import resolve_autocast
+from torchrl_grpo.models.prepare import prepare_for_training, shares_prefix
+from torchrl_grpo.objectives.build import build_objective
+from torchrl_grpo.rollout.log_probs import LogProbScorer
+from torchrl_grpo.rollout.micro_batches import MicroBatch, TokenBudget
+from torchrl_grpo.rounds import rounds, steps_per_round
+from torchrl_grpo.training import checkpoint
+from torchrl_grpo.training.optimise import OptimiserStep
+from torchrl_grpo.training.parallel import distribute, local, resting, sharded, whole
+from torchrl_grpo.training.ranks import Ranks, divide
+
+# Tokens of a micro-batch that nobody has said anything about: large enough for matrix products to run at
+# full speed, small enough for models of a few billion parameters.
+_TOKENS = 4096
+
+
+class Learner:
+    """The trained model with its objective and optimiser; on each training rank, from the same arguments.
+
+    Methods that move or gather weights are collective: rank 0 calls them through :meth:`Ranks.together`.
+
+    Args:
+        cfg: the run's configuration.
+        weights: folder or hub name of the weights to begin with.
+        device: of this rank.
+        ranks: this process's place among the training ranks.
+        reward_weights: of the rewards, in their order.
+        say: where it is said that a token budget was halved.
+
+    Raises:
+        ModelError: the model cannot be loaded, or not everywhere the same.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        weights: str,
+        device: torch.device,
+        ranks: Ranks,
+        reward_weights: Sequence[float],
+        say: Callable[[str], None],
+    ) -> None:
+        self.cfg = cfg
+        self.device = device
+        self.ranks = ranks
+        self._say = say
+        self.model: PreTrainedModel = loading.load_model(weights, cfg.model, device, torch.float32)
+        if not ranks.agree(sum(checksum(parameter.detach()) for parameter in self.model.parameters())):
+            raise ModelError(
+                f"model.name={cfg.model.name}: the training ranks have read different weights; name a "
+                "folder that all of them see"
+            )
+        prepare_for_training(self.model, cfg.train_model)
+        self.shares_prefix = cfg.train_model.shared_prefix and shares_prefix(self.model)
+        self.autocast_dtype = resolve_autocast(cfg.train_model.autocast, device)
+        self.steps_per_round = steps_per_round(cfg)
+        self.total_steps = rounds(cfg) * self.steps_per_round
+        self.groups_per_batch = (
+            cfg.train.optim_batch_size or cfg.env.num_envs * cfg.env.repeats
+        ) // cfg.env.repeats
+        self.scorer = TokenScorer(
+            self.model, cfg.inference_model.temperature, self.autocast_dtype, self.shares_prefix
+        )
+        self.network = distribute(self.scorer, parallelism(cfg), ranks.size, device)
+        loss, self.advantage = build_objective(
+            cfg.policy,
+            self.scorer,
+            reward_weights,
+            cfg.inference_model.max_new_tokens,
+            proximal_given=self.steps_per_round > 1,
+        )
+        loss.score_through(self.network)
+        self.budget = self.make_budget()
+        self.optimise = OptimiserStep(
+            self.model,
+            loss,
+            cfg.optimizer,
+            total_steps=self.total_steps,
+            groups_per_batch=self.groups_per_batch,
+            micro_batches=cfg.train.gradient_accumulation_steps,
+            budget=self.budget,
+            use_scaler=self.autocast_dtype == torch.float16,
+            max_skipped_steps=cfg.train.max_skipped_steps,
+            ranks=ranks,
+            network=self.network,
+        )
+
+    def make_budget(self) -> TokenBudget:
+        """A token budget as configured; each model has its own, since what one can hold says nothing about
+        another.
+        """
+        # Never less than the longest sequence, which cannot be cut.
+        longest = self.cfg.inference_model.max_model_len
+        tokens = self.cfg.train.max_tokens_per_microbatch or max(_TOKENS, longest)
+        return TokenBudget(tokens, self.shares_prefix, self._say)
+
+    def proximal(self) -> list[Transform]:
+        """With ``policy.proximal=trainer`` the model scores a round that it then trains on several times."""
+        if self.cfg.policy.proximal != "trainer" or self.steps_per_round == 1:
+            return []
+        if self.ranks.size == 1:
+            return [LogProbScorer(self.scorer, "proximal", self.budget)]
+        return [_SharedLogProbs(self)]
+
+    def step(self, batch: TensorDictBase) -> dict[str, float]:
+        """One optimiser step on a batch that every rank has: see :class:`OptimiserStep`."""
+        return self.optimise(batch)
+
+    @torch.no_grad()
+    def score(self, groups: TensorDictBase) -> Tensor:
+        """Log-probabilities ``[P, G, T]`` of the responses under the model, each rank scoring its share."""
+        mine = divide(self.budget.costs(groups), self.ranks.size)[self.ranks.rank]
+        pieces = self.budget.cut(groups, [MicroBatch(tuple(mine), slice(None))] if mine else [])
+        idle = MicroBatch((0,), slice(0, 1))
+        found = torch.zeros(groups["masks", "response"].shape)
+        with resting(self.network), self.budget.named_when_exceeded():
+            for number in range(self.ranks.largest(len(pieces))):
+                real = number < len(pieces)
+                micro = pieces[number] if real else idle
+                piece = micro.of(groups)
+                scores = self.network(
+                    piece["tokens", "prompt"],
+                    piece["masks", "prompt"],
+                    piece["tokens", "response"],
+                    piece["masks", "response"],
+                ).log_probs.cpu()
+                if real:
+                    found[list(micro.rows), micro.samples, : scores.shape[-1]] = scores
+        # A response is one rank's: the others have zeros there.
+        return torch.stack(self.ranks.gather(found)).sum(0)
+
+    @torch.no_grad()
+    def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
+        """See :meth:`TokenScorer.next_token_log_probs`."""
+        with resting(self.network):
+            return self.scorer.next_token_log_probs(prompt, prompt_mask)
+
+    def weight(self, name: str) -> Tensor:
+        """A parameter of the model, gathered."""
+        return whole(self.model.get_parameter(name).detach())
+
+    @torch.no_grad()
+    def scale_columns(self, factor: float) -> None:
+        """Multiply every eighth column of every parameter, for the test of publication."""
+        for parameter in self.model.parameters():
+            local(parameter.data)[..., ::8] *= factor
+
+    def resume(self, folder: str) -> None:
+        """Optimiser, schedule and coefficients as a checkpoint has them; each rank reads it."""
+        self.optimise.load_state_dict(checkpoint.load_state(Path(folder))["optimise"])
+
+    def optimiser_state(self) -> dict[str, Any]:
+        """See :meth:`OptimiserStep.state_dict`."""
+        return self.optimise.state_dict()
+
+    def published(self) -> PreTrainedModel | GatheredModel:
+        """The model, as rank 0 can list its weights and perturb them on its own."""
+        return GatheredModel(self) if sharded(self.network) else self.model
+
+    def prober(self) -> TokenScorer | GatheredModel:
+        """What answers a probe with :meth:`TokenScorer.next_token_log_probs`, on rank 0's own."""
+        return GatheredModel(self) if sharded(self.network) else self.scorer
+
+
+class GatheredModel:
+    """A model in shards, seen from rank 0 as if it were whole; a parameter is gathered when it is asked for.
+
+    Args:
+        learner: rank 0's.
+    """
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and whole parameters, one at a time."""
+        for name, _ in self._learner.model.named_parameters():
+            yield name, self._learner.ranks.together(self._learner, "weight", name)
+
+    def scale_columns(self, factor: float) -> None:
+        """See :meth:`Learner.scale_columns`."""
+        self._learner.ranks.together(self._learner, "scale_columns", factor)
+
+    def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
+        """See :meth:`TokenScorer.next_token_log_probs`."""
+        found: Tensor = self._learner.ranks.together(
+            self._learner, "next_token_log_probs", prompt, prompt_mask
+        )
+        return found
+
+
+class _SharedLogProbs(Transform):
+    """:class:`LogProbScorer` for the proximal policy of several ranks."""
+
+    def __init__(self, learner: Learner) -> None:
+        super().__init__()
+        self.__dict__["learner"] = learner
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Reading changes nothing."""
+        return tensordict
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        written = self.learner.ranks.together(self.learner, "score", tensordict)
+        return tensordict.set(("log_probs", "proximal"), written)

@@ -1,0 +1,85 @@
+"""How the model is held by several training ranks: whole on each (DDP), or in shards (FSDP2).
+
+Both are torch's own. Accelerate starts the processes and their groups (:mod:`~torchrl_grpo.training.ranks`);
+its ``prepare`` is not used: in version 1.15 it has no FSDP without a GPU, and it puts the output head into a
+unit that is gathered when the head's ``forward`` runs, which a chunked loss never calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torchrl_grpo.models.logprobs import TokenScorer
+
+
+def distribute(scorer: TokenScorer, kind: str, ranks: int, device: torch.device) -> nn.Module:
+    """What the loss calls in place of ``scorer``.
+
+    Args:
+        scorer: around the model; with FSDP2 its parameters become shards, in place.
+        kind: ``ddp`` or ``fsdp2``.
+        ranks: training ranks; with one nothing is done.
+        device: of this rank.
+    """
+    if ranks == 1:
+        return scorer
+    if kind == "ddp":
+        on_gpu = [device] if device.type == "cuda" else None
+        return DistributedDataParallel(scorer, device_ids=on_gpu, forward_sync_buffers=False)
+    mesh = init_device_mesh(device.type, (ranks,))
+    names = scorer.model._no_split_modules or []
+    for module in scorer.model.modules():
+        if type(module).__name__ in names:
+            fully_shard(module, mesh=mesh)
+    # Embedding, last norm and head: gathered for the whole of a forward pass, which uses the head.
+    fully_shard(scorer, mesh=mesh)
+    register_fsdp_forward_method(scorer, "next_token_log_probs")
+    return scorer
+
+
+def synchronising(network: object, last: bool) -> AbstractContextManager[None]:
+    """Gradients are exchanged in the last backward pass of a step, and add up locally before."""
+    if isinstance(network, DistributedDataParallel) and not last:
+        return network.no_sync()
+    if isinstance(network, FSDPModule):
+        network.set_requires_gradient_sync(last)
+    return nullcontext()
+
+
+@contextmanager
+def resting(network: object) -> Iterator[None]:
+    """Afterwards parameters are shards again, also those that a pass without gradients leaves gathered."""
+    yield
+    if isinstance(network, FSDPModule):
+        network.reshard()
+
+
+def sharded(network: object) -> bool:
+    """Whether no rank has the whole model."""
+    return isinstance(network, FSDPModule)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor of which this may be a shard; every rank must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, as a view."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A whole tensor, divided as ``parameter`` is; every rank must have it."""
+    if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
+        return tensor
+    found = tensor.to(parameter.device)
+    return distribute_tensor(found, parameter.device_mesh, parameter.placements)

@@ -1,0 +1,148 @@
+"""The training ranks: processes that hold the model, or a shard of it, and take each step together.
+
+Rank 0 runs the program: it collects, decides, publishes, evaluates and saves. The others hold their part of
+the model and do what rank 0 does with its own, call by call (:meth:`Ranks.together`). While rank 0 waits for
+responses, so do they, in a blocking receive.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from torch import Tensor
+
+from torchrl_grpo import launch
+from torchrl_grpo.config import Config
+from torchrl_grpo.errors import TrainingStopped
+
+# A round may take hours to generate, and an idle rank must not take that for a death: the connection tells.
+_PATIENCE = timedelta(days=30)
+
+
+class Ranks:
+    """This process's place among the ranks.
+
+    Args:
+        on_cpu: the ranks compute on the CPU.
+    """
+
+    def __init__(self, on_cpu: bool) -> None:
+        self.rank, self.size = launch.rank(), launch.world_size()
+        self._orders: dist.ProcessGroup | None = None
+        if self.size > 1:
+            # Transformers would leave all ranks but the first without weights, for Accelerate to fill in.
+            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+            PartialState(cpu=on_cpu, timeout=_PATIENCE)
+            # Orders are Python objects in the CPU's memory, whatever the tensors travel with.
+            self._orders = dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that runs the program."""
+        return self.rank == 0
+
+    def tell(self, message: Any) -> None:
+        """On rank 0: give every other rank what :meth:`hear` returns there."""
+        if self.size > 1:
+            dist.broadcast_object_list([message], src=0, group=self._orders)
+
+    def hear(self) -> Any:
+        """On the others: what rank 0 tells next.
+
+        Raises:
+            TrainingStopped: rank 0 is gone.
+        """
+        box = [None]
+        try:
+            dist.broadcast_object_list(box, src=0, group=self._orders)
+        except RuntimeError as error:
+            raise TrainingStopped(f"rank {self.rank}: rank 0 has ended ({error})") from error
+        return box[0]
+
+    def together(self, target: object, method: str, *arguments: Any) -> Any:
+        """On rank 0: call a method of ``target`` while every other rank calls that of its own.
+
+        Returns:
+            What it returned on this rank.
+        """
+        self.tell((method, arguments))
+        return _call(target, method, arguments)
+
+    def follow(self, target: object) -> None:
+        """On the others: do what :meth:`together` says, until rank 0 dismisses them."""
+        while (order := self.hear()) is not None:
+            _call(target, *order)
+
+    def dismiss(self) -> None:
+        """On rank 0: let the others end :meth:`follow`."""
+        self.tell(None)
+
+    def add_up(self, values: dict[str, float], names: Sequence[str]) -> dict[str, float]:
+        """The sum over all ranks of each of ``names``; a rank adds nothing for those it does not have."""
+        if self.size == 1:
+            return {name: values.get(name, 0.0) for name in names}
+        total = torch.tensor([values.get(name, 0.0) for name in names], dtype=torch.float64)
+        dist.all_reduce(total, group=self._orders)
+        return dict(zip(names, total.tolist(), strict=True))
+
+    def largest(self, value: int) -> int:
+        """The largest of what the ranks say."""
+        if self.size == 1:
+            return value
+        box = torch.tensor([value])
+        dist.all_reduce(box, dist.ReduceOp.MAX, group=self._orders)
+        return int(box)
+
+    def agree(self, value: int) -> bool:
+        """Whether all ranks say the same."""
+        if self.size == 1:
+            return True
+        said: list[Any] = [None] * self.size
+        dist.all_gather_object(said, value, group=self._orders)
+        return len(set(said)) == 1
+
+    def gather(self, found: Tensor) -> list[Tensor]:
+        """What every rank has, in their order; shapes may differ."""
+        if self.size == 1:
+            return [found]
+        boxes: list[Any] = [None] * self.size
+        dist.all_gather_object(boxes, found, group=self._orders)
+        return boxes
+
+
+def _call(target: object, method: str, arguments: tuple[Any, ...]) -> Any:
+    function: Callable[..., Any] = getattr(target, method)
+    return function(*arguments)
+
+
+def divide(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """Rows for each rank, so that the ranks have about equally much to do.
+
+    Longest-processing-time-first (Graham 1969): at most 4/3 of the best division's longest.
+
+    Args:
+        costs: of each row.
+        ranks: how many.
+
+    Returns:
+        The rows of each rank, ascending.
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for row in sorted(range(len(costs)), key=lambda row: (-costs[row], row)):
+        rank = min(range(ranks), key=lambda rank: (loads[rank], rank))
+        shares[rank].append(row)
+        loads[rank] += costs[row]
+    return [sorted(rows) for rows in shares]
+
+
+def divide_threads(cfg: Config) -> None:
+    """Give this rank its share of the cores, where several ranks of a machine compute on them."""
+    if launch.local_world_size() > 1 and cfg.train.num_threads is None and not torch.cuda.is_available():
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size()))
