@@ -63,6 +63,10 @@ def main(
     try:
         _Command(run, config_name, config_dir, words, check).execute()
     except UserError as error:
+        if launch.rank() > 0 and isinstance(error, ConfigError):
+            # Every rank reads the same words. The first one says what is wrong with them, and must not be
+            # ended by a launcher that has seen another one fail before.
+            return
         _report(error)
         raise SystemExit(USER_ERROR_CODE) from None
     except KeyboardInterrupt:
@@ -73,9 +77,6 @@ def main(
 
 
 def _report(error: UserError, where: str = "") -> None:
-    if launch.rank() > 0 and isinstance(error, ConfigError):
-        # Every rank reads the same words; the first one says what is wrong with them.
-        return
     sys.stdout.flush()
     sys.stderr.write(f"error: {where}{error}\n")
     sys.stderr.flush()
