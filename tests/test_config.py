@@ -26,6 +26,7 @@ NOT_READERS = {
     "config.py",
     "config_keys.py",
     "validation.py",
+    "validation_lora.py",
     "validation_policy.py",
     "compose.py",
     "cli_help.py",

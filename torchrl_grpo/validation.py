@@ -6,6 +6,7 @@ checked where they are read. Every error is a ConfigError that names key, value 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.config_keys import bad_value, show
+from torchrl_grpo.validation_lora import check_lora
 from torchrl_grpo.validation_policy import check_policy
 from torchrl_grpo.validation_ranges import ABOVE_ZERO, AT_LEAST, AT_MOST, CHOICES, DATASETS
 
@@ -65,6 +67,7 @@ def validate(cfg: Config) -> None:
     _check_rewards(cfg)
     _check_batches(cfg)
     check_policy(cfg)
+    check_lora(cfg)
     _check_inference(cfg)
     _check_logging(cfg)
 
@@ -104,12 +107,18 @@ def _numbers(value: Any) -> Iterator[float]:
         yield value
 
 
+def _leaves(section: object, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(section).items():
+        if dataclasses.is_dataclass(value):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
 def _check_each(cfg: Config) -> None:
-    for section in [cfg, *(value for value in vars(cfg).values() if hasattr(value, "__dataclass_fields__"))]:
-        prefix = "" if section is cfg else next(k for k, v in vars(cfg).items() if v is section) + "."
-        for name, value in vars(section).items():
-            if any(not math.isfinite(number) for number in _numbers(value)):
-                raise bad_value(prefix + name, value, "must be finite", f"{prefix}{name}=<a finite number>")
+    for key, value in _leaves(cfg, ""):
+        if any(not math.isfinite(number) for number in _numbers(value)):
+            raise bad_value(key, value, "must be finite", f"{key}=<a finite number>")
     for key, choices in CHOICES.items():
         value = attrgetter(key)(cfg)
         if value not in choices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -25,6 +26,8 @@ def resolve(cfg: ModelConfig) -> str:
     looks_like_path = cfg.name.startswith((".", "/", "~")) or cfg.name.count("/") > 1
     path = Path(cfg.name).expanduser()
     if path.is_dir():
+        if (path / "adapter_config.json").exists():
+            raise ModelError(_only_adapters(cfg.name, path))
         if not (path / "config.json").exists():
             raise ModelError(
                 f"model.name={cfg.name}: the folder holds no config.json; "
@@ -120,6 +123,16 @@ def end_token_ids(model_or_source: PreTrainedModel, tokenizer: PreTrainedTokeniz
     if listed is not None:
         ids.update([listed] if isinstance(listed, int) else listed)
     return sorted(ids)
+
+
+def _only_adapters(name: str, folder: Path) -> str:
+    merged = folder.parent / "merged"
+    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    mend = f"model.name={merged}" if merged.is_dir() else "the folder of a merged model"
+    return (
+        f"model.name={name}: the folder holds adapters for {base} and no model; write {mend} instead "
+        "(checkpoint.export_merged=true writes one with each checkpoint; docs/lora.md says how to later)"
+    )
 
 
 def _cannot_load(what: str, cfg: ModelConfig, error: Exception) -> ModelError:

@@ -10,8 +10,9 @@ from torchrl_grpo.config import TrainModelConfig
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models.logprobs import TokenScorer, check_head, warn_about_prefix
 
-# Rounding of a float32 head; anything beyond means the model's forward does more than its head.
-_HEAD_TOLERANCE = 1e-2
+# Rounding, in nats; anything beyond means the model's forward does more than its head, or that packing
+# changes it. A model is in 16 bits only as the frozen base of adapters.
+_TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 
 def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
@@ -27,7 +28,7 @@ def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
         gap = check_head(model)
     except ValueError as error:
         raise ModelError(f"{type(model).__name__}: {error}; choose another model.name") from error
-    if gap > _HEAD_TOLERANCE:
+    if gap > _TOLERANCE[model.dtype]:
         raise ModelError(
             f"{type(model).__name__}: its logits differ by {gap:.3g} from its output head applied to its "
             "last hidden state, so its forward scales or shifts them in a way this version does not "
@@ -71,7 +72,7 @@ def shares_prefix(model: PreTrainedModel) -> bool:
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
             why = f"it cannot ({type(error).__name__}: {error})"
         else:
-            if gap <= _HEAD_TOLERANCE:
+            if gap <= _TOLERANCE[model.dtype]:
                 return True
             why = f"its log-probabilities would change by {gap:.2g}"
     model.set_attn_implementation(attention)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -12,19 +14,56 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import render
 from torchrl_grpo.inference.protocol import Inference
-from torchrl_grpo.models import loading
+from torchrl_grpo.models import loading, lora
 from torchrl_grpo.models.logprobs import TokenScorer
-from torchrl_grpo.models.precision import resolve_dtype
+from torchrl_grpo.models.precision import resolve_autocast, resolve_dtype
 from torchrl_grpo.objectives.control import needs_reference
 from torchrl_grpo.rollout.log_probs import LogProbScorer
 from torchrl_grpo.rollout.micro_batches import TokenBudget
+from torchrl_grpo.rollout.seeds import derive_seed
 from torchrl_grpo.training.publish import WeightPublisher, probe_prompts
 
 _COARSENESS = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def weights_source(cfg: Config, source: str, resume_from: Path | None) -> str:
+    """What model and engines are loaded from: ``source``, or the model of the checkpoint that is resumed.
+
+    A checkpoint of adapters holds no model: with them it is ``source``, whose weights are frozen.
+    """
+    if resume_from is None or cfg.train_model.lora.rank > 0:
+        return source
+    return str(resume_from / "model")
+
+
+def build_model(cfg: Config, weights: str, device: torch.device, resume_from: Path | None) -> PreTrainedModel:
+    """The model that is trained, in float32; with ``train_model.lora`` adapters in float32 on a frozen base.
+
+    Args:
+        cfg: ``model``, ``train_model`` and ``seed`` are read.
+        weights: see :func:`weights_source`.
+        device: where it runs.
+        resume_from: a checkpoint whose adapters to take, or None.
+
+    Raises:
+        ConfigError: the adapters are for layers that the model does not have.
+    """
+    adapters = cfg.train_model.lora
+    if adapters.rank == 0:
+        return loading.load_model(weights, cfg.model, device, torch.float32)
+    dtype = resolve_autocast(cfg.train_model.autocast, device) or torch.float32
+    if adapters.base_dtype != "auto":
+        dtype = resolve_dtype(adapters.base_dtype, device)
+    model = loading.load_model(weights, cfg.model, device, dtype)
+    lora.add_adapters(model, adapters, derive_seed(cfg.seed, "lora"))
+    if resume_from is not None:
+        lora.load_adapters(model, resume_from / "model")
+    return model
+
+
 def build_reference(
     cfg: Config,
+    policy: PreTrainedModel,
     source: str,
     device: torch.device,
     autocast_dtype: torch.dtype | None,
@@ -33,8 +72,11 @@ def build_reference(
 ) -> LogProbScorer | None:
     """The reference scorer; None, and no model in memory, where no coefficient asks for one.
 
+    With adapters the reference is their base, which is in memory already: ``policy`` without its adapters.
+
     Args:
-        cfg: ``policy``, ``ref_model`` and ``model`` are read.
+        cfg: ``policy``, ``ref_model``, ``train_model`` and ``model`` are read.
+        policy: the model that is trained.
         source: folder or hub name of the reference model.
         device: where it runs.
         autocast_dtype: the trainer's, used where the reference is held in float32 too.
@@ -43,24 +85,26 @@ def build_reference(
     """
     if not needs_reference(cfg.policy):
         return None
+    temperature = cfg.inference_model.temperature
+    if cfg.train_model.lora.rank > 0:
+        scorer = TokenScorer(policy, temperature, autocast_dtype, shares_prefix)
+        return LogProbScorer(scorer, "reference", budget(), partial(lora.adapters_off, policy))
     dtype = resolve_dtype(cfg.ref_model.dtype, device)
     if cfg.ref_model.dtype == "auto" and cfg.ref_model.refresh_mix < 1:
         # In 16 bits, most steps of a slow average round to nothing.
         dtype = torch.float32
     model = loading.load_model(source, cfg.model, device, dtype).requires_grad_(False)
-    scorer = TokenScorer(
-        model,
-        cfg.inference_model.temperature,
-        autocast_dtype if dtype == torch.float32 else None,
-        shares_prefix,
-    )
+    same_format = autocast_dtype if dtype == torch.float32 else None
+    scorer = TokenScorer(model, temperature, same_format, shares_prefix)
     return LogProbScorer(scorer, "reference", budget())
 
 
-def coarser(cfg: Config, device: torch.device, autocast_dtype: torch.dtype | None) -> torch.dtype:
-    """The coarser of the number formats of the engine on ``device`` and of the trainer."""
+def coarser(
+    cfg: Config, device: torch.device, model: PreTrainedModel, autocast_dtype: torch.dtype | None
+) -> torch.dtype:
+    """The coarsest of the number formats of the engine on ``device``, of ``model`` and of its products."""
     engine_dtype = resolve_dtype(cfg.inference_model.dtype, device)
-    return max(engine_dtype, autocast_dtype or torch.float32, key=_COARSENESS.index)
+    return max(engine_dtype, model.dtype, autocast_dtype or torch.float32, key=_COARSENESS.index)
 
 
 def build_publisher(

@@ -41,7 +41,13 @@ from torchrl_grpo.rounds import rounds, steps_per_round
 from torchrl_grpo.training import checkpoint, due
 from torchrl_grpo.training.evaluate import Evaluator
 from torchrl_grpo.training.optimise import OptimiserStep
-from torchrl_grpo.training.parts import build_publisher, build_reference, coarser
+from torchrl_grpo.training.parts import (
+    build_model,
+    build_publisher,
+    build_reference,
+    coarser,
+    weights_source,
+)
 from torchrl_grpo.training.rounding import rounding_warning
 from torchrl_grpo.training.speed import Speedometer
 from torchrl_grpo.training.state import Counters, random_state, seed_everything, set_random_state
@@ -94,8 +100,8 @@ class Session:
         env = self._environment(problems, reward_set)
         self.evaluator = Evaluator(problems.held_out, self.tokenizer, grader, cfg)
 
-        weights = source if resume_from is None else str(resume_from / "model")
-        self.model: PreTrainedModel = loading.load_model(weights, cfg.model, self.device, torch.float32)
+        weights = weights_source(cfg, source, resume_from)
+        self.model: PreTrainedModel = build_model(cfg, weights, self.device, resume_from)
         prepare_for_training(self.model, cfg.train_model)
         self.shares_prefix = cfg.train_model.shared_prefix and shares_prefix(self.model)
         ends = loading.end_token_ids(self.model, self.tokenizer)
@@ -154,11 +160,12 @@ class Session:
             groups_per_batch=batch // cfg.env.repeats,
             micro_batches=cfg.train.gradient_accumulation_steps,
             budget=self.budget,
-            use_scaler=self.autocast_dtype == torch.float16,
+            use_scaler=torch.float16 in (self.autocast_dtype, self.model.dtype),
             max_skipped_steps=cfg.train.max_skipped_steps,
         )
         self.reference = build_reference(
             cfg,
+            self.model,
             source,
             torch.device(self.placement.reference),
             self.autocast_dtype,
@@ -189,7 +196,8 @@ class Session:
             self.reference.mix_in(self.model, self.cfg.ref_model.refresh_mix)
 
     def _make_publisher(self, problems: Problems) -> None:
-        self.precision = coarser(self.cfg, torch.device(self.placement.inference), self.autocast_dtype)
+        engine_device = torch.device(self.placement.inference)
+        self.precision = coarser(self.cfg, engine_device, self.model, self.autocast_dtype)
         self.publisher = build_publisher(
             self.cfg,
             self.model,
@@ -224,7 +232,7 @@ class Session:
         proof = self.publisher.prove_at_start(
             self.counters.step, partial(self.collector.publish, self.publisher, wait=True)
         )
-        self.speed = Speedometer(self.model, self.device, self.autocast_dtype or torch.float32)
+        self.speed = Speedometer(self.model, self.device, self.autocast_dtype or self.model.dtype)
         for note in (
             f"this machine multiplies matrices at {self.speed.gemm_rate / 1e9:,.0f} GFLOP/s in the trainer's "
             "numbers",
@@ -290,6 +298,9 @@ class Session:
             partial(saving.save, self.model, self.tokenizer),
             self.state_dict(),
             self.cfg.checkpoint.keep,
+            partial(saving.save_merged, self.model, self.tokenizer)
+            if self.cfg.checkpoint.export_merged
+            else None,
         )
 
     def log(self, metrics: dict[str, float]) -> None:
