@@ -20,7 +20,7 @@ from torchrl_grpo.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "config"
 YAMLS = sorted(CONFIG.rglob("*.yaml"))
-PRIMARIES = ["grpo_gsm8k", "grpo_ifeval", "grpo_quickstart"]
+PRIMARIES = ["grpo_gsm8k", "grpo_ifeval", "grpo_quickstart", "grpo_quickstart_lora"]
 # Modules that check keys and act on none of them.
 NOT_READERS = {
     "config.py",

@@ -113,6 +113,26 @@ def merged(layer: LoraLayer) -> Tensor:
     return layer.get_delta_weight(_ADAPTER).add_(layer.get_base_layer().weight)
 
 
+@torch.no_grad()
+def reach(model: nn.Module, move: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """What training changes of the model that is published, and how far at most, as long as that is little.
+
+    Args:
+        model: with or without adapters.
+        move: of each trained weight, in either direction.
+
+    Yields:
+        A parameter, or a matrix ``W`` with an adapter, and a bound of its moves that broadcasts over it:
+        ``move``, or ``s move sum_r |A_ri|``, because ``B`` begins at zero.
+    """
+    layers = adapted_layers(model)
+    if not layers:
+        yield from ((parameter.detach(), torch.tensor(move)) for parameter in model.parameters())
+    for layer in layers.values():
+        bound = layer.scaling[_ADAPTER] * move * layer.lora_A[_ADAPTER].weight.abs().sum(0)
+        yield layer.get_base_layer().weight, bound[:, None] if layer.fan_in_fan_out else bound
+
+
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Let ``model`` compute as its base alone, and with its adapters again on the way out."""

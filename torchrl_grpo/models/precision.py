@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
+from torchrl_grpo.models import lora
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -50,13 +52,13 @@ def lost_to_rounding(model: nn.Module, dtype: torch.dtype, move: float) -> float
     1/512 of the weight and more; and models that were saved in bfloat16 begin exactly on such a number.
 
     Args:
-        model: one in sixteen of its weights are looked at.
+        model: one in sixteen of its weights are looked at; with adapters, of the matrices they belong to.
         dtype: what is computed with.
-        move: in either direction.
+        move: of each trained weight, in either direction.
     """
     lost = total = 0
-    for parameter in model.parameters():
-        weights = parameter.detach().flatten()[::16].float()
-        lost += int(((weights + move).to(dtype) == (weights - move).to(dtype)).sum())
+    for matrix, moves in lora.reach(model, move):
+        weights, by = matrix.flatten()[::16].float(), moves.expand_as(matrix).flatten()[::16]
+        lost += int(((weights + by).to(dtype) == (weights - by).to(dtype)).sum())
         total += weights.numel()
     return lost / total

@@ -107,6 +107,11 @@ def coarser(
     return max(engine_dtype, model.dtype, autocast_dtype or torch.float32, key=_COARSENESS.index)
 
 
+def update_format(cfg: Config, device: torch.device, precision: torch.dtype) -> torch.dtype:
+    """The format that updates must not vanish in: that of :func:`coarser`, and for adapters the engine's."""
+    return resolve_dtype(cfg.inference_model.dtype, device) if cfg.train_model.lora.rank > 0 else precision
+
+
 def build_publisher(
     cfg: Config,
     model: PreTrainedModel,

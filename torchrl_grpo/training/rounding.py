@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from torchrl_grpo.config import OptimizerConfig
+from torchrl_grpo.models.lora import adapted_layers
 from torchrl_grpo.models.precision import lost_to_rounding
 from torchrl_grpo.training.optimise import learning_rate_factor
 
@@ -21,7 +22,8 @@ def rounding_warning(
 
     Args:
         model: before training, weights in float32.
-        dtype: the coarser of the formats that the engine samples and the trainer multiplies with.
+        dtype: the coarser of the formats that the engine samples and the trainer multiplies with; of adapters
+            the engine's, because the trainer adds what they compute to what the frozen matrices compute.
         cfg: Adam moves a weight by about the learning rate a step, in one direction at most.
         total_steps: of the run.
     """
@@ -32,6 +34,12 @@ def rounding_warning(
     if share <= _TOO_MANY:
         return None
     name = str(dtype).removeprefix("torch.")
+    if adapted_layers(model):
+        return (
+            f"warning: what adapters can add to a weight in {total_steps} steps of optimizer.lr={cfg.lr:g} "
+            f"is rounded away for {share:.0%} of the weights when they are merged for an engine in {name}: "
+            "train longer, raise optimizer.lr, or write inference_model.dtype=float32"
+        )
     return (
         f"warning: in all {total_steps} steps together optimizer.lr={cfg.lr:g} moves a weight at most "
         f"by {move:.1g}, which {name} rounds away for {share:.0%} of the weights: train longer, raise "

@@ -46,6 +46,7 @@ from torchrl_grpo.training.parts import (
     build_publisher,
     build_reference,
     coarser,
+    update_format,
     weights_source,
 )
 from torchrl_grpo.training.rounding import rounding_warning
@@ -197,7 +198,8 @@ class Session:
 
     def _make_publisher(self, problems: Problems) -> None:
         engine_device = torch.device(self.placement.inference)
-        self.precision = coarser(self.cfg, engine_device, self.model, self.autocast_dtype)
+        precision = coarser(self.cfg, engine_device, self.model, self.autocast_dtype)
+        self.update_format = update_format(self.cfg, engine_device, precision)
         self.publisher = build_publisher(
             self.cfg,
             self.model,
@@ -205,7 +207,7 @@ class Session:
             self.engine,
             self.tokenizer,
             problems.train,
-            self.precision,
+            precision,
         )
 
     def _open_logs(self, resume_from: Path | None) -> None:
@@ -238,7 +240,7 @@ class Session:
             "numbers",
             f"weights proven: engine and trainer differ by at most {proof['publish/gap']:.2g} nats, "
             f"a perturbed weight moves the engine by {proof['publish/perturbation']:.2g}",
-            rounding_warning(self.model, self.precision, self.cfg.optimizer, self.total_steps),
+            rounding_warning(self.model, self.update_format, self.cfg.optimizer, self.total_steps),
         ):
             if note is not None:
                 self.progress.note(note)
