@@ -85,6 +85,10 @@ def check_installed(cfg: Config) -> None:
         raise bad_value(
             "inference_model.backend", "vllm", "vllm is not installed", "inference_model.backend=transformers"
         )
+    quantization = cfg.train_model.quantization
+    if quantization != "none" and importlib.util.find_spec("bitsandbytes") is None:
+        wrong = "bitsandbytes is not installed"
+        raise bad_value("train_model.quantization", quantization, wrong, "train_model.quantization=none")
     for name in cfg.logging.backends:
         package = _LOGGER_PACKAGES[name]
         if package is not None and importlib.util.find_spec(package) is None:

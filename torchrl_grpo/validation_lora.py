@@ -29,6 +29,11 @@ def check_lora(cfg: Config) -> None:
     if lora.rank > 0:
         _check_reference(cfg)
         return
+    quantization = cfg.train_model.quantization
+    if quantization != "none":
+        wrong = "only a frozen model can be quantised, and with train_model.lora.rank=0 all of it is trained"
+        good = f"train_model.lora.rank=16 train_model.quantization={quantization}"
+        raise bad_value("train_model.quantization", quantization, wrong, good)
     if cfg.checkpoint.export_merged:
         wrong = "without an adapter (train_model.lora.rank=0) checkpoints/<step>/model is the whole model"
         raise bad_value("checkpoint.export_merged", True, wrong, "checkpoint.export_merged=false")

@@ -13,6 +13,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from torchrl_grpo.config import Config, ModelConfig
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models import smollm2
+from torchrl_grpo.models.quantization import loading_options
 
 
 def resolve(cfg: ModelConfig) -> str:
@@ -98,8 +99,12 @@ def check_context(source: str, cfg: Config) -> None:
         )
 
 
-def load_model(source: str, cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def load_model(
+    source: str, cfg: ModelConfig, device: torch.device, dtype: torch.dtype, quantized: str = "none"
+) -> PreTrainedModel:
     """The causal language model at ``source`` on ``device`` in ``dtype``, in evaluation mode.
+
+    With ``quantized``, see :mod:`~torchrl_grpo.models.quantization`, its matrices are not in ``dtype``.
 
     Raises:
         ModelError: it cannot be loaded.
@@ -110,10 +115,11 @@ def load_model(source: str, cfg: ModelConfig, device: torch.device, dtype: torch
             dtype=dtype,
             trust_remote_code=cfg.trust_remote_code,
             use_safetensors=True,
+            **loading_options(quantized, device, dtype),
         )
     except (OSError, ValueError) as error:
         raise _cannot_load("model", cfg, error) from error
-    return model.to(device).eval()
+    return (model if quantized != "none" else model.to(device)).eval()
 
 
 def end_token_ids(model_or_source: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

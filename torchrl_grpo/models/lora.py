@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from torchrl_grpo.config import LoraConfig
 from torchrl_grpo.config_keys import bad_value
 from torchrl_grpo.errors import CheckpointError
+from torchrl_grpo.models.quantization import is_quantized, plain_weight
 from torchrl_grpo.validation_lora import ALL_LINEAR
 
 # The name PEFT gives an adapter unless told, and what its files put before every name.
@@ -93,24 +94,25 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The weights of the model that ``model`` with its adapters amounts to, under the base model's own names.
 
     ``W + s B A`` is computed in float32, for one matrix at a time and only when it is asked for; every other
-    parameter, tied ones once, comes as it is. Nothing of ``model`` is touched.
+    parameter, tied ones once, comes as it is, or unpacked where it is quantised. ``model`` is not touched.
     """
     layers = adapted_layers(model)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             continue
-        owner, inside, leaf = name.rpartition(".base_layer.")
-        if not inside:
-            yield name, parameter.detach()
-        elif leaf == "weight":
-            yield f"{owner}.weight", merged(layers[owner])
+        owner, _, leaf = name.rpartition(".")
+        outer = owner.removesuffix(".base_layer")
+        if outer != owner and leaf == "weight":
+            yield f"{outer}.weight", merged(layers[outer])
+        elif is_quantized(parameter):
+            yield name, plain_weight(model.get_submodule(owner))
         else:
-            yield f"{owner}.{leaf}", parameter.detach()
+            yield f"{outer}.{leaf}" if outer else name, parameter.detach()
 
 
 def merged(layer: LoraLayer) -> Tensor:
     """``W + s B A`` of one layer in float32, a new tensor in the layout of ``W``."""
-    return layer.get_delta_weight(_ADAPTER).add_(layer.get_base_layer().weight)
+    return layer.get_delta_weight(_ADAPTER).add_(plain_weight(layer.get_base_layer()))
 
 
 @torch.no_grad()
@@ -130,7 +132,7 @@ def reach(model: nn.Module, move: float) -> Iterator[tuple[Tensor, Tensor]]:
         yield from ((parameter.detach(), torch.tensor(move)) for parameter in model.parameters())
     for layer in layers.values():
         bound = layer.scaling[_ADAPTER] * move * layer.lora_A[_ADAPTER].weight.abs().sum(0)
-        yield layer.get_base_layer().weight, bound[:, None] if layer.fan_in_fan_out else bound
+        yield plain_weight(layer.get_base_layer()), bound[:, None] if layer.fan_in_fan_out else bound
 
 
 @contextmanager
@@ -165,7 +167,7 @@ def stirred(model: nn.Module, share: float) -> Iterator[None]:
             for layer, weight in kept:
                 before = weight.clone()
                 weight.copy_(torch.randn(weight.shape, generator=generator))
-                base = layer.get_base_layer().weight.float()
+                base = plain_weight(layer.get_base_layer()).float()
                 size = share * base.norm() / layer.get_delta_weight(_ADAPTER).norm()
                 weight.mul_(size).add_(before)
         yield

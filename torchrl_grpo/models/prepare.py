@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from torchrl_grpo.config import TrainModelConfig
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models.logprobs import TokenScorer, check_head, warn_about_prefix
+from torchrl_grpo.models.quantization import keep_packing
 
 # Rounding, in nats; anything beyond means the model's forward does more than its head, or that packing
 # changes it. A model is in 16 bits only as the frozen base of adapters.
@@ -24,6 +25,7 @@ def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
         ModelError: its log-probabilities cannot be computed from backbone and head.
     """
     model.eval()
+    keep_packing(model)
     try:
         gap = check_head(model)
     except ValueError as error:

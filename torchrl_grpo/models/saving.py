@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import copy
 import shutil
 from pathlib import Path
 
+from huggingface_hub import save_torch_state_dict
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -25,10 +26,15 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
 def save_merged(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the float32 model that ``model`` with its adapters amounts to; a copy of it is in memory."""
     state = {name: tensor.float().cpu() for name, tensor in lora.merged_weights(model)}
-    model.save_pretrained(folder, state_dict=state)
-    config = json.loads((folder / "config.json").read_text())
-    # What from_pretrained loads it in; save_pretrained wrote the format of the base.
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2) + "\n")
+    save_torch_state_dict(state, folder)
+    # Not save_pretrained of the model, which would write the format, and the quantisation, of the base.
+    config = copy.deepcopy(model.config)
+    config.dtype, config.architectures = "float32", [type(model).__name__]
+    if "quantization_config" in config.to_dict():
+        del config.quantization_config
+    config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _open_to_all(folder)
 

@@ -54,7 +54,7 @@ def build_model(cfg: Config, weights: str, device: torch.device, resume_from: Pa
     dtype = resolve_autocast(cfg.train_model.autocast, device) or torch.float32
     if adapters.base_dtype != "auto":
         dtype = resolve_dtype(adapters.base_dtype, device)
-    model = loading.load_model(weights, cfg.model, device, dtype)
+    model = loading.load_model(weights, cfg.model, device, dtype, cfg.train_model.quantization)
     lora.add_adapters(model, adapters, derive_seed(cfg.seed, "lora"))
     if resume_from is not None:
         lora.load_adapters(model, resume_from / "model")

@@ -24,6 +24,7 @@ from torchrl_grpo.inference.protocol import Inference, NextTokens
 from torchrl_grpo.inference.receipts import Receipt, checksum, signed
 from torchrl_grpo.models import lora
 from torchrl_grpo.models.logprobs import TokenScorer
+from torchrl_grpo.models.quantization import is_quantized
 from torchrl_grpo.padding import pad_left
 
 _T = TypeVar("_T")
@@ -320,7 +321,8 @@ def perturbed(model: nn.Module) -> Iterator[None]:
     def scale(factor: float) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter[..., ::8] *= factor
+                if not is_quantized(parameter):  # moved by its adapter
+                    parameter[..., ::8] *= factor
 
     with lora.stirred(model, _STIR):
         scale(0.5)

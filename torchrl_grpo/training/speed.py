@@ -26,7 +26,8 @@ class Speedometer:
 
     def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
         self._operations = FlopCounter(model)
-        self._parameters = sum(p.numel() for name, p in model.named_parameters() if not is_adapter(name))
+        adapters = sum(p.numel() for name, p in model.named_parameters() if is_adapter(name))
+        self._parameters = model.num_parameters() - adapters
         self.gemm_rate = gemm_rate(device, dtype, model.config.get_text_config().hidden_size)
 
     def trained(self, batch: TensorDictBase, moves: Tensor, seconds: float) -> dict[str, float]:
