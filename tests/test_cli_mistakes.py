@@ -127,6 +127,16 @@ BAD: list[tuple[str, str]] = [
     ("policy.entropy_target=1 policy.entropy_coef_max=0", "greater than 0"),
     ("policy.entropy_target=1 policy.entropy_delta=0", "greater than 0"),
     ("ref_model.refresh_mix=0.5", "refresh_frequency above 0"),
+    ("train_model.attn_implementation=flash", "auto, sdpa, eager, flash_attention_2"),
+    ("train_model.attn_implementation=eager", "write train_model.shared_prefix=false train_model.attn"),
+    ("train_model.lora.rank=-1", "at least 0"),
+    ("train_model.lora=4", "write for example train_model.lora.rank=VALUE"),
+    ("train_model.lora.target_modules=q_proj", "a list of names"),
+    ("train_model.quantization=nf4", "write train_model.lora.rank=16 train_model.quantization=nf4"),
+    (
+        "train_model.lora.rank=8 policy.kl_coef=0.1 ref_model.refresh_frequency=5",
+        "write ref_model.refresh_frequency=0",
+    ),
     (
         "policy.kl_coef=0.1 ref_model.refresh_frequency=1 ref_model.refresh_mix=0.5 ref_model.dtype=bfloat16",
         "float32",

@@ -127,6 +127,7 @@ class TrainModelConfig:
     autocast: str = "auto"
     gradient_checkpointing: bool = False
     shared_prefix: bool = True
+    attn_implementation: str = "auto"
     quantization: str = "none"
     lora: LoraConfig = field(default_factory=LoraConfig)
 

@@ -68,6 +68,7 @@ def validate(cfg: Config) -> None:
     _check_batches(cfg)
     check_policy(cfg)
     check_lora(cfg)
+    _check_attention(cfg)
     _check_inference(cfg)
     _check_logging(cfg)
 
@@ -150,6 +151,14 @@ def _check_each(cfg: Config) -> None:
             "must be two numbers of at least 0 and below 1",
             "optimizer.betas=[0.9,0.999]",
         )
+
+
+def _check_attention(cfg: Config) -> None:
+    attention = cfg.train_model.attn_implementation
+    if attention != "auto" and cfg.train_model.shared_prefix:
+        wrong = "with train_model.shared_prefix=true the attention of a group is computed in a way of its own"
+        good = f"train_model.shared_prefix=false train_model.attn_implementation={attention}"
+        raise bad_value("train_model.attn_implementation", attention, wrong, good)
 
 
 def _check_devices(cfg: Config) -> None:

@@ -1,6 +1,8 @@
-"""What a model needs before it is trained: no dropout, and gradient checkpointing where asked."""
+"""What a model needs before it is trained: no dropout, and attention and gradient checkpointing as asked."""
 
 from __future__ import annotations
+
+import warnings
 
 import torch
 from torch import nn
@@ -26,6 +28,8 @@ def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
     """
     model.eval()
     keep_packing(model)
+    if cfg.attn_implementation != "auto":
+        _set_attention(model, cfg.attn_implementation)
     try:
         gap = check_head(model)
     except ValueError as error:
@@ -48,6 +52,21 @@ def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
     model.train()
+
+
+def _set_attention(model: PreTrainedModel, wanted: str) -> None:
+    """Switch to the attention ``wanted``, or say why the model keeps the one it has."""
+    config = model.config.get_text_config()
+    before, reason = config._attn_implementation, "this model cannot change its own"
+    try:
+        model.set_attn_implementation(wanted)
+    except (ImportError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if config._attn_implementation != wanted:
+        warnings.warn(
+            f"train_model.attn_implementation={wanted} cannot be used ({reason}); {before} is used instead",
+            stacklevel=3,
+        )
 
 
 def shares_prefix(model: PreTrainedModel) -> bool:
