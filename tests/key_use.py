@@ -13,11 +13,17 @@ import typing
 
 from torchrl_grpo.config import Config
 
-_SECTIONS = {
-    name: hint.__name__
-    for name, hint in typing.get_type_hints(Config).items()
-    if dataclasses.is_dataclass(hint)
-}
+
+def _sections(schema: type, prefix: str = "") -> dict[str, str]:
+    """Dotted names of the sections, those inside others too, and the names of their types."""
+    found = {}
+    for name, hint in typing.get_type_hints(schema).items():
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            found |= {prefix + name: hint.__name__, **_sections(hint, f"{prefix}{name}.")}
+    return found
+
+
+_SECTIONS = _sections(Config)
 _ROOTS = {"cfg", "config"}
 
 
@@ -48,6 +54,10 @@ def _last_name(node: ast.expr) -> str | None:
 def _section(node: ast.expr, aliases: dict[str, str]) -> str | None:
     if isinstance(node, ast.Attribute) and node.attr in _SECTIONS and _last_name(node.value) in _ROOTS:
         return node.attr
+    if isinstance(node, ast.Attribute):
+        outer = _section(node.value, aliases)
+        if outer is not None and f"{outer}.{node.attr}" in _SECTIONS:
+            return f"{outer}.{node.attr}"
     if isinstance(node, (ast.Name, ast.Attribute)):
         return aliases.get(ast.unparse(node))
     return None

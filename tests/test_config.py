@@ -21,12 +21,13 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "config"
 # Those of the launcher have keys of their own: tests/test_ranks.py.
 YAMLS = sorted(path for path in CONFIG.rglob("*.yaml") if path.parent.name != "accelerate")
-PRIMARIES = ["grpo_gsm8k", "grpo_ifeval", "grpo_quickstart"]
+PRIMARIES = ["grpo_gsm8k", "grpo_ifeval", "grpo_quickstart", "grpo_quickstart_lora"]
 # Modules that check keys and act on none of them.
 NOT_READERS = {
     "config.py",
     "config_keys.py",
     "validation.py",
+    "validation_lora.py",
     "validation_policy.py",
     "compose.py",
     "cli_help.py",

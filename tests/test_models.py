@@ -12,7 +12,13 @@ import torch
 from batches import END, FAMILIES, inputs, make_batch, make_model
 from tiny_model import build_tiny_model
 from torch import nn
-from transformers import GenerationConfig, GraniteConfig, GraniteForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GenerationConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
+)
 
 from torchrl_grpo.config import Config, ModelConfig, TrainModelConfig
 from torchrl_grpo.errors import ModelError
@@ -192,6 +198,23 @@ def test_a_model_whose_logits_are_scaled_is_refused() -> None:
         prepare_for_training(model, TrainModelConfig())
 
 
+def test_attention_is_what_was_asked_for_or_the_fallback_is_said() -> None:
+    model, batch = make_model(), make_batch(P=2, G=2)
+    expected = TokenScorer(model, shares_prefix=False)(*inputs(batch)).log_probs
+    prepare_for_training(model, TrainModelConfig(shared_prefix=False, attn_implementation="eager"))
+    assert model.config._attn_implementation == "eager"
+    found = TokenScorer(model, shares_prefix=False)(*inputs(batch)).log_probs
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    with pytest.warns(UserWarning, match=r"=flash_attention_2 cannot be used \(.*\); eager is used instead"):
+        prepare_for_training(model, TrainModelConfig(attn_implementation="flash_attention_2"))
+    torch.testing.assert_close(
+        TokenScorer(model, shares_prefix=False)(*inputs(batch)).log_probs, found, atol=0, rtol=0
+    )
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)).eval()
+    with pytest.warns(UserWarning, match="this model cannot change its own"):
+        prepare_for_training(bloom, TrainModelConfig(attn_implementation="sdpa"))
+
+
 def test_an_ordinary_model_is_left_as_it_is() -> None:
     model = make_model()
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -271,8 +294,6 @@ def test_a_missing_wheel_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch,
 def test_sharing_the_prompt_is_measured_not_assumed() -> None:
     assert shares_prefix(make_model("qwen3"))
     # Bloom takes its positions from the two-dimensional mask, which packing does not have.
-    from transformers import BloomConfig, BloomForCausalLM
-
     bloom = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)).eval()
     with pytest.warns(UserWarning, match="once per response instead of once per group"):
         assert not shares_prefix(bloom)

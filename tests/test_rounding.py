@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from batches import make_model
 from torch import nn
 
-from torchrl_grpo.config import OptimizerConfig
+from torchrl_grpo.config import LoraConfig, OptimizerConfig
+from torchrl_grpo.models import lora
 from torchrl_grpo.models.precision import lost_to_rounding
 from torchrl_grpo.training.rounding import rounding_warning
 
@@ -20,10 +22,10 @@ def _model(values: list[float]) -> nn.Module:
 def test_a_move_is_lost_below_half_the_distance_of_two_numbers() -> None:
     # Between 1 and 2 bfloat16 numbers are 1/128 apart, between 1/4 and 1/2 they are 1/512 apart.
     model = _model([1.25, 1.5, 0.3125, 0.375])
-    assert lost_to_rounding(model.parameters(), torch.bfloat16, 1 / 1024 - 1e-5) == 1.0
-    assert lost_to_rounding(model.parameters(), torch.bfloat16, 1 / 1024 + 1e-5) == 0.5
-    assert lost_to_rounding(model.parameters(), torch.bfloat16, 1 / 256 + 1e-5) == 0.0
-    assert lost_to_rounding(model.parameters(), torch.float16, 1 / 1024 + 1e-5) == 0.0
+    assert lost_to_rounding(model, torch.bfloat16, 1 / 1024 - 1e-5) == 1.0
+    assert lost_to_rounding(model, torch.bfloat16, 1 / 1024 + 1e-5) == 0.5
+    assert lost_to_rounding(model, torch.bfloat16, 1 / 256 + 1e-5) == 0.0
+    assert lost_to_rounding(model, torch.float16, 1 / 1024 + 1e-5) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -53,3 +55,36 @@ def test_a_schedule_counts_with_what_it_leaves_of_the_rate() -> None:
     constant = OptimizerConfig(lr=1.6e-5, schedule="constant")
     assert rounding_warning(model, torch.bfloat16, constant, 300) is None
     assert rounding_warning(model, torch.bfloat16, OptimizerConfig(lr=1.6e-5, schedule="linear"), 300)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_adapters_reach_as_far_as_their_product(family: str) -> None:
+    model, move = make_model(family), 0.01
+    lora.add_adapters(model, LoraConfig(rank=4, alpha=12.0), seed=0)
+    own = dict(make_model(family).named_parameters())
+    layers = lora.adapted_layers(model)
+    reached = list(lora.reach(model, move))
+    assert len(reached) == len(layers)
+    with torch.no_grad():
+        for layer in layers.values():
+            # The largest change of any weight is that of B of the size and the signs that suit it.
+            layer.lora_B["default"].weight.copy_(move * layer.lora_A["default"].weight.sign()[:, 0])
+        for (name, layer), (weight, bound) in zip(layers.items(), reached, strict=True):
+            change = lora.merged(layer) - own[f"{name}.weight"]
+            assert weight.data_ptr() == layer.get_base_layer().weight.data_ptr()
+            assert bool((change.abs() <= bound.expand_as(weight) + 1e-6).all())
+            first = (
+                (change, bound.expand_as(weight))
+                if family == "llama"
+                else (change.T, bound.expand_as(weight).T)
+            )
+            torch.testing.assert_close(first[0][:, 0], first[1][:, 0], atol=1e-6, rtol=1e-4)
+
+
+def test_a_run_of_adapters_whose_merge_rounds_to_nothing_is_told_of() -> None:
+    model = make_model()
+    lora.add_adapters(model, LoraConfig(rank=4, alpha=4.0), seed=0)
+    text = rounding_warning(model, torch.bfloat16, OptimizerConfig(lr=1e-6), 16)
+    assert text is not None and "adapters" in text and "inference_model.dtype=float32" in text
+    assert rounding_warning(model, torch.bfloat16, OptimizerConfig(lr=1e-3), 16) is None
+    assert rounding_warning(model, torch.float32, OptimizerConfig(lr=1e-6), 16) is None

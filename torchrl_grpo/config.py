@@ -109,6 +109,16 @@ class PolicyConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters on the trained copy."""
+
+    rank: int = 0
+    alpha: float = 32.0
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    base_dtype: str = "auto"
+
+
+@dataclass
 class TrainModelConfig:
     """The trained copy of the model."""
 
@@ -118,6 +128,9 @@ class TrainModelConfig:
     autocast: str = "auto"
     gradient_checkpointing: bool = False
     shared_prefix: bool = True
+    attn_implementation: str = "auto"
+    quantization: str = "none"
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass
@@ -215,6 +228,7 @@ class CheckpointConfig:
     """Which checkpoints stay."""
 
     keep: int = 2
+    export_merged: bool = False
 
 
 @dataclass

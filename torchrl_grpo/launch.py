@@ -74,7 +74,7 @@ def parallelism(cfg: Config) -> str:
     """How several ranks hold the model: ``train_model.parallelism``, ``auto`` being what the launcher says.
 
     Raises:
-        ConfigError: the launcher was configured for another way.
+        ConfigError: the launcher was configured for another way, or the model cannot be held so.
     """
     asked = cfg.train_model.parallelism
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
@@ -92,7 +92,15 @@ def parallelism(cfg: Config) -> str:
             "the launcher was configured for FSDP",
             "train_model.parallelism=auto, or config/accelerate/multi_gpu.yaml for the launcher",
         )
-    return told if asked == "auto" else asked
+    kind = told if asked == "auto" else asked
+    if kind == "fsdp2" and cfg.train_model.lora.rank > 0:
+        raise bad_value(
+            "train_model.parallelism",
+            asked,
+            "adapters are merged on one rank, which must hold their matrices whole; they need no shards",
+            "train_model.parallelism=ddp, or config/accelerate/multi_gpu.yaml for the launcher",
+        )
+    return kind
 
 
 def launch(words: Sequence[str], count: int) -> int:

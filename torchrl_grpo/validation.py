@@ -6,6 +6,7 @@ checked where they are read. Every error is a ConfigError that names key, value 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.config_keys import bad_value, show
+from torchrl_grpo.validation_lora import check_lora
 from torchrl_grpo.validation_policy import check_policy
 from torchrl_grpo.validation_ranges import ABOVE_ZERO, AT_LEAST, AT_MOST, CHOICES, DATASETS
 
@@ -65,6 +67,8 @@ def validate(cfg: Config) -> None:
     _check_rewards(cfg)
     _check_batches(cfg)
     check_policy(cfg)
+    check_lora(cfg)
+    _check_attention(cfg)
     _check_inference(cfg)
     _check_logging(cfg)
 
@@ -82,6 +86,10 @@ def check_installed(cfg: Config) -> None:
         raise bad_value(
             "inference_model.backend", "vllm", "vllm is not installed", "inference_model.backend=transformers"
         )
+    quantization = cfg.train_model.quantization
+    if quantization != "none" and importlib.util.find_spec("bitsandbytes") is None:
+        wrong = "bitsandbytes is not installed"
+        raise bad_value("train_model.quantization", quantization, wrong, "train_model.quantization=none")
     for name in cfg.logging.backends:
         package = _LOGGER_PACKAGES[name]
         if package is not None and importlib.util.find_spec(package) is None:
@@ -104,12 +112,18 @@ def _numbers(value: Any) -> Iterator[float]:
         yield value
 
 
+def _leaves(section: object, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(section).items():
+        if dataclasses.is_dataclass(value):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
 def _check_each(cfg: Config) -> None:
-    for section in [cfg, *(value for value in vars(cfg).values() if hasattr(value, "__dataclass_fields__"))]:
-        prefix = "" if section is cfg else next(k for k, v in vars(cfg).items() if v is section) + "."
-        for name, value in vars(section).items():
-            if any(not math.isfinite(number) for number in _numbers(value)):
-                raise bad_value(prefix + name, value, "must be finite", f"{prefix}{name}=<a finite number>")
+    for key, value in _leaves(cfg, ""):
+        if any(not math.isfinite(number) for number in _numbers(value)):
+            raise bad_value(key, value, "must be finite", f"{key}=<a finite number>")
     for key, choices in CHOICES.items():
         value = attrgetter(key)(cfg)
         if value not in choices:
@@ -137,6 +151,14 @@ def _check_each(cfg: Config) -> None:
             "must be two numbers of at least 0 and below 1",
             "optimizer.betas=[0.9,0.999]",
         )
+
+
+def _check_attention(cfg: Config) -> None:
+    attention = cfg.train_model.attn_implementation
+    if attention != "auto" and cfg.train_model.shared_prefix:
+        wrong = "with train_model.shared_prefix=true the attention of a group is computed in a way of its own"
+        good = f"train_model.shared_prefix=false train_model.attn_implementation={attention}"
+        raise bad_value("train_model.attn_implementation", attention, wrong, good)
 
 
 def _check_devices(cfg: Config) -> None:

@@ -41,8 +41,8 @@ class FlopCounter:
         layers = [
             m for m in model.base_model.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head
         ]
-        self._body = sum(layer.weight.numel() for layer in layers)
-        self._body_trained = sum(layer.weight.numel() for layer in layers if layer.weight.requires_grad)
+        self._body = sum(_size(layer) for layer in layers)
+        self._body_trained = sum(_size(layer) for layer in layers if layer.weight.requires_grad)
         self._head = head.weight.numel()
         self._head_trained = self._head if head.weight.requires_grad else 0
         settings = config.to_dict()
@@ -94,6 +94,11 @@ class FlopCounter:
                 pairs -= sum(before + i - window for i in beyond)
             total += self._per_pair * layers * pairs
         return total
+
+
+def _size(layer: nn.Linear | Conv1D) -> int:
+    # Of a quantised layer the weight is a list of bytes.
+    return layer.in_features * layer.out_features if isinstance(layer, nn.Linear) else layer.weight.numel()
 
 
 def gemm_rate(device: torch.device, dtype: torch.dtype, width: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from torchrl_grpo.config import Config, ModelConfig
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models import smollm2
+from torchrl_grpo.models.quantization import loading_options
 
 
 def resolve(cfg: ModelConfig) -> str:
@@ -25,6 +27,8 @@ def resolve(cfg: ModelConfig) -> str:
     looks_like_path = cfg.name.startswith((".", "/", "~")) or cfg.name.count("/") > 1
     path = Path(cfg.name).expanduser()
     if path.is_dir():
+        if (path / "adapter_config.json").exists():
+            raise ModelError(_only_adapters(cfg.name, path))
         if not (path / "config.json").exists():
             raise ModelError(
                 f"model.name={cfg.name}: the folder holds no config.json; "
@@ -95,8 +99,12 @@ def check_context(source: str, cfg: Config) -> None:
         )
 
 
-def load_model(source: str, cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def load_model(
+    source: str, cfg: ModelConfig, device: torch.device, dtype: torch.dtype, quantized: str = "none"
+) -> PreTrainedModel:
     """The causal language model at ``source`` on ``device`` in ``dtype``, in evaluation mode.
+
+    With ``quantized``, see :mod:`~torchrl_grpo.models.quantization`, its matrices are not in ``dtype``.
 
     Raises:
         ModelError: it cannot be loaded.
@@ -107,10 +115,11 @@ def load_model(source: str, cfg: ModelConfig, device: torch.device, dtype: torch
             dtype=dtype,
             trust_remote_code=cfg.trust_remote_code,
             use_safetensors=True,
+            **loading_options(quantized, device, dtype),
         )
     except (OSError, ValueError) as error:
         raise _cannot_load("model", cfg, error) from error
-    return model.to(device).eval()
+    return (model if quantized != "none" else model.to(device)).eval()
 
 
 def end_token_ids(model_or_source: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -120,6 +129,16 @@ def end_token_ids(model_or_source: PreTrainedModel, tokenizer: PreTrainedTokeniz
     if listed is not None:
         ids.update([listed] if isinstance(listed, int) else listed)
     return sorted(ids)
+
+
+def _only_adapters(name: str, folder: Path) -> str:
+    merged = folder.parent / "merged"
+    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    mend = f"model.name={merged}" if merged.is_dir() else "the folder of a merged model"
+    return (
+        f"model.name={name}: the folder holds adapters for {base} and no model; write {mend} instead "
+        "(checkpoint.export_merged=true writes one with each checkpoint; docs/lora.md says how to later)"
+    )
 
 
 def _cannot_load(what: str, cfg: ModelConfig, error: Exception) -> ModelError:

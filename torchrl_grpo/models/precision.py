@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchrl_grpo.models import lora
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,7 +45,7 @@ def autocast(dtype: torch.dtype | None, device: torch.device) -> AbstractContext
 
 
 @torch.no_grad()
-def lost_to_rounding(weights: Iterable[Tensor], dtype: torch.dtype, move: float) -> float:
+def lost_to_rounding(model: nn.Module, dtype: torch.dtype, move: float) -> float:
     """Share of the weights that are the same number in ``dtype`` after they have moved by ``move``.
 
     Weights are float32 where they are trained. Whoever computes with them in 16 bits (autocast, an engine)
@@ -51,13 +53,15 @@ def lost_to_rounding(weights: Iterable[Tensor], dtype: torch.dtype, move: float)
     1/512 of the weight and more; and models that were saved in bfloat16 begin exactly on such a number.
 
     Args:
-        weights: one in sixteen of their numbers are looked at.
+        model: one in sixteen of its weights are looked at; with adapters, of the matrices they belong to; in
+            shards, of this rank's.
         dtype: what is computed with.
-        move: in either direction.
+        move: of each trained weight, in either direction.
     """
     lost = total = 0
-    for tensor in weights:
-        some = tensor.detach().flatten()[::16].float()
-        lost += int(((some + move).to(dtype) == (some - move).to(dtype)).sum())
-        total += some.numel()
+    for whole, moves in lora.reach(model, move):
+        matrix = whole.to_local() if isinstance(whole, DTensor) else whole
+        weights, by = matrix.flatten()[::16].float(), moves.expand_as(matrix).flatten()[::16]
+        lost += int(((weights + by).to(dtype) == (weights - by).to(dtype)).sum())
+        total += weights.numel()
     return lost / total

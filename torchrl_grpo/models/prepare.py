@@ -1,6 +1,8 @@
-"""What a model needs before it is trained: no dropout, and gradient checkpointing where asked."""
+"""What a model needs before it is trained: no dropout, and attention and gradient checkpointing as asked."""
 
 from __future__ import annotations
+
+import warnings
 
 import torch
 from torch import nn
@@ -9,9 +11,11 @@ from transformers import PreTrainedModel
 from torchrl_grpo.config import TrainModelConfig
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models.logprobs import TokenScorer, check_head, warn_about_prefix
+from torchrl_grpo.models.quantization import keep_packing
 
-# Rounding of a float32 head; anything beyond means the model's forward does more than its head.
-_HEAD_TOLERANCE = 1e-2
+# Rounding, in nats; anything beyond means the model's forward does more than its head, or that packing
+# changes it. A model is in 16 bits only as the frozen base of adapters.
+_TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 
 def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
@@ -23,11 +27,14 @@ def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
         ModelError: its log-probabilities cannot be computed from backbone and head.
     """
     model.eval()
+    keep_packing(model)
+    if cfg.attn_implementation != "auto":
+        _set_attention(model, cfg.attn_implementation)
     try:
         gap = check_head(model)
     except ValueError as error:
         raise ModelError(f"{type(model).__name__}: {error}; choose another model.name") from error
-    if gap > _HEAD_TOLERANCE:
+    if gap > _TOLERANCE[model.dtype]:
         raise ModelError(
             f"{type(model).__name__}: its logits differ by {gap:.3g} from its output head applied to its "
             "last hidden state, so its forward scales or shifts them in a way this version does not "
@@ -45,6 +52,21 @@ def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
     model.train()
+
+
+def _set_attention(model: PreTrainedModel, wanted: str) -> None:
+    """Switch to the attention ``wanted``, or say why the model keeps the one it has."""
+    config = model.config.get_text_config()
+    before, reason = config._attn_implementation, "this model cannot change its own"
+    try:
+        model.set_attn_implementation(wanted)
+    except (ImportError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if config._attn_implementation != wanted:
+        warnings.warn(
+            f"train_model.attn_implementation={wanted} cannot be used ({reason}); {before} is used instead",
+            stacklevel=3,
+        )
 
 
 def shares_prefix(model: PreTrainedModel) -> bool:
@@ -71,7 +93,7 @@ def shares_prefix(model: PreTrainedModel) -> bool:
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
             why = f"it cannot ({type(error).__name__}: {error})"
         else:
-            if gap <= _HEAD_TOLERANCE:
+            if gap <= _TOLERANCE[model.dtype]:
                 return True
             why = f"its log-probabilities would change by {gap:.2g}"
     model.set_attn_implementation(attention)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from tensordict import TensorDictBase
 from torchrl.envs.transforms import Transform
@@ -22,14 +25,22 @@ class LogProbScorer(Transform):
         scorer: around the model, at the sampling temperature.
         name: of what is written.
         budget: how much is scored at a time.
+        stance: entered around the scoring of a round, e.g. to switch a model's adapters off.
     """
 
-    def __init__(self, scorer: TokenScorer, name: str, budget: TokenBudget) -> None:
+    def __init__(
+        self,
+        scorer: TokenScorer,
+        name: str,
+        budget: TokenBudget,
+        stance: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         super().__init__()
         # Not a submodule: the buffer must not list the model among its parameters.
         self.__dict__["scorer"] = scorer
         self.name = name
         self.budget = budget
+        self.stance = stance
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Reading changes nothing."""
@@ -49,8 +60,9 @@ class LogProbScorer(Transform):
             ).log_probs.cpu()
             written[list(micro.rows), micro.samples, : found.shape[-1]] = found
 
-        # An attempt that is repeated writes over what the last one left.
-        self.budget.run(tensordict, score, undo=lambda: None)
+        with self.stance():
+            # An attempt that is repeated writes over what the last one left.
+            self.budget.run(tensordict, score, undo=lambda: None)
         return tensordict.set(("log_probs", self.name), written)
 
     @torch.no_grad()

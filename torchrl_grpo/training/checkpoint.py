@@ -2,7 +2,9 @@
 
 ``checkpoints/<step>/``
 
-* ``model/``: weights (safetensors), configuration and tokenizer, as ``from_pretrained`` reads them;
+* ``model/``: weights (safetensors), configuration and tokenizer, as ``from_pretrained`` reads them; with LoRA
+  adapters and tokenizer, as PEFT reads them;
+* ``merged/``: the model with its adapters merged, on request;
 * ``trainer.pt``: optimiser, schedule, scaler, random states, buffer, data position, counters, as tensors
   and plain values, read with ``weights_only=True`` so that no code can hide in it;
 * ``config.yaml``: the full configuration;
@@ -59,6 +61,7 @@ def save(
     write_model: Callable[[Path], None],
     state: dict[str, Any],
     keep: int,
+    write_merged: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write ``checkpoints/<step>`` and remove all but the ``keep`` newest.
 
@@ -71,6 +74,7 @@ def save(
         write_model: writes model and tokenizer into the folder it is given.
         state: tensors and plain values.
         keep: checkpoints to keep.
+        write_merged: writes the merged model, where one is wanted.
 
     Returns:
         The folder.
@@ -81,8 +85,10 @@ def save(
     root = run_dir / "checkpoints"
     aside = root / f"{_ASIDE}{step}"
     shutil.rmtree(aside, ignore_errors=True)
-    (aside / "model").mkdir(parents=True)
-    write_model(aside / "model")
+    writers = {"model": write_model, **({"merged": write_merged} if write_merged is not None else {})}
+    for name, write in writers.items():
+        (aside / name).mkdir(parents=True)
+        write(aside / name)
     torch.save(state, aside / _TRAINER)
     OmegaConf.save(OmegaConf.create(asdict(cfg)), aside / _CONFIG)
     files = sorted(path for path in aside.rglob("*") if path.is_file())
@@ -92,7 +98,7 @@ def save(
     for path in files:
         _flush(path)
     (aside / MANIFEST).write_text(json.dumps({"step": step, "files": entries}, indent=1))
-    for path in (aside / MANIFEST, aside / "model", aside):
+    for path in (aside / MANIFEST, *(aside / name for name in writers), aside):
         _flush(path)
     target = root / str(step)
     if target.exists():
@@ -194,10 +200,11 @@ def check_same_run(folder: Path, cfg: Config) -> None:
     saved = OmegaConf.to_container(OmegaConf.load(folder / _CONFIG))
     for key, before, now in _differences(saved, asdict(cfg)):
         if not any(key == free or key.startswith(free + ".") for free in _FREE_KEYS):
+            weights = folder / ("merged" if (folder / "merged").is_dir() else "model")
             raise CheckpointError(
                 f"{key}={now}: the run in {folder.parent.parent} was started with {key}={before}; "
                 "resume with that, or start a new run from its weights with "
-                f"model.name={folder / 'model'} and without resume"
+                f"model.name={weights} and without resume"
             )
 
 

@@ -16,7 +16,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.receipts import checksum
 from torchrl_grpo.launch import parallelism
-from torchrl_grpo.models import loading
+from torchrl_grpo.models.build import build_model
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.models.precision import resolve_autocast
 from torchrl_grpo.models.prepare import prepare_for_training, shares_prefix
@@ -42,9 +42,10 @@ class Learner:
     Args:
         cfg: the run's configuration.
         weights: folder or hub name of the weights to begin with.
+        resume_from: a checkpoint whose adapters to take, or None.
+        reward_weights: of the rewards, in their order.
         device: of this rank.
         ranks: this process's place among the training ranks.
-        reward_weights: of the rewards, in their order.
         say: where it is said that a token budget was halved.
 
     Raises:
@@ -55,16 +56,17 @@ class Learner:
         self,
         cfg: Config,
         weights: str,
+        resume_from: Path | None,
+        reward_weights: Sequence[float],
         device: torch.device,
         ranks: Ranks,
-        reward_weights: Sequence[float],
         say: Callable[[str], None],
     ) -> None:
         self.cfg = cfg
         self.device = device
         self.ranks = ranks
         self._say = say
-        self.model: PreTrainedModel = loading.load_model(weights, cfg.model, device, torch.float32)
+        self.model: PreTrainedModel = build_model(cfg, weights, device, resume_from)
         if not ranks.agree(sum(checksum(parameter.detach()) for parameter in self.model.parameters())):
             raise ModelError(
                 f"model.name={cfg.model.name}: the training ranks have read different weights; name a "
@@ -99,7 +101,7 @@ class Learner:
             groups_per_batch=self.groups_per_batch,
             micro_batches=cfg.train.gradient_accumulation_steps,
             budget=self.budget,
-            use_scaler=self.autocast_dtype == torch.float16,
+            use_scaler=torch.float16 in (self.autocast_dtype, self.model.dtype),
             max_skipped_steps=cfg.train.max_skipped_steps,
             ranks=ranks,
             network=self.network,

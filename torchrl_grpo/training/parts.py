@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
+from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import render
 from torchrl_grpo.inference.protocol import Inference
-from torchrl_grpo.models import loading
+from torchrl_grpo.models import loading, lora
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.models.precision import resolve_dtype
 from torchrl_grpo.objectives.control import needs_reference
@@ -25,32 +27,44 @@ _COARSENESS = (torch.float32, torch.float16, torch.bfloat16)
 def build_reference(cfg: Config, source: str, device: torch.device, learner: Learner) -> LogProbScorer | None:
     """The reference scorer; None, and no model in memory, where no coefficient asks for one.
 
+    With adapters the reference is their base, which is in memory already: the model without its adapters.
+
     Args:
-        cfg: ``policy``, ``ref_model`` and ``model`` are read.
+        cfg: ``policy``, ``ref_model``, ``train_model`` and ``model`` are read.
         source: folder or hub name of the reference model.
         device: where it runs.
         learner: holds the trained model, whose number format is used where the reference is in float32 too.
     """
     if not needs_reference(cfg.policy):
         return None
+    temperature = cfg.inference_model.temperature
+    if cfg.train_model.lora.rank > 0:
+        policy = learner.model
+        scorer = TokenScorer(policy, temperature, learner.autocast_dtype, learner.shares_prefix)
+        off = partial(lora.adapters_off, policy)
+        return LogProbScorer(scorer, "reference", learner.make_budget(), off)
     dtype = resolve_dtype(cfg.ref_model.dtype, device)
     if cfg.ref_model.dtype == "auto" and cfg.ref_model.refresh_mix < 1:
         # In 16 bits, most steps of a slow average round to nothing.
         dtype = torch.float32
     model = loading.load_model(source, cfg.model, device, dtype).requires_grad_(False)
     scorer = TokenScorer(
-        model,
-        cfg.inference_model.temperature,
-        learner.autocast_dtype if dtype == torch.float32 else None,
-        learner.shares_prefix,
+        model, temperature, learner.autocast_dtype if dtype == torch.float32 else None, learner.shares_prefix
     )
     return LogProbScorer(scorer, "reference", learner.make_budget())
 
 
-def coarser(cfg: Config, device: torch.device, autocast_dtype: torch.dtype | None) -> torch.dtype:
-    """The coarser of the number formats of the engine on ``device`` and of the trainer."""
+def coarser(
+    cfg: Config, device: torch.device, model: PreTrainedModel, autocast_dtype: torch.dtype | None
+) -> torch.dtype:
+    """The coarsest of the number formats of the engine on ``device``, of ``model`` and of its products."""
     engine_dtype = resolve_dtype(cfg.inference_model.dtype, device)
-    return max(engine_dtype, autocast_dtype or torch.float32, key=_COARSENESS.index)
+    return max(engine_dtype, model.dtype, autocast_dtype or torch.float32, key=_COARSENESS.index)
+
+
+def update_format(cfg: Config, device: torch.device, precision: torch.dtype) -> torch.dtype:
+    """The format that updates must not vanish in: that of :func:`coarser`, and for adapters the engine's."""
+    return resolve_dtype(cfg.inference_model.dtype, device) if cfg.train_model.lora.rank > 0 else precision
 
 
 def build_publisher(

@@ -60,11 +60,9 @@ def follow(cfg: Config) -> None:
     begin = ranks.hear()
     if begin is None:
         return
-    cfg, weights, reward_weights = begin
-    placement = place(cfg, torch.cuda.device_count(), rank=launch.local_rank())
-    learner = Learner(
-        cfg, weights, torch.device(placement.train), ranks, reward_weights, say=lambda text: None
-    )
+    cfg, weights, resume_from, reward_weights = begin
+    device = torch.device(place(cfg, torch.cuda.device_count(), rank=launch.local_rank()).train)
+    learner = Learner(cfg, weights, resume_from, reward_weights, device, ranks, say=lambda text: None)
     ranks.follow(learner)
 
 

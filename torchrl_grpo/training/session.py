@@ -20,6 +20,7 @@ from torchrl_grpo.envs import GroupTextEnv, PromptStream
 from torchrl_grpo.host_memory import keep_freed_memory
 from torchrl_grpo.inference.protocol import Engine
 from torchrl_grpo.models import loading, saving
+from torchrl_grpo.models.build import weights_source
 from torchrl_grpo.observe import loggers
 from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
 from torchrl_grpo.observe.progress import Progress
@@ -34,7 +35,7 @@ from torchrl_grpo.rollout.seeds import derive_seed
 from torchrl_grpo.training import checkpoint, due
 from torchrl_grpo.training.evaluate import Evaluator
 from torchrl_grpo.training.learner import Learner
-from torchrl_grpo.training.parts import build_publisher, build_reference, coarser
+from torchrl_grpo.training.parts import build_publisher, build_reference, coarser, update_format
 from torchrl_grpo.training.ranks import Ranks
 from torchrl_grpo.training.rounding import rounding_warning
 from torchrl_grpo.training.speed import Speedometer
@@ -88,13 +89,12 @@ class Session:
         env = self._environment(problems, reward_set)
         self.evaluator = Evaluator(problems.held_out, self.tokenizer, grader, cfg)
 
-        weights = source if resume_from is None else str(resume_from / "model")
+        weights = weights_source(cfg, source, resume_from)
+        start = (cfg, weights, resume_from, reward_set.weights)
         # The other ranks build theirs from the same.
-        ranks.tell((cfg, weights, reward_set.weights))
+        ranks.tell(start)
         # Looked up late: the progress bar is made last, when nothing can fail any more.
-        self.learner = Learner(
-            cfg, weights, self.device, ranks, reward_set.weights, lambda text: self.progress.note(text)
-        )
+        self.learner = Learner(*start, self.device, ranks, lambda text: self.progress.note(text))
         self.model = self.learner.model
         self.advantage = self.learner.advantage
         self.optimise = self.learner.optimise
@@ -147,16 +147,16 @@ class Session:
             self.reference.mix_in(self.learner.published(), self.cfg.ref_model.refresh_mix)
 
     def _make_publisher(self, problems: Problems) -> None:
-        self.precision = coarser(
-            self.cfg, torch.device(self.placement.inference), self.learner.autocast_dtype
-        )
+        engine_device = torch.device(self.placement.inference)
+        precision = coarser(self.cfg, engine_device, self.model, self.learner.autocast_dtype)
+        self.update_format = update_format(self.cfg, engine_device, precision)
         self.publisher = build_publisher(
             self.cfg,
             self.learner,
             self.engine,
             self.tokenizer,
             problems.train,
-            self.precision,
+            precision,
         )
 
     def _open_logs(self, resume_from: Path | None) -> None:
@@ -183,13 +183,13 @@ class Session:
         proof = self.publisher.prove_at_start(
             self.counters.step, partial(self.collector.publish, self.publisher, wait=True)
         )
-        self.speed = Speedometer(self.model, self.device, self.learner.autocast_dtype or torch.float32)
+        self.speed = Speedometer(self.model, self.device, self.learner.autocast_dtype or self.model.dtype)
         for note in (
             f"this machine multiplies matrices at {self.speed.gemm_rate / 1e9:,.0f} GFLOP/s in the trainer's "
             "numbers",
             f"weights proven: engine and trainer differ by at most {proof['publish/gap']:.2g} nats, "
             f"a perturbed weight moves the engine by {proof['publish/perturbation']:.2g}",
-            rounding_warning(self.model, self.precision, self.cfg.optimizer, self.total_steps),
+            rounding_warning(self.model, self.update_format, self.cfg.optimizer, self.total_steps),
         ):
             if note is not None:
                 self.progress.note(note)
@@ -254,6 +254,9 @@ class Session:
             partial(saving.save, self.model, self.tokenizer, weights=self.learner.published()),
             self.state_dict(),
             self.cfg.checkpoint.keep,
+            partial(saving.save_merged, self.model, self.tokenizer)
+            if self.cfg.checkpoint.export_merged
+            else None,
         )
 
     def log(self, metrics: dict[str, float]) -> None:

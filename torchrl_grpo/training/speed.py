@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchrl_grpo.models.flops import FlopCounter, gemm_rate
+from torchrl_grpo.models.lora import is_adapter
 from torchrl_grpo.rollout.schema import token_counts
 
 # What a step is made of; the rest is time/other_s.
@@ -25,7 +26,8 @@ class Speedometer:
 
     def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
         self._operations = FlopCounter(model)
-        self._parameters = sum(parameter.numel() for parameter in model.parameters())
+        adapters = sum(p.numel() for name, p in model.named_parameters() if is_adapter(name))
+        self._parameters = model.num_parameters() - adapters
         self.gemm_rate = gemm_rate(device, dtype, model.config.get_text_config().hidden_size)
 
     def trained(self, batch: TensorDictBase, moves: Tensor, seconds: float) -> dict[str, float]:
