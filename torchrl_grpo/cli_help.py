@@ -30,8 +30,9 @@ keys most used (key=value; `--cfg job` shows all with their values, config/base.
   inference_model.gpu_memory_utilization
                                  share of a GPU's memory that vllm takes
   inference_model.max_new_tokens longest response
-  train_model.num_devices        devices that train, 1 in this version;
+  train_model.num_devices        devices that train: auto or a number, 1 in this version;
                                  also ref_model. and inference_model., and .devices=[0]
+  dry_run                        true shows the plan of devices and memory, and does not run
   policy.kl_coef                 weight of the KL divergence to the reference model
   optimizer.lr                   learning rate
   optimizer.weight_decay         weight decay

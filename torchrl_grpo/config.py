@@ -112,7 +112,7 @@ class PolicyConfig:
 class TrainModelConfig:
     """The trained copy of the model."""
 
-    num_devices: int = 1
+    num_devices: int | str = "auto"
     devices: list[int] | None = None
     autocast: str = "auto"
     gradient_checkpointing: bool = False
@@ -123,7 +123,7 @@ class TrainModelConfig:
 class RefModelConfig:
     """The frozen copy for the KL divergence."""
 
-    num_devices: int = 1
+    num_devices: int | str = "auto"
     devices: list[int] | None = None
     dtype: str = "auto"
     refresh_frequency: int = 0
@@ -135,14 +135,14 @@ class InferenceModelConfig:
     """The engine that generates."""
 
     backend: str = "vllm"
-    num_devices: int = 1
+    num_devices: int | str = "auto"
     devices: list[int] | None = None
     dtype: str = "auto"
     gpu_memory_utilization: float = 0.4
     kv_cache_gib: int = 1
     block_size: int | None = None
     enforce_eager: bool | None = None
-    sleep: bool = False
+    sleep: bool | None = None
     max_model_len: int = 1024
     max_new_tokens: int = 256
     temperature: float = 1.0
@@ -233,6 +233,7 @@ class Config:
 
     seed: int = 0
     resume: str | None = None
+    dry_run: bool = False
     env: EnvConfig = field(default_factory=EnvConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -32,6 +32,7 @@ _CONFIG = "config.yaml"
 # A resumed run may change these and still be the same run.
 _FREE_KEYS = (
     "resume",
+    "dry_run",
     "logging",
     "checkpoint",
     "train.checkpoint_frequency",
@@ -44,6 +45,7 @@ _FREE_KEYS = (
     "collector.max_restarts",
     "inference_model.num_devices",
     "inference_model.devices",
+    "inference_model.sleep",
     "ray",
 )
 

@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchrl_grpo import data, rewards
+from torchrl_grpo import data, planning, rewards
 from torchrl_grpo.config import Config
+from torchrl_grpo.devices_plan import Plan
 from torchrl_grpo.errors import WorkersLost
 from torchrl_grpo.rewards.grading import CountingGrader
 from torchrl_grpo.run_folder import claimed
@@ -56,10 +57,13 @@ def _with_proximal(cfg: Config, automatic: str) -> Config:
 def _claim_and_train(cfg: Config, run_dir: Path, collect: str) -> dict[str, Any]:
     problems = data.load(cfg)
     with claimed(run_dir):
-        return _prepare_and_train(cfg, run_dir, problems, collect)
+        plan = planning.announce(cfg, apart=collect != "one_engine")
+        return _prepare_and_train(cfg, run_dir, problems, collect, plan)
 
 
-def _prepare_and_train(cfg: Config, run_dir: Path, problems: data.Problems, collect: str) -> dict[str, Any]:
+def _prepare_and_train(
+    cfg: Config, run_dir: Path, problems: data.Problems, collect: str, plan: Plan
+) -> dict[str, Any]:
     resume_from = None
     if cfg.resume is not None:
         checkpoint.clean(run_dir)
@@ -68,7 +72,7 @@ def _prepare_and_train(cfg: Config, run_dir: Path, problems: data.Problems, coll
     reward_set = rewards.build(cfg)
     grader = rewards.grader(cfg, reward_set)
     try:
-        return _train(cfg, run_dir, problems, reward_set, grader, resume_from, collect)
+        return _train(cfg, run_dir, problems, reward_set, grader, resume_from, collect, plan)
     except KeyboardInterrupt:
         sys.stderr.write(f"{checkpoint.how_to_continue(run_dir)}\n")
         raise
@@ -85,6 +89,7 @@ def _train(
     grader: CountingGrader,
     resume_from: Path | None,
     collect: str,
+    plan: Plan,
 ) -> dict[str, Any]:
     # Threads that spin while they wait stop everybody else on a shared machine, and each other: with
     # another job beside it a step took 3 to 6 times as long. Read when torch loads its OpenMP library.
@@ -97,7 +102,7 @@ def _train(
     from torchrl_grpo.training.loop import train
     from torchrl_grpo.training.session import Session
 
-    session = Session(cfg, run_dir, problems, reward_set, grader, resume_from, vars(build)[collect])
+    session = Session(cfg, run_dir, problems, reward_set, grader, resume_from, vars(build)[collect], plan)
     try:
         if session.finished and (run_dir / report.SUMMARY).exists():
             # Its figures are those of the whole run; measuring them again would overwrite them.

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from torchrl_grpo import devices
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.problems import Problems
-from torchrl_grpo.devices import place
+from torchrl_grpo.devices_plan import Plan
 from torchrl_grpo.envs import GroupTextEnv, PromptStream
 from torchrl_grpo.host_memory import keep_freed_memory
 from torchrl_grpo.inference.protocol import Engine
@@ -62,6 +63,7 @@ class Session:
         grader: judges held-out answers; likewise.
         resume_from: a checkpoint to continue from, or None.
         collect: puts together what collects.
+        plan: who runs where; None plans for what this process sees.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Session:
         grader: CountingGrader,
         resume_from: Path | None,
         collect: Collect = one_engine,
+        plan: Plan | None = None,
     ) -> None:
         self.cfg = cfg
         self.run_dir = run_dir
@@ -84,8 +87,9 @@ class Session:
         disable_progress_bar()
         if cfg.train.num_threads is not None:
             torch.set_num_threads(cfg.train.num_threads)
-        self.placement = place(cfg, torch.cuda.device_count(), apart=collect is not one_engine)
-        self.device = torch.device(self.placement.train)
+        apart = collect is not one_engine
+        self.plan = plan or devices.plan(devices.request_of(cfg, apart), torch.cuda.device_count())
+        self.device = torch.device(self.plan.train_device)
         if self.device.type == "cpu":
             keep_freed_memory()
         source = loading.resolve(cfg.model)
@@ -99,7 +103,7 @@ class Session:
         prepare_for_training(self.model, cfg.train_model)
         self.shares_prefix = cfg.train_model.shared_prefix and shares_prefix(self.model)
         ends = loading.end_token_ids(self.model, self.tokenizer)
-        engine_source = Source(weights, source, torch.device(self.placement.inference), ends)
+        engine_source = Source(weights, source, self.plan, ends)
         self.engine, self.collector = collect(cfg, engine_source, env, self.tokenizer)
         self.asleep = False
         # Metrics of a step that has been taken and has no line yet.
@@ -160,7 +164,7 @@ class Session:
         self.reference = build_reference(
             cfg,
             source,
-            torch.device(self.placement.reference),
+            torch.device(self.plan.reference_device),
             self.autocast_dtype,
             self.shares_prefix,
             self._budget,
@@ -189,7 +193,7 @@ class Session:
             self.reference.mix_in(self.model, self.cfg.ref_model.refresh_mix)
 
     def _make_publisher(self, problems: Problems) -> None:
-        self.precision = coarser(self.cfg, torch.device(self.placement.inference), self.autocast_dtype)
+        self.precision = coarser(self.cfg, torch.device(self.plan.engine_device), self.autocast_dtype)
         self.publisher = build_publisher(
             self.cfg,
             self.model,
@@ -261,7 +265,7 @@ class Session:
 
     def rest_engine(self) -> None:
         """With ``inference_model.sleep``, let the engine give up its memory until the next publication."""
-        if self.cfg.inference_model.sleep and not self.asleep:
+        if self.plan.sleeps and not self.asleep:
             assert isinstance(self.engine, Engine)
             self.engine.sleep()
             self.asleep = True
