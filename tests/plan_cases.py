@@ -1,17 +1,24 @@
-"""Reads tests/plans.txt: commands, and the plans that they get."""
+"""Commands as tests/plans.txt and docs/devices.md write them, and what they print."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from torchrl_grpo import planning
+from torchrl_grpo.compose import composer
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.devices import Request, plan, request_of
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.hardware import Hardware
 
 PLANS = Path(__file__).parent / "plans.txt"
+CONFIG = Path(__file__).resolve().parents[1] / "config"
 
 
 def read() -> dict[str, str]:
@@ -38,3 +45,23 @@ def answer(case: str) -> str:
         return plan(request, num_gpus).table()
     except ConfigError as error:
         return f"error: {error}\n"
+
+
+def dry_run(case: str) -> str:
+    """What ``dry_run=true`` prints, out of ``SCRIPT, N GPUs of M GiB: WORDS`` or ``SCRIPT, M GiB: WORDS``."""
+    head, _, text = case.partition(":")
+    script, size = head.split(", ")
+    numbers = [float(number) for number in re.findall(r"\d+", size)]
+    there = (
+        Hardware((), numbers[0]) if len(numbers) == 1 else Hardware((numbers[1],) * int(numbers[0]), 999.0)
+    )
+    with composer(CONFIG, "grpo_gsm8k") as tree:
+        (overrides,) = tree.jobs(text.split(), sweep=False)
+        cfg = parse(tree.compose(overrides).node)
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written):
+        try:
+            planning.report(cfg, script == "grpo-async.py", there)
+        except ConfigError as error:
+            written.write(f"error: {error}\n")
+    return written.getvalue()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plan_cases import answer, read
+from plan_cases import answer, dry_run, read
 
 from torchrl_grpo import hardware, planning, validation
 from torchrl_grpo.config import Config
@@ -235,3 +235,20 @@ def test_memory_of_a_control_group_of_the_first_version(tmp_path: Path) -> None:
     (group / "memory.usage_in_bytes").write_text(str(3 * 2**30))
     (group / "memory.stat").write_text("total_inactive_file 0\n")
     assert hardware.available_gib(tmp_path) == 1
+
+
+# The page
+
+
+def page_cases() -> dict[str, str]:
+    text = (Path(__file__).resolve().parents[1] / "docs/devices.md").read_text()
+    return dict(re.findall(r"^```\n> (.*)\n((?:.*\n)*?)```$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("case", page_cases())
+def test_examples_of_the_page_are_what_is_printed(case: str) -> None:
+    assert page_cases()[case] == (dry_run(case) if "GiB" in case else answer(case))
+
+
+def test_the_page_has_examples() -> None:
+    assert len(page_cases()) >= 7

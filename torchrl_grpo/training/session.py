@@ -46,10 +46,7 @@ from torchrl_grpo.training.parts import build_publisher, build_reference, coarse
 from torchrl_grpo.training.rounding import rounding_warning
 from torchrl_grpo.training.speed import Speedometer
 from torchrl_grpo.training.state import Counters, random_state, seed_everything, set_random_state
-
-# Tokens of a micro-batch that nobody has said anything about: large enough for matrix products to run at
-# full speed, small enough for models of a few billion parameters.
-_TOKENS = 4096
+from torchrl_grpo.workload import token_budget
 
 
 class Session:
@@ -180,11 +177,8 @@ class Session:
         return [LogProbScorer(scorer, "proximal", self.budget)] if trainer else []
 
     def _budget(self) -> TokenBudget:
-        # Never less than the longest sequence, which cannot be cut.
-        longest = self.cfg.inference_model.max_model_len
-        tokens = self.cfg.train.max_tokens_per_microbatch or max(_TOKENS, longest)
         # Looked up late: the progress bar is made last, when nothing can fail any more.
-        return TokenBudget(tokens, self.shares_prefix, lambda text: self.progress.note(text))
+        return TokenBudget(token_budget(self.cfg), self.shares_prefix, lambda text: self.progress.note(text))
 
     def refresh_reference(self) -> None:
         """Every ``ref_model.refresh_frequency`` optimiser steps, move the reference towards the policy."""
