@@ -1,13 +1,14 @@
-"""What grpo-async.py asks of a configuration, how it divides devices and cores, and how it counts ages."""
+"""What grpo-async.py asks of a configuration, how it divides cores, and how it counts ages."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from tensordict import TensorDict
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.devices import worker_gpus
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rollout.age import ages
 from torchrl_grpo.rollout.build import divide_cores
@@ -74,6 +75,22 @@ def test_one_process_has_one_engine() -> None:
     check_sync(config())
     with pytest.raises(ConfigError, match=r"grpo-async\.py; write inference_model\.num_devices=1"):
         check_sync(config(inference_model__num_devices=2))
+    with pytest.raises(ConfigError, match=r"grpo-async\.py; write inference_model\.devices=\[0\]"):
+        check_sync(config(inference_model__devices=[0, 1]))
+
+
+@pytest.mark.parametrize("check", [check_sync, check_async])
+@pytest.mark.parametrize("role", ["train_model", "ref_model"])
+def test_what_is_planned_and_not_yet_run(check: Callable[[Config], None], role: str) -> None:
+    for change, good in (
+        ({f"{role}__num_devices": 2}, rf"write {role}\.num_devices=1 instead"),
+        ({f"{role}__devices": [3, 4]}, rf"write {role}\.devices=\[3\] instead"),
+    ):
+        cfg = config(**change)
+        with pytest.raises(ConfigError, match=rf"{role}.*only plans them \(dry_run=true\); {good}"):
+            check(cfg)
+        cfg.dry_run = True
+        check(cfg)
 
 
 def test_an_engine_that_sleeps_cannot_work_beside_the_trainer() -> None:
@@ -107,40 +124,6 @@ def test_cores_go_where_they_are_sent() -> None:
     assert divide_cores(cfg, 16, on_gpu=False) == (5, 3)
     cfg.train.num_threads = None
     assert divide_cores(cfg, 16, on_gpu=False) == (13, 3)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "workers", "devices", "expected"),
-    [
-        (0, 3, None, []),
-        (1, 1, None, [0]),
-        (2, 1, None, [1]),
-        (8, 4, None, [1, 2, 3, 4]),
-        (8, 2, [5, 7], [5, 7]),
-    ],
-)
-def test_each_worker_has_a_gpu(
-    gpus: int, workers: int, devices: list[int] | None, expected: list[int]
-) -> None:
-    cfg = config(inference_model__num_devices=workers, inference_model__devices=devices)
-    assert worker_gpus(cfg, gpus) == expected
-
-
-@pytest.mark.parametrize(
-    ("gpus", "workers", "devices", "message"),
-    [
-        (2, 2, None, r"inference_model\.num_devices=2: .*has 2; write inference_model\.num_devices=1"),
-        (4, 2, [1], r"inference_model\.devices=\[1\]: must be 2 .*write inference_model\.devices=\[2, 3\]"),
-        (4, 2, [3, 4], "different GPUs of this machine's 4"),
-        (4, 2, [3, 3], "different GPUs of this machine's 4"),
-    ],
-)
-def test_gpus_that_are_not_there_are_refused(
-    gpus: int, workers: int, devices: list[int] | None, message: str
-) -> None:
-    cfg = config(inference_model__num_devices=workers, inference_model__devices=devices)
-    with pytest.raises(ConfigError, match=message):
-        worker_gpus(cfg, gpus)
 
 
 def test_rounds_and_steps() -> None:

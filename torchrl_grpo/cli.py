@@ -43,6 +43,7 @@ def main(
     config_dir: Path,
     argv: Sequence[str] | None = None,
     check: Callable[[Config], None] = lambda cfg: None,
+    apart: bool = False,
 ) -> None:
     """Run a script's command line.
 
@@ -53,6 +54,7 @@ def main(
         config_dir: the folder of the configuration tree.
         argv: the words after the script's name; the process's own by default.
         check: what this script asks of a configuration beyond what every script does; raises ConfigError.
+        apart: its engines are workers in processes of their own.
 
     Raises:
         SystemExit: with code 2 for a user's mistake, 130 for an interrupt.
@@ -61,7 +63,7 @@ def main(
     # Imports and composition allocate much and free little: the collector costs them 7 %.
     gc.disable()
     try:
-        _Command(run, config_name, config_dir, words, check).execute()
+        _Command(run, config_name, config_dir, words, check, apart).execute()
     except UserError as error:
         if launch.rank() > 0 and isinstance(error, ConfigError):
             # Every rank reads the same words. The first one says what is wrong with them, and must not be
@@ -111,10 +113,12 @@ class _Command:
         config_dir: Path,
         words: list[str],
         check: Callable[[Config], None],
+        apart: bool,
     ) -> None:
         self.words = words
         self.asks = _read(words)
         self.check = check
+        self.apart = apart
         self.run = run
         self.default_name = config_name
         self.config_dir = config_dir.resolve()
@@ -197,13 +201,18 @@ class _Command:
             parse(job.node)
 
     def _train(self) -> None:
-        configs = []
+        configs: list[Config] = []
         for job in self._jobs():
             cfg = parse(job.node)
             self.check(cfg)
-            check_installed(cfg)
+            if cfg.dry_run and launch.rank() == 0:
+                self._show_plan(cfg, len(configs))
+            else:
+                check_installed(cfg)
             configs.append(cfg)
             launch.parallelism(cfg)
+        if any(cfg.dry_run for cfg in configs):
+            return
         ranks = launch.ranks_wanted(configs)
         if launch.rank() > 0:
             self._follow(configs)
@@ -222,8 +231,15 @@ class _Command:
     def _follow(self, configs: list[Config]) -> None:
         """As a training rank other than the first, serve each job; what it writes is rank 0's affair."""
         module, _, _ = self.run.partition(":")
-        for cfg in configs:
-            vars(importlib.import_module(module))["follow"](cfg)
+        for _ in configs:
+            vars(importlib.import_module(module))["follow"]()
+
+    def _show_plan(self, cfg: Config, number: int) -> None:
+        from torchrl_grpo import planning
+
+        if self.sweep:
+            sys.stdout.write(f"job {number}\n")
+        planning.report(cfg, self.apart)
 
     def _folder(self, job: Job, configs: list[Config]) -> tuple[list[str], Callable[[], None]]:
         """Choose the run folder: overrides that say so, and what takes the traces of a failed start away."""

@@ -30,9 +30,10 @@ keys most used (key=value; `--cfg job` shows all with their values, config/base.
   inference_model.gpu_memory_utilization
                                  share of a GPU's memory that vllm takes
   inference_model.max_new_tokens longest response
-  train_model.num_devices        devices that train, 1 in this version;
+  train_model.num_devices        devices that train: auto or a number;
                                  also ref_model. and inference_model., and .devices=[0]
   train_model.lora.rank          rank of adapters on a frozen model; 0 trains it whole
+  dry_run                        true shows the plan of devices and memory, and does not run
   policy.kl_coef                 weight of the KL divergence to the reference model
   optimizer.lr                   learning rate
   optimizer.weight_decay         weight decay

@@ -122,7 +122,7 @@ class LoraConfig:
 class TrainModelConfig:
     """The trained copy of the model."""
 
-    num_devices: int = 1
+    num_devices: int | str = "auto"
     devices: list[int] | None = None
     parallelism: str = "auto"
     autocast: str = "auto"
@@ -137,7 +137,7 @@ class TrainModelConfig:
 class RefModelConfig:
     """The frozen copy for the KL divergence."""
 
-    num_devices: int = 1
+    num_devices: int | str = "auto"
     devices: list[int] | None = None
     dtype: str = "auto"
     refresh_frequency: int = 0
@@ -149,14 +149,14 @@ class InferenceModelConfig:
     """The engine that generates."""
 
     backend: str = "vllm"
-    num_devices: int = 1
+    num_devices: int | str = "auto"
     devices: list[int] | None = None
     dtype: str = "auto"
     gpu_memory_utilization: float = 0.4
     kv_cache_gib: int = 1
     block_size: int | None = None
     enforce_eager: bool | None = None
-    sleep: bool = False
+    sleep: bool | None = None
     max_model_len: int = 1024
     max_new_tokens: int = 256
     temperature: float = 1.0
@@ -248,6 +248,7 @@ class Config:
 
     seed: int = 0
     resume: str | None = None
+    dry_run: bool = False
     env: EnvConfig = field(default_factory=EnvConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -116,7 +116,8 @@ class KeyBook:
         elif origin is dict:
             words = f"a mapping of names to {_PLURALS[arguments[1]]} in curly brackets"
         else:
-            words = _WORDS[hint]
+            # An integer or a word, as num_devices is.
+            words = " or ".join(_WORDS[option] for option in arguments or (hint,))
         return words + (" or null" if optional else "")
 
     def example(self, key: str) -> str:

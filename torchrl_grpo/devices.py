@@ -1,127 +1,356 @@
 """``num_devices`` and ``devices`` to who runs where. Imports no torch: the planner is pure.
 
-This version trains on one device: the GPU where there is one, the CPU otherwise. Engines of grpo.py run there
-too; workers of grpo-async.py have a GPU each, beside the trainer's where there are enough.
+:func:`plan` takes what is asked for (:class:`Request`) and how many GPUs there are, and gives a :class:`Plan`
+or an error that says what to write. Left out: what a plan costs in memory (:mod:`~torchrl_grpo.memory`), and
+whether this version can run it (:mod:`~torchrl_grpo.validation_scripts`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from torchrl_grpo.config import Config
 from torchrl_grpo.config_keys import bad_value
-from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.devices_plan import Plan, RolePlan
+from torchrl_grpo.objectives.control import needs_reference
+
+if TYPE_CHECKING:
+    from torchrl_grpo.config import Config, InferenceModelConfig, RefModelConfig, TrainModelConfig
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where each role runs, as torch device names.
+class Role:
+    """What is asked for one role.
+
+    Attributes:
+        key: its section of the configuration.
+        num_devices: how many devices; None leaves it to the planner.
+        devices: numbers of GPUs, or None.
+    """
+
+    key: str
+    num_devices: int | None = None
+    devices: tuple[int, ...] | None = None
+
+    @property
+    def count(self) -> int:
+        """Devices it gets: the planner itself gives no role more than one."""
+        if self.num_devices is not None:
+            return self.num_devices
+        return 1 if self.devices is None else len(self.devices)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the planner.
 
     Attributes:
         train: the model that is trained.
-        inference: the engine.
-        reference: the reference model, used only with ``policy.kl_coef``.
+        inference: the engine of grpo.py, or the workers of grpo-async.py.
+        reference: the reference model.
+        apart: the engines are workers in processes of their own, which work while the trainer does.
+        cluster: these workers live on a Ray cluster, which has GPUs of its own.
+        uses_reference: something reads the reference model's log-probabilities.
+        lora: only adapters are trained, so the reference is the same model without them.
+        backend: ``inference_model.backend``.
+        sleep: whether the engine gives its memory up while the trainer trains; None leaves it to the planner.
     """
 
-    train: str
-    inference: str
-    reference: str
+    train: Role = Role("train_model")
+    inference: Role = Role("inference_model")
+    reference: Role = Role("ref_model")
+    apart: bool = False
+    cluster: bool = False
+    uses_reference: bool = False
+    lora: bool = False
+    backend: str = "vllm"
+    sleep: bool | None = None
 
 
-def place(cfg: Config, num_gpus: int, apart: bool = False, rank: int = 0) -> Placement:
-    """Place the three roles on the devices present.
+def num_devices(section: TrainModelConfig | RefModelConfig | InferenceModelConfig) -> int:
+    """Devices that a role gets, with ``num_devices=auto`` as it is meant."""
+    return _role("", section.num_devices, section.devices).count
+
+
+def request_of(cfg: Config, apart: bool) -> Request:
+    """What a configuration asks of the planner.
 
     Args:
-        cfg: ``train_model``, ``inference_model`` and ``ref_model`` are read.
+        cfg: the three roles, ``policy`` and ``ray`` are read.
+        apart: of grpo-async.py.
+    """
+    return Request(
+        train=_role("train_model", cfg.train_model.num_devices, cfg.train_model.devices),
+        inference=_role("inference_model", cfg.inference_model.num_devices, cfg.inference_model.devices),
+        reference=_role("ref_model", cfg.ref_model.num_devices, cfg.ref_model.devices),
+        apart=apart,
+        cluster=apart and cfg.ray.address is not None,
+        uses_reference=needs_reference(cfg.policy),
+        lora=cfg.train_model.lora.rank > 0,
+        backend=cfg.inference_model.backend,
+        sleep=cfg.inference_model.sleep,
+    )
+
+
+def _role(key: str, count: int | str, devices: list[int] | None) -> Role:
+    # Any other text than auto was refused when the configuration was read.
+    return Role(key, count if isinstance(count, int) else None, None if devices is None else tuple(devices))
+
+
+def plan(request: Request, num_gpus: int) -> Plan:
+    """Place the three roles.
+
+    GPUs are dealt out in the order train, inference, reference, so that no two roles share one. A role of a
+    single device that finds none left shares the trainer's first.
+
+    Args:
+        request: what is asked for.
         num_gpus: GPUs of this machine; with none, every role runs on the CPU.
-        apart: engines are workers in processes of their own, each of which sees its own GPU as the first:
-            see :func:`worker_gpus`.
-        rank: of the training process that asks, on this machine.
 
     Raises:
-        ConfigError: a role asks for several devices, or for a GPU that is not there.
+        ConfigError: there are too few GPUs, or lists of GPUs that overlap or name one that is not there.
     """
-    count, chosen = cfg.train_model.num_devices, cfg.train_model.devices
-    if num_gpus and count > num_gpus:
+    return _plan_cpu(request) if num_gpus == 0 else _Deal(request, num_gpus).plan()
+
+
+def _plan_cpu(request: Request) -> Plan:
+    ranks, engines = request.train.count, request.inference.count
+    why = "no GPU to use"
+    train = RolePlan(
+        ("cpu",) * ranks, "separate", why if ranks == 1 else f"{why}: {ranks} ranks, a process each"
+    )
+    if request.apart:
+        inference = _workers(request, ("cpu",) * engines, "process")
+    elif engines == 1:
+        inference = RolePlan(("cpu",), "colocated", "in the trainer's process")
+    else:
         raise bad_value(
-            "train_model.num_devices",
-            count,
-            f"this machine has {num_gpus} GPUs",
-            f"train_model.num_devices={num_gpus}",
+            "inference_model.num_devices",
+            engines,
+            "grpo.py generates with one engine where there is no GPU; several are workers of grpo-async.py",
+            "inference_model.num_devices=1",
         )
-    train = _device("train_model", count, chosen, num_gpus, f"cuda:{rank}", rank)
-    inference = "cuda:0" if num_gpus else "cpu"
-    if not apart:
-        inference = _device("inference_model", 1, cfg.inference_model.devices, num_gpus, train)
-    if not apart and cfg.inference_model.backend == "vllm" and inference not in ("cpu", "cuda:0"):
-        raise ConfigError(
-            f"inference_model.devices=[{inference.removeprefix('cuda:')}]: vLLM takes the first "
-            "GPU it sees; choose it with the environment variable CUDA_VISIBLE_DEVICES, and write "
-            "inference_model.devices=[0]"
-        )
-    return Placement(
-        train,
-        inference,
-        _device("ref_model", cfg.ref_model.num_devices, cfg.ref_model.devices, num_gpus, train),
+    reference = _not_loaded(request, train) or RolePlan(
+        train.devices, "colocated", "in the trainer's process" + ("" if ranks == 1 else "es")
     )
+    train = _beside(train, inference, reference)
+    return Plan(train, inference, reference, request.apart, 0, sleeps=bool(request.sleep))
 
 
-def worker_gpus(cfg: Config, num_gpus: int) -> list[int]:
-    """GPUs of this machine for the workers of grpo-async.py, which get one each; none without a GPU.
-
-    Args:
-        cfg: ``inference_model`` is read.
-        num_gpus: GPUs of this machine; one of them is the trainer's.
-
-    Raises:
-        ConfigError: there are too few, or not those asked for.
-    """
-    count, devices = cfg.inference_model.num_devices, cfg.inference_model.devices
-    if num_gpus == 0:
-        return []
-    trainer = (cfg.train_model.devices or [0])[0]
-    others = [gpu for gpu in range(num_gpus) if gpu != trainer]
-    if devices is not None:
-        wanted = set(devices)
-        shared = trainer in wanted and num_gpus > 1
-        if len(devices) != count or len(wanted) != count or max(devices) >= num_gpus or shared:
-            raise bad_value(
-                "inference_model.devices",
-                devices,
-                f"must be {count} (inference_model.num_devices) different GPUs of this machine's {num_gpus}, "
-                "without the trainer's",
-                f"inference_model.devices={others[-count:]}",
-            )
-        return devices
-    if len(others) >= count:
-        return others[:count]
-    if num_gpus == count == 1:
-        # Together with the trainer, which leaves it inference_model.gpu_memory_utilization of the memory.
-        return [0]
-    raise bad_value(
-        "inference_model.num_devices",
-        count,
-        f"each worker needs a GPU beside the trainer's, and this machine has {num_gpus}",
-        f"inference_model.num_devices={max(1, num_gpus - 1)}",
+def _beside(train: RolePlan, inference: RolePlan, reference: RolePlan) -> RolePlan:
+    """The trainer's plan, which says whether another role's is on its devices."""
+    shared = any(
+        other.placement == "colocated" and set(other.devices) & set(train.devices)
+        for other in (inference, reference)
     )
+    return replace(train, placement="colocated") if shared else train
 
 
-def _device(
-    role: str, num_devices: int, devices: list[int] | None, num_gpus: int, default: str, rank: int = 0
-) -> str:
-    if num_devices != 1 and role != "train_model":
-        raise ConfigError(
-            f"{role}.num_devices={num_devices}: each role runs on one device in this version; "
-            f"write {role}.num_devices=1"
+def _workers(request: Request, devices: tuple[str, ...], each: str) -> RolePlan:
+    count = len(devices)
+    if request.cluster:
+        return RolePlan(
+            ("ray",) * count, "cluster", f"{_number(count, 'worker')}, where ray.address puts them"
         )
-    if num_gpus == 0:
-        return "cpu"
-    if not devices:
-        return default
-    index = devices[rank]
-    if index >= num_gpus:
-        raise ConfigError(
-            f"{role}.devices=[{index}]: this machine has {num_gpus} GPU(s), numbered from 0; "
-            f"write {role}.devices=[{num_gpus - 1}] or null"
+    own = f"one worker, a {each} of its own" if count == 1 else f"{count} workers, a {each} each"
+    return RolePlan(devices, "separate", own)
+
+
+def _not_loaded(request: Request, train: RolePlan) -> RolePlan | None:
+    """The reference's plan where no second model is loaded."""
+    if not request.uses_reference:
+        return RolePlan((), "off", "nothing asks for it (policy.kl_coef=0, no policy.kl_target)")
+    if request.lora:
+        return RolePlan(train.devices, "adapter off", "the trained model without its adapters, no copy")
+    return None
+
+
+class _Deal:
+    """Deals GPUs out to roles, those that are named first."""
+
+    def __init__(self, request: Request, num_gpus: int) -> None:
+        self.request, self.num_gpus = request, num_gpus
+        self.named = [role for role in self._present() if role.devices is not None]
+        for role in self.named:
+            self._check_there(role)
+        for index, role in enumerate(self.named):
+            for earlier in self.named[:index]:
+                self._check_overlap(earlier, role)
+        self.taken = {gpu for role in self.named for gpu in role.devices or ()}
+
+    def _present(self) -> list[Role]:
+        """The roles that need GPUs of this machine."""
+        ask = self.request
+        own_copy = ask.uses_reference and not ask.lora
+        return [
+            ask.train,
+            *([] if ask.cluster else [ask.inference]),
+            *([ask.reference] if own_copy else []),
+        ]
+
+    def _left(self) -> list[int]:
+        return [gpu for gpu in range(self.num_gpus) if gpu not in self.taken]
+
+    def plan(self) -> Plan:
+        ask = self.request
+        first = self._engine_first()
+        # vLLM in the process of grpo.py cannot be told which GPU it takes: the first one is left for it.
+        if first:
+            engine = self._take(ask.inference, [])
+            gpus = self._take(ask.train, engine)
+        else:
+            gpus = self._take(ask.train, [])
+            engine = [] if ask.cluster else self._take(ask.inference, gpus)
+        train = RolePlan(_names(gpus), "separate", self._why_train(gpus, first))
+        inference = self._inference(gpus, engine)
+        sleeps = self._sleeps(inference)
+        if inference.placement == "colocated":
+            inference = replace(inference, why=f"{inference.why}; {'sleeps' if sleeps else 'stays awake'}")
+        reference = _not_loaded(ask, train)
+        if reference is None:
+            own = self._take(ask.reference, gpus)
+            reference = self._reference(gpus, engine, own)
+        return Plan(
+            _beside(train, inference, reference),
+            inference,
+            reference,
+            ask.apart,
+            self.num_gpus,
+            sleeps,
+            tensor_parallel=1 if ask.apart else len(engine),
         )
-    return f"cuda:{index}"
+
+    def _engine_first(self) -> bool:
+        ask = self.request
+        one_each = ask.train.count == ask.inference.count == 1
+        unnamed = ask.train.devices is None and ask.inference.devices is None
+        return (
+            not ask.apart
+            and ask.backend == "vllm"
+            and one_each
+            and unnamed
+            and len(self._left()) > 1
+            and 0 not in self.taken
+        )
+
+    def _take(self, role: Role, trainer: Sequence[int]) -> list[int]:
+        """GPUs for ``role``; those of the trainer, as far as dealt out, may be shared."""
+        if role.devices is not None:
+            return list(role.devices)
+        left = self._left()
+        if len(left) >= role.count:
+            found = left[: role.count]
+            self.taken.update(found)
+            return found
+        if role.count > 1:
+            raise self._too_few(role, len(left))
+        if role is self.request.train and self.num_gpus > 1:
+            raise self._none_for_trainer()
+        return [trainer[0] if trainer else 0]
+
+    def _too_few(self, role: Role, left: int) -> Exception:
+        key = f"{role.key}.num_devices"
+        here = f"this machine has {_number(self.num_gpus, 'GPU')}"
+        if left == self.num_gpus:
+            return bad_value(key, role.count, here, f"{key}={left}")
+        have = "none is" if left == 0 else f"{left} {'is' if left == 1 else 'are'}"
+        wrong = f"{here}, of which {have} left beside those of the other roles"
+        return bad_value(key, role.count, wrong, f"{key}={left or 'auto'}")
+
+    def _none_for_trainer(self) -> Exception:
+        role = max(self.named, key=lambda one: one.count)
+        fewer = (role.devices or ())[1:]
+        return bad_value(
+            f"{role.key}.devices",
+            list(role.devices or ()),
+            f"leaves none of this machine's {self.num_gpus} GPUs for the trainer",
+            f"{role.key}.devices={_show(fewer) if fewer else 'null'}",
+        )
+
+    def _why_train(self, gpus: Sequence[int], moved: bool) -> str:
+        if self.request.train.devices is not None:
+            return "as train_model.devices says"
+        if moved:
+            return "the second GPU: vLLM in grpo.py's process takes the first"
+        asked = self.request.train.num_devices
+        said = "auto" if asked is None else str(asked)
+        return f"train_model.num_devices={said}: {_which(gpus)}"
+
+    def _inference(self, trainer: Sequence[int], gpus: list[int]) -> RolePlan:
+        ask = self.request
+        if ask.cluster:
+            return _workers(ask, ("ray",) * ask.inference.count, "")
+        shared = bool(set(gpus) & set(trainer))
+        said = "as inference_model.devices says: " if ask.inference.devices is not None else ""
+        if shared:
+            one_gpu = "one GPU" if self.num_gpus == 1 else "no GPU left"
+            why = f"{said or f'{one_gpu}: '}shares the trainer's"
+            return RolePlan(_names(gpus), "colocated", why)
+        if ask.apart:
+            found = _workers(ask, _names(gpus), "GPU")
+            return replace(found, why=said + found.why)
+        what = "a GPU of its own" if len(gpus) == 1 else f"one engine over {len(gpus)} GPUs (tensor parallel)"
+        return RolePlan(_names(gpus), "separate", said + what)
+
+    def _reference(self, trainer: list[int], engine: list[int], gpus: list[int]) -> RolePlan:
+        said = "as ref_model.devices says: " if self.request.reference.devices is not None else ""
+        one_gpu = "one GPU" if self.num_gpus == 1 else "no GPU left"
+        if set(gpus) & set(trainer):
+            return RolePlan(_names(gpus), "colocated", f"{said or f'{one_gpu}: '}shares the trainer's")
+        if set(gpus) & set(engine):
+            return RolePlan(_names(gpus), "colocated", f"{said}shares the engine's")
+        own = "a GPU of its own" if len(gpus) == 1 else f"{len(gpus)} GPUs of its own"
+        return RolePlan(_names(gpus), "separate", said + own)
+
+    def _sleeps(self, inference: RolePlan) -> bool:
+        if self.request.sleep is not None:
+            return self.request.sleep
+        alone = inference.placement != "colocated"
+        return not (alone or self.request.apart) and self.request.backend == "vllm"
+
+    def _check_there(self, role: Role) -> None:
+        devices = role.devices or ()
+        if max(devices) < self.num_gpus:
+            return
+        here = f"this machine has {_number(self.num_gpus, 'GPU')}, numbered from 0"
+        raise bad_value(f"{role.key}.devices", list(devices), here, self._others_for(role))
+
+    def _check_overlap(self, earlier: Role, role: Role) -> None:
+        before, now = set(earlier.devices or ()), set(role.devices or ())
+        shared = before & now
+        if not shared:
+            return
+        wrong = f"GPU {min(shared)} is also in {earlier.key}.devices={_show(earlier.devices or ())}"
+        together = before == now
+        workers = self.request.apart and {earlier.key, role.key} == {"train_model", "inference_model"}
+        if together and not (workers and self.num_gpus > 1):
+            return
+        if together:
+            wrong += ", and workers of grpo-async.py generate while the trainer trains"
+        else:
+            wrong += "; two roles share all of their GPUs or none"
+        raise bad_value(f"{role.key}.devices", list(role.devices or ()), wrong, self._others_for(role))
+
+    def _others_for(self, role: Role) -> str:
+        """What to write for a list that cannot be: as many GPUs that no other list names, or none at all."""
+        named = {gpu for one in self.named if one is not role for gpu in one.devices or ()}
+        free = [gpu for gpu in range(self.num_gpus) if gpu not in named][: role.count]
+        return f"{role.key}.devices={_show(free) if len(free) == role.count else 'null'}"
+
+
+def _names(gpus: Iterable[int]) -> tuple[str, ...]:
+    return tuple(f"cuda:{gpu}" for gpu in gpus)
+
+
+def _show(gpus: Iterable[int]) -> str:
+    return "[" + ",".join(map(str, gpus)) + "]"
+
+
+def _which(gpus: Sequence[int]) -> str:
+    free = "" if list(gpus) == list(range(len(gpus))) else " free"
+    return f"the first{free} GPU" if len(gpus) == 1 else f"the first {len(gpus)}{free} GPUs"
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")

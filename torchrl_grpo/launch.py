@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config_keys import bad_value
+from torchrl_grpo.devices import num_devices
 
 # What the launcher's process ends with when a rank was ended by a signal.
 _ENDED_BY_SIGNAL = 1
@@ -51,7 +52,7 @@ def ranks_wanted(configs: Sequence[Config]) -> int:
     Raises:
         ConfigError: they differ from job to job, or from what a launcher has started.
     """
-    counts = sorted({cfg.train_model.num_devices for cfg in configs})
+    counts = sorted({num_devices(cfg.train_model) for cfg in configs})
     if len(counts) > 1:
         raise bad_value(
             "train_model.num_devices",

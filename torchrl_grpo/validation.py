@@ -168,36 +168,27 @@ def _check_devices(cfg: Config) -> None:
         "inference_model": cfg.inference_model,
     }
     for name, section in sections.items():
-        several = name != "ref_model" and section.num_devices > 1
-        if section.num_devices != 1 and not several:
-            wrong = "several devices are not supported by this version, and none is not enough"
-            raise bad_value(f"{name}.num_devices", section.num_devices, wrong, f"{name}.num_devices=1")
-        devices = section.devices
-        if devices is not None and len(devices) > 1 and not several:
-            wrong = "several devices are not supported by this version"
-            raise bad_value(f"{name}.devices", devices, wrong, f"{name}.devices=[{devices[0]}]")
-        if devices is not None and (not devices or min(devices) < 0):
-            wrong = "must be null or a list of one device number of at least 0"
+        count, devices = section.num_devices, section.devices
+        if isinstance(count, str) and count != "auto":
+            raise bad_value(
+                f"{name}.num_devices", count, "must be a whole number or auto", f"{name}.num_devices=1"
+            )
+        if isinstance(count, int) and count < 1:
+            raise bad_value(f"{name}.num_devices", count, "must be at least 1", f"{name}.num_devices=1")
+        if devices is None:
+            continue
+        if not devices or min(devices) < 0:
+            wrong = "must be null or a list of device numbers, each at least 0"
             raise bad_value(f"{name}.devices", devices, wrong, f"{name}.devices=[0]")
-    _check_ranks(cfg)
-
-
-def _check_ranks(cfg: Config) -> None:
+        if len(set(devices)) != len(devices):
+            once = list(dict.fromkeys(devices))
+            raise bad_value(
+                f"{name}.devices", devices, "names a device twice", f"{name}.devices={show(once)}"
+            )
+        if isinstance(count, int) and count != len(devices):
+            wrong = f"{len(devices)} named, and {name}.num_devices={count}"
+            raise bad_value(f"{name}.devices", devices, wrong, f"{name}.num_devices={len(devices)}")
     train = cfg.train_model
-    if train.num_devices == 1:
-        return
-    groups = (cfg.train.optim_batch_size or cfg.env.num_envs * cfg.env.repeats) // cfg.env.repeats
-    if train.num_devices > groups:
-        raise bad_value(
-            "train_model.num_devices",
-            train.num_devices,
-            f"an optimiser batch has only {groups} groups, and a group is trained on one rank",
-            f"train_model.num_devices={groups}",
-        )
-    if train.devices is not None and len(set(train.devices)) != train.num_devices:
-        wrong = f"must be null or train_model.num_devices={train.num_devices} different numbers"
-        good = f"train_model.devices={list(range(train.num_devices))}"
-        raise bad_value("train_model.devices", train.devices, wrong, good)
     if train.parallelism == "fsdp2" and train.autocast == "fp16":
         wrong = "the loss scaler would see the overflow of one shard only"
         raise bad_value("train_model.autocast", "fp16", wrong, "train_model.autocast=bf16")

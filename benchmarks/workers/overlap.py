@@ -21,6 +21,7 @@ from benchmarks.protocol import serve
 from benchmarks.workers.ours import Drawn, config
 from benchmarks.workload import Workload
 from torchrl_grpo import data, rewards
+from torchrl_grpo.devices import num_devices
 from torchrl_grpo.inference.protocol import Completion, Engine, Request
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.rollout import build as collections
@@ -147,7 +148,7 @@ def _here(token_s: float, cfg: Any, source: Any, env: Any, tokenizer: Any) -> co
 def _in_workers(token_s: float, cfg: Any, source: Any, env: Any, tokenizer: Any) -> collections.Collection:
     actor = type("TimedActor", (_Actor,), {"token_s": token_s})
     spec = WorkerSpec(cfg, source.model, source.end_ids, tokenizer.pad_token_id, 64, threads=1, on_gpu=False)
-    pool = RayPool(cfg, spec, cfg.inference_model.num_devices, actor)
+    pool = RayPool(cfg, spec, num_devices(cfg.inference_model), actor)
     return collections.with_workers(cfg, env, tokenizer, pool, pool.ship)
 
 

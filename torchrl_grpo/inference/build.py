@@ -13,7 +13,13 @@ from torchrl_grpo.models.precision import resolve_dtype
 
 
 def build_engine(
-    cfg: Config, source: str, device: torch.device, end_ids: Sequence[int], pad_id: int, max_num_seqs: int
+    cfg: Config,
+    source: str,
+    device: torch.device,
+    end_ids: Sequence[int],
+    pad_id: int,
+    max_num_seqs: int,
+    sleeps: bool = False,
 ) -> Engine:
     """The engine ``inference_model.backend`` names, on ``device``, holding the weights at ``source``.
 
@@ -24,6 +30,7 @@ def build_engine(
         end_ids: tokens that end a response.
         pad_id: padding id.
         max_num_seqs: most responses decoded at a time.
+        sleeps: it will be told to sleep.
     """
     options = cfg.inference_model
     dtype = resolve_dtype(options.dtype, device)
@@ -44,6 +51,6 @@ def build_engine(
         kv_cache_gib=options.kv_cache_gib,
         block_size=options.block_size,
         enforce_eager=options.enforce_eager,
-        enable_sleep=options.sleep,
+        enable_sleep=sleeps,
         trust_remote_code=cfg.model.trust_remote_code,
     )

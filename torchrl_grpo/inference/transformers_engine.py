@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Request
 from torchrl_grpo.padding import pad_left
+from torchrl_grpo.workload import MAX_ROWS
 
 
 class TransformersEngine(Engine):
@@ -28,7 +29,7 @@ class TransformersEngine(Engine):
     """
 
     def __init__(
-        self, model: PreTrainedModel, end_ids: Sequence[int], pad_id: int, max_rows: int = 256
+        self, model: PreTrainedModel, end_ids: Sequence[int], pad_id: int, max_rows: int = MAX_ROWS
     ) -> None:
         self.model = model
         self.end_ids = torch.tensor(list(end_ids))

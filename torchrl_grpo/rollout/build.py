@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.devices import worker_gpus
+from torchrl_grpo.devices import num_devices
+from torchrl_grpo.devices_plan import Plan
 from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Inference
@@ -38,14 +39,19 @@ class Source:
         weights: folder or hub name of the model, or a checkpoint's copy of it.
         model: folder or hub name of the model. A worker may start long after that checkpoint was removed, and
             is given weights before it samples.
-        device: of the engine, where there is one in this process; of which kind, otherwise.
+        plan: who runs where.
         end_ids: tokens that end a response.
     """
 
     weights: str
     model: str
-    device: torch.device
+    plan: Plan
     end_ids: Sequence[int]
+
+    @property
+    def device(self) -> torch.device:
+        """Of an engine, as its own process names it."""
+        return torch.device(self.plan.engine_device)
 
 
 # Puts a run's collection together; what differs between grpo.py and grpo-async.py.
@@ -61,7 +67,13 @@ def one_engine(
 ) -> Collection:
     """An engine in this process, which generates when a round is asked for."""
     engine = build_engine(
-        cfg, source.weights, source.device, source.end_ids, tokenizer.pad_token_id, _max_num_seqs(cfg)
+        cfg,
+        source.weights,
+        source.device,
+        source.end_ids,
+        tokenizer.pad_token_id,
+        _max_num_seqs(cfg),
+        source.plan.sleeps,
     )
     collector = RolloutCollector(
         env,
@@ -83,7 +95,7 @@ def divide_cores(cfg: Config, cores: int, on_gpu: bool) -> tuple[int, int]:
     two threads ran a step 2 to 3 times slower than one thread each (measured). With an age of zero only one
     of the two works at a time.
     """
-    count = cfg.inference_model.num_devices
+    count = num_devices(cfg.inference_model)
     at_once = cfg.collector.max_policy_age > 0 and not on_gpu
     worker = cfg.inference_model.num_threads or max(1, cores // (count + int(at_once)))
     left = cores - count * worker if at_once else cores
@@ -96,7 +108,7 @@ def ray_workers(
     """Workers on Ray, which generate all the time, as far ahead as ``collector.max_policy_age`` lets them."""
     from torchrl_grpo.rollout.ray_pool import RayPool, WorkerSpec
 
-    count = cfg.inference_model.num_devices
+    count = source.plan.workers
     on_gpu = source.device.type == "cuda"
     trainer, worker = divide_cores(cfg, os.cpu_count() or 1, on_gpu)
     torch.set_num_threads(trainer)
@@ -108,7 +120,7 @@ def ray_workers(
         max_num_seqs=_max_num_seqs(cfg),
         threads=worker,
         on_gpu=on_gpu,
-        gpus=worker_gpus(cfg, torch.cuda.device_count()) if on_gpu and cfg.ray.address is None else (),
+        gpus=source.plan.worker_gpus,
     )
     pool = RayPool(cfg, spec, count)
     return with_workers(cfg, env, tokenizer, pool, pool.ship)
@@ -126,7 +138,7 @@ def with_workers(
     ledger = Ledger(cfg.env.num_envs, cfg.collector.max_policy_age, rounds(cfg), steps_per_round(cfg))
     scheduler = Scheduler(
         ledger,
-        cfg.inference_model.num_devices,
+        num_devices(cfg.inference_model),
         cfg.env.repeats,
         scorer.prompt_of,
         wait_for_running=cfg.collector.weight_update == "drain",

@@ -34,6 +34,7 @@ _CONFIG = "config.yaml"
 # A resumed run may change these and still be the same run.
 _FREE_KEYS = (
     "resume",
+    "dry_run",
     "logging",
     "checkpoint",
     "train.checkpoint_frequency",
@@ -50,6 +51,7 @@ _FREE_KEYS = (
     "collector.max_restarts",
     "inference_model.num_devices",
     "inference_model.devices",
+    "inference_model.sleep",
     "ray",
 )
 

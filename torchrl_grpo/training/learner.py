@@ -28,10 +28,7 @@ from torchrl_grpo.training import checkpoint
 from torchrl_grpo.training.optimise import OptimiserStep
 from torchrl_grpo.training.parallel import distribute, local, resting, sharded, whole
 from torchrl_grpo.training.ranks import Ranks, divide
-
-# Tokens of a micro-batch that nobody has said anything about: large enough for matrix products to run at
-# full speed, small enough for models of a few billion parameters.
-_TOKENS = 4096
+from torchrl_grpo.workload import token_budget
 
 
 class Learner:
@@ -111,10 +108,7 @@ class Learner:
         """A token budget as configured; each model has its own, since what one can hold says nothing about
         another.
         """
-        # Never less than the longest sequence, which cannot be cut.
-        longest = self.cfg.inference_model.max_model_len
-        tokens = self.cfg.train.max_tokens_per_microbatch or max(_TOKENS, longest)
-        return TokenBudget(tokens, self.shares_prefix, self._say)
+        return TokenBudget(token_budget(self.cfg), self.shares_prefix, self._say)
 
     def proximal(self) -> list[Transform]:
         """With ``policy.proximal=trainer`` the model scores a round that it then trains on several times."""

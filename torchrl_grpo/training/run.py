@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchrl_grpo import data, rewards
+from torchrl_grpo import data, launch, planning, rewards
 from torchrl_grpo.config import Config
+from torchrl_grpo.devices_plan import Plan
 from torchrl_grpo.errors import WorkersLost
 from torchrl_grpo.rewards.grading import CountingGrader
 from torchrl_grpo.run_folder import claimed
@@ -41,27 +42,23 @@ def run_async(cfg: Config, run_dir: Path) -> dict[str, Any]:
     return _claim_and_train(_with_proximal(cfg, "trainer" if ahead else "engine"), run_dir, "ray_workers")
 
 
-def follow(cfg: Config) -> None:
-    """What a training rank other than the first does: hold its part of the model and do as rank 0 does.
-
-    Args:
-        cfg: a validated configuration; what rank 0 made of it is what counts.
-    """
+def follow() -> None:
+    """What a training rank other than the first does: hold its part of the model and do as rank 0 does."""
     _prepare_process()
     import torch
 
-    from torchrl_grpo import launch
-    from torchrl_grpo.devices import place
     from torchrl_grpo.training.learner import Learner
     from torchrl_grpo.training.ranks import Ranks, divide_threads
 
     ranks = Ranks(on_cpu=not torch.cuda.is_available())
-    divide_threads(cfg)
     begin = ranks.hear()
     if begin is None:
         return
-    cfg, weights, resume_from, reward_weights = begin
-    device = torch.device(place(cfg, torch.cuda.device_count(), rank=launch.local_rank()).train)
+    cfg, weights, resume_from, reward_weights, plan = begin
+    device = torch.device(plan.train.devices[launch.local_rank()])
+    divide_threads(cfg)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     learner = Learner(cfg, weights, resume_from, reward_weights, device, ranks, say=lambda text: None)
     ranks.follow(learner)
 
@@ -78,13 +75,24 @@ def _with_proximal(cfg: Config, automatic: str) -> Config:
     return replace(cfg, policy=replace(cfg.policy, proximal=automatic))
 
 
+def _with_ranks(cfg: Config) -> Config:
+    """The training devices of this machine as a launcher has started them, one a process."""
+    if not launch.launched():
+        return cfg
+    return replace(cfg, train_model=replace(cfg.train_model, num_devices=launch.local_world_size()))
+
+
 def _claim_and_train(cfg: Config, run_dir: Path, collect: str) -> dict[str, Any]:
+    cfg = _with_ranks(cfg)
     problems = data.load(cfg)
     with claimed(run_dir):
-        return _prepare_and_train(cfg, run_dir, problems, collect)
+        plan = planning.announce(cfg, apart=collect != "one_engine")
+        return _prepare_and_train(cfg, run_dir, problems, collect, plan)
 
 
-def _prepare_and_train(cfg: Config, run_dir: Path, problems: data.Problems, collect: str) -> dict[str, Any]:
+def _prepare_and_train(
+    cfg: Config, run_dir: Path, problems: data.Problems, collect: str, plan: Plan
+) -> dict[str, Any]:
     resume_from = None
     if cfg.resume is not None:
         checkpoint.clean(run_dir)
@@ -93,7 +101,7 @@ def _prepare_and_train(cfg: Config, run_dir: Path, problems: data.Problems, coll
     reward_set = rewards.build(cfg)
     grader = rewards.grader(cfg, reward_set)
     try:
-        return _train(cfg, run_dir, problems, reward_set, grader, resume_from, collect)
+        return _train(cfg, run_dir, problems, reward_set, grader, resume_from, collect, plan)
     except KeyboardInterrupt:
         sys.stderr.write(f"{checkpoint.how_to_continue(run_dir)}\n")
         raise
@@ -110,6 +118,7 @@ def _train(
     grader: CountingGrader,
     resume_from: Path | None,
     collect: str,
+    plan: Plan,
 ) -> dict[str, Any]:
     _prepare_process()
     import torch
@@ -124,10 +133,9 @@ def _train(
 
     ranks = Ranks(on_cpu=not torch.cuda.is_available())
     divide_threads(cfg)
+    how = vars(build)[collect]
     try:
-        session = Session(
-            cfg, run_dir, problems, reward_set, grader, resume_from, vars(build)[collect], ranks
-        )
+        session = Session(cfg, run_dir, problems, reward_set, grader, resume_from, how, plan, ranks)
     except BaseException:
         ranks.dismiss()
         raise

@@ -13,9 +13,10 @@ from tensordict import TensorDictBase
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from torchrl_grpo import devices
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.problems import Problems
-from torchrl_grpo.devices import place
+from torchrl_grpo.devices_plan import Plan
 from torchrl_grpo.envs import GroupTextEnv, PromptStream
 from torchrl_grpo.host_memory import keep_freed_memory
 from torchrl_grpo.inference.protocol import Engine
@@ -53,6 +54,7 @@ class Session:
         grader: judges held-out answers; likewise.
         resume_from: a checkpoint to continue from, or None.
         collect: puts together what collects.
+        plan: who runs where; None plans for what this process sees.
         ranks: the training ranks, of which this process is the first; None for itself alone.
     """
 
@@ -65,6 +67,7 @@ class Session:
         grader: CountingGrader,
         resume_from: Path | None,
         collect: Collect = one_engine,
+        plan: Plan | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         ranks = Ranks(on_cpu=not torch.cuda.is_available()) if ranks is None else ranks
@@ -79,8 +82,9 @@ class Session:
         disable_progress_bar()
         if cfg.train.num_threads is not None:
             torch.set_num_threads(cfg.train.num_threads)
-        self.placement = place(cfg, torch.cuda.device_count(), apart=collect is not one_engine)
-        self.device = torch.device(self.placement.train)
+        apart = collect is not one_engine
+        self.plan = plan or devices.plan(devices.request_of(cfg, apart), torch.cuda.device_count())
+        self.device = torch.device(self.plan.train_device)
         if self.device.type == "cpu":
             keep_freed_memory()
         source = loading.resolve(cfg.model)
@@ -92,7 +96,7 @@ class Session:
         weights = weights_source(cfg, source, resume_from)
         start = (cfg, weights, resume_from, reward_set.weights)
         # The other ranks build theirs from the same.
-        ranks.tell(start)
+        ranks.tell((*start, self.plan))
         # Looked up late: the progress bar is made last, when nothing can fail any more.
         self.learner = Learner(*start, self.device, ranks, lambda text: self.progress.note(text))
         self.model = self.learner.model
@@ -100,7 +104,7 @@ class Session:
         self.optimise = self.learner.optimise
         self.steps_per_round, self.total_steps = self.learner.steps_per_round, self.learner.total_steps
         ends = loading.end_token_ids(self.model, self.tokenizer)
-        engine_source = Source(weights, source, torch.device(self.placement.inference), ends)
+        engine_source = Source(weights, source, self.plan, ends)
         self.engine, self.collector = collect(cfg, engine_source, env, self.tokenizer)
         self.asleep = False
         # Metrics of a step that has been taken and has no line yet.
@@ -134,7 +138,7 @@ class Session:
 
     def _make_buffer(self, source: str) -> None:
         cfg, learner = self.cfg, self.learner
-        self.reference = build_reference(cfg, source, torch.device(self.placement.reference), learner)
+        self.reference = build_reference(cfg, source, torch.device(self.plan.reference_device), learner)
         transforms = [*([self.reference] if self.reference else []), *learner.proximal(), self.advantage]
         self.buffer = GroupBuffer(
             cfg.env.num_envs, learner.groups_per_batch, transforms, derive_seed(cfg.seed, "buffer")
@@ -147,7 +151,7 @@ class Session:
             self.reference.mix_in(self.learner.published(), self.cfg.ref_model.refresh_mix)
 
     def _make_publisher(self, problems: Problems) -> None:
-        engine_device = torch.device(self.placement.inference)
+        engine_device = torch.device(self.plan.engine_device)
         precision = coarser(self.cfg, engine_device, self.model, self.learner.autocast_dtype)
         self.update_format = update_format(self.cfg, engine_device, precision)
         self.publisher = build_publisher(
@@ -220,7 +224,7 @@ class Session:
 
     def rest_engine(self) -> None:
         """With ``inference_model.sleep``, let the engine give up its memory until the next publication."""
-        if self.cfg.inference_model.sleep and not self.asleep:
+        if self.plan.sleeps and not self.asleep:
             assert isinstance(self.engine, Engine)
             self.engine.sleep()
             self.asleep = True

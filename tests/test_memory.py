@@ -1,0 +1,397 @@
+"""Predicted memory: shapes read without torch, what autograd keeps, whole runs measured, too little of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_calls import ROOT
+
+from torchrl_grpo import devices, memory, planning, validation
+from torchrl_grpo.config import Config, ModelConfig
+from torchrl_grpo.errors import ConfigError, ModelError
+from torchrl_grpo.hardware import Hardware
+from torchrl_grpo.memory import GIB
+from torchrl_grpo.model_shape import _SMOLLM2, ModelShape, read_shape, shape_of
+from torchrl_grpo.models import smollm2
+from torchrl_grpo.workload import Workload, workload_of
+
+SEVEN_B = ModelShape(7_615_616_512, 152_064, 3584, 28, 18_944, 3584, 512)
+
+
+def config(**changes: object) -> Config:
+    cfg = Config()
+    cfg.inference_model.backend, cfg.inference_model.dtype = "transformers", "float32"
+    cfg.train_model.autocast, cfg.ref_model.dtype = "no", "float32"
+    for key, value in changes.items():
+        group, _, leaf = key.partition("__")
+        setattr(getattr(cfg, group), leaf, value)
+    return cfg
+
+
+def predicted(
+    cfg: Config, gpus: tuple[float, ...] = (), apart: bool = False, lora: bool = False
+) -> memory.Prediction:
+    request = replace(devices.request_of(cfg, apart), lora=lora)
+    return memory.predict(cfg, devices.plan(request, len(gpus)), SEVEN_B, gpus)
+
+
+def row(prediction: memory.Prediction, role: str, phase: str) -> memory.Row:
+    (found,) = [one for one in prediction.rows if (one.role, one.phase) == (role, phase)]
+    return found
+
+
+# Shapes
+
+
+def test_shape_of_a_folder(tiny_model_dir: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    shape = read_shape(ModelConfig(name=str(tiny_model_dir)))
+    assert shape is not None
+    assert (shape.hidden, shape.layers, shape.mlp, shape.queries, shape.keys) == (32, 2, 64, 128, 64)
+    assert shape.parameters == AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()
+
+
+def test_shape_of_smollm2_is_known_before_it_is_converted(smollm2_dir: Path, tmp_path: Path) -> None:
+    assert read_shape(ModelConfig(cache_dir=str(tmp_path))) == _SMOLLM2
+    assert read_shape(ModelConfig(cache_dir=str(smollm2_dir.parent))) == _SMOLLM2
+    assert smollm2_dir.name == smollm2.NAME
+
+
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_inner": None,
+    "vocab_size": 50257,
+}
+QWEN = {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
+QWEN |= {"intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True}
+
+
+def test_shapes_of_configurations() -> None:
+    gpt2 = shape_of(GPT2, 5)
+    assert gpt2 == ModelShape(5, 50257, 768, 12, 3072, 768, 768, gated=False)
+    estimated = shape_of({"text_config": QWEN, "vision_config": {}}, None)
+    assert estimated is not None and estimated.parameters == pytest.approx(494e6, rel=0.01)
+    assert shape_of({"model_type": "mamba", "d_model": 8}, None) is None
+
+
+def test_a_model_that_is_not_here_yet(tmp_path: Path) -> None:
+    assert read_shape(ModelConfig(name="some/model", cache_dir=str(tmp_path))) is None
+    assert read_shape(ModelConfig(name=str(tmp_path / "nowhere"))) is None
+    planned = planning.make(config(model__name="some/model"), False, Hardware((), 1.0))
+    assert planned.peaks() == ["memory: unknown until the model is on this machine"]
+    planning.check_memory(config(), planned)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_damaged_model_is_named(tmp_path: Path, file: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    (tmp_path / file).write_bytes(b"{")
+    with pytest.raises(ModelError, match=r"model\.name=.*damaged"):
+        read_shape(ModelConfig(name=str(tmp_path)))
+
+
+# Work
+
+
+def test_the_largest_pieces_of_work() -> None:
+    cfg = config(env__num_envs=4, env__repeats=8, inference_model__max_model_len=300)
+    cfg.inference_model.max_new_tokens, cfg.eval.num_problems = 100, 10
+    assert workload_of(cfg) == Workload(200, 100, 4000, 4 * (8 * 300 + 200), several=False, rows=32)
+    assert workload_of(cfg, ranks=4).tokens == 1000
+    cfg.train.max_tokens_per_microbatch = 1000
+    assert workload_of(cfg) == Workload(200, 100, 1000, 8 * 300 + 200, several=True, rows=32)
+    cfg.train.max_tokens_per_microbatch, cfg.train.gradient_accumulation_steps = None, 8
+    assert workload_of(cfg) == Workload(200, 100, 600, 4 * 300 + 200, several=True, rows=32)
+    cfg.train_model.shared_prefix, cfg.eval.num_problems = False, 100
+    assert workload_of(cfg) == Workload(200, 100, 1200, 4 * 300, several=True, rows=100)
+
+
+# What autograd keeps
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "prompt", "response"),
+    [(8, 8, 64, 32), (8, 2, 64, 32), (4, 1, 16, 64), (8, 2, 200, 20)],
+)
+def test_bytes_that_autograd_keeps(queries: int, keys: int, prompt: int, response: int) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from torchrl_grpo.models.logprobs import TokenScorer
+
+    prompts, samples, totals = 2, 4, []
+    for layers in (1, 2):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=64,
+                hidden_size=96,
+                intermediate_size=256,
+                num_hidden_layers=layers,
+                num_attention_heads=queries,
+                num_key_value_heads=keys,
+                head_dim=32,
+            )
+        ).eval()
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        kept: dict[int, int] = {}
+        alive = []
+
+        def pack(tensor: torch.Tensor, own: set[int] = own, kept: dict[int, int] = kept) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)  # noqa: B023 - so that no address is used twice
+            return tensor
+
+        ids = torch.randint(3, 64, (prompts, prompt))
+        answers = torch.randint(3, 64, (prompts, samples, response))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            TokenScorer(model)(ids, torch.ones_like(ids).bool(), answers, torch.ones_like(answers).bool())
+        totals.append(sum(kept.values()))
+    shape = ModelShape(0, 64, 96, 1, 256, queries * 32, keys * 32)
+    tokens = prompts * (prompt + samples * response)
+    attended = prompts * (samples * (prompt + response) + prompt)
+    load = Workload(prompt, response, tokens, attended, False, 8)
+    assert memory.kept_by_layer(shape, load, half=False) == pytest.approx(totals[1] - totals[0], rel=0.08)
+
+
+# Roles and phases
+
+
+def test_rows_on_a_gpu_with_an_engine_that_sleeps() -> None:
+    cfg = config(
+        inference_model__backend="vllm", train_model__autocast="bf16", inference_model__dtype="bfloat16"
+    )
+    whole = predicted(cfg, (80.0,))
+    weights = 4 * SEVEN_B.parameters
+    train = row(whole, "train", "optimise")
+    assert (train.weights, train.optimiser) == (weights, 2 * weights)
+    assert weights <= train.gradients <= weights * 1.1
+    engine = row(whole, "inference", "generate")
+    assert engine.total == pytest.approx(0.4 * 80 * GIB) and engine.weights == weights / 2
+    assert row(whole, "inference", "optimise").total < GIB
+    awake = predicted(config(inference_model__sleep=False, inference_model__backend="vllm"), (80.0,))
+    assert row(awake, "inference", "optimise").total == pytest.approx(0.4 * 80 * GIB)
+    assert whole.peak("cuda:0")[1] == "optimise"
+
+
+def test_adapters_have_small_gradients_and_no_reference() -> None:
+    cfg = config(policy__kl_coef=0.1)
+    whole, adapters = predicted(cfg), predicted(cfg, lora=True)
+    assert row(whole, "reference", "score").weights == 4 * SEVEN_B.parameters
+    assert not [one for one in adapters.rows if one.role == "reference"]
+    small = row(adapters, "train", "optimise")
+    assert small.gradients + small.optimiser < 0.1 * row(whole, "train", "optimise").gradients
+
+
+def test_checkpointing_and_smaller_micro_batches_take_less() -> None:
+    plain = row(predicted(config()), "train", "optimise").activations
+    again = row(predicted(config(train_model__gradient_checkpointing=True)), "train", "optimise").activations
+    half = row(predicted(config(train__max_tokens_per_microbatch=2048)), "train", "optimise").activations
+    assert again < plain / 5 and half == pytest.approx(plain / 2, rel=0.1)
+
+
+def test_processes_of_a_cpu_share_its_memory() -> None:
+    one = predicted(config(), apart=True)
+    three = predicted(config(inference_model__num_devices=3), apart=True)
+    worker = row(one, "inference", "generate").total + row(one, "program", "all").total
+    assert three.peak("cpu")[0] - one.peak("cpu")[0] == pytest.approx(2 * worker)
+    # Workers generate while the trainer trains; in one process the two take turns.
+    assert one.peak("cpu")[0] > predicted(config()).peak("cpu")[0]
+
+
+def test_workers_of_a_cluster_are_not_counted_here() -> None:
+    cfg = config(inference_model__num_devices=4, ray__address="auto")
+    assert not [one for one in predicted(cfg, apart=True).rows if one.role == "inference"]
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "flags", "expected"),
+    [
+        ("float32", "cuda", "", False),
+        ("bfloat16", "cpu", "", True),
+        ("auto", "cuda", "", True),
+        ("auto", "cpu", "avx2", False),
+        ("auto", "cpu", "avx512_bf16", True),
+        ("auto", "cpu", "amx_tile", True),
+    ],
+)
+def test_formats_of_16_bits(name: str, device: str, flags: str, expected: bool, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
+    assert memory.bits16(name, {"bfloat16"}, device, tmp_path / "cpuinfo") is expected
+
+
+def test_auto_means_what_it_means_to_torch() -> None:
+    import torch
+
+    from torchrl_grpo.models.precision import resolve_dtype
+
+    here = resolve_dtype("auto", torch.device("cpu")) == torch.bfloat16
+    assert memory.bits16("auto", {"bfloat16"}, "cpu") is here
+
+
+# Too little of it
+
+
+SHORT: list[tuple[dict[str, Any], Hardware, bool]] = [
+    ({}, Hardware((), 7.0), False),
+    ({}, Hardware((), 5.5), False),
+    ({"inference_model__num_devices": 2}, Hardware((), 14.0), True),
+    ({"inference_model__backend": "vllm", "inference_model__kv_cache_gib": 8}, Hardware((), 12.0), False),
+    ({"inference_model__backend": "vllm", "inference_model__sleep": False}, Hardware((8.0,), 64.0), False),
+    ({"inference_model__backend": "vllm"}, Hardware((8.0,), 64.0), True),
+    ({"policy__kl_coef": 0.1}, Hardware((7.0, 7.0), 64.0), False),
+]
+
+
+@pytest.mark.parametrize(("changes", "there", "apart"), SHORT)
+def test_too_little_memory_names_what_would_fit(
+    changes: dict[str, Any], there: Hardware, apart: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(validation, "cuda_device_present", lambda: True)
+    cfg = config(model__cache_dir=str(tmp_path), **changes)
+    with pytest.raises(ConfigError) as caught:
+        planning.check_memory(cfg, planning.make(cfg, apart, there))
+    message = str(caught.value)
+    assert re.search(
+        r"GiB are needed on (cpu|cuda:\d) while \w+, most of it for \w+ \(\w+: .* GiB are there;", message
+    )
+    mends = message.partition("; write ")[2].removesuffix(" instead").split(" or ")
+    assert 1 <= len(mends) <= 3
+    for mend in mends:
+        changed = copy.deepcopy(cfg)
+        for word in mend.split():
+            key, _, value = word.partition("=")
+            section, _, leaf = key.partition(".")
+            setattr(vars(changed)[section], leaf, json.loads(value))
+        validation.validate(changed)
+        planning.check_memory(changed, planning.make(changed, apart, there))
+
+
+def test_a_model_that_never_fits(tmp_path: Path) -> None:
+    cfg = config(model__cache_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"model\.name=smollm2-135m: .*write a smaller model .* instead"):
+        planning.check_memory(cfg, planning.make(cfg, False, Hardware((), 1.0)))
+    planning.check_memory(cfg, planning.make(cfg, False, Hardware((), None)))  # nobody knows
+
+
+# The command
+
+
+def dry_run(script: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    path = ROOT / "sota-implementations" / "grpo" / script
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-X", "importtime", str(path), "dry_run=true", *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("script", ["grpo.py", "grpo-async.py"])
+def test_dry_run_prints_and_does_nothing(script: str, tmp_path: Path, tiny_model_dir: Path) -> None:
+    words = [
+        "inference_model.backend=transformers",
+        "train_model.num_devices=2",
+        f"model.name={tiny_model_dir}",
+    ]
+    result = dry_run(script, tmp_path, *words)
+    assert result.returncode == 0, result.stderr[-500:]
+    assert re.search(r"^train +c\w+", result.stdout) is None and "role " in result.stdout
+    assert re.search(r"^train +optimise", result.stdout, re.MULTILINE) and "\nmemory: c" in result.stdout
+    imported = {
+        line.rsplit("|", 1)[1].strip().split(".")[0] for line in result.stderr.splitlines() if "|" in line
+    }
+    assert "torchrl_grpo" in imported
+    assert not imported & {"torch", "vllm", "transformers", "torchrl", "tensordict", "numpy", "datasets"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_of_a_sweep_shows_every_job(tmp_path: Path, tiny_model_dir: Path) -> None:
+    words = [f"model.name={tiny_model_dir}", "policy.kl_coef=0,0.1", "inference_model.backend=transformers"]
+    result = dry_run("grpo.py", tmp_path, "--multirun", *words)
+    assert result.returncode == 0
+    assert "job 0\n" in result.stdout and "job 1\n" in result.stdout and "reference  score" in result.stdout
+
+
+# Measured
+
+QUESTIONS = [
+    f"Tell a long story about {a} birds and {b} fishes, and what each of them did every day of the week."
+    for a in range(6)
+    for b in range(6)
+]
+
+
+def build_model(kind: str, folder: Path, tiny: Path) -> Path:
+    """A random model: few wide layers, or many narrow ones under a large vocabulary."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    ends: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    torch.manual_seed(0)
+    model: Any
+    if kind == "wide":
+        sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4}
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": False}
+        model = Qwen2ForCausalLM(Qwen2Config(vocab_size=8000, **sizes, **heads, **ends))
+    else:
+        sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 24}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64_000, **sizes, **heads, **ends))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["smollm2", "wide", "deep"])
+def test_predicted_memory_is_that_of_a_run(
+    kind: str, tiny_model_dir: Path, smollm2_dir: Path, tmp_path: Path
+) -> None:
+    model = smollm2_dir if kind == "smollm2" else build_model(kind, tmp_path / "model", tiny_model_dir)
+    (tmp_path / "questions.jsonl").write_text(
+        "".join(json.dumps({"question": text, "answer": "#### 1"}) + "\n" for text in QUESTIONS)
+    )
+    # Two rounds: the moments of the optimiser are there from the second step on.
+    small = kind == "smollm2"
+    cfg = config(env__num_envs=2 if small else 4, env__repeats=4, env__prompt_template="{question}")
+    cfg.model.name, cfg.env.data_path, cfg.env.answer_format = str(model), "questions.jsonl", "plain"
+    cfg.inference_model.max_model_len, cfg.inference_model.max_new_tokens = (112, 64) if small else (192, 96)
+    cfg.train.total_dialog_turns, cfg.train.checkpoint_frequency = (16 if small else 32), 0
+    cfg.eval.num_problems, cfg.logging.progress = 0, False
+    # No answer is right; this gives every response a gradient.
+    cfg.policy.entropy_coef = 1e-3
+    code = (
+        "import json, sys; from pathlib import Path; from omegaconf import OmegaConf\n"
+        "from torchrl_grpo.config import parse; from torchrl_grpo.training.run import run\n"
+        "run(parse(OmegaConf.load(sys.argv[1])), Path(sys.argv[2]))"
+    )
+    from omegaconf import OmegaConf
+
+    OmegaConf.save(OmegaConf.structured(cfg), tmp_path / "run.yaml")
+    command = [sys.executable, "-c", code, "run.yaml", "run"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=550)
+    measured = json.loads((tmp_path / "run" / "summary.json").read_text())["peak_memory_gib"]
+    prediction = planning.make(cfg, False, Hardware()).prediction
+    assert prediction is not None
+    assert prediction.peak("cpu")[0] / GIB == pytest.approx(measured, rel=0.2)

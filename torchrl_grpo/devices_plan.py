@@ -1,0 +1,132 @@
+"""A plan of who runs where, and how it is printed. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """Where one role runs.
+
+    Attributes:
+        devices: ``cuda:N``, ``cpu`` (once a process) or ``ray`` (once a worker of the cluster); none where no
+            model is loaded.
+        placement: ``separate``, ``colocated`` with another role, ``cluster``, ``adapter off`` or ``off``.
+        why: the reason, for people.
+    """
+
+    devices: tuple[str, ...]
+    placement: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the three roles run.
+
+    Attributes:
+        train: the model that is trained; one process (rank) a device.
+        inference: the engine of grpo.py, or the workers of grpo-async.py.
+        reference: the reference model.
+        apart: of grpo-async.py: one worker a device, each of which sees its own GPU as the first.
+        num_gpus: GPUs of this machine.
+        sleeps: the engine gives its memory up while the trainer trains.
+        tensor_parallel: devices that the engine of grpo.py is spread over.
+    """
+
+    train: RolePlan
+    inference: RolePlan
+    reference: RolePlan
+    apart: bool
+    num_gpus: int
+    sleeps: bool
+    tensor_parallel: int = 1
+
+    @property
+    def colocated(self) -> bool:
+        """Whether trainer and engine share a device."""
+        return self.inference.placement == "colocated"
+
+    @property
+    def train_device(self) -> str:
+        """The device of the trainer's first rank, by torch's name."""
+        return self.train.devices[0]
+
+    @property
+    def engine_device(self) -> str:
+        """An engine's device, as its own process names it."""
+        if not self.apart:
+            return self.inference.devices[0]
+        return "cpu" if self.num_gpus == 0 else "cuda:0"
+
+    @property
+    def reference_device(self) -> str:
+        """Where a reference model is loaded: the trainer's device where it has none of its own."""
+        return self.reference.devices[0] if self.reference.devices else self.train_device
+
+    @property
+    def workers(self) -> int:
+        """Workers of grpo-async.py."""
+        return len(self.inference.devices)
+
+    @property
+    def worker_gpus(self) -> list[int]:
+        """GPUs of this machine for the workers, one each; none without a GPU or on a cluster."""
+        return [_index(name) for name in self.inference.devices if name.startswith("cuda:")]
+
+    @property
+    def idle(self) -> list[str]:
+        """GPUs of this machine that no role has."""
+        used = {*self.train.devices, *self.inference.devices, *self.reference.devices}
+        names = [f"cuda:{gpu}" for gpu in range(self.num_gpus)]
+        return [name for name in names if name not in used]
+
+    def table(self) -> str:
+        """The plan as aligned lines."""
+        roles = (("train", self.train), ("inference", self.inference), ("reference", self.reference))
+        rows = [("role", "devices", "placement", "why")]
+        rows += [(name, show_devices(role.devices), role.placement, role.why) for name, role in roles]
+        if self.idle:
+            rows.append(("idle", show_devices(self.idle), "", "no role asks for them"))
+        return aligned(rows)
+
+
+def _index(name: str) -> int:
+    return int(name.removeprefix("cuda:"))
+
+
+def show_devices(names: Sequence[str]) -> str:
+    """Devices in few words: ``cuda:0-2``, ``cuda:4, cuda:6``, ``cpu x 4``."""
+    if not names:
+        return "-"
+    if not names[0].startswith("cuda:"):
+        return names[0] if len(names) == 1 else f"{names[0]} x {len(names)}"
+    runs: list[list[int]] = []
+    for gpu in map(_index, names):
+        if runs and runs[-1][-1] == gpu - 1:
+            runs[-1].append(gpu)
+        else:
+            runs.append([gpu])
+    # Two in a row are as short one by one.
+    parts = [[f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(gpu) for gpu in run] for run in runs]
+    return ", ".join(f"cuda:{part}" for run in parts for part in run)
+
+
+def aligned(rows: Sequence[Sequence[str]], numbers: frozenset[int] = frozenset()) -> str:
+    """Rows as text with columns side by side.
+
+    Args:
+        rows: of equally many cells.
+        numbers: columns that are aligned on the right.
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column in numbers else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "".join(f"{line}\n" for line in lines)

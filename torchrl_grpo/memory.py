@@ -1,0 +1,283 @@
+"""The memory a run will take at most, from the shape of its model. Imports no torch.
+
+What autograd keeps was counted in a layer of the Llama kind as this project runs it, a row of real tokens
+(:mod:`~torchrl_grpo.models.shared_prefix`); :func:`kept_by_layer` lists it. The longest prompts and responses
+that the configuration allows are assumed, so a run whose responses are shorter takes less.
+
+Left out: memory of Ray itself, of reward workers and of other programs on the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.devices_plan import Plan, RolePlan, aligned, show_devices
+from torchrl_grpo.model_shape import ModelShape
+from torchrl_grpo.workload import MAX_ROWS, Workload, workload_of
+
+GIB = 2**30
+FLOAT = 4
+# Measured on Linux with torch 2.13: Python with torch, transformers and TorchRL; more once vLLM is imported.
+_PROGRAM_GIB = 0.5
+_VLLM_PROGRAM_GIB = 0.7
+# Not measured here: context and kernels of CUDA in a process, and what an engine that sleeps leaves behind.
+_CUDA_GIB = 0.7
+_ASLEEP_GIB = 0.7
+# Room between pieces that autograd keeps, which the allocator cannot use: 5 to 20 % was measured.
+_FRAGMENTED = 1.1
+# Logits of the output head at a time, and how many arrays of that size live together.
+_HEAD_BLOCK = {"cpu": 2**22, "cuda": 2**26}
+_HEAD_BLOCKS = 4
+# Arrays of a row of logits for each response while it is sampled: logits, probabilities, noise, its stack.
+_SAMPLING_ARRAYS = 6
+# Adapters of the usual ranks have about this share of the weights of their model.
+_ADAPTER_SHARE = 0.01
+
+PHASES = ("generate", "score", "optimise")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one role takes in one phase, on each of its devices, in bytes.
+
+    Attributes:
+        role: ``train``, ``inference``, ``reference``, or ``program`` for what is no role's.
+        phase: one of PHASES, or ``all``.
+        devices: as in :class:`~torchrl_grpo.devices_plan.RolePlan`.
+    """
+
+    role: str
+    phase: str
+    devices: tuple[str, ...]
+    weights: float = 0
+    gradients: float = 0
+    optimiser: float = 0
+    activations: float = 0
+    cache: float = 0
+    other: float = 0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.gradients + self.optimiser + self.activations + self.cache + self.other
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The rows of a run, and whether its phases overlap.
+
+    Attributes:
+        rows: all roles and phases.
+        apart: of grpo-async.py: workers generate while the trainer trains.
+    """
+
+    rows: tuple[Row, ...]
+    apart: bool
+
+    def peak(self, device: str) -> tuple[float, str]:
+        """Bytes on ``device`` at its worst, and in which phase that is."""
+        found = {phase: self._in_phase(device, phase) for phase in PHASES}
+        worst = max(found, key=lambda phase: found[phase])
+        return found[worst], worst
+
+    def largest(self, device: str, phase: str) -> Row:
+        """The row that takes most of ``device`` in ``phase``."""
+        return max(self._rows_in(device, phase), key=lambda row: self._here(row, device))
+
+    def _in_phase(self, device: str, phase: str) -> float:
+        return sum(self._here(row, device) for row in self._rows_in(device, phase))
+
+    def _rows_in(self, device: str, phase: str) -> list[Row]:
+        def now(row: Row) -> bool:
+            return row.phase in (phase, "all") or (self.apart and row.role == "inference")
+
+        return [row for row in self.rows if device in row.devices and now(row)]
+
+    @staticmethod
+    def _here(row: Row, device: str) -> float:
+        # On a CPU every process takes it.
+        return row.total * row.devices.count(device)
+
+    def table(self) -> str:
+        """The rows as aligned lines, in GiB."""
+        head = (
+            "role",
+            "phase",
+            "device",
+            "weights",
+            "gradients",
+            "optimiser",
+            "activations",
+            "cache",
+            "total",
+        )
+        lines = [head]
+        for row in self.rows:
+            parts = (row.weights, row.gradients, row.optimiser, row.activations, row.cache, row.total)
+            numbers = [f"{part / GIB:.2f}" if part else "-" for part in parts]
+            lines.append((row.role, row.phase, show_devices(row.devices), *numbers))  # type: ignore[arg-type]
+        return aligned(lines, frozenset(range(3, len(head))))
+
+
+def predict(cfg: Config, plan: Plan, shape: ModelShape, gpus: Iterable[float | None] = ()) -> Prediction:
+    """The memory that a run takes at most.
+
+    Args:
+        cfg: all that decides sizes is read.
+        plan: who runs where.
+        shape: of the model.
+        gpus: memory of each GPU in GiB, for an engine that takes a share of it.
+    """
+    load = workload_of(cfg, len(plan.train.devices))
+    memory = list(gpus)
+    rows = [*_train(cfg, plan, shape, load), *_inference(cfg, plan, shape, load, memory)]
+    if plan.reference.placement not in ("off", "adapter off"):
+        rows += _reference(cfg, plan.reference, shape, load)
+    rows.append(_program(cfg, plan))
+    return Prediction(tuple(rows), plan.apart)
+
+
+def _program(cfg: Config, plan: Plan) -> Row:
+    """Everything that no role has: interpreter and libraries, or what CUDA takes for itself."""
+    on_gpu = plan.num_gpus > 0
+    if on_gpu:
+        own = (plan.train, plan.inference, plan.reference)
+        devices = tuple(dict.fromkeys(d for role in own for d in role.devices if d.startswith("cuda")))
+        return Row("program", "all", devices, other=_CUDA_GIB * GIB)
+    workers = plan.inference.devices if plan.apart and plan.inference.placement != "cluster" else ()
+    in_process = cfg.inference_model.backend == "vllm" and not plan.apart
+    each = _PROGRAM_GIB + (_VLLM_PROGRAM_GIB if in_process else 0)
+    return Row("program", "all", (*plan.train.devices, *workers), other=each * GIB)
+
+
+def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload) -> list[Row]:
+    role = plan.train
+    device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
+    lora = cfg.train_model.lora.rank > 0
+    half = bits16(cfg.train_model.autocast, {"bf16", "fp16"}, device)
+    # In shards each rank has its part of what is trained, and a layer at a time of the rest.
+    share = 1 / len(role.devices) if cfg.train_model.parallelism == "fsdp2" else 1.0
+    weights = share * _bytes_a_weight(cfg, half) * shape.parameters
+    trained = share * FLOAT * shape.parameters * (_ADAPTER_SHARE if lora else 1.0)
+    kept, work = activations(shape, load, cfg.train_model.gradient_checkpointing, half)
+    # Under autocast the weights' 16-bit copies live as long as the pass.
+    copies = 2.0 * shape.parameters if half else 0.0
+    # The output head's gradient is whole before it is added, and the embedding's again at the end.
+    head = 0.0 if lora else FLOAT * shape.vocabulary * shape.hidden
+    blocks = FLOAT * _HEAD_BLOCK[device] * _HEAD_BLOCKS
+    begin = (trained if load.several else 0.0) + head, kept + copies + max(work, blocks)
+    end = trained + head, work
+    gradients, live = max(begin, end, key=sum)
+    names, forward = role.devices, FLOAT * load.tokens * _forward_width(shape) + blocks
+    moments = 2 * trained
+    rows = [Row("train", "generate", names, weights, optimiser=moments)]
+    # Groups without a gradient are only measured, and so is a round by policy.proximal=trainer.
+    rows.append(Row("train", "score", names, weights, optimiser=moments, activations=forward + copies))
+    return [*rows, Row("train", "optimise", names, weights, gradients, moments, live)]
+
+
+def _bytes_a_weight(cfg: Config, half: bool) -> float:
+    """Of the trainer's model: float32 where all of it is trained, as configured where it is frozen."""
+    frozen = cfg.train_model.lora.base_dtype
+    if cfg.train_model.lora.rank == 0:
+        return FLOAT
+    if cfg.train_model.quantization == "nf4":
+        # Four bits, and a scale for each 64 of them.
+        return 0.5 + FLOAT / 64
+    return 2.0 if frozen in ("bfloat16", "float16") or (frozen == "auto" and half) else FLOAT
+
+
+def kept_by_layer(shape: ModelShape, load: Workload, half: bool) -> float:
+    """Bytes that autograd keeps of one layer, for all tokens of a micro-batch.
+
+    Per token, with H the residual stream, F the feed-forward layer, Q and K all query and key heads: each of
+    two norms keeps its input, what it normalised and its output (6 H); the feed-forward layer keeps gate,
+    activation, the other half and their product (4 F); attention keeps queries, its output and the output's
+    rearranged copy (3 Q), keys and values (2 K), and those again as each response sees them (attended).
+    """
+    h, f, q, k = shape.hidden, shape.mlp, shape.queries, shape.keys
+    mlp = 4 * f if shape.gated else 5 * f
+    norms = 6 * h if shape.gated else 4 * h
+    attention = load.tokens * (3 * q + 2 * k) + load.attended * 2 * k
+    if not half:
+        return FLOAT * (load.tokens * (norms + mlp) + attention)
+    # Norms compute in float32 and hand on 16 bits; rotary positions bring queries and keys back to float32.
+    return load.tokens * (20 * h + 2 * mlp) + 3 * attention
+
+
+def activations(shape: ModelShape, load: Workload, checkpointing: bool, half: bool) -> tuple[float, float]:
+    """Bytes that the forward pass keeps for the backward pass, and what the latter needs beside them."""
+    layer = kept_by_layer(shape, load, half)
+    edges = FLOAT * load.tokens * 4 * shape.hidden  # embedding, last norm, states that the head sees
+    work = FLOAT * load.tokens * (4 * shape.mlp + 4 * shape.hidden)
+    if checkpointing:
+        return shape.layers * FLOAT * load.tokens * shape.hidden + edges, layer + work
+    return _FRAGMENTED * (shape.layers * layer + edges), work
+
+
+def _forward_width(shape: ModelShape) -> int:
+    """Elements a token that a layer has at a time where no gradient is wanted."""
+    return 3 * shape.mlp + 4 * shape.hidden + 2 * shape.queries
+
+
+def _inference(
+    cfg: Config, plan: Plan, shape: ModelShape, load: Workload, memory: list[float | None]
+) -> list[Row]:
+    role, options = plan.inference, cfg.inference_model
+    if role.placement == "cluster":
+        return []
+    device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
+    element = 2 if bits16(options.dtype, {"bfloat16", "float16"}, device) else FLOAT
+    weights = float(element * shape.parameters)
+    cache, work = _generation(options.backend, cfg, shape, load, element)
+    if options.backend == "vllm" and device == "cuda":
+        size = memory[int(role.devices[0].removeprefix("cuda:"))]
+        # Weights, cache and graphs together; without a figure for the GPU, what is known of it.
+        share = weights if size is None else max(weights, options.gpu_memory_utilization * size * GIB)
+        cache, work = share - weights, 0.0
+    awake = Row("inference", "generate", role.devices, weights, activations=work, cache=cache)
+    if plan.apart:
+        return [awake]
+    kept = cache if options.backend == "vllm" else 0.0
+    phases = [phase for phase in PHASES if phase != "generate"]
+    if plan.sleeps:
+        left = _ASLEEP_GIB * GIB if options.backend == "vllm" else 0.0
+        return [awake, *(Row("inference", phase, role.devices, other=left) for phase in phases)]
+    return [awake, *(Row("inference", phase, role.devices, weights, cache=kept) for phase in phases)]
+
+
+def _generation(
+    backend: str, cfg: Config, shape: ModelShape, load: Workload, element: int
+) -> tuple[float, float]:
+    """Bytes of the key/value cache, and of what sampling works with."""
+    if backend == "vllm":
+        return float(cfg.inference_model.kv_cache_gib * GIB), float(FLOAT * load.rows * shape.vocabulary * 2)
+    rows = min(load.rows, MAX_ROWS)
+    layer = float(rows * (load.prompt + load.response) * 2 * shape.keys * element)
+    # A layer's cache is copied when a token is added, and spread over all query heads.
+    grown = layer * (1 + shape.queries / shape.keys)
+    sampling = FLOAT * rows * shape.vocabulary * _SAMPLING_ARRAYS
+    return shape.layers * layer, grown + sampling
+
+
+def _reference(cfg: Config, role: RolePlan, shape: ModelShape, load: Workload) -> list[Row]:
+    device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
+    slow = cfg.ref_model.dtype == "auto" and cfg.ref_model.refresh_mix < 1
+    half = bits16(cfg.ref_model.dtype, {"bfloat16", "float16"}, device) and not slow
+    weights = (2.0 if half else FLOAT) * shape.parameters
+    work = FLOAT * (load.tokens * _forward_width(shape) + _HEAD_BLOCK[device] * _HEAD_BLOCKS)
+    rows = [Row("reference", phase, role.devices, weights) for phase in ("generate", "optimise")]
+    return [rows[0], Row("reference", "score", role.devices, weights, activations=work), rows[1]]
+
+
+def bits16(name: str, sixteen: set[str], device: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether a format is one of 16 bits; ``auto`` is, where the device computes fast in bfloat16."""
+    if name != "auto":
+        return name in sixteen
+    if device == "cuda":
+        return True
+    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
+    return "avx512_bf16" in flags or "amx_tile" in flags

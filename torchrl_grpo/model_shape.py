@@ -1,0 +1,127 @@
+"""The sizes of a model, read from its folder without torch and without loading a weight."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrl_grpo.config import ModelConfig
+from torchrl_grpo.errors import ModelError
+from torchrl_grpo.models import smollm2
+
+# What the published models call the same thing, newest first.
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "num_heads")
+_MLP = ("intermediate_size", "n_inner", "ffn_dim")
+# Families whose feed-forward layer is two matrices and an activation; the rest have a gate too.
+_UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "bloom", "falcon", "starcoder2")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a causal language model, in elements.
+
+    Attributes:
+        parameters: all weights, shared ones once.
+        vocabulary: rows of the output head.
+        hidden: width of the residual stream.
+        layers: their number.
+        mlp: width of the feed-forward layer.
+        queries: width of all query heads together.
+        keys: width of all key heads together, which is that of the values.
+        gated: the feed-forward layer has a gate beside its two matrices.
+    """
+
+    parameters: int
+    vocabulary: int
+    hidden: int
+    layers: int
+    mlp: int
+    queries: int
+    keys: int
+    gated: bool = True
+
+
+# As in the wheel, which is converted at the first run.
+_SMOLLM2 = ModelShape(134_515_008, 49_152, 576, 30, 1536, 576, 192)
+
+
+def read_shape(cfg: ModelConfig) -> ModelShape | None:
+    """The shape of the model that ``model.name`` means; None where it is not on this machine yet.
+
+    Raises:
+        ModelError: its files are damaged.
+    """
+    folder = _folder(cfg)
+    if folder is None:
+        return _SMOLLM2 if cfg.name == smollm2.NAME else None
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+        return shape_of(settings, count_parameters(folder))
+    except (ValueError, KeyError, struct.error) as error:
+        raise ModelError(
+            f"model.name={cfg.name}: the model cannot be loaded, files in {folder} are damaged ({error}); "
+            "write another folder or name, or fetch it again"
+        ) from error
+
+
+def _folder(cfg: ModelConfig) -> Path | None:
+    """As :func:`torchrl_grpo.models.loading.resolve`, which also converts and downloads."""
+    if cfg.name == smollm2.NAME:
+        root = Path(cfg.cache_dir) if cfg.cache_dir is not None else smollm2.default_cache_dir()
+        found = root / smollm2.NAME / "config.json"
+        return found.parent if found.is_file() else None
+    path = Path(cfg.name).expanduser()
+    if path.is_dir():
+        return path if (path / "config.json").is_file() else None
+    if cfg.name.count("/") > 1 or cfg.name.startswith((".", "/", "~")):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(cfg.name, "config.json", cache_dir=cfg.cache_dir)
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def shape_of(settings: dict[str, Any], parameters: int | None) -> ModelShape | None:
+    """The shape that a ``config.json`` describes; None for one whose words are not known here.
+
+    Args:
+        settings: the file's content.
+        parameters: counted in the weights; None estimates them.
+    """
+    settings = settings.get("text_config", settings)
+    hidden, layers, heads = (_first(settings, names) for names in (_HIDDEN, _LAYERS, _HEADS))
+    if hidden is None or layers is None or heads is None or "vocab_size" not in settings:
+        return None
+    mlp = _first(settings, _MLP) or 4 * hidden
+    head = settings.get("head_dim") or hidden // heads
+    keys = (settings.get("num_key_value_heads") or heads) * head
+    gated = settings.get("model_type") not in _UNGATED
+    vocabulary, queries = int(settings["vocab_size"]), heads * head
+    if parameters is None:
+        matrices = 1 if settings.get("tie_word_embeddings", True) else 2
+        layer = 2 * hidden * (queries + keys) + (3 if gated else 2) * hidden * mlp
+        parameters = layers * layer + matrices * vocabulary * hidden
+    return ModelShape(parameters, vocabulary, hidden, layers, mlp, queries, keys, gated)
+
+
+def _first(settings: dict[str, Any], names: tuple[str, ...]) -> int | None:
+    return next((int(settings[name]) for name in names if settings.get(name) is not None), None)
+
+
+def count_parameters(folder: Path) -> int | None:
+    """Elements of all tensors in a folder's safetensors files, out of their headers; None without files."""
+    files = sorted(folder.glob("*.safetensors"))
+    return sum(map(_elements, files)) if files else None
+
+
+def _elements(path: Path) -> int:
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

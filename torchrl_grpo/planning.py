@@ -1,0 +1,221 @@
+"""The plan of a run: devices and memory, checked and printed before anything heavy is imported."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_grpo import devices, hardware, memory
+from torchrl_grpo.config import Config
+from torchrl_grpo.config_keys import bad_value, show
+from torchrl_grpo.devices_plan import Plan
+from torchrl_grpo.hardware import Hardware
+from torchrl_grpo.memory import GIB, Prediction
+from torchrl_grpo.model_shape import ModelShape, read_shape
+from torchrl_grpo.workload import token_budget
+
+_SUGGESTIONS = 3
+# Nobody is told to make prompts or evaluations shorter than this.
+_LEAST_PROMPT, _LEAST_PROBLEMS = 128, 50
+_WHILE = {"generate": "generating", "score": "scoring", "optimise": "optimising"}
+
+# Section, key, value.
+Change = tuple[str, str, Any]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan and what it takes.
+
+    Attributes:
+        plan: who runs where.
+        there: the devices it was made for.
+        shape: of the model; None where it is not on this machine yet.
+        prediction: the memory; None without a shape.
+    """
+
+    plan: Plan
+    there: Hardware
+    shape: ModelShape | None
+    prediction: Prediction | None
+
+    def peaks(self) -> list[str]:
+        """A line for each device: how much it takes, of how much."""
+        if self.prediction is None:
+            return ["memory: unknown until the model is on this machine"]
+        lines = []
+        for device, there in _present(self.plan, self.there).items():
+            need, phase = self.prediction.peak(device)
+            of = "" if there is None else f" of {there:.2f}"
+            lines.append(f"memory: {device} at most {need / GIB:.2f}{of} GiB, while {_WHILE[phase]}")
+        return lines
+
+
+def make(cfg: Config, apart: bool, there: Hardware) -> Planned:
+    """Plan a run for the devices that are there.
+
+    Args:
+        cfg: a validated configuration.
+        apart: of grpo-async.py.
+        there: devices and their memory.
+
+    Raises:
+        ConfigError: what is asked for is not there.
+    """
+    plan = devices.plan(devices.request_of(cfg, apart), len(there.gpus))
+    shape = read_shape(cfg.model)
+    prediction = None if shape is None else memory.predict(cfg, plan, shape, there.gpus)
+    return Planned(plan, there, shape, prediction)
+
+
+def announce(cfg: Config, apart: bool) -> Plan:
+    """Plan a run that is about to start, and print the plan.
+
+    Raises:
+        ConfigError: devices or memory that are asked for are not there, or this version cannot run the plan.
+    """
+    planned = make(cfg, apart, hardware.present())
+    check_engine_gpu(cfg, planned.plan)
+    check_memory(cfg, planned)
+    sys.stdout.write(planned.plan.table() + "".join(f"{line}\n" for line in planned.peaks()))
+    sys.stdout.flush()
+    return planned.plan
+
+
+def report(cfg: Config, apart: bool, there: Hardware | None = None) -> None:
+    """Print what ``dry_run=true`` asks for: the plan, and the memory of each role and phase.
+
+    Raises:
+        ConfigError: what is asked for is not there, or there is too little memory.
+    """
+    planned = make(cfg, apart, there or hardware.present())
+    sys.stdout.write(f"{planned.plan.table()}\n")
+    if planned.prediction is not None:
+        sys.stdout.write(f"{planned.prediction.table()}\n")
+    sys.stdout.write("".join(f"{line}\n" for line in planned.peaks()))
+    check_memory(cfg, planned)
+
+
+def check_engine_gpu(cfg: Config, plan: Plan) -> None:
+    """Check that the engine of grpo.py has a GPU that it can take.
+
+    Raises:
+        ConfigError: vLLM, which takes the first GPU that its process sees, is planned for another.
+    """
+    engine = plan.inference.devices[0]
+    if plan.apart or cfg.inference_model.backend != "vllm" or engine in ("cpu", "cuda:0"):
+        return
+    number = engine.removeprefix("cuda:")
+    wrong = f"vLLM in grpo.py's process takes the first GPU it sees, and the plan gives it cuda:{number}"
+    if cfg.inference_model.devices is None:
+        mend = "inference_model.devices=[0] and another list for whoever has the first"
+        raise bad_value("inference_model.devices", None, wrong, mend)
+    raise bad_value(
+        "inference_model.devices",
+        cfg.inference_model.devices,
+        f"{wrong}; CUDA_VISIBLE_DEVICES chooses which GPU is the first",
+        "inference_model.devices=[0]",
+    )
+
+
+def check_memory(cfg: Config, planned: Planned) -> None:
+    """Check that every device has the memory that is predicted for it.
+
+    Raises:
+        ConfigError: one has not; the message names overrides with which all would fit.
+    """
+    if planned.prediction is None or planned.shape is None:
+        return
+    for device, there in _present(planned.plan, planned.there).items():
+        need, phase = planned.prediction.peak(device)
+        if there is None or need <= there * GIB:
+            continue
+        largest = planned.prediction.largest(device, phase)
+        wrong = (
+            f"{need / GIB:.2f} GiB are needed on {device} while {_WHILE[phase]}, most of it for "
+            f"{largest.role} ({largest.phase}: {largest.total / GIB:.2f} GiB), and {there:.2f} GiB are there"
+        )
+        raise bad_value("model.name", cfg.model.name, wrong, " or ".join(_mends(cfg, planned)))
+
+
+def _present(plan: Plan, there: Hardware) -> dict[str, float | None]:
+    """The devices that the plan uses, and what each has in GiB."""
+    used = dict.fromkeys([*plan.train.devices, *plan.inference.devices, *plan.reference.devices])
+    return {
+        name: there.cpu_gib if name == "cpu" else there.gpus[int(name.removeprefix("cuda:"))]
+        for name in used
+        if name != "ray"
+    }
+
+
+def _mends(cfg: Config, planned: Planned) -> list[str]:
+    """Overrides with which the prediction fits; each was tried."""
+    found = itertools.islice(_fitting(cfg, planned), _SUGGESTIONS)
+    return list(found) or ["a smaller model (no budget, cache or length would be enough)"]
+
+
+def _fitting(cfg: Config, planned: Planned) -> Iterator[str]:
+    ladders = list(_ladders(cfg, planned.plan))
+    # One key, the mildest change of it that is enough; then two at a time, and so on.
+    fitted: set[str] = set()
+    for number in range(1, len(ladders) + 1):
+        for chosen in itertools.combinations(ladders, number):
+            if any(ladder[0][1] in fitted for ladder in chosen):
+                continue
+            changes = next((one for one in _rungs(chosen) if _fits(cfg, planned, one)), None)
+            if changes is not None:
+                fitted |= {key for _, key, _ in changes}
+                yield " ".join(f"{section}.{key}={show(value)}" for section, key, value in changes)
+
+
+def _rungs(ladders: tuple[list[Change], ...]) -> Iterator[tuple[Change, ...]]:
+    """Steps down several ladders at the same time, the shorter ones waiting at their ends."""
+    for step in range(max(map(len, ladders))):
+        yield tuple(ladder[min(step, len(ladder) - 1)] for ladder in ladders)
+
+
+def _ladders(cfg: Config, plan: Plan) -> Iterator[list[Change]]:
+    """What takes less memory, the mildest change of a key first; keys that change no number before others."""
+    longest, budget = cfg.inference_model.max_model_len, token_budget(cfg)
+    budgets = [budget // 2**step for step in range(1, 20) if budget // 2**step > longest]
+    if budget > longest:
+        yield [("train", "max_tokens_per_microbatch", tokens) for tokens in [*budgets, longest]]
+    if not cfg.train_model.gradient_checkpointing:
+        yield [("train_model", "gradient_checkpointing", True)]
+    if cfg.inference_model.backend == "vllm":
+        yield from _ladders_of_vllm(cfg, plan)
+    least = cfg.inference_model.max_new_tokens + _LEAST_PROMPT
+    lengths = [length for length in (longest // 2, longest // 4) if length >= least]
+    if lengths:
+        yield [("inference_model", "max_model_len", length) for length in lengths]
+    if cfg.eval.num_problems > _LEAST_PROBLEMS:
+        yield [("eval", "num_problems", _LEAST_PROBLEMS)]
+
+
+def _ladders_of_vllm(cfg: Config, plan: Plan) -> Iterator[list[Change]]:
+    if plan.num_gpus == 0:
+        if cfg.inference_model.kv_cache_gib > 1:
+            less = range(cfg.inference_model.kv_cache_gib - 1, 0, -1)
+            yield [("inference_model", "kv_cache_gib", gib) for gib in less]
+        return
+    if plan.colocated and not plan.apart and not plan.sleeps:
+        yield [("inference_model", "sleep", True)]
+    tenths = range(int(cfg.inference_model.gpu_memory_utilization * 20 - 1e-6), 1, -1)
+    if tenths:
+        yield [("inference_model", "gpu_memory_utilization", step / 20) for step in tenths]
+
+
+def _fits(cfg: Config, planned: Planned, changes: tuple[Change, ...]) -> bool:
+    trial = copy.deepcopy(cfg)
+    for section, key, value in changes:
+        setattr(vars(trial)[section], key, value)
+    other = make(trial, planned.plan.apart, planned.there)
+    assert other.prediction is not None
+    limits = _present(other.plan, other.there)
+    return all(
+        there is None or other.prediction.peak(device)[0] <= there * GIB for device, there in limits.items()
+    )
