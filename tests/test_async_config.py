@@ -80,17 +80,25 @@ def test_one_process_has_one_engine() -> None:
 
 
 @pytest.mark.parametrize("check", [check_sync, check_async])
-@pytest.mark.parametrize("role", ["train_model", "ref_model"])
-def test_what_is_planned_and_not_yet_run(check: Callable[[Config], None], role: str) -> None:
+def test_what_is_planned_and_not_yet_run(check: Callable[[Config], None]) -> None:
     for change, good in (
-        ({f"{role}__num_devices": 2}, rf"write {role}\.num_devices=1 instead"),
-        ({f"{role}__devices": [3, 4]}, rf"write {role}\.devices=\[3\] instead"),
+        ({"ref_model__num_devices": 2}, r"write ref_model\.num_devices=1 instead"),
+        ({"ref_model__devices": [3, 4]}, r"write ref_model\.devices=\[3\] instead"),
     ):
         cfg = config(**change)
-        with pytest.raises(ConfigError, match=rf"{role}.*only plans them \(dry_run=true\); {good}"):
+        with pytest.raises(ConfigError, match=rf"ref_model.*only plans them \(dry_run=true\); {good}"):
             check(cfg)
         cfg.dry_run = True
         check(cfg)
+
+
+@pytest.mark.parametrize("check", [check_sync, check_async])
+def test_each_training_rank_needs_a_group(check: Callable[[Config], None]) -> None:
+    groups = config().env.num_envs
+    check(config(train_model__num_devices=groups))
+    check(config(train_model__devices=list(range(groups))))
+    with pytest.raises(ConfigError, match=rf"only {groups} groups.*write train_model\.num_devices={groups} "):
+        check(config(train_model__num_devices=groups + 1))
 
 
 def test_an_engine_that_sleeps_cannot_work_beside_the_trainer() -> None:

@@ -188,7 +188,6 @@ BAD: list[tuple[str, str]] = [
     ("logging.backends=[csv,mlflow]", "csv, tensorboard, wandb"),
     ("logging.backends=[csv,csv]", "twice"),
     # devices
-    ("train_model.num_devices=9", "an optimiser batch has only 8 groups"),
     (
         "train_model.num_devices=2 train_model.parallelism=fsdp2 train_model.autocast=fp16",
         "train_model.autocast=bf16",
