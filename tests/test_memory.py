@@ -201,7 +201,7 @@ def test_checkpointing_and_smaller_micro_batches_take_less() -> None:
     plain = row(predicted(config()), "train", "optimise").activations
     again = row(predicted(config(train_model__gradient_checkpointing=True)), "train", "optimise").activations
     half = row(predicted(config(train__max_tokens_per_microbatch=2048)), "train", "optimise").activations
-    assert again < plain / 5 and half == pytest.approx(plain / 2, rel=0.1)
+    assert again < plain / 2 and half == pytest.approx(plain / 2, rel=0.1)
 
 
 def test_processes_of_a_cpu_share_its_memory() -> None:
@@ -375,7 +375,7 @@ def test_predicted_memory_is_that_of_a_run(
     small = kind == "smollm2"
     cfg = config(env__num_envs=2 if small else 4, env__repeats=4, env__prompt_template="{question}")
     cfg.model.name, cfg.env.data_path, cfg.env.answer_format = str(model), "questions.jsonl", "plain"
-    cfg.inference_model.max_model_len, cfg.inference_model.max_new_tokens = (112, 64) if small else (192, 96)
+    cfg.inference_model.max_model_len, cfg.inference_model.max_new_tokens = (128, 64) if small else (192, 96)
     cfg.train.total_dialog_turns, cfg.train.checkpoint_frequency = (16 if small else 32), 0
     cfg.eval.num_problems, cfg.logging.progress = 0, False
     # No answer is right; this gives every response a gradient.

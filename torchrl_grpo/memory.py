@@ -22,12 +22,15 @@ GIB = 2**30
 FLOAT = 4
 # Measured on Linux with torch 2.13: Python with torch, transformers and TorchRL; more once vLLM is imported.
 _PROGRAM_GIB = 0.5
-_VLLM_PROGRAM_GIB = 0.7
+_VLLM_PROGRAM_GIB = 0.2
 # Not measured here: context and kernels of CUDA in a process, and what an engine that sleeps leaves behind.
 _CUDA_GIB = 0.7
 _ASLEEP_GIB = 0.7
 # Room between pieces that autograd keeps, which the allocator cannot use: 5 to 20 % was measured.
 _FRAGMENTED = 1.1
+# With checkpointing the C library leaves holes of about this share of what each layer computed and dropped;
+# CUDA's allocator, which hands out the same sizes layer after layer, is taken to leave none.
+_HOLES = {"cpu": 0.25, "cuda": 0.0}
 # Logits of the output head at a time, and how many arrays of that size live together.
 _HEAD_BLOCK = {"cpu": 2**22, "cuda": 2**26}
 _HEAD_BLOCKS = 4
@@ -162,7 +165,7 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload) -> list[R
     share = 1 / len(role.devices) if cfg.train_model.parallelism == "fsdp2" else 1.0
     weights = share * _bytes_a_weight(cfg, half) * shape.parameters
     trained = share * FLOAT * shape.parameters * (_ADAPTER_SHARE if lora else 1.0)
-    kept, work = activations(shape, load, cfg.train_model.gradient_checkpointing, half)
+    kept, work = activations(shape, load, cfg.train_model.gradient_checkpointing, half, device)
     # Under autocast the weights' 16-bit copies live as long as the pass.
     copies = 2.0 * shape.parameters if half else 0.0
     # The output head's gradient is whole before it is added, and the embedding's again at the end.
@@ -208,13 +211,16 @@ def kept_by_layer(shape: ModelShape, load: Workload, half: bool) -> float:
     return load.tokens * (20 * h + 2 * mlp) + 3 * attention
 
 
-def activations(shape: ModelShape, load: Workload, checkpointing: bool, half: bool) -> tuple[float, float]:
+def activations(
+    shape: ModelShape, load: Workload, checkpointing: bool, half: bool, device: str
+) -> tuple[float, float]:
     """Bytes that the forward pass keeps for the backward pass, and what the latter needs beside them."""
     layer = kept_by_layer(shape, load, half)
     edges = FLOAT * load.tokens * 4 * shape.hidden  # embedding, last norm, states that the head sees
     work = FLOAT * load.tokens * (4 * shape.mlp + 4 * shape.hidden)
     if checkpointing:
-        return shape.layers * FLOAT * load.tokens * shape.hidden + edges, layer + work
+        holes = _HOLES[device] * (shape.layers - 1) * layer
+        return shape.layers * FLOAT * load.tokens * shape.hidden + edges + holes, layer + work
     return _FRAGMENTED * (shape.layers * layer + edges), work
 
 
