@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,8 @@ def config(**changes: object) -> Config:
     return cfg
 
 
-def predicted(
-    cfg: Config, gpus: tuple[float, ...] = (), apart: bool = False, lora: bool = False
-) -> memory.Prediction:
-    request = replace(devices.request_of(cfg, apart), lora=lora)
-    return memory.predict(cfg, devices.plan(request, len(gpus)), SEVEN_B, gpus)
+def predicted(cfg: Config, gpus: tuple[float, ...] = (), apart: bool = False) -> memory.Prediction:
+    return memory.predict(cfg, devices.plan(devices.request_of(cfg, apart), len(gpus)), SEVEN_B, gpus)
 
 
 def row(prediction: memory.Prediction, role: str, phase: str) -> memory.Row:
@@ -190,11 +186,30 @@ def test_rows_on_a_gpu_with_an_engine_that_sleeps() -> None:
 
 def test_adapters_have_small_gradients_and_no_reference() -> None:
     cfg = config(policy__kl_coef=0.1)
-    whole, adapters = predicted(cfg), predicted(cfg, lora=True)
+    whole = predicted(cfg)
+    cfg.train_model.lora.rank = 16
+    adapters = predicted(cfg)
     assert row(whole, "reference", "score").weights == 4 * SEVEN_B.parameters
     assert not [one for one in adapters.rows if one.role == "reference"]
     small = row(adapters, "train", "optimise")
     assert small.gradients + small.optimiser < 0.1 * row(whole, "train", "optimise").gradients
+
+
+def test_a_frozen_base_is_held_as_configured() -> None:
+    cfg = config()
+    cfg.train_model.lora.rank = 16
+    sizes = {}
+    for dtype, quantization in (("float32", "none"), ("bfloat16", "none"), ("auto", "nf4")):
+        cfg.train_model.lora.base_dtype, cfg.train_model.quantization = dtype, quantization
+        sizes[dtype] = row(predicted(cfg), "train", "optimise").weights / SEVEN_B.parameters
+    assert sizes["float32"] == 4 and sizes["bfloat16"] == 2 and 0.5 < sizes["auto"] < 0.6
+
+
+def test_shards_divide_what_is_trained() -> None:
+    whole = row(predicted(config(train_model__num_devices=4), (80.0,) * 8), "train", "optimise")
+    cfg = config(train_model__num_devices=4, train_model__parallelism="fsdp2")
+    shards = row(predicted(cfg, (80.0,) * 8), "train", "optimise")
+    assert shards.weights == whole.weights / 4 and shards.optimiser == whole.optimiser / 4
 
 
 def test_checkpointing_and_smaller_micro_batches_take_less() -> None:

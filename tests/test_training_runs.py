@@ -250,9 +250,9 @@ def mistakes(config: Config, tmp_path: Path) -> dict[str, tuple[dict[str, object
             r"tokens.*inference_model\.max_model_len",
         ),
         "longer than the model was built for": (
-            {"inference_model__max_model_len": 10**6},
+            {"inference_model__max_model_len": 2000},
             ModelError,
-            r"inference_model\.max_model_len=1000000.*write inference_model\.max_model_len=",
+            r"inference_model\.max_model_len=2000.*write inference_model\.max_model_len=",
         ),
         "no chat template": ({"model__name": str(bare)}, ModelError, r"model\.chat_template"),
         "chat template file missing": (

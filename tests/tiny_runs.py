@@ -29,7 +29,8 @@ def config(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     cfg.model.name = str(tiny_model_dir)
     cfg.reward.weights = {"exact_match": 1.0, "bare_number": 0.3}
     # The same numbers on every machine: what runs do is compared to rounding, and bfloat16 rounds much.
-    cfg.train_model.autocast, cfg.inference_model.dtype = "no", "float32"
+    cfg.train_model.autocast = "no"
+    cfg.inference_model.dtype = cfg.ref_model.dtype = "float32"
     cfg.inference_model.backend = "transformers"
     cfg.inference_model.max_model_len, cfg.inference_model.max_new_tokens = 200, 6
     cfg.optimizer.lr = 1e-2
