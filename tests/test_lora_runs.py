@@ -15,6 +15,9 @@ from transformers import AutoModelForCausalLM
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.models import loading, lora
+from torchrl_grpo.models.logprobs import TokenScorer
+from torchrl_grpo.rollout.log_probs import LogProbScorer
+from torchrl_grpo.training.learner import Learner
 from torchrl_grpo.training.session import Session
 from torchrl_grpo.training.verify_resume import read
 
@@ -22,8 +25,6 @@ from torchrl_grpo.training.verify_resume import read
 @pytest.fixture(autouse=True)
 def adapters(config: Config) -> None:
     config.train_model.lora.rank = 4
-    # The same numbers on every machine, also where bfloat16 is fast.
-    config.train_model.autocast, config.inference_model.dtype = "no", "float32"
     config.optimizer.lr = 3e-2
 
 
@@ -49,10 +50,7 @@ def test_the_reference_is_the_base_and_not_a_second_model(
     with_base = without_eval(train("lora", policy__kl_coef=0.1, inference_model__temperature=0.7))
     assert len(loaded) == 1, "the engine imports its own name of it"
     # The same reference, loaded apart: nothing may differ but rounding.
-    monkeypatch.setattr(
-        "torchrl_grpo.training.session.build_reference",
-        lambda cfg, policy, source, *rest: apart(cfg, source, *rest),
-    )
+    monkeypatch.setattr("torchrl_grpo.training.session.build_reference", apart)
     loaded.clear()
     with_copy = without_eval(train("copy"))
     assert len(loaded) == 2
@@ -61,14 +59,12 @@ def test_the_reference_is_the_base_and_not_a_second_model(
         assert one["loss/total"] == pytest.approx(other["loss/total"], abs=1e-4)
 
 
-def apart(cfg: Config, source: str, device: torch.device, autocast: Any, shares: bool, budget: Any) -> Any:
-    from torchrl_grpo.models.logprobs import TokenScorer
-    from torchrl_grpo.rollout.log_probs import LogProbScorer
-
+def apart(cfg: Config, source: str, device: torch.device, learner: Learner) -> LogProbScorer:
     model = loading.load_model(source, cfg.model, device, torch.float32).requires_grad_(False)
-    return LogProbScorer(
-        TokenScorer(model, cfg.inference_model.temperature, autocast, shares), "reference", budget()
+    scorer = TokenScorer(
+        model, cfg.inference_model.temperature, learner.autocast_dtype, learner.shares_prefix
     )
+    return LogProbScorer(scorer, "reference", learner.make_budget())
 
 
 @pytest.mark.parametrize("shape", ["recomputed", "unshared"])

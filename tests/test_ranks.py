@@ -205,6 +205,19 @@ def test_a_run_on_two_ranks_follows_the_run_on_one_and_so_does_its_continuation_
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
+def test_adapters_train_on_two_ranks_as_on_one(
+    repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    found = []
+    for ranks in (1, 2):
+        more = ("train_model.lora.rank=4", "policy.kl_coef=0.1", f"train_model.num_devices={ranks}")
+        done = command(repo_root, [sys.executable], words(sums, tiny_model_dir, tmp_path / str(ranks), *more))
+        assert done.returncode == 0, done.stderr
+        found.append(metrics(tmp_path / str(ranks)))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_on_one_rank_continues_on_two(
     kind: str, repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path, one_rank: Path
