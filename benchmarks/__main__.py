@@ -116,8 +116,9 @@ def _growth(options: Options) -> results.Part:
 
 
 def _overlap(options: Options) -> results.Part:
-    work = options.work(response_tokens=32)
-    steps = 6
+    # Rounds of some seconds, as they are: what a publication to several workers costs does not grow with them.
+    work = options.work(response_tokens=192)
+    steps = 4
     with Worker("overlap", _timed(work, 0, 0.0, steps)) as worker:
         worker.step()
         # Generation is made to take what the trainer takes: there overlapping gains most.
