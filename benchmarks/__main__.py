@@ -116,7 +116,7 @@ def _growth(options: Options) -> results.Part:
 
 
 def _overlap(options: Options) -> results.Part:
-    # Rounds of some seconds, as they are: what a publication to several workers costs does not grow with them.
+    # Rounds of some seconds, as they are: what publishing to several workers costs does not grow with them.
     work = options.work(response_tokens=192)
     steps = 4
     with Worker("overlap", _timed(work, 0, 0.0, steps)) as worker:

@@ -24,7 +24,8 @@ def watch(work: Workload, steps: int) -> list[dict[str, float]]:
     """Run ``grpo-async.py`` for so many small steps; every two seconds or so what it holds, in MiB.
 
     Returns:
-        ``step``, ``trainer`` and ``workers`` (resident), ``object_store`` (the machine's shared memory in use
+        ``step``, ``trainer`` and ``workers`` (resident and their own: pages of the object store that a
+        process has looked at are counted once, there), ``object_store`` (the machine's shared memory in use
         beyond what was in use before).
     """
     folder = Path(tempfile.mkdtemp())
@@ -43,8 +44,8 @@ def watch(work: Workload, steps: int) -> list[dict[str, float]]:
                 points.append(
                     {
                         "step": newest_step(folder / "run"),
-                        "trainer": trainer.memory_info().rss / _MIB,
-                        "workers": sum(one.memory_info().rss for one in _workers(trainer)) / _MIB,
+                        "trainer": _own(trainer),
+                        "workers": sum(map(_own, _workers(trainer))),
                         "object_store": (_shared() - before) / _MIB,
                     }
                 )
@@ -84,6 +85,11 @@ def _workers(trainer: psutil.Process) -> Iterator[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             if "ray::RolloutActor" in " ".join(child.cmdline()):
                 yield child
+
+
+def _own(process: psutil.Process) -> float:
+    held = process.memory_info()
+    return (held.rss - held.shared) / _MIB
 
 
 def _shared() -> float:
