@@ -203,17 +203,18 @@ class _Command:
     def _train(self) -> None:
         configs: list[Config] = []
         for job in self._jobs():
-            cfg = parse(job.node)
+            cfg = launch.resolved(parse(job.node))
             self.check(cfg)
             if cfg.dry_run and launch.rank() == 0:
                 self._show_plan(cfg, len(configs))
             else:
                 check_installed(cfg)
             configs.append(cfg)
-            launch.parallelism(cfg)
         if any(cfg.dry_run for cfg in configs):
             return
         ranks = launch.ranks_wanted(configs)
+        for cfg in configs:
+            launch.check_engine(cfg, ranks, self.apart)
         if launch.rank() > 0:
             self._follow(configs)
             return
@@ -230,6 +231,7 @@ class _Command:
 
     def _follow(self, configs: list[Config]) -> None:
         """As a training rank other than the first, serve each job; what it writes is rank 0's affair."""
+        gc.enable()
         module, _, _ = self.run.partition(":")
         for _ in configs:
             vars(importlib.import_module(module))["follow"]()
@@ -295,13 +297,14 @@ class _Command:
         hydra_cfg = HydraConfig.get()
         where = f"job {hydra_cfg.job.num} ({hydra_cfg.job.override_dirname}): " if self.sweep else ""
         try:
-            cfg = parse(node)
+            cfg = launch.resolved(parse(node))
             module, _, name = self.run.partition(":")
             function = vars(importlib.import_module(module))[name]
             return function(cfg, Path(hydra_cfg.runtime.output_dir))
         except UserError as error:
             _report(error, where)
-            if not self.sweep:
+            if not self.sweep or launch.launched():
+                # Training ranks that one job has left in different places cannot run another.
                 raise SystemExit(USER_ERROR_CODE) from None
             # The other jobs of a sweep go on; Hydra raises the first failure at its end.
             self.reported.append(error)

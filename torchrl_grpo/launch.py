@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config_keys import bad_value
@@ -19,6 +20,8 @@ from torchrl_grpo.devices import num_devices
 
 # What the launcher's process ends with when a rank was ended by a signal.
 _ENDED_BY_SIGNAL = 1
+# What an interrupted rank 0 has to end in good order.
+_FAREWELL_S = 60
 
 
 def launched() -> bool:
@@ -50,9 +53,11 @@ def ranks_wanted(configs: Sequence[Config]) -> int:
     """Training ranks that the jobs of a command ask for.
 
     Raises:
-        ConfigError: they differ from job to job, or from what a launcher has started.
+        ConfigError: they differ from job to job.
     """
     counts = sorted({num_devices(cfg.train_model) for cfg in configs})
+    if launched():
+        return world_size()
     if len(counts) > 1:
         raise bad_value(
             "train_model.num_devices",
@@ -60,15 +65,48 @@ def ranks_wanted(configs: Sequence[Config]) -> int:
             "all jobs of a sweep run in the same training ranks",
             f"train_model.num_devices={counts[0]}, and a sweep of its own for {counts[1]}",
         )
-    started = world_size()
-    if launched() and counts[0] not in (1, started):
+    return counts[0]
+
+
+def resolved(cfg: Config) -> Config:
+    """The configuration with what a launcher has decided: how many ranks there are, and how they hold the model.
+
+    Raises:
+        ConfigError: it asks for something else.
+    """
+    kind = parallelism(cfg)
+    if not launched():
+        return cfg
+    asked, started = cfg.train_model.num_devices, world_size()
+    if asked not in ("auto", started):
         raise bad_value(
             "train_model.num_devices",
-            counts[0],
+            asked,
             f"the launcher has started {started} processes",
-            f"train_model.num_devices={started}, or --num_processes {counts[0]} for the launcher",
+            f"train_model.num_devices={started}, or --num_processes {asked} for the launcher",
         )
-    return max(counts[0], started)
+    train = replace(cfg.train_model, num_devices=local_world_size(), parallelism=kind)
+    return replace(cfg, train_model=train)
+
+
+def check_engine(cfg: Config, ranks: int, apart: bool) -> None:
+    """Refuse vLLM in the process of a rank: it would take the ranks' process group for its own.
+
+    Args:
+        cfg: ``inference_model`` is read.
+        ranks: training ranks.
+        apart: engines are workers in processes of their own.
+
+    Raises:
+        ConfigError: that is what would run.
+    """
+    if ranks > 1 and not apart and cfg.inference_model.backend == "vllm" and not cfg.dry_run:
+        raise bad_value(
+            "inference_model.backend",
+            "vllm",
+            f"with {ranks} training ranks vLLM needs a process of its own, which grpo-async.py gives it",
+            "grpo-async.py with collector.max_policy_age=0, or inference_model.backend=transformers",
+        )
 
 
 def parallelism(cfg: Config) -> str:
@@ -94,6 +132,9 @@ def parallelism(cfg: Config) -> str:
             "train_model.parallelism=auto, or config/accelerate/multi_gpu.yaml for the launcher",
         )
     kind = told if asked == "auto" else asked
+    if kind == "fsdp2" and cfg.train_model.autocast == "fp16":
+        wrong = "the loss scaler would see the overflow of one shard only"
+        raise bad_value("train_model.autocast", "fp16", wrong, "train_model.autocast=bf16")
     if kind == "fsdp2" and cfg.train_model.lora.rank > 0:
         raise bad_value(
             "train_model.parallelism",
@@ -131,12 +172,13 @@ def launch(words: Sequence[str], count: int) -> int:
         envs={number: {**common, "RANK": str(number), "LOCAL_RANK": str(number)} for number in range(count)},
         logs_specs=DefaultLogsSpecs(),
     )
+    # The library answers an interrupt by killing all ranks; rank 0 still has something to say and to finish.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         result = ranks.wait()
     except KeyboardInterrupt:
-        # Only rank 0 has something to say and to finish; the others follow it.
         os.kill(ranks.pids()[0], signal.SIGINT)
-        result = ranks.wait()
+        result = ranks.wait(timeout=_FAREWELL_S)
         if result is None or not result.failures:
             raise
     finally:

@@ -188,10 +188,6 @@ def _check_devices(cfg: Config) -> None:
         if isinstance(count, int) and count != len(devices):
             wrong = f"{len(devices)} named, and {name}.num_devices={count}"
             raise bad_value(f"{name}.devices", devices, wrong, f"{name}.num_devices={len(devices)}")
-    train = cfg.train_model
-    if train.parallelism == "fsdp2" and train.autocast == "fp16":
-        wrong = "the loss scaler would see the overflow of one shard only"
-        raise bad_value("train_model.autocast", "fp16", wrong, "train_model.autocast=bf16")
 
 
 def _check_task(cfg: Config) -> None:

@@ -46,6 +46,8 @@ _FREE_KEYS = (
     "train_model.num_devices",
     "train_model.devices",
     "train_model.parallelism",
+    "ref_model.num_devices",
+    "ref_model.devices",
     # Who samples a response does not change what it is sampled from.
     "collector.timeout_s",
     "collector.max_restarts",

@@ -46,11 +46,12 @@ def distribute(scorer: TokenScorer, kind: str, ranks: int, device: torch.device)
 
 
 def synchronising(network: object, last: bool) -> AbstractContextManager[None]:
-    """Gradients are exchanged in the last backward pass of a step, and add up locally before."""
+    """With DDP gradients are exchanged in the last backward pass of a step, and add up locally before.
+
+    With shards they are exchanged in each: whole gradients of several passes would not fit where shards do.
+    """
     if isinstance(network, DistributedDataParallel) and not last:
         return network.no_sync()
-    if isinstance(network, FSDPModule):
-        network.set_requires_gradient_sync(last)
     return nullcontext()
 
 

@@ -8,7 +8,8 @@ responses, so do they, in a blocking receive.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from torchrl_grpo import launch
 from torchrl_grpo.config import Config
-from torchrl_grpo.errors import TrainingStopped
 
 # A round may take hours to generate, and an idle rank must not take that for a death: the connection tells.
 _PATIENCE = timedelta(days=30)
@@ -35,6 +35,8 @@ class Ranks:
     def __init__(self, on_cpu: bool) -> None:
         self.rank, self.size = launch.rank(), launch.world_size()
         self._orders: dist.ProcessGroup | None = None
+        # Something raised while the others were in the same call: they may wait for this rank in the middle.
+        self._broken = False
         if self.size > 1:
             # Transformers would leave all ranks but the first without weights, for Accelerate to fill in.
             os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
@@ -53,16 +55,12 @@ class Ranks:
             dist.broadcast_object_list([message], src=0, group=self._orders)
 
     def hear(self) -> Any:
-        """On the others: what rank 0 tells next.
-
-        Raises:
-            TrainingStopped: rank 0 is gone.
-        """
+        """On the others: what rank 0 tells next; None when it is gone, which it has then said itself."""
         box = [None]
         try:
             dist.broadcast_object_list(box, src=0, group=self._orders)
-        except RuntimeError as error:
-            raise TrainingStopped(f"rank {self.rank}: rank 0 has ended ({error})") from error
+        except RuntimeError:
+            return None
         return box[0]
 
     def together(self, target: object, method: str, *arguments: Any) -> Any:
@@ -72,7 +70,17 @@ class Ranks:
             What it returned on this rank.
         """
         self.tell((method, arguments))
-        return _call(target, method, arguments)
+        with self.united():
+            return _call(target, method, arguments)
+
+    @contextmanager
+    def united(self) -> Iterator[None]:
+        """Around what every rank does at the same time, where an exception leaves them in different places."""
+        try:
+            yield
+        except BaseException:
+            self._broken = True
+            raise
 
     def follow(self, target: object) -> None:
         """On the others: do what :meth:`together` says, until rank 0 dismisses them."""
@@ -80,8 +88,12 @@ class Ranks:
             _call(target, *order)
 
     def dismiss(self) -> None:
-        """On rank 0: let the others end :meth:`follow`."""
-        self.tell(None)
+        """On rank 0: let the others end :meth:`follow`.
+
+        After an exception in a common call they listen no more: this process's end is what ends them.
+        """
+        if not self._broken:
+            self.tell(None)
 
     def add_up(self, values: dict[str, float], names: Sequence[str]) -> dict[str, float]:
         """The sum over all ranks of each of ``names``; a rank adds nothing for those it does not have."""
@@ -143,6 +155,8 @@ def divide(costs: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def divide_threads(cfg: Config) -> None:
-    """Give this rank its share of the cores, where several ranks of a machine compute on them."""
-    if launch.local_world_size() > 1 and cfg.train.num_threads is None and not torch.cuda.is_available():
+    """Give this rank its threads: as configured, or its share where several ranks compute on the cores."""
+    if cfg.train.num_threads is not None:
+        torch.set_num_threads(cfg.train.num_threads)
+    elif launch.local_world_size() > 1 and not torch.cuda.is_available():
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size()))

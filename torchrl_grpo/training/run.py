@@ -4,6 +4,7 @@ torch is imported.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -61,6 +62,11 @@ def follow() -> None:
         torch.cuda.set_device(device)
     learner = Learner(cfg, weights, resume_from, reward_weights, device, ranks, say=lambda text: None)
     ranks.follow(learner)
+    # As Session.close() does: a sweep's next job needs the memory.
+    del learner
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _with_proximal(cfg: Config, automatic: str) -> Config:
@@ -75,15 +81,7 @@ def _with_proximal(cfg: Config, automatic: str) -> Config:
     return replace(cfg, policy=replace(cfg.policy, proximal=automatic))
 
 
-def _with_ranks(cfg: Config) -> Config:
-    """The training devices of this machine as a launcher has started them, one a process."""
-    if not launch.launched():
-        return cfg
-    return replace(cfg, train_model=replace(cfg.train_model, num_devices=launch.local_world_size()))
-
-
 def _claim_and_train(cfg: Config, run_dir: Path, collect: str) -> dict[str, Any]:
-    cfg = _with_ranks(cfg)
     problems = data.load(cfg)
     with claimed(run_dir):
         plan = planning.announce(cfg, apart=collect != "one_engine")

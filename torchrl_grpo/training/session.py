@@ -98,7 +98,8 @@ class Session:
         # The other ranks build theirs from the same.
         ranks.tell((*start, self.plan))
         # Looked up late: the progress bar is made last, when nothing can fail any more.
-        self.learner = Learner(*start, self.device, ranks, lambda text: self.progress.note(text))
+        with ranks.united():
+            self.learner = Learner(*start, self.device, ranks, lambda text: self.progress.note(text))
         self.model = self.learner.model
         self.advantage = self.learner.advantage
         self.optimise = self.learner.optimise
@@ -187,7 +188,8 @@ class Session:
         proof = self.publisher.prove_at_start(
             self.counters.step, partial(self.collector.publish, self.publisher, wait=True)
         )
-        self.speed = Speedometer(self.model, self.device, self.learner.autocast_dtype or self.model.dtype)
+        dtype = self.learner.autocast_dtype or self.model.dtype
+        self.speed = Speedometer(self.model, self.device, dtype, self.ranks.size)
         for note in (
             f"this machine multiplies matrices at {self.speed.gemm_rate / 1e9:,.0f} GFLOP/s in the trainer's "
             "numbers",

@@ -22,9 +22,13 @@ class Speedometer:
         model: what is trained.
         device: where.
         dtype: of its matrix products.
+        ranks: that train together, each on a device like this one.
     """
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, ranks: int = 1
+    ) -> None:
+        self._ranks = ranks
         self._operations = FlopCounter(model)
         adapters = sum(p.numel() for name, p in model.named_parameters() if is_adapter(name))
         self._parameters = model.num_parameters() - adapters
@@ -51,7 +55,7 @@ class Speedometer:
         return {
             "throughput/trained_tokens_per_s": tokens / seconds,
             "throughput/train_flops_per_s": rate,
-            "throughput/train_gemm_share": rate / self.gemm_rate,
+            "throughput/train_gemm_share": rate / (self._ranks * self.gemm_rate),
         }
 
     def published(self, seconds: float) -> dict[str, float]:
