@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
@@ -205,6 +209,31 @@ def test_a_run_on_two_ranks_follows_the_run_on_one_and_so_does_its_continuation_
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
+def test_an_interrupt_ends_all_ranks_in_good_order(
+    repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    more = ("train_model.num_devices=2", "train.total_dialog_turns=160000")
+    script = str(repo_root / "sota-implementations/grpo/grpo.py")
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
+    process = subprocess.Popen(
+        [sys.executable, script, *words(sums, tiny_model_dir, folder, *more)],
+        env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (folder / "checkpoints/2").exists() and time.monotonic() < deadline:
+        # Nothing tells another process that a checkpoint is there.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.2)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 2
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "continues from its last checkpoint" in said and "Traceback" not in said
+    assert not psutil.wait_procs(family, timeout=30)[1]
+
+
 def test_adapters_train_on_two_ranks_as_on_one(
     repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -244,6 +273,21 @@ def test_a_run_on_one_rank_continues_on_two(
             None,
             ("train_model.num_devices=2", "model.name=/nowhere"),
             "model.name=/nowhere: there is no such folder",
+        ),
+        (
+            None,
+            ("train_model.num_devices=2", "inference_model.backend=vllm"),
+            "error: inference_model.backend=vllm: with 2 training ranks",
+        ),
+        # Found by all ranks, when they read the model.
+        (
+            None,
+            (
+                "train_model.num_devices=2",
+                "train_model.lora.rank=4",
+                "train_model.lora.target_modules=[nope]",
+            ),
+            "error: train_model.lora.target_modules",
         ),
         ("multi_gpu", ("train_model.num_devices=3",), "the launcher has started 2 processes"),
         ("fsdp2", ("train_model.parallelism=ddp",), "the launcher was configured for FSDP"),

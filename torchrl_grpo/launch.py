@@ -69,7 +69,7 @@ def ranks_wanted(configs: Sequence[Config]) -> int:
 
 
 def resolved(cfg: Config) -> Config:
-    """The configuration with what a launcher has decided: how many ranks there are, and how they hold the model.
+    """The configuration with what a launcher has decided: the number of ranks, and how they hold the model.
 
     Raises:
         ConfigError: it asks for something else.

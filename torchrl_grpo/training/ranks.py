@@ -75,7 +75,7 @@ class Ranks:
 
     @contextmanager
     def united(self) -> Iterator[None]:
-        """Around what every rank does at the same time, where an exception leaves them in different places."""
+        """Around what every rank does at the same time, where an exception leaves them apart."""
         try:
             yield
         except BaseException:
