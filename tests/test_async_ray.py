@@ -135,7 +135,9 @@ def test_a_killed_trainer_leaves_nothing_behind_and_resumes(
 
 def test_an_interrupt_ends_the_run_in_good_order(repo_root: Path, tmp_path: Path, words: list[str]) -> None:
     run = tmp_path / "run"
-    with started(repo_root, tmp_path, *words, "hydra.run.dir=run") as process:
+    # Long enough not to have ended by itself on any machine.
+    endless = "train.total_dialog_turns=160000"
+    with started(repo_root, tmp_path, *words, "hydra.run.dir=run", endless) as process:
         processes = wait_for(process, run / "metrics.jsonl", 3)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 130

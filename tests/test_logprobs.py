@@ -135,7 +135,8 @@ def test_shared_prefix_under_autocast_agrees_to_bfloat16(family: str) -> None:
     # Rounding differs between the two by no more than what it costs either of them.
     rounding = float((plain.log_probs - exact.log_probs).detach().abs().max())
     gap = float((shared.log_probs - plain.log_probs).detach().abs().max())
-    assert 0 < gap < 2 * rounding
+    # On some processors it does not differ at all.
+    assert gap < 2 * rounding
     for name, gradient in plain_gradients.items():
         difference = float((shared_gradients[name] - gradient).norm() / (1e-3 + gradient.norm()))
         assert difference < 0.05, name
