@@ -43,7 +43,7 @@ def main(
     config_dir: Path,
     argv: Sequence[str] | None = None,
     check: Callable[[Config], None] = lambda cfg: None,
-    apart: bool = False,
+    asynchronous: bool = False,
 ) -> None:
     """Run a script's command line.
 
@@ -54,7 +54,7 @@ def main(
         config_dir: the folder of the configuration tree.
         argv: the words after the script's name; the process's own by default.
         check: what this script asks of a configuration beyond what every script does; raises ConfigError.
-        apart: its engines are workers in processes of their own.
+        asynchronous: its engines work while the trainer does.
 
     Raises:
         SystemExit: with code 2 for a user's mistake, 130 for an interrupt.
@@ -63,7 +63,7 @@ def main(
     # Imports and composition allocate much and free little: the collector costs them 7 %.
     gc.disable()
     try:
-        _Command(run, config_name, config_dir, words, check, apart).execute()
+        _Command(run, config_name, config_dir, words, check, asynchronous).execute()
     except UserError as error:
         if launch.rank() > 0 and isinstance(error, ConfigError):
             # Every rank reads the same words. The first one says what is wrong with them, and must not be
@@ -113,12 +113,12 @@ class _Command:
         config_dir: Path,
         words: list[str],
         check: Callable[[Config], None],
-        apart: bool,
+        asynchronous: bool,
     ) -> None:
         self.words = words
         self.asks = _read(words)
         self.check = check
-        self.apart = apart
+        self.asynchronous = asynchronous
         self.run = run
         self.default_name = config_name
         self.config_dir = config_dir.resolve()
@@ -213,8 +213,6 @@ class _Command:
         if any(cfg.dry_run for cfg in configs):
             return
         ranks = launch.ranks_wanted(configs)
-        for cfg in configs:
-            launch.check_engine(cfg, ranks, self.apart)
         if launch.rank() > 0:
             self._follow(configs)
             return
@@ -241,7 +239,7 @@ class _Command:
 
         if self.sweep:
             sys.stdout.write(f"job {number}\n")
-        planning.report(cfg, self.apart)
+        planning.report(cfg, self.asynchronous)
 
     def _folder(self, job: Job, configs: list[Config]) -> tuple[list[str], Callable[[], None]]:
         """Choose the run folder: overrides that say so, and what takes the traces of a failed start away."""

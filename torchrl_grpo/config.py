@@ -129,6 +129,7 @@ class TrainModelConfig:
     gradient_checkpointing: bool = False
     shared_prefix: bool = True
     attn_implementation: str = "auto"
+    compile: bool = False
     quantization: str = "none"
     lora: LoraConfig = field(default_factory=LoraConfig)
 

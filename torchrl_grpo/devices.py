@@ -47,25 +47,37 @@ class Request:
 
     Attributes:
         train: the model that is trained.
-        inference: the engine of grpo.py, or the workers of grpo-async.py.
+        inference: the engines.
         reference: the reference model.
-        apart: the engines are workers in processes of their own, which work while the trainer does.
-        cluster: these workers live on a Ray cluster, which has GPUs of its own.
+        asynchronous: of grpo-async.py, whose engines work while the trainer does.
+        cluster: the engines live on a Ray cluster, which has GPUs of its own.
         uses_reference: something reads the reference model's log-probabilities.
         lora: only adapters are trained, so the reference is the same model without them.
         backend: ``inference_model.backend``.
         sleep: whether the engine gives its memory up while the trainer trains; None leaves it to the planner.
+        ranks: training ranks on all machines, where a launcher has started them.
     """
 
     train: Role = Role("train_model")
     inference: Role = Role("inference_model")
     reference: Role = Role("ref_model")
-    apart: bool = False
+    asynchronous: bool = False
     cluster: bool = False
     uses_reference: bool = False
     lora: bool = False
     backend: str = "vllm"
     sleep: bool | None = None
+    ranks: int = 1
+
+    @property
+    def needs_processes(self) -> bool:
+        """Whether the engines run as workers in processes of their own wherever they are placed.
+
+        Those of grpo-async.py do, several do, and vLLM beside several ranks does: in the process of one it
+        would take the ranks' process group for its own.
+        """
+        beside_ranks = self.backend == "vllm" and max(self.ranks, self.train.count) > 1
+        return self.asynchronous or self.cluster or self.inference.count > 1 or beside_ranks
 
 
 def num_devices(section: TrainModelConfig | RefModelConfig | InferenceModelConfig) -> int:
@@ -73,23 +85,25 @@ def num_devices(section: TrainModelConfig | RefModelConfig | InferenceModelConfi
     return _role("", section.num_devices, section.devices).count
 
 
-def request_of(cfg: Config, apart: bool) -> Request:
+def request_of(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
     """What a configuration asks of the planner.
 
     Args:
         cfg: the three roles, ``policy`` and ``ray`` are read.
-        apart: of grpo-async.py.
+        asynchronous: of grpo-async.py.
+        ranks: training ranks on all machines, where a launcher has started them.
     """
     return Request(
         train=_role("train_model", cfg.train_model.num_devices, cfg.train_model.devices),
         inference=_role("inference_model", cfg.inference_model.num_devices, cfg.inference_model.devices),
         reference=_role("ref_model", cfg.ref_model.num_devices, cfg.ref_model.devices),
-        apart=apart,
-        cluster=apart and cfg.ray.address is not None,
+        asynchronous=asynchronous,
+        cluster=cfg.ray.address is not None,
         uses_reference=needs_reference(cfg.policy),
         lora=cfg.train_model.lora.rank > 0,
         backend=cfg.inference_model.backend,
         sleep=cfg.inference_model.sleep,
+        ranks=ranks,
     )
 
 
@@ -120,22 +134,37 @@ def _plan_cpu(request: Request) -> Plan:
     train = RolePlan(
         ("cpu",) * ranks, "separate", why if ranks == 1 else f"{why}: {ranks} ranks, a process each"
     )
-    if request.apart:
+    apart = request.needs_processes
+    if apart:
         inference = _workers(request, ("cpu",) * engines, "process")
-    elif engines == 1:
-        inference = RolePlan(("cpu",), "colocated", "in the trainer's process")
     else:
-        raise bad_value(
-            "inference_model.num_devices",
-            engines,
-            "grpo.py generates with one engine where there is no GPU; several are workers of grpo-async.py",
-            "inference_model.num_devices=1",
-        )
+        inference = RolePlan(("cpu",), "colocated", "in the trainer's process")
     reference = _not_loaded(request, train) or RolePlan(
-        train.devices, "colocated", "in the trainer's process" + ("" if ranks == 1 else "es")
+        train.devices[:1],
+        "colocated",
+        "in the trainer's process" if ranks == 1 else "in the first rank's process",
     )
     train = _beside(train, inference, reference)
-    return Plan(train, inference, reference, request.apart, 0, sleeps=bool(request.sleep))
+    return Plan(
+        train,
+        inference,
+        reference,
+        apart,
+        0,
+        _sleeps(request, apart, automatic=False),
+        request.asynchronous,
+    )
+
+
+def _sleeps(request: Request, apart: bool, automatic: bool) -> bool:
+    if request.sleep and apart:
+        raise bad_value(
+            "inference_model.sleep",
+            True,
+            "the engine runs in a process of its own here, and only one in the trainer's sleeps",
+            "inference_model.sleep=false",
+        )
+    return automatic if request.sleep is None else request.sleep
 
 
 def _beside(train: RolePlan, inference: RolePlan, reference: RolePlan) -> RolePlan:
@@ -194,18 +223,15 @@ class _Deal:
 
     def plan(self) -> Plan:
         ask = self.request
-        first = self._engine_first()
-        # vLLM in the process of grpo.py cannot be told which GPU it takes: the first one is left for it.
-        if first:
-            engine = self._take(ask.inference, [])
-            gpus = self._take(ask.train, engine)
-        else:
-            gpus = self._take(ask.train, [])
-            engine = [] if ask.cluster else self._take(ask.inference, gpus)
-        train = RolePlan(_names(gpus), "separate", self._why_train(gpus, first))
-        inference = self._inference(gpus, engine)
-        sleeps = self._sleeps(inference)
-        if inference.placement == "colocated":
+        gpus = self._take(ask.train, [])
+        engine = [] if ask.cluster else self._take(ask.inference, gpus)
+        train = RolePlan(_names(gpus), "separate", self._why_train(gpus))
+        # vLLM takes the first GPU that its process sees: any other needs a process that sees no other.
+        apart = ask.needs_processes or (ask.backend == "vllm" and not gpus == engine == [0])
+        inference = self._inference(gpus, engine, apart)
+        shared = inference.placement == "colocated"
+        sleeps = _sleeps(ask, apart, automatic=shared and not apart and ask.backend == "vllm")
+        if shared:
             inference = replace(inference, why=f"{inference.why}; {'sleeps' if sleeps else 'stays awake'}")
         reference = _not_loaded(ask, train)
         if reference is None:
@@ -215,23 +241,10 @@ class _Deal:
             _beside(train, inference, reference),
             inference,
             reference,
-            ask.apart,
+            apart,
             self.num_gpus,
             sleeps,
-            tensor_parallel=1 if ask.apart else len(engine),
-        )
-
-    def _engine_first(self) -> bool:
-        ask = self.request
-        one_each = ask.train.count == ask.inference.count == 1
-        unnamed = ask.train.devices is None and ask.inference.devices is None
-        return (
-            not ask.apart
-            and ask.backend == "vllm"
-            and one_each
-            and unnamed
-            and len(self._left()) > 1
-            and 0 not in self.taken
+            ask.asynchronous,
         )
 
     def _take(self, role: Role, trainer: Sequence[int]) -> list[int]:
@@ -268,16 +281,14 @@ class _Deal:
             f"{role.key}.devices={_show(fewer) if fewer else 'null'}",
         )
 
-    def _why_train(self, gpus: Sequence[int], moved: bool) -> str:
+    def _why_train(self, gpus: Sequence[int]) -> str:
         if self.request.train.devices is not None:
             return "as train_model.devices says"
-        if moved:
-            return "the second GPU: vLLM in grpo.py's process takes the first"
         asked = self.request.train.num_devices
         said = "auto" if asked is None else str(asked)
         return f"train_model.num_devices={said}: {_which(gpus)}"
 
-    def _inference(self, trainer: Sequence[int], gpus: list[int]) -> RolePlan:
+    def _inference(self, trainer: Sequence[int], gpus: list[int], apart: bool) -> RolePlan:
         ask = self.request
         if ask.cluster:
             return _workers(ask, ("ray",) * ask.inference.count, "")
@@ -287,11 +298,10 @@ class _Deal:
             one_gpu = "one GPU" if self.num_gpus == 1 else "no GPU left"
             why = f"{said or f'{one_gpu}: '}shares the trainer's"
             return RolePlan(_names(gpus), "colocated", why)
-        if ask.apart:
+        if apart:
             found = _workers(ask, _names(gpus), "GPU")
             return replace(found, why=said + found.why)
-        what = "a GPU of its own" if len(gpus) == 1 else f"one engine over {len(gpus)} GPUs (tensor parallel)"
-        return RolePlan(_names(gpus), "separate", said + what)
+        return RolePlan(_names(gpus), "separate", f"{said}a GPU of its own")
 
     def _reference(self, trainer: list[int], engine: list[int], gpus: list[int]) -> RolePlan:
         said = "as ref_model.devices says: " if self.request.reference.devices is not None else ""
@@ -302,12 +312,6 @@ class _Deal:
             return RolePlan(_names(gpus), "colocated", f"{said}shares the engine's")
         own = "a GPU of its own" if len(gpus) == 1 else f"{len(gpus)} GPUs of its own"
         return RolePlan(_names(gpus), "separate", said + own)
-
-    def _sleeps(self, inference: RolePlan) -> bool:
-        if self.request.sleep is not None:
-            return self.request.sleep
-        alone = inference.placement != "colocated"
-        return not (alone or self.request.apart) and self.request.backend == "vllm"
 
     def _check_there(self, role: Role) -> None:
         devices = role.devices or ()
@@ -323,7 +327,7 @@ class _Deal:
             return
         wrong = f"GPU {min(shared)} is also in {earlier.key}.devices={_show(earlier.devices or ())}"
         together = before == now
-        workers = self.request.apart and {earlier.key, role.key} == {"train_model", "inference_model"}
+        workers = self.request.asynchronous and {earlier.key, role.key} == {"train_model", "inference_model"}
         if together and not (workers and self.num_gpus > 1):
             return
         if together:

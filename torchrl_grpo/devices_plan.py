@@ -28,12 +28,13 @@ class Plan:
 
     Attributes:
         train: the model that is trained; one process (rank) a device.
-        inference: the engine of grpo.py, or the workers of grpo-async.py.
+        inference: the engines.
         reference: the reference model.
-        apart: of grpo-async.py: one worker a device, each of which sees its own GPU as the first.
+        apart: the engines are workers in processes of their own, one a device, each of which sees its own GPU
+            as the first; otherwise there is one, in the trainer's process.
         num_gpus: GPUs of this machine.
         sleeps: the engine gives its memory up while the trainer trains.
-        tensor_parallel: devices that the engine of grpo.py is spread over.
+        asynchronous: of grpo-async.py: engines work while the trainer does.
     """
 
     train: RolePlan
@@ -42,7 +43,7 @@ class Plan:
     apart: bool
     num_gpus: int
     sleeps: bool
-    tensor_parallel: int = 1
+    asynchronous: bool = False
 
     @property
     def colocated(self) -> bool:
@@ -62,13 +63,13 @@ class Plan:
         return "cpu" if self.num_gpus == 0 else "cuda:0"
 
     @property
-    def reference_device(self) -> str:
+    def reference_devices(self) -> tuple[str, ...]:
         """Where a reference model is loaded: the trainer's device where it has none of its own."""
-        return self.reference.devices[0] if self.reference.devices else self.train_device
+        return self.reference.devices or (self.train_device,)
 
     @property
     def workers(self) -> int:
-        """Workers of grpo-async.py."""
+        """Engines in processes of their own."""
         return len(self.inference.devices)
 
     @property

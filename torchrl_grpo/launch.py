@@ -17,7 +17,10 @@ from dataclasses import replace
 from torchrl_grpo.config import Config
 from torchrl_grpo.config_keys import bad_value
 from torchrl_grpo.devices import num_devices
+from torchrl_grpo.validation_ranges import ZERO_STAGES
 
+# Which of the files in config/accelerate goes with each value.
+_FILES = {"ddp": "multi_gpu", "fsdp2": "fsdp2", **{kind: kind for kind in ZERO_STAGES}}
 # What the launcher's process ends with when a rank was ended by a signal.
 _ENDED_BY_SIGNAL = 1
 # What an interrupted rank 0 has to end in good order.
@@ -89,26 +92,6 @@ def resolved(cfg: Config) -> Config:
     return replace(cfg, train_model=train)
 
 
-def check_engine(cfg: Config, ranks: int, apart: bool) -> None:
-    """Refuse vLLM in the process of a rank: it would take the ranks' process group for its own.
-
-    Args:
-        cfg: ``inference_model`` is read.
-        ranks: training ranks.
-        apart: engines are workers in processes of their own.
-
-    Raises:
-        ConfigError: that is what would run.
-    """
-    if ranks > 1 and not apart and cfg.inference_model.backend == "vllm" and not cfg.dry_run:
-        raise bad_value(
-            "inference_model.backend",
-            "vllm",
-            f"with {ranks} training ranks vLLM needs a process of its own, which grpo-async.py gives it",
-            "grpo-async.py with collector.max_policy_age=0, or inference_model.backend=transformers",
-        )
-
-
 def parallelism(cfg: Config) -> str:
     """How several ranks hold the model: ``train_model.parallelism``, ``auto`` being what the launcher says.
 
@@ -116,26 +99,26 @@ def parallelism(cfg: Config) -> str:
         ConfigError: the launcher was configured for another way, or the model cannot be held so.
     """
     asked = cfg.train_model.parallelism
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
+    told = _told_by_launcher(asked)
+    # A launcher that says nothing leaves it open; one that was set up for something means it.
+    if asked not in ("auto", told) and told != "ddp":
+        name = "FSDP" if told == "fsdp2" else f"DeepSpeed ZeRO-{ZERO_STAGES[told]}"
         raise bad_value(
             "train_model.parallelism",
             asked,
-            "the launcher was configured for DeepSpeed, which this version does not run",
-            "--config_file config/accelerate/fsdp2.yaml for the launcher",
-        )
-    told = "fsdp2" if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" else "ddp"
-    if asked == "ddp" and told == "fsdp2":
-        raise bad_value(
-            "train_model.parallelism",
-            asked,
-            "the launcher was configured for FSDP",
-            "train_model.parallelism=auto, or config/accelerate/multi_gpu.yaml for the launcher",
+            f"the launcher was configured for {name}",
+            f"train_model.parallelism=auto, or config/accelerate/{_FILES[asked]}.yaml for the launcher",
         )
     kind = told if asked == "auto" else asked
-    if kind == "fsdp2" and cfg.train_model.autocast == "fp16":
+    if kind in ZERO_STAGES and cfg.train_model.compile:
+        wrong = f"this version does not compile layers that are held with {kind}"
+        raise bad_value("train_model.compile", True, wrong, "train_model.compile=false")
+    if kind == "ddp":
+        return kind
+    if cfg.train_model.autocast == "fp16":
         wrong = "the loss scaler would see the overflow of one shard only"
         raise bad_value("train_model.autocast", "fp16", wrong, "train_model.autocast=bf16")
-    if kind == "fsdp2" and cfg.train_model.lora.rank > 0:
+    if cfg.train_model.lora.rank > 0:
         raise bad_value(
             "train_model.parallelism",
             asked,
@@ -143,6 +126,22 @@ def parallelism(cfg: Config) -> str:
             "train_model.parallelism=ddp, or config/accelerate/multi_gpu.yaml for the launcher",
         )
     return kind
+
+
+def _told_by_launcher(asked: str) -> str:
+    """How ``accelerate launch`` was configured, as a value of ``train_model.parallelism``."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
+        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "none")
+        for kind, number in ZERO_STAGES.items():
+            if stage == str(number):
+                return kind
+        raise bad_value(
+            "train_model.parallelism",
+            asked,
+            f"the launcher was configured for DeepSpeed with zero_stage {stage}; only 2 and 3 are run",
+            "--config_file config/accelerate/deepspeed_zero2.yaml for the launcher",
+        )
+    return "fsdp2" if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" else "ddp"
 
 
 def launch(words: Sequence[str], count: int) -> int:

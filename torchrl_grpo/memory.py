@@ -16,10 +16,13 @@ from pathlib import Path
 from torchrl_grpo.config import Config
 from torchrl_grpo.devices_plan import Plan, RolePlan, aligned, show_devices
 from torchrl_grpo.model_shape import ModelShape
+from torchrl_grpo.validation_ranges import ZERO_STAGES
 from torchrl_grpo.workload import MAX_ROWS, Workload, workload_of
 
 GIB = 2**30
 FLOAT = 4
+# Ways of several ranks to hold the model where none has all of it.
+_SHARDS = ("fsdp2", "deepspeed_zero3")
 # Measured on Linux with torch 2.13: Python with torch, transformers and TorchRL; more once vLLM is imported.
 _PROGRAM_GIB = 0.5
 _VLLM_PROGRAM_GIB = 0.2
@@ -74,7 +77,7 @@ class Prediction:
 
     Attributes:
         rows: all roles and phases.
-        apart: of grpo-async.py: workers generate while the trainer trains.
+        apart: engines are workers, which keep what they have taken in every phase.
     """
 
     rows: tuple[Row, ...]
@@ -162,9 +165,13 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload) -> list[R
     lora = cfg.train_model.lora.rank > 0
     half = bits16(cfg.train_model.autocast, {"bf16", "fp16"}, device)
     # In shards each rank has its part of what is trained, and a layer at a time of the rest.
-    share = 1 / len(role.devices) if cfg.train_model.parallelism == "fsdp2" else 1.0
-    weights = share * _bytes_a_weight(cfg, half) * shape.parameters
-    trained = share * FLOAT * shape.parameters * (_ADAPTER_SHARE if lora else 1.0)
+    kind, part = cfg.train_model.parallelism, 1 / len(role.devices)
+    weights = (part if kind in _SHARDS else 1.0) * _bytes_a_weight(cfg, half) * shape.parameters
+    if kind in ZERO_STAGES and part < 1:
+        # Of which DeepSpeed updates a copy.
+        weights += part * FLOAT * shape.parameters
+    divided = kind in _SHARDS or kind in ZERO_STAGES
+    trained = (part if divided else 1.0) * FLOAT * shape.parameters * (_ADAPTER_SHARE if lora else 1.0)
     kept, work = activations(shape, load, cfg.train_model.gradient_checkpointing, half, device)
     # Under autocast the weights' 16-bit copies live as long as the pass.
     copies = 2.0 * shape.parameters if half else 0.0

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_grpo import devices, hardware, memory
+from torchrl_grpo import devices, hardware, launch, memory, validation_scripts
 from torchrl_grpo.config import Config
 from torchrl_grpo.config_keys import bad_value, show
 from torchrl_grpo.devices_plan import Plan
@@ -35,12 +35,14 @@ class Planned:
 
     Attributes:
         plan: who runs where.
+        asynchronous: of grpo-async.py.
         there: the devices it was made for.
         shape: of the model; None where it is not on this machine yet.
         prediction: the memory; None without a shape.
     """
 
     plan: Plan
+    asynchronous: bool
     there: Hardware
     shape: ModelShape | None
     prediction: Prediction | None
@@ -57,71 +59,50 @@ class Planned:
         return lines
 
 
-def make(cfg: Config, apart: bool, there: Hardware) -> Planned:
+def make(cfg: Config, asynchronous: bool, there: Hardware) -> Planned:
     """Plan a run for the devices that are there.
 
     Args:
         cfg: a validated configuration.
-        apart: of grpo-async.py.
+        asynchronous: of grpo-async.py.
         there: devices and their memory.
 
     Raises:
         ConfigError: what is asked for is not there.
     """
-    plan = devices.plan(devices.request_of(cfg, apart), len(there.gpus))
+    plan = devices.plan(devices.request_of(cfg, asynchronous, launch.world_size()), len(there.gpus))
+    if plan.apart and not asynchronous:
+        validation_scripts.check_in_turn(cfg)
     shape = read_shape(cfg.model)
     prediction = None if shape is None else memory.predict(cfg, plan, shape, there.gpus)
-    return Planned(plan, there, shape, prediction)
+    return Planned(plan, asynchronous, there, shape, prediction)
 
 
-def announce(cfg: Config, apart: bool) -> Plan:
+def announce(cfg: Config, asynchronous: bool) -> Plan:
     """Plan a run that is about to start, and print the plan.
 
     Raises:
-        ConfigError: devices or memory that are asked for are not there, or this version cannot run the plan.
+        ConfigError: devices or memory that are asked for are not there.
     """
-    planned = make(cfg, apart, hardware.present())
-    check_engine_gpu(cfg, planned.plan)
+    planned = make(cfg, asynchronous, hardware.present())
     check_memory(cfg, planned)
     sys.stdout.write(planned.plan.table() + "".join(f"{line}\n" for line in planned.peaks()))
     sys.stdout.flush()
     return planned.plan
 
 
-def report(cfg: Config, apart: bool, there: Hardware | None = None) -> None:
+def report(cfg: Config, asynchronous: bool, there: Hardware | None = None) -> None:
     """Print what ``dry_run=true`` asks for: the plan, and the memory of each role and phase.
 
     Raises:
         ConfigError: what is asked for is not there, or there is too little memory.
     """
-    planned = make(cfg, apart, there or hardware.present())
+    planned = make(cfg, asynchronous, there or hardware.present())
     sys.stdout.write(f"{planned.plan.table()}\n")
     if planned.prediction is not None:
         sys.stdout.write(f"{planned.prediction.table()}\n")
     sys.stdout.write("".join(f"{line}\n" for line in planned.peaks()))
     check_memory(cfg, planned)
-
-
-def check_engine_gpu(cfg: Config, plan: Plan) -> None:
-    """Check that the engine of grpo.py has a GPU that it can take.
-
-    Raises:
-        ConfigError: vLLM, which takes the first GPU that its process sees, is planned for another.
-    """
-    engine = plan.inference.devices[0]
-    if plan.apart or cfg.inference_model.backend != "vllm" or engine in ("cpu", "cuda:0"):
-        return
-    number = engine.removeprefix("cuda:")
-    wrong = f"vLLM in grpo.py's process takes the first GPU it sees, and the plan gives it cuda:{number}"
-    if cfg.inference_model.devices is None:
-        mend = "inference_model.devices=[0] and another list for whoever has the first"
-        raise bad_value("inference_model.devices", None, wrong, mend)
-    raise bad_value(
-        "inference_model.devices",
-        cfg.inference_model.devices,
-        f"{wrong}; CUDA_VISIBLE_DEVICES chooses which GPU is the first",
-        "inference_model.devices=[0]",
-    )
 
 
 def check_memory(cfg: Config, planned: Planned) -> None:
@@ -215,7 +196,7 @@ def _fits(cfg: Config, planned: Planned, changes: tuple[Change, ...]) -> bool:
     trial = copy.deepcopy(cfg)
     for section, key, value in changes:
         setattr(vars(trial)[section], key, value)
-    other = make(trial, planned.plan.apart, planned.there)
+    other = make(trial, planned.asynchronous, planned.there)
     assert other.prediction is not None
     limits = _present(other.plan, other.there)
     return all(

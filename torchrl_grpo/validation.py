@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl_grpo.config_keys import bad_value, show
 from torchrl_grpo.validation_lora import check_lora
 from torchrl_grpo.validation_policy import check_policy
-from torchrl_grpo.validation_ranges import ABOVE_ZERO, AT_LEAST, AT_MOST, CHOICES, DATASETS
+from torchrl_grpo.validation_ranges import ABOVE_ZERO, AT_LEAST, AT_MOST, CHOICES, DATASETS, ZERO_STAGES
 
 if TYPE_CHECKING:
     from torchrl_grpo.config import (
@@ -90,6 +90,10 @@ def check_installed(cfg: Config) -> None:
     if quantization != "none" and importlib.util.find_spec("bitsandbytes") is None:
         wrong = "bitsandbytes is not installed"
         raise bad_value("train_model.quantization", quantization, wrong, "train_model.quantization=none")
+    parallelism = cfg.train_model.parallelism
+    if parallelism in ZERO_STAGES and importlib.util.find_spec("deepspeed") is None:
+        wrong = "deepspeed is not installed"
+        raise bad_value("train_model.parallelism", parallelism, wrong, "train_model.parallelism=fsdp2")
     for name in cfg.logging.backends:
         package = _LOGGER_PACKAGES[name]
         if package is not None and importlib.util.find_spec(package) is None:

@@ -7,6 +7,9 @@ from torchrl_grpo.objectives.surrogates import SURROGATES
 DATASETS = ("gsm8k", "math", "ifeval", "reasoning_gym", "jsonl")
 LEVELS = ("token", "sequence", "trajectory")
 
+# Values of train_model.parallelism that are DeepSpeed's, and what it calls them.
+ZERO_STAGES = {"deepspeed_zero2": 2, "deepspeed_zero3": 3}
+
 CHOICES: dict[str, tuple[str, ...]] = {
     "env.dataset": DATASETS,
     "env.answer_format": ("tags", "plain", "equation"),
@@ -23,7 +26,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "policy.proximal": ("auto", "engine", "trainer"),
     "policy.correction": ("none", "truncate", "mask"),
     "policy.correction_level": LEVELS,
-    "train_model.parallelism": ("auto", "ddp", "fsdp2"),
+    "train_model.parallelism": ("auto", "ddp", "fsdp2", *ZERO_STAGES),
     "train_model.autocast": ("auto", "no", "bf16", "fp16"),
     "train_model.attn_implementation": ("auto", "sdpa", "eager", "flash_attention_2"),
     "train_model.quantization": ("none", "nf4"),

@@ -26,5 +26,5 @@ if __name__ == "__main__":
         config_name="grpo_gsm8k",
         config_dir=ROOT / "config",
         check=check_async,
-        apart=True,
+        asynchronous=True,
     )

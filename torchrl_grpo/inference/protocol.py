@@ -68,8 +68,21 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """A question whose answer shows which weights an engine holds: what comes after these prompts?
+
+    Attributes:
+        prompts: token ids; N of them.
+        top_k: K, how many of the likeliest next tokens are asked for.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    top_k: int
+
+
+@dataclass(frozen=True)
 class NextTokens:
-    """The engine's view of what comes after each probe prompt.
+    """The engine's view of what comes after each prompt of a :class:`Probe`.
 
     Attributes:
         token_ids: ``[N, K]`` int64, the K likeliest next tokens.
@@ -100,8 +113,7 @@ class Inference(ABC):
         self,
         weights: Iterable[tuple[str, Tensor]],
         version: int,
-        probe_prompts: Sequence[Sequence[int]],
-        top_k: int,
+        probe: Probe,
     ) -> NextTokens:
         """Take the weights of ``version`` and answer a probe with them: see :meth:`Engine.next_tokens`.
 
@@ -141,8 +153,8 @@ class Engine(Inference):
         return [[found[p, g] for g in range(sampling.num_samples)] for p in range(len(prompts))]
 
     @abstractmethod
-    def next_tokens(self, prompts: Sequence[Sequence[int]], top_k: int) -> NextTokens:
-        """The ``top_k`` likeliest next tokens after each prompt, through the cache of :meth:`generate`."""
+    def next_tokens(self, probe: Probe) -> NextTokens:
+        """The likeliest next tokens after each prompt of ``probe``, through the cache of :meth:`generate`."""
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -152,13 +164,12 @@ class Engine(Inference):
         self,
         weights: Iterable[tuple[str, Tensor]],
         version: int,
-        probe_prompts: Sequence[Sequence[int]],
-        top_k: int,
+        probe: Probe,
     ) -> NextTokens:
         """See :meth:`Inference.publish`."""
         self.load_weights(weights)
         self.reset_cache()
-        answer = self.next_tokens(probe_prompts, top_k)
+        answer = self.next_tokens(probe)
         self.policy_version = version
         return answer
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Request
+from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Probe, Request
 from torchrl_grpo.padding import pad_left
 from torchrl_grpo.workload import MAX_ROWS
 
@@ -77,13 +77,13 @@ class TransformersEngine(Engine):
         return output.logits[:, -1]
 
     @torch.no_grad()
-    def next_tokens(self, prompts: Sequence[Sequence[int]], top_k: int) -> NextTokens:
+    def next_tokens(self, probe: Probe) -> NextTokens:
         """See :meth:`Engine.next_tokens`."""
-        ids, mask = (t.to(self._device) for t in pad_left(prompts, self.pad_id))
+        ids, mask = (t.to(self._device) for t in pad_left(probe.prompts, self.pad_id))
         logits = self._step(
             ids, mask, (mask.long().cumsum(-1) - 1).clamp(min=0), DynamicCache(config=self.model.config)
         )
-        top = torch.log_softmax(logits.float(), -1).topk(min(top_k, logits.shape[-1]), dim=-1)
+        top = torch.log_softmax(logits.float(), -1).topk(min(probe.top_k, logits.shape[-1]), dim=-1)
         return NextTokens(top.indices.cpu(), top.values.cpu(), cached_tokens=0)
 
     @torch.no_grad()

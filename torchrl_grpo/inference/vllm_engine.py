@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchrl_grpo.errors import ConfigError, ModelError
-from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Request
+from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Probe, Request
 
 # vLLM's CPU attention kernel takes multiples of 32 only, and the smallest lets short prompts be shared.
 _CPU_BLOCK_SIZE = 32
@@ -170,15 +170,17 @@ class VLLMEngine(Engine):
         self._running.clear()
         return taken
 
-    def next_tokens(self, prompts: Sequence[Sequence[int]], top_k: int) -> NextTokens:
+    def next_tokens(self, probe: Probe) -> NextTokens:
         """See :meth:`Engine.next_tokens`."""
         from vllm import SamplingParams
 
-        parameters = SamplingParams(max_tokens=1, temperature=1.0, seed=0, logprobs=top_k, detokenize=False)
-        outputs = self._run(prompts, parameters)
+        parameters = SamplingParams(
+            max_tokens=1, temperature=1.0, seed=0, logprobs=probe.top_k, detokenize=False
+        )
+        outputs = self._run(probe.prompts, parameters)
         steps = [output.outputs[0].logprobs[0] for output in outputs]
         # The sampled token is listed besides the top ones when it is not among them: rank tells.
-        likeliest = [sorted(step.items(), key=lambda item: item[1].rank)[:top_k] for step in steps]
+        likeliest = [sorted(step.items(), key=lambda item: item[1].rank)[: probe.top_k] for step in steps]
         return NextTokens(
             torch.tensor([[token for token, _ in row] for row in likeliest]),
             torch.tensor([[entry.logprob for _, entry in row] for row in likeliest]),

@@ -43,7 +43,7 @@ class FlopCounter:
         ]
         self._body = sum(_size(layer) for layer in layers)
         self._body_trained = sum(_size(layer) for layer in layers if layer.weight.requires_grad)
-        self._head = head.weight.numel()
+        self._head = _size(head)
         self._head_trained = self._head if head.weight.requires_grad else 0
         settings = config.to_dict()
         # Layers without attention have none of it to count.
@@ -97,8 +97,8 @@ class FlopCounter:
 
 
 def _size(layer: nn.Linear | Conv1D) -> int:
-    # Of a quantised layer the weight is a list of bytes.
-    return layer.in_features * layer.out_features if isinstance(layer, nn.Linear) else layer.weight.numel()
+    # Of a quantised layer the weight is a list of bytes, and of one in DeepSpeed's shards it is empty.
+    return layer.in_features * layer.out_features if isinstance(layer, nn.Linear) else layer.nx * layer.nf
 
 
 def gemm_rate(device: torch.device, dtype: torch.dtype, width: int) -> float:

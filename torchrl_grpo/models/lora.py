@@ -26,6 +26,7 @@ from torchrl_grpo.config import LoraConfig
 from torchrl_grpo.config_keys import bad_value
 from torchrl_grpo.errors import CheckpointError
 from torchrl_grpo.models.quantization import is_quantized, plain_weight
+from torchrl_grpo.models.shards import own_part
 from torchrl_grpo.validation_lora import ALL_LINEAR
 
 # The name PEFT gives an adapter unless told, and what its files put before every name.
@@ -129,7 +130,7 @@ def reach(model: nn.Module, move: float) -> Iterator[tuple[Tensor, Tensor]]:
     """
     layers = adapted_layers(model)
     if not layers:
-        yield from ((parameter.detach(), torch.tensor(move)) for parameter in model.parameters())
+        yield from ((own_part(parameter), torch.tensor(move)) for parameter in model.parameters())
     for layer in layers.values():
         bound = layer.scaling[_ADAPTER] * move * layer.lora_A[_ADAPTER].weight.abs().sum(0)
         yield plain_weight(layer.get_base_layer()), bound[:, None] if layer.fan_in_fan_out else bound

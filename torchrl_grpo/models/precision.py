@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchrl_grpo.models import lora
 
@@ -59,8 +58,7 @@ def lost_to_rounding(model: nn.Module, dtype: torch.dtype, move: float) -> float
         move: of each trained weight, in either direction.
     """
     lost = total = 0
-    for whole, moves in lora.reach(model, move):
-        matrix = whole.to_local() if isinstance(whole, DTensor) else whole
+    for matrix, moves in lora.reach(model, move):
         weights, by = matrix.flatten()[::16].float(), moves.expand_as(matrix).flatten()[::16]
         lost += int(((weights + by).to(dtype) == (weights - by).to(dtype)).sum())
         total += weights.numel()

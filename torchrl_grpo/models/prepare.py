@@ -69,19 +69,61 @@ def _set_attention(model: PreTrainedModel, wanted: str) -> None:
         )
 
 
-def shares_prefix(model: PreTrainedModel) -> bool:
-    """Whether running a prompt once for several responses gives this model's numbers, tried on a few tokens.
-
-    A model may take its positions from something that packing or a repeated cache does not carry (ALiBi,
-    recurrent states); no list of names would be complete, so it is measured. Warns when the answer is no.
-    """
+def _trial() -> tuple[torch.Tensor, ...]:
+    """A few tokens in two groups of two, ragged, as a scorer takes them."""
     prompt = torch.arange(3, 9).view(2, 3)
     prompt_mask = torch.tensor([[False, True, True], [True, True, True]])
     response = torch.arange(9, 21).view(2, 2, 3)
     mask = torch.tensor(
         [[[True, True, True], [True, False, False]], [[True, True, False], [True, True, True]]]
     )
-    batch = (prompt, prompt_mask, response, mask)
+    return prompt, prompt_mask, response, mask
+
+
+def compile_layers(model: PreTrainedModel, scorer: TokenScorer) -> None:
+    """Compile the decoder layers with ``torch.compile``, in place; warns where that cannot be done.
+
+    Layer by layer, as they are alike: what is compiled for the first serves all of them. Sizes are left open,
+    since the number of tokens changes with every micro-batch.
+
+    Args:
+        model: prepared, and not yet divided among ranks.
+        scorer: around it; tried on a few tokens, there and back.
+    """
+    names = model._no_split_modules or []
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    # Without mixed precision, where both round alike; that it works with it is tried, too.
+    exact = TokenScorer(model, shares_prefix=scorer.shares_prefix)
+    with torch.no_grad():
+        expected = exact(*_trial()).log_probs
+    for layer in layers:
+        layer.compile(dynamic=True)
+    try:
+        found = [one(*_trial()).log_probs for one in (exact, scorer)]
+        torch.stack([one.sum() for one in found]).sum().backward()
+    except (RuntimeError, OSError) as error:
+        # Of a backend's error the first line is only its name.
+        why = " ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
+    else:
+        gap = float((found[0].detach() - expected).abs().max())
+        why = "" if gap <= _TOLERANCE[model.dtype] else f"its log-probabilities would change by {gap:.2g}"
+    finally:
+        model.zero_grad(set_to_none=True)
+    if not why and layers:
+        return
+    for layer in layers:
+        layer._compiled_call_impl = None
+    reason = why or "it does not say which of its modules are layers"
+    warnings.warn(f"train_model.compile=true: {type(model).__name__} runs as it is ({reason})", stacklevel=2)
+
+
+def shares_prefix(model: PreTrainedModel) -> bool:
+    """Whether running a prompt once for several responses gives this model's numbers, tried on a few tokens.
+
+    A model may take its positions from something that packing or a repeated cache does not carry (ALiBi,
+    recurrent states); no list of names would be complete, so it is measured. Warns when the answer is no.
+    """
+    batch = _trial()
     attention = model.config.get_text_config()._attn_implementation
     with torch.no_grad():
         # Before anything is changed about the model's attention.

@@ -166,6 +166,8 @@ class _Gather(torch.autograd.Function):
         return gradients[0].index_select(0, ctx.saved_tensors[0]), None, None
 
 
+# Its shapes change with every batch, and its products are kernels already: nothing for a compiler.
+@torch.compiler.disable
 def _attention(
     module: nn.Module,
     query: Tensor,

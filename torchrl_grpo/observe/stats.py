@@ -8,6 +8,10 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 Z_95 = 1.959963984540054
 """Two-sided 95 % quantile of the standard normal distribution."""
@@ -86,6 +90,19 @@ def peak_memory_gib() -> float:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
+
+
+def cuda_in_use(name: str, device: torch.device) -> dict[str, float]:
+    """A metric: what is taken of a GPU right now, in GiB, by whichever process; none on a CPU.
+
+    What PyTorch has freed and keeps counts as taken, so after a phase this is the most that it needed.
+    """
+    if device.type != "cuda":
+        return {}
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    return {name: (total - free) / 2**30}
 
 
 def peak_cuda_gib() -> float:

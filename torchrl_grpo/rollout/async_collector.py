@@ -12,7 +12,6 @@ from tensordict import TensorDict
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.envs import GroupTextEnv
-from torchrl_grpo.errors import CheckpointError
 from torchrl_grpo.inference.protocol import Completion
 from torchrl_grpo.inference.receipts import Receipt
 from torchrl_grpo.rewards.base import Scored
@@ -20,6 +19,7 @@ from torchrl_grpo.rollout.collector import Round
 from torchrl_grpo.rollout.dispatcher import Publication, ScoredGroup
 from torchrl_grpo.rollout.fleet import Fleet, arrived
 from torchrl_grpo.rollout.groups import Group
+from torchrl_grpo.rollout.ledger import started_with
 from torchrl_grpo.rollout.schema import build_batch
 from torchrl_grpo.rollout.seeds import group_seed
 
@@ -258,16 +258,18 @@ class AsyncCollector:
         return self._dispatcher.ask(read)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken.
+        """Continue where :meth:`state_dict` was taken; with an age of zero, also where one engine was.
 
         Raises:
-            CheckpointError: it is of a run of ``grpo.py``.
+            CheckpointError: it is of a run of ``grpo.py`` and this one runs ahead, or the other way round.
         """
         if "ledger" not in state:
-            raise CheckpointError(
-                "resume: this run was started with grpo.py; resume it with grpo.py, or start a new run from "
-                "its weights with model.name=RUN/checkpoints/STEP/model and without resume"
-            )
+            state = self._of_one_engine(state)
+        elif self._ledger.max_age == 0 < self._age_in(state["ledger"]):
+            # grpo.py with workers, whose collector.max_policy_age is not read.
+            raise started_with("grpo-async.py")
+        elif self._ledger.max_age > 0 == self._age_in(state["ledger"]):
+            raise started_with("grpo.py")
         accepted = [
             ScoredGroup(
                 Group.from_state_dict(one["group"]), one["texts"], [Scored(*score) for score in one["scored"]]
@@ -282,3 +284,23 @@ class AsyncCollector:
             self._dispatcher.scheduler.reissue(list(self._ledger.running))
 
         self._dispatcher.ask(write)
+
+    def _age_in(self, books: dict[str, Any]) -> int:
+        """The bound on staleness that the books were kept under; earlier versions did not write it."""
+        return int(books.get("max_age", self._ledger.max_age))
+
+    def _of_one_engine(self, state: dict[str, int]) -> dict[str, Any]:
+        if self._ledger.max_age > 0:
+            raise started_with("grpo.py")
+        size, rounds = self.env.batch_size[0], state["rounds"]
+        taken = state["taken"]
+        books = {
+            "taken": taken,
+            "issued": rounds * size,
+            "trained": taken * size,
+            "dropped_age": 0,
+            "dropped_filter": (rounds - taken) * size,
+            "running": [],
+            "accepted": {},
+        }
+        return {"ledger": books, "accepted": [], "restarts": 0}

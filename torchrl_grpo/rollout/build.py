@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from torchrl_grpo import launch
 from torchrl_grpo.config import Config
+from torchrl_grpo.cores import divide_cores
 from torchrl_grpo.devices import num_devices
 from torchrl_grpo.devices_plan import Plan
 from torchrl_grpo.envs import GroupTextEnv
@@ -54,7 +56,7 @@ class Source:
         return torch.device(self.plan.engine_device)
 
 
-# Puts a run's collection together; what differs between grpo.py and grpo-async.py.
+# Puts a run's collection together: one_engine, ray_workers, or workers_in_turn.
 Collect = Callable[[Config, Source, GroupTextEnv, PreTrainedTokenizerBase], Collection]
 
 
@@ -88,18 +90,12 @@ def one_engine(
     return engine, collector
 
 
-def divide_cores(cfg: Config, cores: int, on_gpu: bool) -> tuple[int, int]:
-    """CPU threads of the trainer, and of each worker.
-
-    Where both compute on the CPU at the same time each gets cores of its own: two cores shared by two times
-    two threads ran a step 2 to 3 times slower than one thread each (measured). With an age of zero only one
-    of the two works at a time.
-    """
-    count = num_devices(cfg.inference_model)
-    at_once = cfg.collector.max_policy_age > 0 and not on_gpu
-    worker = cfg.inference_model.num_threads or max(1, cores // (count + int(at_once)))
-    left = cores - count * worker if at_once else cores
-    return cfg.train.num_threads or max(1, left), worker
+def workers_in_turn(
+    cfg: Config, source: Source, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
+) -> Collection:
+    """The same workers for ``grpo.py``: with an age of zero, which is what it does with one engine."""
+    in_turn = replace(cfg.collector, max_policy_age=0, partial_rollout=False)
+    return ray_workers(replace(cfg, collector=in_turn), source, env, tokenizer)
 
 
 def ray_workers(
@@ -108,17 +104,16 @@ def ray_workers(
     """Workers on Ray, which generate all the time, as far ahead as ``collector.max_policy_age`` lets them."""
     from torchrl_grpo.rollout.ray_pool import RayPool, WorkerSpec
 
+    assert source.plan.apart, "workers see their own GPU as the first one"
     count = source.plan.workers
     on_gpu = source.device.type == "cuda"
-    trainer, worker = divide_cores(cfg, os.cpu_count() or 1, on_gpu)
-    torch.set_num_threads(trainer)
     spec = WorkerSpec(
         cfg=cfg,
         source=source.model,
         end_ids=source.end_ids,
         pad_id=tokenizer.pad_token_id,
         max_num_seqs=_max_num_seqs(cfg),
-        threads=worker,
+        threads=divide_cores(cfg, source.plan, os.cpu_count() or 1, launch.local_world_size())[1],
         on_gpu=on_gpu,
         gpus=source.plan.worker_gpus,
     )

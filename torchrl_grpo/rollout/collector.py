@@ -11,8 +11,8 @@ from tensordict import NonTensorStack, TensorDict
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.envs import GroupTextEnv
-from torchrl_grpo.errors import CheckpointError
 from torchrl_grpo.inference.protocol import Completion, Engine, Sampling
+from torchrl_grpo.rollout.ledger import started_with
 from torchrl_grpo.rollout.schema import build_batch
 from torchrl_grpo.rollout.seeds import group_seed
 
@@ -81,7 +81,7 @@ class RolloutCollector:
         self.temperature = temperature
         self.total_dialog_turns = total_dialog_turns
         self.seed = seed
-        self.rounds = 0
+        self.rounds = self.taken = 0
         self._clock = clock
 
     @property
@@ -152,6 +152,7 @@ class RolloutCollector:
             self.tokenizer.pad_token_id,
         )
         self.rounds += 1
+        self.taken += not again
         return Round(
             groups=groups,
             prompts=list(self.env.prompt_texts),
@@ -174,19 +175,30 @@ class RolloutCollector:
         return [texts[i : i + width] for i in range(0, len(texts), width)]
 
     def state_dict(self) -> dict[str, int]:
-        """Rounds collected, and the position in the data."""
-        return {"rounds": self.rounds, **self.env.stream.state_dict()}
+        """Rounds collected, those of them that did not add to another, and the position in the data."""
+        return {"rounds": self.rounds, "taken": self.taken, **self.env.stream.state_dict()}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where :meth:`state_dict` was taken.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken, here or by workers that generated in turn.
 
         Raises:
-            CheckpointError: it is of a run of ``grpo-async.py``.
+            CheckpointError: it is of a run of ``grpo-async.py`` that ran ahead.
         """
-        if "rounds" not in state:
-            raise CheckpointError(
-                "resume: this run was started with grpo-async.py; resume it with grpo-async.py, or start a "
-                "new run from its weights with model.name=RUN/checkpoints/STEP/model and without resume"
-            )
-        self.rounds = state["rounds"]
+        if "ledger" in state:
+            state = self._of_workers(state["ledger"])
+        self.rounds, self.taken = state["rounds"], state["taken"]
         self.env.stream.load_state_dict({"epoch": state["epoch"], "position": state["position"]})
+
+    def _of_workers(self, books: dict[str, Any]) -> dict[str, int]:
+        # Not in checkpoints of earlier versions.
+        if books.get("max_age") != 0:
+            raise started_with("grpo-async.py")
+        # What was begun and not handed out, when workers died, is begun anew.
+        used = books["trained"] + books["dropped_filter"]
+        epoch, position = divmod(used, len(self.env.stream.examples))
+        return {
+            "rounds": used // self.env.batch_size[0],
+            "taken": books["taken"],
+            "epoch": epoch,
+            "position": position,
+        }

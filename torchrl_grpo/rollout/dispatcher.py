@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from torchrl_grpo.errors import UserError, WorkersLost
-from torchrl_grpo.inference.protocol import NextTokens
+from torchrl_grpo.inference.protocol import NextTokens, Probe
 from torchrl_grpo.inference.receipts import Receipt
 from torchrl_grpo.rewards.base import Scored
 from torchrl_grpo.rollout.groups import Group
@@ -50,15 +50,13 @@ class Publication:
 
     Attributes:
         content: what a worker is handed.
-        probe_prompts: what it answers with the new weights.
-        top_k: likewise.
+        probe: what it answers with the new weights.
         proofs: answer and receipt of each worker that has taken them, in the order they came.
         arrived: done when every worker has.
     """
 
     content: Any
-    probe_prompts: Sequence[Sequence[int]]
-    top_k: int
+    probe: Probe
     proofs: queue.SimpleQueue[tuple[NextTokens, Receipt]] = field(default_factory=queue.SimpleQueue)
     arrived: Future[None] = field(default_factory=Future)
 
@@ -285,13 +283,7 @@ class Dispatcher:
             weights = self.scheduler.newest
             assert weights is not None
             publication, version, give_back = arguments
-            arguments = (
-                publication.content,
-                version,
-                publication.probe_prompts,
-                publication.top_k,
-                give_back,
-            )
+            arguments = (publication.content, version, publication.probe, give_back)
             handle = self._posting(number, lambda result: self._loaded(number, weights, *result))
         elif call.method == "work":
             handle = self._posting(number, lambda turn: self._worked(number, turn))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from torchrl_grpo.inference.protocol import Completion, Inference, NextTokens, Sampling
+from torchrl_grpo.inference.protocol import Completion, Inference, NextTokens, Probe, Sampling
 from torchrl_grpo.inference.receipts import Receipt
 from torchrl_grpo.rollout.dispatcher import Dispatcher, Publication
 
@@ -42,11 +42,10 @@ class Fleet(Inference):
         self,
         weights: Iterable[tuple[str, Tensor]],
         version: int,
-        probe_prompts: Sequence[Sequence[int]],
-        top_k: int,
+        probe: Probe,
     ) -> Publication:
         """Send weights on their way; the copy is made now, so the caller's may change at once."""
-        publication = Publication(self._ship(weights), probe_prompts, top_k)
+        publication = Publication(self._ship(weights), probe)
         self.dispatcher.publish(publication, version)
         self.policy_version = version
         return publication
@@ -55,11 +54,10 @@ class Fleet(Inference):
         self,
         weights: Iterable[tuple[str, Tensor]],
         version: int,
-        probe_prompts: Sequence[Sequence[int]],
-        top_k: int,
+        probe: Probe,
     ) -> NextTokens:
         """See :meth:`Inference.publish`; waits until every worker has answered."""
-        publication = self.offer(weights, version, probe_prompts, top_k)
+        publication = self.offer(weights, version, probe)
         publication.arrived.result()
         return stacked(answer for answer, _ in arrived(publication))
 

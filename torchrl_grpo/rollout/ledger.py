@@ -29,6 +29,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchrl_grpo.errors import CheckpointError
+
+
+def started_with(script: str) -> CheckpointError:
+    """What is said of a checkpoint that only ``script`` can go on from."""
+    return CheckpointError(
+        f"resume: this run was started with {script}; resume it with {script}, or start a new run from its "
+        "weights with model.name=RUN/checkpoints/STEP/model and without resume"
+    )
+
 
 @dataclass
 class Ledger:
@@ -147,6 +157,7 @@ class Ledger:
         return {
             "taken": self.taken,
             **{name: count for name, count in self.figures().items() if name != "left"},
+            "max_age": self.max_age,
             "running": sorted(self.running),
             "accepted": dict(self.accepted),
         }

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 from torchrl.envs.transforms import Transform
 
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.models.saving import Named
-from torchrl_grpo.rollout.micro_batches import MicroBatch, TokenBudget
+from torchrl_grpo.rollout.micro_batches import MicroBatch, TokenBudget, divide
 
 
 class LogProbScorer(Transform):
@@ -26,6 +28,8 @@ class LogProbScorer(Transform):
         name: of what is written.
         budget: how much is scored at a time.
         stance: entered around the scoring of a round, e.g. to switch a model's adapters off.
+        others: the same model on further devices, each with a budget of its own; the groups are divided among
+            all of them by cost, and scored at the same time.
     """
 
     def __init__(
@@ -34,10 +38,12 @@ class LogProbScorer(Transform):
         name: str,
         budget: TokenBudget,
         stance: Callable[[], AbstractContextManager[None]] = nullcontext,
+        others: Sequence[tuple[TokenScorer, TokenBudget]] = (),
     ) -> None:
         super().__init__()
-        # Not a submodule: the buffer must not list the model among its parameters.
+        # Not submodules: the buffer must not list the models among its parameters.
         self.__dict__["scorer"] = scorer
+        self.__dict__["scorers"] = [(scorer, budget), *others]
         self.name = name
         self.budget = budget
         self.stance = stance
@@ -46,23 +52,35 @@ class LogProbScorer(Transform):
         """Reading changes nothing."""
         return tensordict
 
-    @torch.no_grad()
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         written = torch.zeros(tensordict["masks", "response"].shape)
 
-        def score(micro: MicroBatch) -> None:
-            piece = micro.of(tensordict)
-            found = self.scorer(
-                piece["tokens", "prompt"],
-                piece["masks", "prompt"],
-                piece["tokens", "response"],
-                piece["masks", "response"],
-            ).log_probs.cpu()
-            written[list(micro.rows), micro.samples, : found.shape[-1]] = found
+        # Gradients are switched off for a thread, not for the process.
+        @torch.no_grad()
+        def work(scorer: TokenScorer, budget: TokenBudget, rows: Sequence[int]) -> None:
+            def score(micro: MicroBatch) -> None:
+                piece = micro.of(tensordict)
+                found = scorer(
+                    piece["tokens", "prompt"],
+                    piece["masks", "prompt"],
+                    piece["tokens", "response"],
+                    piece["masks", "response"],
+                ).log_probs.cpu()
+                written[list(micro.rows), micro.samples, : found.shape[-1]] = found
 
-        with self.stance():
             # An attempt that is repeated writes over what the last one left.
-            self.budget.run(tensordict, score, undo=lambda: None)
+            share = [MicroBatch(tuple(rows), slice(None))] if rows else []
+            budget.run(tensordict, score, undo=lambda: None, pieces=share)
+
+        shares = divide(self.budget.costs(tensordict), len(self.scorers))
+        scorers, budgets = zip(*self.scorers, strict=True)
+        with self.stance():
+            if len(shares) == 1:
+                # Not in a thread of its own, for which OpenMP would start another team of threads.
+                work(self.scorer, self.budget, *shares)
+            else:
+                with ThreadPoolExecutor(len(shares)) as threads:
+                    list(threads.map(work, scorers, budgets, shares))
         return tensordict.set(("log_probs", self.name), written)
 
     @torch.no_grad()
@@ -73,6 +91,13 @@ class LogProbScorer(Transform):
             model: of the same architecture.
             share: 1 copies it.
         """
-        others = dict(model.named_parameters())
-        for name, weight in self.scorer.model.named_parameters():
-            weight.lerp_(others[name].to(weight), share)
+        own = [dict(scorer.model.named_parameters()) for scorer, _ in self.scorers]
+        # A model in shards hands its weights out one by one.
+        for name, theirs in model.named_parameters():
+            for weights in own:
+                weights[name].lerp_(theirs.to(weights[name]), share)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take weights by name, for the model on every device."""
+        for scorer, _ in self.scorers:
+            scorer.model.load_state_dict(weights, strict=False)

@@ -247,3 +247,24 @@ def equal_pieces(groups: int, samples: int, pieces: int, full_groups: int) -> li
         for row in range(groups)
         for start in range(0, samples, size)
     ]
+
+
+def divide(costs: Sequence[int], shares: int) -> list[list[int]]:
+    """Rows for each of several workers, so that they have about equally much to do.
+
+    Longest-processing-time-first (Graham 1969): at most 4/3 of the best division's longest.
+
+    Args:
+        costs: of each row.
+        shares: how many.
+
+    Returns:
+        The rows of each share, ascending.
+    """
+    found: list[list[int]] = [[] for _ in range(shares)]
+    loads = [0] * shares
+    for row in sorted(range(len(costs)), key=lambda row: (-costs[row], row)):
+        least = min(range(shares), key=lambda share: (loads[share], share))
+        found[least].append(row)
+        loads[least] += costs[row]
+    return [sorted(rows) for rows in found]

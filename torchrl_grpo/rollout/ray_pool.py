@@ -163,6 +163,12 @@ class RayPool:
                         "OMP_NUM_THREADS": str(spec.threads),
                         # Workers and trainer share the cores: see training/run.py.
                         "OMP_WAIT_POLICY": "PASSIVE",
+                        # A worker is none of the training ranks, in whose environment Ray was started.
+                        "RANK": "0",
+                        "LOCAL_RANK": "0",
+                        "WORLD_SIZE": "1",
+                        "LOCAL_WORLD_SIZE": "1",
+                        "TORCHELASTIC_USE_AGENT_STORE": "False",
                     }
                 },
             )

@@ -15,6 +15,7 @@ from torchrl_grpo.inference.protocol import (
     Completion,
     Engine,
     NextTokens,
+    Probe,
     Request,
     Sampling,
     requests_of,
@@ -96,8 +97,7 @@ class RolloutWorker:
         self,
         weights: Iterable[tuple[str, Tensor]],
         version: int,
-        probe_prompts: Sequence[Sequence[int]],
-        top_k: int,
+        probe: Probe,
         give_back: bool,
     ) -> tuple[NextTokens, Receipt, list[Group]]:
         """Take new weights between two tokens.
@@ -105,8 +105,7 @@ class RolloutWorker:
         Args:
             weights: all of them.
             version: optimiser steps behind them.
-            probe_prompts: see :meth:`Engine.publish`.
-            top_k: likewise.
+            probe: see :meth:`Engine.publish`.
             give_back: return the groups that are cut, and do not go on with them here.
 
         Returns:
@@ -114,7 +113,7 @@ class RolloutWorker:
         """
         self._pause()
         receipt: Receipt = {}
-        answer = self.engine.publish(signed(weights, receipt), version, probe_prompts, top_k)
+        answer = self.engine.publish(signed(weights, receipt), version, probe)
         if give_back:
             cut, self._groups = list(self._groups.values()), {}
             return answer, receipt, cut

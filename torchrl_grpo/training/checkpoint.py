@@ -42,6 +42,8 @@ _FREE_KEYS = (
     # Memory only, to rounding: what a run that ran out of it is told to change.
     "train.max_tokens_per_microbatch",
     "train_model.gradient_checkpointing",
+    # Rounding only.
+    "train_model.compile",
     # How many hold the model changes nothing but rounding; checkpoints are the same for all layouts.
     "train_model.num_devices",
     "train_model.devices",

@@ -19,15 +19,15 @@ from torchrl_grpo.launch import parallelism
 from torchrl_grpo.models.build import build_model
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.models.precision import resolve_autocast
-from torchrl_grpo.models.prepare import prepare_for_training, shares_prefix
+from torchrl_grpo.models.prepare import compile_layers, prepare_for_training, shares_prefix
 from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.rollout.log_probs import LogProbScorer
-from torchrl_grpo.rollout.micro_batches import MicroBatch, TokenBudget
+from torchrl_grpo.rollout.micro_batches import MicroBatch, TokenBudget, divide
 from torchrl_grpo.rounds import rounds, steps_per_round
 from torchrl_grpo.training import checkpoint
 from torchrl_grpo.training.optimise import OptimiserStep
-from torchrl_grpo.training.parallel import distribute, local, resting, sharded, whole
-from torchrl_grpo.training.ranks import Ranks, divide
+from torchrl_grpo.training.parallel import distribute, resting, sharded, whole, writable
+from torchrl_grpo.training.ranks import Ranks
 from torchrl_grpo.workload import token_budget
 
 
@@ -80,6 +80,8 @@ class Learner:
         self.scorer = TokenScorer(
             self.model, cfg.inference_model.temperature, self.autocast_dtype, self.shares_prefix
         )
+        if cfg.train_model.compile:
+            compile_layers(self.model, self.scorer)
         self.network = distribute(self.scorer, parallelism(cfg), ranks.size, device)
         loss, self.advantage = build_objective(
             cfg.policy,
@@ -153,13 +155,14 @@ class Learner:
 
     def weight(self, name: str) -> Tensor:
         """A parameter of the model, gathered."""
-        return whole(self.model.get_parameter(name).detach())
+        return whole(self.model.get_parameter(name))
 
     @torch.no_grad()
     def scale_columns(self, factor: float) -> None:
         """Multiply every eighth column of every parameter, for the test of publication."""
         for parameter in self.model.parameters():
-            local(parameter.data)[..., ::8] *= factor
+            with writable(parameter) as values:
+                values[..., ::8] *= factor
 
     def resume(self, folder: str) -> None:
         """Optimiser, schedule and coefficients as a checkpoint has them; each rank reads it."""

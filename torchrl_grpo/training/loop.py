@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from torchrl_grpo.objectives.advantage import is_constant
-from torchrl_grpo.observe.stats import peak_cuda_gib, peak_memory_gib
+from torchrl_grpo.observe.stats import cuda_in_use, peak_cuda_gib, peak_memory_gib
 from torchrl_grpo.rollout.age import ages
 from torchrl_grpo.rollout.collector import Round
 from torchrl_grpo.rollout.refill import collect_with_signal
@@ -36,6 +36,7 @@ def step(run: Session) -> dict[str, float]:
     metrics["time/train_s"] = time.perf_counter() - trained
     moves = run.optimise.loss.has_gradient(batch)
     metrics |= run.speed.trained(batch, moves, metrics["time/train_s"])
+    metrics |= cuda_in_use("memory/train_cuda_gib", run.device)
     run.counters.step += 1
     run.unlogged = metrics
     run.refresh_reference()
@@ -62,6 +63,7 @@ def collect(run: Session) -> dict[str, float]:
         run.advantage.without_signal,
         run.cfg.policy.max_refills if run.cfg.policy.constant_groups == "refill" else 0,
     )
+    generating = cuda_in_use("memory/generate_cuda_gib", run.device)
     run.rest_engine()
     started = time.perf_counter()
     # Log-probabilities of other models and advantages are computed on the way in.
@@ -73,6 +75,8 @@ def collect(run: Session) -> dict[str, float]:
     return {
         **describe(run, round_),
         **refill,
+        **generating,
+        **cuda_in_use("memory/prepare_cuda_gib", run.device),
         "time/prepare_s": prepared,
         "throughput/prepared_tokens_per_s": tokens / prepared,
     }

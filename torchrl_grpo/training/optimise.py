@@ -19,12 +19,16 @@ from torchrl_grpo.config import OptimizerConfig
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.objectives.aggregate import BatchTotals, totals_of
 from torchrl_grpo.objectives.loss import GroupPolicyLoss
-from torchrl_grpo.rollout.micro_batches import MicroBatch, TokenBudget, equal_pieces
-from torchrl_grpo.training.parallel import resting, shard_like, synchronising, whole
-from torchrl_grpo.training.ranks import Ranks, divide
+from torchrl_grpo.rollout.micro_batches import MicroBatch, TokenBudget, divide, equal_pieces
+from torchrl_grpo.training.parallel import resting, synchronising
+from torchrl_grpo.training.ranks import Ranks
+from torchrl_grpo.training.update import make_update
 
 # Low enough that the first steps are not spent on finding the scale, as with torch's 2^16.
 _INITIAL_SCALE = 2.0**12
+
+# What a rank that has nothing to do computes with the others, for nothing.
+_IDLE = MicroBatch((0,), slice(0, 1))
 
 # What the loss calls a mean, and what the log calls it.
 _METRICS = {
@@ -83,7 +87,6 @@ class OptimiserStep:
         self.groups_per_batch = groups_per_batch
         self.micro_batches = micro_batches
         self.budget = budget
-        self.max_grad_norm = cfg.max_grad_norm
         self.max_skipped_steps = max_skipped_steps
         self.optimizer = torch.optim.AdamW(
             parameter_groups(model, cfg.weight_decay),
@@ -92,13 +95,12 @@ class OptimiserStep:
             eps=cfg.eps,
             fused=True,
         )
-        # As the optimiser numbers them.
-        self.parameters_in_order = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_factor(step, total_steps, cfg)
         )
         device = self.parameters[0].device.type
         self.scaler = torch.amp.GradScaler(device, init_scale=_INITIAL_SCALE, enabled=use_scaler)
+        self.update = make_update(network, self.optimizer, self.scaler, cfg.max_grad_norm)
         self.skipped = 0
         self.skipped_in_a_row = 0
 
@@ -121,16 +123,13 @@ class OptimiserStep:
             return {"optimizer/lr": lr, "optimizer/skipped": self.skipped}
         sums = self.accumulate(batch)
         loss = sums.pop("loss")
-        self.scaler.unscale_(self.optimizer)
-        norm = float(whole(nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)))
+        norm = self.update.step(allowed=math.isfinite(loss))
         finite = math.isfinite(loss) and math.isfinite(norm)
-        if finite:
-            self.scaler.step(self.optimizer)
         self._count(finite, loss, norm)
         # Also after a refused step: an overflow is how the scaler learns to scale less.
         self.scaler.update()
         self._advance_schedule()
-        self._drop_gradients()
+        self.update.drop_gradients()
         metrics = {
             "loss/total": loss,
             **{name: sums[key] for key, name in _METRICS.items() if key in sums},
@@ -171,17 +170,14 @@ class OptimiserStep:
         """
         totals = totals_of(batch["masks", "loss"])
         moves = self.loss.has_gradient(batch)
+        if not moves.any():
+            self.update.without_gradient(lambda: _total(self.loss(_IDLE.of(batch), totals=totals)))
         terms = [*self._measure(batch[~moves], totals), *self._backward(batch[moves], totals)]
         own = {name: sum(one[name] for one in terms) for name in terms[0]}
         return self.ranks.add_up(own, sorted(own))
 
     def _backward(self, batch: TensorDictBase, totals: BatchTotals) -> list[dict[str, float]]:
         if not len(batch):
-            for parameter in self.parameters:
-                # An update by a gradient of zero is one: moments decay, and so do weights.
-                parameter.grad = torch.zeros_like(parameter)
-            # The scaler cannot undo a scale that it was never asked for.
-            self.scaler.scale(torch.zeros((), device=self.parameters[0].device))
             return []
 
         def work(micro: MicroBatch, weight: float = 1.0, last: bool = True) -> dict[str, float]:
@@ -189,7 +185,7 @@ class OptimiserStep:
                 terms = self.loss(micro.of(batch), totals=totals)
                 loss = _total(terms)
                 # The exchange takes the mean over ranks, and meant is the sum.
-                self.scaler.scale(loss * (weight * self.ranks.size)).backward()
+                self.update.backward(loss * (weight * self.ranks.size))
             return _as_floats(terms, loss, weight)
 
         samples = batch["masks", "response"].shape[1]
@@ -225,20 +221,17 @@ class OptimiserStep:
         of the batch again, with a weight of zero.
         """
         if self.ranks.size == 1:
-            return self.budget.run(batch, work, self._drop_gradients, cut(len(batch)))
+            return self.budget.run(batch, work, self.update.drop_gradients, cut(len(batch)))
         mine = divide(self.budget.costs(batch), self.ranks.size)[self.ranks.rank]
         pieces = [MicroBatch(tuple(mine[row] for row in one.rows), one.samples) for one in cut(len(mine))]
         micro_batches = self.budget.cut(batch, [piece for piece in pieces if piece.rows])
         passes = self.ranks.largest(len(micro_batches))
-        idle = [(MicroBatch((0,), slice(0, 1)), 0.0)] * (passes - len(micro_batches))
+        idle = [(_IDLE, 0.0)] * (passes - len(micro_batches))
         with self.budget.named_when_exceeded():
             return [
                 work(micro, weight, last=number == passes - 1)
                 for number, (micro, weight) in enumerate([*((m, 1.0) for m in micro_batches), *idle])
             ]
-
-    def _drop_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
 
     def _count(self, finite: bool, loss: float, norm: float) -> None:
         if finite:
@@ -258,13 +251,8 @@ class OptimiserStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Optimiser, schedule, scaler and counters; the same whatever the ranks. All of them must ask."""
-        optimizer = self.optimizer.state_dict()
-        moments = {
-            index: {name: whole(value).cpu() for name, value in entry.items()}
-            for index, entry in optimizer["state"].items()
-        }
         return {
-            "optimizer": {**optimizer, "state": moments},
+            "optimizer": self.update.optimizer_state(),
             "scheduler": {"last_epoch": self.scheduler.last_epoch},
             "scaler": self.scaler.state_dict(),
             "skipped": self.skipped,
@@ -276,11 +264,7 @@ class OptimiserStep:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken; the schedule follows the present configuration."""
-        moments = {
-            index: {name: shard_like(value, self.parameters_in_order[index]) for name, value in entry.items()}
-            for index, entry in state["optimizer"]["state"].items()
-        }
-        self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
+        self.update.load_optimizer_state(state["optimizer"])
         self.scheduler.last_epoch = state["scheduler"]["last_epoch"]
         rates = [
             base * factor(self.scheduler.last_epoch)

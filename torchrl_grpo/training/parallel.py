@@ -1,8 +1,9 @@
-"""How the model is held by several training ranks: whole on each (DDP), or in shards (FSDP2).
+"""How the model is held by several training ranks: whole on each (DDP), or in shards (FSDP2, DeepSpeed).
 
-Both are torch's own. Accelerate starts the processes and their groups (:mod:`~torchrl_grpo.training.ranks`);
-its ``prepare`` is not used: in version 1.15 it has no FSDP without a GPU, and it puts the output head into a
-unit that is gathered when the head's ``forward`` runs, which a chunked loss never calls.
+The first two are torch's own; DeepSpeed's part is in :mod:`~torchrl_grpo.training.zero`. Accelerate starts
+the processes and their groups (:mod:`~torchrl_grpo.training.ranks`); its ``prepare`` is not used: in version
+1.15 it has no FSDP without a GPU, and it puts the output head into a unit that is gathered when the head's
+``forward`` runs, which a chunked loss never calls.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrl_grpo.models.logprobs import TokenScorer
+from torchrl_grpo.models.shards import in_zero_shards
+from torchrl_grpo.training.zero import ZeroNetwork, gathered
+from torchrl_grpo.validation_ranges import ZERO_STAGES
 
 
 def distribute(scorer: TokenScorer, kind: str, ranks: int, device: torch.device) -> nn.Module:
     """What the loss calls in place of ``scorer``.
 
     Args:
-        scorer: around the model; with FSDP2 its parameters become shards, in place.
-        kind: ``ddp`` or ``fsdp2``.
+        scorer: around the model; with FSDP2 its parameters become shards, in place; with ZeRO-3 they do when
+            the optimiser is there.
+        kind: ``ddp``, ``fsdp2``, ``deepspeed_zero2`` or ``deepspeed_zero3``.
         ranks: training ranks; with one nothing is done.
         device: of this rank.
     """
@@ -34,6 +39,8 @@ def distribute(scorer: TokenScorer, kind: str, ranks: int, device: torch.device)
     if kind == "ddp":
         on_gpu = [device] if device.type == "cuda" else None
         return DistributedDataParallel(scorer, device_ids=on_gpu, forward_sync_buffers=False)
+    if kind in ZERO_STAGES:
+        return ZeroNetwork(scorer, kind, device)
     mesh = init_device_mesh(device.type, (ranks,))
     names = scorer.model._no_split_modules or []
     for module in scorer.model.modules():
@@ -52,6 +59,8 @@ def synchronising(network: object, last: bool) -> AbstractContextManager[None]:
     """
     if isinstance(network, DistributedDataParallel) and not last:
         return network.no_sync()
+    if isinstance(network, ZeroNetwork):
+        network.engine.set_gradient_accumulation_boundary(last)
     return nullcontext()
 
 
@@ -65,17 +74,26 @@ def resting(network: object) -> Iterator[None]:
 
 def sharded(network: object) -> bool:
     """Whether no rank has the whole model."""
-    return isinstance(network, FSDPModule)
+    return isinstance(network, FSDPModule) or (isinstance(network, ZeroNetwork) and network.stage == 3)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor of which this may be a shard; every rank must ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """The tensor of which this may be a shard, without its history; every rank must ask."""
+    if in_zero_shards(tensor):
+        with gathered(tensor) as found:
+            return found.clone()
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part, as a view."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+@contextmanager
+def writable(parameter: Tensor) -> Iterator[Tensor]:
+    """What every rank must change of ``parameter``, all of it in the same way: its shard, or the whole."""
+    if in_zero_shards(parameter):
+        with gathered(parameter, writable=True) as found:
+            yield found
+    else:
+        values = parameter.data
+        yield values.to_local() if isinstance(values, DTensor) else values
 
 
 def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:

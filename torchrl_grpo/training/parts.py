@@ -24,7 +24,9 @@ from torchrl_grpo.training.publish import WeightPublisher, probe_prompts
 _COARSENESS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def build_reference(cfg: Config, source: str, device: torch.device, learner: Learner) -> LogProbScorer | None:
+def build_reference(
+    cfg: Config, source: str, devices: Sequence[str], learner: Learner
+) -> LogProbScorer | None:
     """The reference scorer; None, and no model in memory, where no coefficient asks for one.
 
     With adapters the reference is their base, which is in memory already: the model without its adapters.
@@ -32,7 +34,7 @@ def build_reference(cfg: Config, source: str, device: torch.device, learner: Lea
     Args:
         cfg: ``policy``, ``ref_model``, ``train_model`` and ``model`` are read.
         source: folder or hub name of the reference model.
-        device: where it runs.
+        devices: where it runs; on each a copy, which scores its share of the groups.
         learner: holds the trained model, whose number format is used where the reference is in float32 too.
     """
     if not needs_reference(cfg.policy):
@@ -43,15 +45,21 @@ def build_reference(cfg: Config, source: str, device: torch.device, learner: Lea
         scorer = TokenScorer(policy, temperature, learner.autocast_dtype, learner.shares_prefix)
         off = partial(lora.adapters_off, policy)
         return LogProbScorer(scorer, "reference", learner.make_budget(), off)
+    (scorer, budget), *others = (
+        (_reference_on(cfg, source, torch.device(device), learner), learner.make_budget())
+        for device in devices
+    )
+    return LogProbScorer(scorer, "reference", budget, others=others)
+
+
+def _reference_on(cfg: Config, source: str, device: torch.device, learner: Learner) -> TokenScorer:
     dtype = resolve_dtype(cfg.ref_model.dtype, device)
     if cfg.ref_model.dtype == "auto" and cfg.ref_model.refresh_mix < 1:
         # In 16 bits, most steps of a slow average round to nothing.
         dtype = torch.float32
     model = loading.load_model(source, cfg.model, device, dtype).requires_grad_(False)
-    scorer = TokenScorer(
-        model, temperature, learner.autocast_dtype if dtype == torch.float32 else None, learner.shares_prefix
-    )
-    return LogProbScorer(scorer, "reference", learner.make_budget())
+    autocast = learner.autocast_dtype if dtype == torch.float32 else None
+    return TokenScorer(model, cfg.inference_model.temperature, autocast, learner.shares_prefix)
 
 
 def coarser(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_grpo.errors import TrainingStopped
-from torchrl_grpo.inference.protocol import Inference, NextTokens
+from torchrl_grpo.inference.protocol import Inference, NextTokens, Probe
 from torchrl_grpo.inference.receipts import Receipt, checksum, signed
 from torchrl_grpo.models import lora
 from torchrl_grpo.models.logprobs import TokenScorer
@@ -101,13 +101,13 @@ class WeightPublisher:
         self.model = model
         self.scorer = scorer
         self.engine = engine
-        self.probe_prompts = probe_prompts
+        self.probe = Probe(probe_prompts, TOP_K)
         self.start_bound = _START_BOUND[precision] if bound is None else bound
         self.bound = self.start_bound
         self._derive_bound = bound is None
         self._floor = _FLOOR[precision]
         self._noise = 0.0
-        self._probe = pad_left(probe_prompts, pad_id)
+        self._padded = pad_left(probe_prompts, pad_id)
         # The trainer's view of some publications ago: it stays until the trainer has moved far enough from it
         # to be told apart, so that updates below the rounding of the engine add up instead of slipping by.
         self._anchor: Tensor | None = None
@@ -233,7 +233,7 @@ class WeightPublisher:
         self, weights: Iterable[tuple[str, Tensor]], version: int, take: Callable[..., _T]
     ) -> tuple[Receipt, _T]:
         receipt: Receipt = {}
-        result = take(signed(weights, receipt), version, self.probe_prompts, TOP_K)
+        result = take(signed(weights, receipt), version, self.probe)
         return receipt, result
 
     def check_receipt(self, receipt: Receipt, live: Receipt) -> None:
@@ -293,7 +293,7 @@ class WeightPublisher:
 
     @torch.no_grad()
     def _trainer_view(self) -> Tensor:
-        return self.scorer.next_token_log_probs(*self._probe).cpu()
+        return self.scorer.next_token_log_probs(*self._padded).cpu()
 
     def _engine_name(self) -> str:
         return type(self.engine).__name__

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from torchrl_grpo import launch
 from torchrl_grpo.config import Config
+from torchrl_grpo.cores import divide_cores
+from torchrl_grpo.devices_plan import Plan
 
 # A round may take hours to generate, and an idle rank must not take that for a death: the connection tells.
 _PATIENCE = timedelta(days=30)
@@ -133,30 +135,9 @@ def _call(target: object, method: str, arguments: tuple[Any, ...]) -> Any:
     return function(*arguments)
 
 
-def divide(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Rows for each rank, so that the ranks have about equally much to do.
-
-    Longest-processing-time-first (Graham 1969): at most 4/3 of the best division's longest.
-
-    Args:
-        costs: of each row.
-        ranks: how many.
-
-    Returns:
-        The rows of each rank, ascending.
-    """
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for row in sorted(range(len(costs)), key=lambda row: (-costs[row], row)):
-        rank = min(range(ranks), key=lambda rank: (loads[rank], rank))
-        shares[rank].append(row)
-        loads[rank] += costs[row]
-    return [sorted(rows) for rows in shares]
-
-
-def divide_threads(cfg: Config) -> None:
-    """Give this rank its threads: as configured, or its share where several ranks compute on the cores."""
-    if cfg.train.num_threads is not None:
-        torch.set_num_threads(cfg.train.num_threads)
-    elif launch.local_world_size() > 1 and not torch.cuda.is_available():
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size()))
+def divide_threads(cfg: Config, plan: Plan) -> None:
+    """Give this rank its threads: as configured, or its share of what several processes compute on."""
+    ranks = launch.local_world_size()
+    alone = ranks == 1 and not plan.apart
+    if cfg.train.num_threads is not None or (plan.num_gpus == 0 and not alone):
+        torch.set_num_threads(divide_cores(cfg, plan, os.cpu_count() or 1, ranks)[0])

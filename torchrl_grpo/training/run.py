@@ -34,13 +34,13 @@ def run(cfg: Config, run_dir: Path) -> dict[str, Any]:
     Raises:
         UserError: data, checkpoint, model or training is at fault in a way the user can mend.
     """
-    return _claim_and_train(_with_proximal(cfg, "engine"), run_dir, "one_engine")
+    return _claim_and_train(_with_proximal(cfg, "engine"), run_dir, asynchronous=False)
 
 
 def run_async(cfg: Config, run_dir: Path) -> dict[str, Any]:
     """The same with rollout workers on Ray that generate while the trainer trains."""
     ahead = cfg.collector.max_policy_age > 0
-    return _claim_and_train(_with_proximal(cfg, "trainer" if ahead else "engine"), run_dir, "ray_workers")
+    return _claim_and_train(_with_proximal(cfg, "trainer" if ahead else "engine"), run_dir, asynchronous=True)
 
 
 def follow() -> None:
@@ -57,7 +57,7 @@ def follow() -> None:
         return
     cfg, weights, resume_from, reward_weights, plan = begin
     device = torch.device(plan.train.devices[launch.local_rank()])
-    divide_threads(cfg)
+    divide_threads(cfg, plan)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     learner = Learner(cfg, weights, resume_from, reward_weights, device, ranks, say=lambda text: None)
@@ -81,10 +81,11 @@ def _with_proximal(cfg: Config, automatic: str) -> Config:
     return replace(cfg, policy=replace(cfg.policy, proximal=automatic))
 
 
-def _claim_and_train(cfg: Config, run_dir: Path, collect: str) -> dict[str, Any]:
+def _claim_and_train(cfg: Config, run_dir: Path, asynchronous: bool) -> dict[str, Any]:
     problems = data.load(cfg)
     with claimed(run_dir):
-        plan = planning.announce(cfg, apart=collect != "one_engine")
+        plan = planning.announce(cfg, asynchronous)
+        collect = ("ray_workers" if asynchronous else "workers_in_turn") if plan.apart else "one_engine"
         return _prepare_and_train(cfg, run_dir, problems, collect, plan)
 
 
@@ -130,7 +131,10 @@ def _train(
     from torchrl_grpo.training.session import Session
 
     ranks = Ranks(on_cpu=not torch.cuda.is_available())
-    divide_threads(cfg)
+    divide_threads(cfg, plan)
+    if plan.num_gpus > 0:
+        # Accelerate takes the GPU of the rank's number, which is not always the plan's.
+        torch.cuda.set_device(plan.train_device)
     how = vars(build)[collect]
     try:
         session = Session(cfg, run_dir, problems, reward_set, grader, resume_from, how, plan, ranks)

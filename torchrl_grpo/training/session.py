@@ -82,8 +82,9 @@ class Session:
         disable_progress_bar()
         if cfg.train.num_threads is not None:
             torch.set_num_threads(cfg.train.num_threads)
-        apart = collect is not one_engine
-        self.plan = plan or devices.plan(devices.request_of(cfg, apart), torch.cuda.device_count())
+        self.plan = plan or devices.plan(
+            devices.request_of(cfg, asynchronous=False, ranks=ranks.size), torch.cuda.device_count()
+        )
         self.device = torch.device(self.plan.train_device)
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -139,7 +140,7 @@ class Session:
 
     def _make_buffer(self, source: str) -> None:
         cfg, learner = self.cfg, self.learner
-        self.reference = build_reference(cfg, source, torch.device(self.plan.reference_device), learner)
+        self.reference = build_reference(cfg, source, self.plan.reference_devices, learner)
         transforms = [*([self.reference] if self.reference else []), *learner.proximal(), self.advantage]
         self.buffer = GroupBuffer(
             cfg.env.num_envs, learner.groups_per_batch, transforms, derive_seed(cfg.seed, "buffer")
@@ -218,6 +219,9 @@ class Session:
         started = time.perf_counter()
         if self.asleep:
             assert isinstance(self.engine, Engine)
+            if self.device.type == "cuda":
+                # What the trainer's allocator keeps of a step is missing where the engine takes its own back.
+                torch.cuda.empty_cache()
             self.engine.wake()
             self.asleep = False
         wait = self.evaluation_is_due() or self.finished
@@ -323,12 +327,14 @@ class Session:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken; :meth:`Learner.resume` takes what the ranks share."""
         self.counters.load_state_dict(state["counters"])
-        self.collector.load_state_dict(state["collector"])
+        # Checkpoints of earlier versions do not say how many rounds there were beside those refilled with.
+        taken = (self.counters.step + self.counters.steps_left_in_round) // self.steps_per_round
+        self.collector.load_state_dict({"taken": taken, **state["collector"]})
         self.buffer.load_state_dict(state["buffer"])
         self.publisher.load_state_dict(state["publisher"])
         if state["reference"]:
             assert self.reference is not None, "a checkpoint of another configuration"
-            self.reference.scorer.model.load_state_dict(state["reference"], strict=False)
+            self.reference.load_weights(state["reference"])
         self.unlogged = state.get("unlogged", {})  # not in checkpoints of earlier versions
         set_random_state(state["random"])
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from torchrl_grpo.models.flops import FlopCounter, gemm_rate
 from torchrl_grpo.models.lora import is_adapter
+from torchrl_grpo.models.shards import count_parameters
 from torchrl_grpo.rollout.schema import token_counts
 
 # What a step is made of; the rest is time/other_s.
@@ -31,7 +32,7 @@ class Speedometer:
         self._ranks = ranks
         self._operations = FlopCounter(model)
         adapters = sum(p.numel() for name, p in model.named_parameters() if is_adapter(name))
-        self._parameters = model.num_parameters() - adapters
+        self._parameters = count_parameters(model) - adapters
         self.gemm_rate = gemm_rate(device, dtype, model.config.get_text_config().hidden_size)
 
     def trained(self, batch: TensorDictBase, moves: Tensor, seconds: float) -> dict[str, float]:
