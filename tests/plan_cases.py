@@ -34,7 +34,7 @@ def asked(case: str) -> tuple[Request, int]:
     words = text.split()
     values = [word for word in words if word != "lora"]
     cfg: Config = parse(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist(values)))
-    request = request_of(cfg, apart=script == "grpo-async.py")
+    request = request_of(cfg, asynchronous=script == "grpo-async.py")
     return replace(request, lora="lora" in words), int(gpus.split()[0])
 
 

@@ -1,11 +1,12 @@
 """What each training rank of the tests runs: the same steps as one process, from the same batches.
 
-RANK=0 WORLD_SIZE=2 ... python tests/rank_program.py OUTPUT
+RANK=0 WORLD_SIZE=2 ... python tests/rank_program.py OUTPUT KIND ...
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,12 @@ def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
     step, model = build(case, kind, ranks)
     batch = batch_of(case)
     sums = step.accumulate(batch)
-    gradients = {name: whole(p.grad.detach()).clone() for name, p in model.named_parameters()}
-    step.optimizer.zero_grad()
+    gradients = {name: _gradient(p).clone() for name, p in model.named_parameters()}
+    # Refused, which changes nothing and drops them.
+    step.update.step(allowed=False)
+    step.update.drop_gradients()
     metrics = [step(batch), step(batch)]
-    weights = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    weights = {name: whole(p).clone() for name, p in model.named_parameters()}
     with torch.no_grad(), resting(step.network):
         probe = _probe(step, batch)
     return {
@@ -90,15 +93,27 @@ def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
     }
 
 
+def _gradient(parameter: torch.nn.Parameter) -> Tensor:
+    if parameter.grad is not None:
+        return whole(parameter.grad)
+    from deepspeed.utils import safe_get_full_grad
+
+    return safe_get_full_grad(parameter)
+
+
 def _probe(step: OptimiserStep, batch: TensorDict) -> Tensor:
     network: Any = step.network
     scorer = getattr(network, "module", network)
     return scorer.next_token_log_probs(batch["tokens", "prompt"], batch["masks", "prompt"])
 
 
-if __name__ == "__main__":
+def main(output: Path, kinds: Sequence[str]) -> None:
     torch.set_num_threads(1)
     here = Ranks(on_cpu=True)
-    found = {(case, kind): measure(case, kind, here) for case in CASES for kind in ("ddp", "fsdp2")}
+    found = {(case, kind): measure(case, kind, here) for case in CASES for kind in kinds}
     if here.is_main:
-        torch.save(found, Path(sys.argv[1]))
+        torch.save(found, output)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -9,9 +9,11 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.cores import divide_cores
+from torchrl_grpo.devices import plan, request_of
+from torchrl_grpo.devices_plan import Plan
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rollout.age import ages
-from torchrl_grpo.rollout.build import divide_cores
 from torchrl_grpo.rounds import rounds, steps_per_round
 from torchrl_grpo.training.run import _with_proximal
 from torchrl_grpo.validation import validate
@@ -71,27 +73,6 @@ def test_keys_that_fit_are_taken(changes: dict[str, object]) -> None:
     check_async(config(**changes))
 
 
-def test_one_process_has_one_engine() -> None:
-    check_sync(config())
-    with pytest.raises(ConfigError, match=r"grpo-async\.py; write inference_model\.num_devices=1"):
-        check_sync(config(inference_model__num_devices=2))
-    with pytest.raises(ConfigError, match=r"grpo-async\.py; write inference_model\.devices=\[0\]"):
-        check_sync(config(inference_model__devices=[0, 1]))
-
-
-@pytest.mark.parametrize("check", [check_sync, check_async])
-def test_what_is_planned_and_not_yet_run(check: Callable[[Config], None]) -> None:
-    for change, good in (
-        ({"ref_model__num_devices": 2}, r"write ref_model\.num_devices=1 instead"),
-        ({"ref_model__devices": [3, 4]}, r"write ref_model\.devices=\[3\] instead"),
-    ):
-        cfg = config(**change)
-        with pytest.raises(ConfigError, match=rf"ref_model.*only plans them \(dry_run=true\); {good}"):
-            check(cfg)
-        cfg.dry_run = True
-        check(cfg)
-
-
 @pytest.mark.parametrize("check", [check_sync, check_async])
 def test_each_training_rank_needs_a_group(check: Callable[[Config], None]) -> None:
     groups = config().env.num_envs
@@ -124,14 +105,21 @@ def test_cores_are_divided(
     cores: int, age: int, workers: int, on_gpu: bool, expected: tuple[int, int]
 ) -> None:
     cfg = config(collector__max_policy_age=age, inference_model__num_devices=workers)
-    assert divide_cores(cfg, cores, on_gpu) == expected
+    assert divide_cores(cfg, planned(cfg, on_gpu), cores, ranks=1) == expected
 
 
 def test_cores_go_where_they_are_sent() -> None:
     cfg = config(train__num_threads=5, inference_model__num_threads=3)
-    assert divide_cores(cfg, 16, on_gpu=False) == (5, 3)
+    assert divide_cores(cfg, planned(cfg), 16, ranks=1) == (5, 3)
     cfg.train.num_threads = None
-    assert divide_cores(cfg, 16, on_gpu=False) == (13, 3)
+    assert divide_cores(cfg, planned(cfg), 16, ranks=1) == (13, 3)
+    assert divide_cores(cfg, planned(cfg), 16, ranks=2) == (6, 3)
+    # In turn all of them are free for whoever has its turn.
+    assert divide_cores(cfg, planned(cfg, asynchronous=False), 16, ranks=2) == (8, 3)
+
+
+def planned(cfg: Config, on_gpu: bool = False, asynchronous: bool = True) -> Plan:
+    return plan(request_of(cfg, asynchronous), 9 if on_gpu else 0)
 
 
 def test_rounds_and_steps() -> None:

@@ -161,9 +161,20 @@ def test_an_address_where_nothing_answers_is_one_clear_message(
     assert "ray.address=127.0.0.1:1" in output(tmp_path)
 
 
+def nodes_with_workers() -> set[int]:
+    """Processes of Ray nodes of this machine that have workers, whoever started them."""
+    found = set()
+    for one in psutil.process_iter(["cmdline"]):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "ray::RolloutActor" in " ".join(one.info["cmdline"] or []):
+                found.add(one.ppid())
+    return found
+
+
 def test_workers_on_two_nodes_of_a_running_cluster(repo_root: Path, tmp_path: Path, words: list[str]) -> None:
     from ray.cluster_utils import Cluster
 
+    others = nodes_with_workers()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
         cluster.add_node(num_cpus=1)
@@ -177,11 +188,7 @@ def test_workers_on_two_nodes_of_a_running_cluster(repo_root: Path, tmp_path: Pa
         ]
         with started(repo_root, tmp_path, *words, *more) as process:
             wait_for(process, tmp_path / "run" / "metrics.jsonl", 1)
-            nodes = {
-                one.ppid()
-                for one in psutil.process_iter(["cmdline"])
-                if "ray::RolloutActor" in " ".join(one.info["cmdline"] or [])
-            }
+            nodes = nodes_with_workers() - others
             assert len(nodes) == 2, "each worker is a child of its own node's process"
             assert process.wait(timeout=300) == 0, output(tmp_path)
         assert summary(tmp_path / "run")["groups"]["trained"] == 16

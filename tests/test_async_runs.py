@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import local_pool
 import pytest
 from local_pool import LocalPool, collect_locally
 from tiny_runs import Runner, config, without_eval  # noqa: F401  fixtures
@@ -52,6 +55,10 @@ def as_sync(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {name: value for name, value in line.items() if not name.startswith("workers/")} for line in lines
     ]
+
+
+def sampled(folder: Path) -> list[str]:
+    return [row["response"] for row in read(folder / "rollouts.jsonl")]
 
 
 def groups(folder: Path) -> dict[str, int]:
@@ -186,6 +193,7 @@ def test_dead_workers_are_replaced_and_their_groups_reissued(
     apart = train("async", {"fault": fault}, collector__max_policy_age=0)
     assert len(dead) == 3 and pools[-1].killed == 3
     # Seeds belong to groups and not to workers: whoever samples a group anew samples the same.
+    assert sampled(tmp_path / "async") == sampled(tmp_path / "sync")
     assert as_sync(apart) == together
     assert groups(tmp_path / "async")["issued"] == 16
 
@@ -301,6 +309,42 @@ def test_weights_are_published_as_often_as_told(train: AsyncRunner) -> None:
     versions = {line["policy/version"] for line in lines}
     assert versions <= {0, 2, 4, 6}
     assert max(line["policy/age_max"] for line in lines) == 1
+
+
+class Shipment(list[tuple[str, Tensor]]):
+    """A list that can be watched."""
+
+    __hash__ = object.__hash__
+
+
+def test_no_more_copies_of_the_weights_are_held_than_there_are_workers_and_two(
+    train: AsyncRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest, the one that replaces it, and what each worker is taking: however slow a worker is."""
+    held: weakref.WeakSet[Shipment] = weakref.WeakSet()
+    most = []
+
+    def watched(weights: Iterable[tuple[str, Tensor]]) -> Shipment:
+        made = Shipment((name, tensor.clone()) for name, tensor in weights)
+        held.add(made)
+        most.append(len(held))
+        return made
+
+    def slow(number: int, method: str, count: int) -> None:
+        if number == 0 and method == "load" and len(most) > 2:
+            time.sleep(1.0)
+
+    monkeypatch.setattr(local_pool, "ship", watched)
+    train(
+        "run",
+        {"fault": slow},
+        inference_model__num_devices=2,
+        collector__max_policy_age=8,
+        eval__num_problems=0,
+        train__total_dialog_turns=256,
+    )
+    assert len(most) > 16
+    assert max(most) <= 4
 
 
 def test_threads_end_with_the_run(train: AsyncRunner, pools: list[LocalPool]) -> None:

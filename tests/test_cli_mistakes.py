@@ -193,7 +193,7 @@ BAD: list[tuple[str, str]] = [
         "train_model.autocast=bf16",
     ),
     ("train_model.parallelism=fsdp2 train_model.lora.rank=8", "train_model.parallelism=ddp"),
-    ("train_model.parallelism=fsdp", "one of auto, ddp, fsdp2"),
+    ("train_model.parallelism=fsdp", "one of auto, ddp, fsdp2, deepspeed_zero2, deepspeed_zero3"),
     ("train_model.num_devices=0", "at least 1"),
     ("train_model.num_devices=two", "a whole number or auto"),
     ("train_model.num_devices=1.5", "a whole number or text"),

@@ -8,13 +8,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from plan_cases import answer, dry_run, read
 
-from torchrl_grpo import hardware, planning, validation
-from torchrl_grpo.config import Config
-from torchrl_grpo.devices import Request, Role, plan, request_of
+from torchrl_grpo import hardware, validation
+from torchrl_grpo.devices import Request, Role, plan
 from torchrl_grpo.devices_plan import Plan, show_devices
 from torchrl_grpo.errors import ConfigError
 
@@ -63,7 +63,7 @@ def everything() -> list[tuple[Request, int]]:
                 Role("train_model", t),
                 Role("inference_model", i),
                 Role("ref_model", r),
-                apart,
+                asynchronous,
                 uses_reference=True,
                 lora=lora,
                 backend=backend,
@@ -71,7 +71,7 @@ def everything() -> list[tuple[Request, int]]:
             gpus,
         )
         for t, i, r in itertools.product(counts, counts, counts)
-        for apart, lora in itertools.product((False, True), (False, True))
+        for asynchronous, lora in itertools.product((False, True), (False, True))
         for backend in ("vllm", "transformers")
         for gpus in (1, 2, 4, 6, 9)
     ]
@@ -94,19 +94,18 @@ def test_numbers_partition_without_conflict_and_are_what_was_asked_for() -> None
         assert set(used) | set(found.idle) == {f"cuda:{gpu}" for gpu in range(gpus)}
         if sum(wants) <= gpus:
             assert len(set(used)) == len(used), "enough for everybody, and two roles share one"
-            in_order = sorted(used, key=lambda name: int(name[5:])) == used
-            assert in_order or (found.train.devices, found.inference.devices) == (("cuda:1",), ("cuda:0",))
+            assert sorted(used, key=lambda name: int(name[5:])) == used
     assert planned > 500
 
 
 def test_numbers_mean_the_same_to_both_scripts() -> None:
     for request, gpus in everything():
-        if request.apart or request.backend == "vllm":
+        if request.asynchronous:
             continue
         results = []
-        for apart in (False, True):
+        for asynchronous in (False, True):
             try:
-                found = plan(replace(request, apart=apart), gpus)
+                found = plan(replace(request, asynchronous=asynchronous), gpus)
                 results.append((found.train.devices, found.inference.devices, found.reference.devices))
             except ConfigError as error:
                 results.append((str(error), (), ()))
@@ -119,17 +118,17 @@ def two(**changes: object) -> Plan:
 
 def test_names_that_a_run_reads() -> None:
     here = two()
-    assert (here.train_device, here.engine_device, here.reference_device) == ("cuda:1", "cuda:0", "cuda:1")
-    assert not here.sleeps and not here.colocated and here.tensor_parallel == 1
-    apart = two(apart=True)
+    assert (here.train_device, here.engine_device, *here.reference_devices) == ("cuda:0", "cuda:0", "cuda:0")
+    assert not here.sleeps and not here.colocated
+    apart = two(asynchronous=True)
     assert (apart.train_device, apart.engine_device, apart.worker_gpus) == ("cuda:0", "cuda:0", [1])
-    cluster = two(apart=True, cluster=True, inference=Role("inference_model", 4))
+    cluster = two(asynchronous=True, cluster=True, inference=Role("inference_model", 4))
     assert (cluster.workers, cluster.worker_gpus, cluster.engine_device) == (4, [], "cuda:0")
     off = two(uses_reference=False)
-    assert (off.reference.devices, off.reference_device) == ((), "cuda:1")
+    assert (off.reference.devices, off.reference_devices) == ((), ("cuda:0",))
     one = plan(Request(), 1)
     assert one.sleeps and one.colocated
-    cpu = plan(Request(apart=True), 0)
+    cpu = plan(Request(asynchronous=True), 0)
     assert (cpu.train_device, cpu.engine_device, cpu.worker_gpus) == ("cpu", "cpu", [])
 
 
@@ -156,34 +155,51 @@ def test_the_planner_and_its_inputs_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=60)
 
 
-# At run: vLLM in this process
+# Engines in processes of their own
 
 
 @pytest.mark.parametrize(
-    ("devices", "train", "backend", "apart", "refused"),
+    ("changes", "gpus", "apart"),
     [
-        ([1], None, "vllm", False, True),
-        (None, [0], "vllm", False, True),
-        ([0], None, "vllm", False, False),
-        ([1], None, "transformers", False, False),
-        ([1], None, "vllm", True, False),
-        (None, None, "vllm", False, False),
+        ({}, 1, False),
+        ({}, 0, False),
+        ({}, 2, True),
+        ({"backend": "transformers"}, 2, False),
+        (
+            {"train": Role("train_model", devices=(1,)), "inference": Role("inference_model", devices=(1,))},
+            2,
+            True,
+        ),
+        ({"inference": Role("inference_model", 2)}, 0, True),
+        ({"inference": Role("inference_model", 2), "backend": "transformers"}, 4, True),
+        ({"train": Role("train_model", 2)}, 0, True),
+        ({"train": Role("train_model", 2), "backend": "transformers"}, 0, False),
+        ({"ranks": 2}, 1, True),  # one each on two machines
+        ({"ranks": 2}, 0, True),
+        ({"cluster": True}, 1, True),
+        ({"asynchronous": True}, 1, True),
     ],
 )
-def test_vllm_in_this_process_takes_the_first_gpu(
-    devices: list[int] | None, train: list[int] | None, backend: str, apart: bool, refused: bool
+def test_vllm_is_in_the_trainers_process_where_it_finds_its_gpu_and_no_ranks(
+    changes: dict[str, Any], gpus: int, apart: bool
 ) -> None:
-    cfg = Config()
-    cfg.inference_model.devices, cfg.inference_model.backend = devices, backend
-    cfg.train_model.devices = train
-    found = plan(request_of(cfg, apart), 2)
-    if not refused:
-        planning.check_engine_gpu(cfg, found)
-        return
-    with pytest.raises(
-        ConfigError, match=r"inference_model\.devices=.*first GPU .*inference_model\.devices=\[0\]"
-    ):
-        planning.check_engine_gpu(cfg, found)
+    assert plan(Request(**changes), gpus).apart == apart
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["inference_model.num_devices=9", "env.num_envs=8"], r"only env.num_envs=8 groups.*num_devices=8 "),
+        (
+            ["inference_model.num_devices=2", "train.weight_update_frequency=2"],
+            r"weight_update_frequency=2: .*processes of their own.*frequency=1 ",
+        ),
+        (["inference_model.num_devices=2", "inference_model.sleep=true"], r"sleep=true: .*sleep=false"),
+    ],
+)
+def test_what_workers_of_grpo_py_cannot_do(words: list[str], match: str) -> None:
+    said = dry_run(f"grpo.py, 64 GiB: {' '.join(words)} inference_model.backend=transformers")
+    assert re.search(rf"error: .*{match}", said), said
 
 
 # What there is

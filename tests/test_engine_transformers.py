@@ -12,7 +12,7 @@ import torch
 from batches import END, PAD, make_model
 from transformers import PreTrainedModel
 
-from torchrl_grpo.inference import Completion, Engine, Sampling
+from torchrl_grpo.inference import Completion, Engine, Probe, Sampling
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 
 PROMPTS = [[5, 9, 2, 30], [7], [11, 2, 2, 40, 41, 42, 43, 3]]
@@ -162,7 +162,7 @@ def test_an_end_token_in_the_last_place_is_a_stop() -> None:
 
 def test_next_tokens_are_the_likeliest_at_temperature_one() -> None:
     model = make_model()
-    answer = make_engine(model).next_tokens(PROMPTS, top_k=5)
+    answer = make_engine(model).next_tokens(Probe(PROMPTS, top_k=5))
     assert answer.token_ids.shape == answer.log_probs.shape == (3, 5)
     assert answer.cached_tokens == 0
     for row, prompt in enumerate(PROMPTS):

@@ -86,6 +86,17 @@ def test_gsm8k_trains_evaluates_saves_and_loads(
 
 
 @pytest.mark.usefixtures("smollm2_dir")
+def test_vllm_generates_for_two_training_ranks(repo_root: Path, tmp_path: Path) -> None:
+    words = ("train_model.num_devices=2", "train.total_dialog_turns=16", "eval.frequency=0")
+    printed = grpo(repo_root, tmp_path, "--config-name=grpo_quickstart", *SMALL, *words, "hydra.run.dir=run")
+    assert "one worker, a process of its own" in printed
+    metrics = lines(tmp_path / "run/metrics.jsonl")
+    assert [line["step"] for line in metrics] == [0, 1, 2]
+    assert all(line["publish/gap"] < ROUNDING and line["policy/age_max"] == 0 for line in metrics[1:])
+    assert all(line["policy/log_prob_gap"] < ROUNDING for line in metrics[1:])
+
+
+@pytest.mark.usefixtures("smollm2_dir")
 def test_ifeval_trains_on_composed_prompts_in_a_sweep_of_two(
     repo_root: Path, shared_data: Path | None, tmp_path: Path
 ) -> None:

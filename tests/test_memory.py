@@ -212,6 +212,14 @@ def test_shards_divide_what_is_trained() -> None:
     assert shards.weights == whole.weights / 4 and shards.optimiser == whole.optimiser / 4
 
 
+def test_deepspeed_divides_what_it_says_and_updates_a_copy() -> None:
+    whole = row(predicted(config(train_model__num_devices=4), (80.0,) * 8), "train", "optimise")
+    for kind, weights in (("deepspeed_zero2", 1 + 1 / 4), ("deepspeed_zero3", 2 / 4)):
+        cfg = config(train_model__num_devices=4, train_model__parallelism=kind)
+        found = row(predicted(cfg, (80.0,) * 8), "train", "optimise")
+        assert found.weights == whole.weights * weights and found.optimiser == whole.optimiser / 4
+
+
 def test_checkpointing_and_smaller_micro_batches_take_less() -> None:
     plain = row(predicted(config()), "train", "optimise").activations
     again = row(predicted(config(train_model__gradient_checkpointing=True)), "train", "optimise").activations

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, ConfigError
@@ -27,6 +28,7 @@ from torchrl_grpo.observe import (
     summary,
     wilson,
 )
+from torchrl_grpo.observe.stats import cuda_in_use
 
 # --- statistics ------------------------------------------------------------------------------------
 
@@ -99,6 +101,12 @@ def test_peak_memory_sees_a_large_allocation():
 
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_memory_of_a_gpu_is_what_everybody_has_taken(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**30, 80 * 2**30))
+    assert cuda_in_use("memory/train_cuda_gib", torch.device("cuda:1")) == {"memory/train_cuda_gib": 77.0}
+    assert cuda_in_use("memory/train_cuda_gib", torch.device("cpu")) == {}
 
 
 def test_metrics_are_one_line_a_step_with_the_step_first(tmp_path):

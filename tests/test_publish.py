@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchrl_grpo.errors import TrainingStopped
-from torchrl_grpo.inference import NextTokens
+from torchrl_grpo.inference import NextTokens, Probe
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.training.publish import (
@@ -89,8 +89,8 @@ def test_publication_makes_the_engine_answer_like_the_trainer() -> None:
     publisher.prove_at_start(0)
     update(publisher.model, 0.1)
     publisher.publish(1)
-    answer = publisher.engine.next_tokens(prompts(), 10)
-    ours = publisher.scorer.next_token_log_probs(*publisher._probe)
+    answer = publisher.engine.next_tokens(Probe(prompts(), 10))
+    ours = publisher.scorer.next_token_log_probs(*publisher._padded)
     torch.testing.assert_close(answer.log_probs, ours.topk(10).values.detach(), atol=1e-4, rtol=0)
 
 
@@ -201,9 +201,10 @@ class Cached(TransformersEngine):
         super().__init__(*args)
         self.memory: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
-    def next_tokens(self, prompts: Sequence[Sequence[int]], top_k: int) -> NextTokens:
+    def next_tokens(self, probe: Probe) -> NextTokens:
+        prompts = probe.prompts
         known = tuple(prompts[0]) in self.memory
-        fresh = super().next_tokens(prompts, top_k)
+        fresh = super().next_tokens(probe)
         for row, prompt in enumerate(prompts):
             self.memory.setdefault(tuple(prompt), (fresh.token_ids[row], fresh.log_probs[row]))
         rows = [self.memory[tuple(prompt)] for prompt in prompts]
@@ -226,8 +227,8 @@ class ForgetsInSilence(Cached):
 
     resets = 0
 
-    def next_tokens(self, prompts: Sequence[Sequence[int]], top_k: int) -> NextTokens:
-        answer = super().next_tokens(prompts, top_k)
+    def next_tokens(self, probe: Probe) -> NextTokens:
+        answer = super().next_tokens(probe)
         return NextTokens(answer.token_ids, answer.log_probs, 0)
 
     def reset_cache(self) -> None:
@@ -241,9 +242,9 @@ class AnswersNaN(TransformersEngine):
 
     healthy = 2
 
-    def next_tokens(self, prompts: Sequence[Sequence[int]], top_k: int) -> NextTokens:
+    def next_tokens(self, probe: Probe) -> NextTokens:
         self.healthy -= 1
-        answer = super().next_tokens(prompts, top_k)
+        answer = super().next_tokens(probe)
         values = answer.log_probs if self.healthy >= 0 else torch.full_like(answer.log_probs, math.nan)
         return NextTokens(answer.token_ids, values, 0)
 
@@ -325,6 +326,19 @@ def test_the_receipt_is_of_what_the_engine_took() -> None:
     live = {name: checksum(tensor) for name, tensor in publisher.model.named_parameters()}
     receipt, _ = publisher._load(named_weights(publisher.model), 0, publisher.engine.publish)
     assert receipt == live
+
+
+def test_a_checksum_is_a_sum_of_bit_patterns_and_takes_no_copy() -> None:
+    for shape in ((0,), (3,), (2**18,), (3, 2**18 + 5)):
+        tensor = torch.randn(shape)
+        assert checksum(tensor) == int(tensor.view(torch.int32).numpy().astype("int64").sum())
+    large = torch.randn(2**22).to(torch.bfloat16)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as seen:
+        checksum(large)
+    largest = max(event.cpu_memory_usage for event in seen.events())
+    assert 0 < largest < large.nbytes / 2
 
 
 def test_tied_weights_are_listed_once_and_nothing_is_copied() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -232,9 +233,33 @@ def test_a_scorer_writes_its_own_models_log_probabilities_and_nobody_elses() -> 
 def test_mixing_moves_every_weight_by_its_share(share: float) -> None:
     reference, policy = make_model(seed=0), make_model(seed=1)
     before = [p.detach().clone() for p in reference.parameters()]
-    LogProbScorer(TokenScorer(reference), "reference", no_budget()).mix_in(policy, share)
-    for old, new, other in zip(before, reference.parameters(), policy.parameters(), strict=True):
-        torch.testing.assert_close(new, (1 - share) * old + share * other)
+    copied = copy.deepcopy(reference)
+    others = [(TokenScorer(copied), no_budget())]
+    LogProbScorer(TokenScorer(reference), "reference", no_budget(), others=others).mix_in(policy, share)
+    for model in (reference, copied):
+        for old, new, other in zip(before, model.parameters(), policy.parameters(), strict=True):
+            torch.testing.assert_close(new, (1 - share) * old + share * other)
+
+
+@pytest.mark.parametrize("copies", [2, 3, 7])
+def test_copies_of_a_model_score_a_share_of_the_groups_each(copies: int) -> None:
+    groups = make_batch(P=5, G=3, seed=1)
+    model = make_model()
+    alone = LogProbScorer(TokenScorer(model), "reference", no_budget()).inv(groups.clone())
+    rows: dict[int, int] = {}
+
+    class Counting(TokenScorer):
+        def forward(self, prompt: torch.Tensor, *rest: Any, **options: Any) -> Any:
+            assert not torch.is_grad_enabled()
+            rows[id(self)] = rows.get(id(self), 0) + len(prompt)
+            return super().forward(prompt, *rest, **options)
+
+    first, *others = ((Counting(copy.deepcopy(model)), TokenBudget(30, True, print)) for _ in range(copies))
+    together = LogProbScorer(first[0], "reference", first[1], others=others).inv(groups.clone())
+    torch.testing.assert_close(
+        together["log_probs", "reference"], alone["log_probs", "reference"], atol=1e-5, rtol=1e-5
+    )
+    assert len(rows) == min(copies, 5)
 
 
 def test_the_buffer_does_not_list_the_reference_model() -> None:
