@@ -67,6 +67,8 @@ def _words(work: Workload, model: Path, questions: Path, steps: int) -> list[str
         "env.num_envs=4",
         "env.repeats=4",
         "reward.weights={bare_number: 1.0}",
+        # No answer of a random model is right: this is what makes every step go back through it.
+        "policy.entropy_coef=0.01",
         "inference_model.backend=transformers",
         "inference_model.num_devices=2",
         "inference_model.max_model_len=256",

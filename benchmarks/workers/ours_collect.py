@@ -14,7 +14,7 @@ from benchmarks.workload import Workload, use_all_cores
 from torchrl_grpo.config import PolicyConfig
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs import GroupTextEnv, PromptStream
-from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Request
+from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Probe, Request
 from torchrl_grpo.objectives.advantage import GroupAdvantage
 from torchrl_grpo.objectives.control import KLCoefficient
 from torchrl_grpo.rewards import RewardSet
@@ -38,7 +38,7 @@ class _Instant(Engine):
     def withdraw(self) -> dict[Hashable, Completion]:
         raise NotImplementedError
 
-    def next_tokens(self, prompts: Sequence[Sequence[int]], top_k: int) -> NextTokens:
+    def next_tokens(self, probe: Probe) -> NextTokens:
         raise NotImplementedError
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from benchmarks.protocol import serve
 from benchmarks.workers.ours import Drawn, config
 from benchmarks.workload import Workload
-from torchrl_grpo import data, rewards
+from torchrl_grpo import data, devices, rewards
 from torchrl_grpo.devices import num_devices
 from torchrl_grpo.inference.protocol import Completion, Engine, Request
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
@@ -113,7 +113,9 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
     grader = rewards.grader(cfg, reward_set)
     token_s = generate_s / workload.response_tokens
     collect = functools.partial(_in_workers, token_s) if workers else functools.partial(_here, token_s)
-    session = Session(cfg, folder / "run", data.load(cfg), reward_set, grader, None, collect)
+    # Both sides on the CPU: what takes its time is a clock.
+    plan = devices.plan(devices.request_of(cfg, asynchronous=workers > 0), num_gpus=0)
+    session = Session(cfg, folder / "run", data.load(cfg), reward_set, grader, None, collect, plan)
     session.begin()
 
     def turn() -> dict[str, float]:
