@@ -17,10 +17,8 @@ from torchrl_grpo.training.verify_resume import read, unmeasured
 
 
 @pytest.fixture
-def pools(config: Any, monkeypatch: pytest.MonkeyPatch) -> list[LocalPool]:
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[LocalPool]:
     """Workers are threads; what was started."""
-    # Rounding depends on it, and where workers share the cores it is set anew.
-    config.train.num_threads = 1
     found: list[LocalPool] = []
     monkeypatch.setattr(build, "ray_workers", collect_locally(found))
     return found

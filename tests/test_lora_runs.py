@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,10 @@ def test_the_reference_is_the_base_and_not_a_second_model(
         assert one["loss/total"] == pytest.approx(other["loss/total"], abs=1e-4)
 
 
-def apart(cfg: Config, source: str, device: torch.device, learner: Learner) -> LogProbScorer:
-    model = loading.load_model(source, cfg.model, device, torch.float32).requires_grad_(False)
+def apart(cfg: Config, source: str, devices: Sequence[str], learner: Learner) -> LogProbScorer:
+    model = loading.load_model(source, cfg.model, torch.device(devices[0]), torch.float32).requires_grad_(
+        False
+    )
     scorer = TokenScorer(
         model, cfg.inference_model.temperature, learner.autocast_dtype, learner.shares_prefix
     )

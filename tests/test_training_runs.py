@@ -34,6 +34,15 @@ def test_evaluation_never_disturbs_training(train: Runner) -> None:
     assert without_eval(often) == without_eval(never)
 
 
+def test_threads_of_one_job_do_not_stay_for_the_next_of_a_sweep(train: Runner) -> None:
+    train("first", train__total_dialog_turns=16)
+    before = torch.get_num_threads()
+    train("fewer", train__num_threads=before + 1)
+    assert torch.get_num_threads() == before + 1
+    train("last", train__num_threads=None)
+    assert torch.get_num_threads() == before
+
+
 def test_sleeping_engine_changes_no_number(train: Runner) -> None:
     assert train("awake") == train("asleep", inference_model__sleep=True)
 

@@ -1,9 +1,35 @@
-"""How training ranks and rollout workers share the cores of a machine. Imports no torch."""
+"""How training ranks and rollout workers share the cores of a machine. Importing it imports no torch."""
 
 from __future__ import annotations
 
+import os
+from functools import cache
+
 from torchrl_grpo.config import Config
 from torchrl_grpo.devices_plan import Plan
+
+
+def allowed_cores() -> int:
+    """Cores that the system lets this process run on: fewer than the machine has under Slurm or taskset."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@cache
+def cores_to_divide(ranks: int) -> int:
+    """Cores for training ranks and engines together, as this process found them.
+
+    Asked for once: dividing them changes what torch says, and the next job of a sweep divides the same ones.
+
+    Args:
+        ranks: training ranks on this machine. A single one has what torch takes by itself, which heeds
+            ``OMP_NUM_THREADS``, so that its numbers are the same beside engines and without. Launchers hand
+            each of several ranks a number of their own, mostly 1: these share what the system allows.
+    """
+    import torch
+
+    return torch.get_num_threads() if ranks == 1 else allowed_cores()
 
 
 def divide_cores(cfg: Config, plan: Plan, cores: int, ranks: int) -> tuple[int, int]:
@@ -16,7 +42,7 @@ def divide_cores(cfg: Config, plan: Plan, cores: int, ranks: int) -> tuple[int, 
     Args:
         cfg: ``num_threads`` of both and ``collector`` are read.
         plan: who runs where.
-        cores: of this machine.
+        cores: to divide.
         ranks: training ranks on it.
     """
     ahead = plan.asynchronous and cfg.collector.max_policy_age > 0

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config_keys import bad_value
+from torchrl_grpo.cores import allowed_cores
 from torchrl_grpo.devices import num_devices
 from torchrl_grpo.validation_ranges import ZERO_STAGES
 
@@ -162,7 +163,7 @@ def launch(words: Sequence[str], count: int) -> int:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         # Ranks that compute on the CPU share its cores.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, allowed_cores() // count))),
     }
     ranks = start_processes(
         name="rank",

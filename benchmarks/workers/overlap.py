@@ -107,7 +107,7 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
     cfg.inference_model.backend = "transformers"
     cfg.inference_model.num_devices = max(1, workers)
     # The same on both sides, so that training takes the same time.
-    cfg.train.num_threads = cfg.inference_model.num_threads = 1
+    cfg.inference_model.num_threads = 1
     torch.set_num_threads(1)
     reward_set = rewards.RewardSet([(Drawn(), 1.0)])
     grader = rewards.grader(cfg, reward_set)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo import launch
 from torchrl_grpo.config import Config
-from torchrl_grpo.cores import divide_cores
+from torchrl_grpo.cores import cores_to_divide, divide_cores
 from torchrl_grpo.devices import num_devices
 from torchrl_grpo.devices_plan import Plan
 from torchrl_grpo.envs import GroupTextEnv
@@ -105,7 +104,7 @@ def ray_workers(
     from torchrl_grpo.rollout.ray_pool import RayPool, WorkerSpec
 
     assert source.plan.apart, "workers see their own GPU as the first one"
-    count = source.plan.workers
+    count, ranks = source.plan.workers, launch.local_world_size()
     on_gpu = source.device.type == "cuda"
     spec = WorkerSpec(
         cfg=cfg,
@@ -113,7 +112,7 @@ def ray_workers(
         end_ids=source.end_ids,
         pad_id=tokenizer.pad_token_id,
         max_num_seqs=_max_num_seqs(cfg),
-        threads=divide_cores(cfg, source.plan, os.cpu_count() or 1, launch.local_world_size())[1],
+        threads=divide_cores(cfg, source.plan, cores_to_divide(ranks), ranks)[1],
         on_gpu=on_gpu,
         gpus=source.plan.worker_gpus,
     )

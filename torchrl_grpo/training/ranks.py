@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchrl_grpo import launch
 from torchrl_grpo.config import Config
-from torchrl_grpo.cores import divide_cores
+from torchrl_grpo.cores import cores_to_divide, divide_cores
 from torchrl_grpo.devices_plan import Plan
 
 # A round may take hours to generate, and an idle rank must not take that for a death: the connection tells.
@@ -138,6 +138,5 @@ def _call(target: object, method: str, arguments: tuple[Any, ...]) -> Any:
 def divide_threads(cfg: Config, plan: Plan) -> None:
     """Give this rank its threads: as configured, or its share of what several processes compute on."""
     ranks = launch.local_world_size()
-    alone = ranks == 1 and not plan.apart
-    if cfg.train.num_threads is not None or (plan.num_gpus == 0 and not alone):
-        torch.set_num_threads(divide_cores(cfg, plan, os.cpu_count() or 1, ranks)[0])
+    # Also where all cores are its own: the job before it in a sweep may have had fewer.
+    torch.set_num_threads(divide_cores(cfg, plan, cores_to_divide(ranks), ranks)[0])

@@ -80,8 +80,6 @@ class Session:
         seed_everything(cfg.seed)
         # The run has a progress bar of its own; one per loaded file would bury it.
         disable_progress_bar()
-        if cfg.train.num_threads is not None:
-            torch.set_num_threads(cfg.train.num_threads)
         self.plan = plan or devices.plan(
             devices.request_of(cfg, asynchronous=False, ranks=ranks.size), torch.cuda.device_count()
         )
