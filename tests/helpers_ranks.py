@@ -103,6 +103,9 @@ def words(sums: Path, model: Path, folder: Path, *more: str) -> list[str]:
         f"model.name={model}",
         "reward.weights={bare_number: 1.0, closeness: 0.3}",
         "inference_model.backend=transformers",
+        # What several ranks do is compared to rounding, and bfloat16 rounds much.
+        "inference_model.dtype=float32",
+        "train_model.autocast=no",
         "inference_model.max_model_len=200",
         "inference_model.max_new_tokens=6",
         "optimizer.lr=1e-3",

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Engine
 from torchrl_grpo.rollout import build
+from torchrl_grpo.rollout.groups import Group
+from torchrl_grpo.rollout.reference_actors import ReferenceScorer, ReferenceSpec
 from torchrl_grpo.rollout.worker import RolloutWorker
 
 _BUILDING = threading.Lock()
@@ -108,6 +111,19 @@ class LocalPool:
             inbox.put(None)
 
 
+def local_reference(
+    cfg: Config, source: build.Source, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[Group], Future[list[list[float]]]]:
+    """What stands in for ``ReferenceActors``: a thread."""
+    threads = torch.get_num_threads()
+    form = source.autocast_dtype, source.shares_prefix
+    scorer = ReferenceScorer(ReferenceSpec(cfg, source.model, tokenizer.pad_token_id, threads, False, *form))
+    thread = ThreadPoolExecutor(1)
+    return lambda group: thread.submit(
+        scorer.score, group.prompt, [response.token_ids for response in group.responses]
+    )
+
+
 def collect_locally(pools: list[LocalPool], engine_type: Any = None, **options: Any) -> build.Collect:
     """What stands in for ``build.ray_workers``; every pool made is appended to ``pools``."""
 
@@ -123,6 +139,7 @@ def collect_locally(pools: list[LocalPool], engine_type: Any = None, **options: 
             return made
 
         pools.append(LocalPool(engine, cfg, **options))
-        return build.with_workers(cfg, env, tokenizer, pools[-1], ship)
+        reference = local_reference(cfg, source, tokenizer) if source.plan.reference_actors else None
+        return build.with_workers(cfg, env, tokenizer, pools[-1], ship, reference)
 
     return collect

@@ -153,6 +153,27 @@ def test_a_sweep_of_two_runs_goes_through(repo_root: Path, tmp_path: Path, words
         assert summary(tmp_path / "sweep" / job)["groups"]["trained"] == 8
 
 
+def test_a_killed_reference_is_started_again(repo_root: Path, tmp_path: Path, words: list[str]) -> None:
+    more = [
+        "policy.kl_coef=0.1",
+        "ref_model.num_devices=2",
+        "collector.max_policy_age=2",
+        "hydra.run.dir=run",
+    ]
+    with started(repo_root, tmp_path, *words, *more) as process:
+        everybody = wait_for(process, tmp_path / "run" / "metrics.jsonl", 3)
+        scorers = [one for one in everybody if "ray::ReferenceScorer" in " ".join(one.cmdline())]
+        assert len(scorers) == 2
+        scorers[0].kill()
+        assert process.wait(timeout=300) == 0, output(tmp_path)
+        nobody_left(everybody)
+    assert "reference  cpu x 2  separate   2 copies, a process each" in output(tmp_path)
+    assert summary(tmp_path / "run")["groups"]["trained"] == 40
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    divergences = [line["kl/reference"] for line in lines if line["step"] > 0]
+    assert len(divergences) == 10 and 0 <= divergences[0] < 1e-6 < divergences[-1]
+
+
 def test_an_address_where_nothing_answers_is_one_clear_message(
     repo_root: Path, tmp_path: Path, words: list[str]
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from cli_calls import ROOT
 
-from torchrl_grpo import devices, memory, planning, validation
+from torchrl_grpo import devices, hardware, memory, planning, validation
 from torchrl_grpo.config import Config, ModelConfig
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.hardware import Hardware
@@ -242,28 +242,37 @@ def test_workers_of_a_cluster_are_not_counted_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "flags", "expected"),
+    ("name", "device", "fast", "expected"),
     [
-        ("float32", "cuda", "", False),
-        ("bfloat16", "cpu", "", True),
-        ("auto", "cuda", "", True),
-        ("auto", "cpu", "avx2", False),
-        ("auto", "cpu", "avx512_bf16", True),
-        ("auto", "cpu", "amx_tile", True),
+        ("float32", "cuda", True, False),
+        ("bfloat16", "cpu", False, True),
+        ("auto", "cuda", False, True),
+        ("auto", "cpu", False, False),
+        ("auto", "cpu", True, True),
     ],
 )
-def test_formats_of_16_bits(name: str, device: str, flags: str, expected: bool, tmp_path: Path) -> None:
-    (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
-    assert memory.bits16(name, {"bfloat16"}, device, tmp_path / "cpuinfo") is expected
+def test_formats_of_16_bits(
+    name: str, device: str, fast: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "cpu_has_fast_bfloat16", lambda: fast)
+    assert memory.bits16(name, {"bfloat16"}, device) is expected
 
 
-def test_auto_means_what_it_means_to_torch() -> None:
-    import torch
-
-    from torchrl_grpo.models.precision import resolve_dtype
-
-    here = resolve_dtype("auto", torch.device("cpu")) == torch.bfloat16
-    assert memory.bits16("auto", {"bfloat16"}, "cpu") is here
+@pytest.mark.parametrize(
+    ("vendor", "flags", "fast"),
+    [
+        ("AuthenticAMD", "avx2", False),
+        ("AuthenticAMD", "avx512f avx512_bf16", True),
+        ("GenuineIntel", "avx512f avx512_bf16 avx512_fp16", False),
+        ("GenuineIntel", "avx512f avx512_bf16 amx_bf16 amx_tile", True),
+    ],
+)
+def test_processors_that_compute_fast_in_bfloat16(
+    vendor: str, flags: str, fast: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {vendor}\nflags\t\t: {flags}\n")
+    assert hardware.cpu_has_fast_bfloat16(tmp_path / "cpuinfo") is fast
+    assert not hardware.cpu_has_fast_bfloat16(tmp_path / "none")
 
 
 # Too little of it

@@ -33,7 +33,7 @@ def cores_to_divide(ranks: int) -> int:
 
 
 def divide_cores(cfg: Config, plan: Plan, cores: int, ranks: int) -> tuple[int, int]:
-    """CPU threads of each training rank, and of each worker.
+    """CPU threads of each training rank, and of each worker or process of the reference model.
 
     Where both compute on the CPU at the same time each gets cores of its own: two cores shared by two times
     two threads ran a step 2 to 3 times slower than one thread each (measured). With an age of zero only one
@@ -47,6 +47,7 @@ def divide_cores(cfg: Config, plan: Plan, cores: int, ranks: int) -> tuple[int, 
     """
     ahead = plan.asynchronous and cfg.collector.max_policy_age > 0
     at_once = ahead and plan.engine_device == "cpu"
-    worker = cfg.inference_model.num_threads or max(1, cores // (plan.workers + int(at_once)))
-    left = cores - plan.workers * worker if at_once else cores
+    workers = plan.workers + plan.reference_actors
+    worker = cfg.inference_model.num_threads or max(1, cores // (workers + int(at_once)))
+    left = cores - workers * worker if at_once else cores
     return cfg.train.num_threads or max(1, left // ranks), worker

@@ -56,6 +56,9 @@ class Request:
         backend: ``inference_model.backend``.
         sleep: whether the engine gives its memory up while the trainer trains; None leaves it to the planner.
         ranks: training ranks on all machines, where a launcher has started them.
+        reference_ahead: a reference with devices of its own scores in processes of its own while the trainer
+            trains. Not in turn with it, which would win nothing, and not where it follows the policy, which
+            happens between two steps.
     """
 
     train: Role = Role("train_model")
@@ -68,6 +71,7 @@ class Request:
     backend: str = "vllm"
     sleep: bool | None = None
     ranks: int = 1
+    reference_ahead: bool = False
 
     @property
     def needs_processes(self) -> bool:
@@ -104,6 +108,9 @@ def request_of(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
         backend=cfg.inference_model.backend,
         sleep=cfg.inference_model.sleep,
         ranks=ranks,
+        reference_ahead=asynchronous
+        and cfg.collector.max_policy_age > 0
+        and cfg.ref_model.refresh_frequency == 0,
     )
 
 
@@ -139,11 +146,14 @@ def _plan_cpu(request: Request) -> Plan:
         inference = _workers(request, ("cpu",) * engines, "process")
     else:
         inference = RolePlan(("cpu",), "colocated", "in the trainer's process")
-    reference = _not_loaded(request, train) or RolePlan(
-        train.devices[:1],
-        "colocated",
-        "in the trainer's process" if ranks == 1 else "in the first rank's process",
-    )
+    reference = _not_loaded(request, train)
+    # Where there are no devices to divide, a number that is asked for means processes.
+    own = request.reference.num_devices if request.reference_ahead else None
+    if reference is None and own is not None:
+        reference = _reference_actors(request, ("cpu",) * own, "")
+    elif reference is None:
+        where = "in the trainer's process" if ranks == 1 else "in the first rank's process"
+        reference = RolePlan(train.devices[:1], "colocated", where)
     train = _beside(train, inference, reference)
     return Plan(
         train,
@@ -184,6 +194,16 @@ def _workers(request: Request, devices: tuple[str, ...], each: str) -> RolePlan:
         )
     own = f"one worker, a {each} of its own" if count == 1 else f"{count} workers, a {each} each"
     return RolePlan(devices, "separate", own)
+
+
+def _reference_actors(request: Request, devices: tuple[str, ...], said: str) -> RolePlan:
+    count = len(devices)
+    if request.cluster:
+        what = f"{_number(count, 'actor')}, where ray.address puts them"
+        return RolePlan(("ray",) * count, "cluster", what, apart=True)
+    device = "GPU and process" if devices[0].startswith("cuda:") else "process"
+    own = f"a {device} of its own" if count == 1 else f"{count} copies, a {device} each"
+    return RolePlan(devices, "separate", f"{said}{own}", apart=True)
 
 
 def _not_loaded(request: Request, train: RolePlan) -> RolePlan | None:
@@ -233,10 +253,7 @@ class _Deal:
         sleeps = _sleeps(ask, apart, automatic=shared and not apart and ask.backend == "vllm")
         if shared:
             inference = replace(inference, why=f"{inference.why}; {'sleeps' if sleeps else 'stays awake'}")
-        reference = _not_loaded(ask, train)
-        if reference is None:
-            own = self._take(ask.reference, gpus)
-            reference = self._reference(gpus, engine, own)
+        reference = _not_loaded(ask, train) or self._reference(gpus, engine)
         return Plan(
             _beside(train, inference, reference),
             inference,
@@ -303,13 +320,20 @@ class _Deal:
             return replace(found, why=said + found.why)
         return RolePlan(_names(gpus), "separate", f"{said}a GPU of its own")
 
-    def _reference(self, trainer: list[int], engine: list[int], gpus: list[int]) -> RolePlan:
-        said = "as ref_model.devices says: " if self.request.reference.devices is not None else ""
+    def _reference(self, trainer: list[int], engine: list[int]) -> RolePlan:
+        ask = self.request
+        if ask.cluster and ask.reference_ahead and ask.reference.num_devices is not None:
+            return _reference_actors(ask, ("ray",) * ask.reference.num_devices, "")
+        gpus = self._take(ask.reference, trainer)
+        said = "as ref_model.devices says: " if ask.reference.devices is not None else ""
         one_gpu = "one GPU" if self.num_gpus == 1 else "no GPU left"
         if set(gpus) & set(trainer):
             return RolePlan(_names(gpus), "colocated", f"{said or f'{one_gpu}: '}shares the trainer's")
         if set(gpus) & set(engine):
             return RolePlan(_names(gpus), "colocated", f"{said}shares the engine's")
+        # A cluster places its processes itself: on a GPU that is named here, the trainer's process scores.
+        if ask.reference_ahead and not ask.cluster:
+            return _reference_actors(ask, _names(gpus), said)
         own = "a GPU of its own" if len(gpus) == 1 else f"{len(gpus)} GPUs of its own"
         return RolePlan(_names(gpus), "separate", said + own)
 

@@ -15,11 +15,13 @@ class RolePlan:
             model is loaded.
         placement: ``separate``, ``colocated`` with another role, ``cluster``, ``adapter off`` or ``off``.
         why: the reason, for people.
+        apart: of the reference: in processes of its own, one a device, which sees its own GPU as the first.
     """
 
     devices: tuple[str, ...]
     placement: str
     why: str
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,15 @@ class Plan:
         return len(self.inference.devices)
 
     @property
+    def reference_actors(self) -> int:
+        """Processes of the reference model beside the trainer's."""
+        return len(self.reference.devices) if self.reference.apart else 0
+
+    @property
     def worker_gpus(self) -> list[int]:
-        """GPUs of this machine for the workers, one each; none without a GPU or on a cluster."""
-        return [_index(name) for name in self.inference.devices if name.startswith("cuda:")]
+        """GPUs of this machine for workers and processes of the reference; none of a cluster."""
+        apart = (*self.inference.devices, *(self.reference.devices if self.reference.apart else ()))
+        return [_index(name) for name in apart if name.startswith("cuda:")]
 
     @property
     def idle(self) -> list[str]:

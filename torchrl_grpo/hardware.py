@@ -37,6 +37,17 @@ def present() -> Hardware:
     return Hardware(_gpus(), available_gib())
 
 
+def cpu_has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this CPU multiplies matrices faster in bfloat16 than in float32.
+
+    Measured on two cores, GFLOP/s of bfloat16 and float32: 774 and 190 on AMD with AVX512_BF16, 150 and 250
+    on Intel with the same instructions and no AMX, 1 and 137 with AVX2. By the processor's name and not by a
+    clock, so that a run computes in the same numbers each time it is resumed.
+    """
+    said = cpuinfo.read_text() if cpuinfo.exists() else ""
+    return "amx_bf16" in said or ("avx512_bf16" in said and "AuthenticAMD" in said)
+
+
 def _gpus() -> tuple[float | None, ...]:
     # This installation of torch would not use them.
     if importlib.metadata.version("torch").endswith("+cpu"):

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.devices_plan import Plan, RolePlan, aligned, show_devices
+from torchrl_grpo.devices_plan import Plan, aligned, show_devices
+from torchrl_grpo.hardware import cpu_has_fast_bfloat16
 from torchrl_grpo.model_shape import ModelShape
 from torchrl_grpo.validation_ranges import ZERO_STAGES
 from torchrl_grpo.workload import MAX_ROWS, Workload, workload_of
@@ -140,8 +140,8 @@ def predict(cfg: Config, plan: Plan, shape: ModelShape, gpus: Iterable[float | N
     load = workload_of(cfg, len(plan.train.devices))
     memory = list(gpus)
     rows = [*_train(cfg, plan, shape, load), *_inference(cfg, plan, shape, load, memory)]
-    if plan.reference.placement not in ("off", "adapter off"):
-        rows += _reference(cfg, plan.reference, shape, load)
+    if plan.reference.placement not in ("off", "adapter off", "cluster"):
+        rows += _reference(cfg, plan, shape, load)
     rows.append(_program(cfg, plan))
     return Prediction(tuple(rows), plan.apart)
 
@@ -154,6 +154,8 @@ def _program(cfg: Config, plan: Plan) -> Row:
         devices = tuple(dict.fromkeys(d for role in own for d in role.devices if d.startswith("cuda")))
         return Row("program", "all", devices, other=_CUDA_GIB * GIB)
     workers = plan.inference.devices if plan.apart and plan.inference.placement != "cluster" else ()
+    if plan.reference.apart and plan.reference.placement != "cluster":
+        workers += plan.reference.devices
     in_process = cfg.inference_model.backend == "vllm" and not plan.apart
     each = _PROGRAM_GIB + (_VLLM_PROGRAM_GIB if in_process else 0)
     return Row("program", "all", (*plan.train.devices, *workers), other=each * GIB)
@@ -276,21 +278,21 @@ def _generation(
     return shape.layers * layer, grown + sampling
 
 
-def _reference(cfg: Config, role: RolePlan, shape: ModelShape, load: Workload) -> list[Row]:
+def _reference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload) -> list[Row]:
+    role = plan.reference
     device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
     slow = cfg.ref_model.dtype == "auto" and cfg.ref_model.refresh_mix < 1
     half = bits16(cfg.ref_model.dtype, {"bfloat16", "float16"}, device) and not slow
     weights = (2.0 if half else FLOAT) * shape.parameters
     work = FLOAT * (load.tokens * _forward_width(shape) + _HEAD_BLOCK[device] * _HEAD_BLOCKS)
+    if role.apart:
+        return [Row("reference", "all", role.devices, weights, activations=work)]
     rows = [Row("reference", phase, role.devices, weights) for phase in ("generate", "optimise")]
     return [rows[0], Row("reference", "score", role.devices, weights, activations=work), rows[1]]
 
 
-def bits16(name: str, sixteen: set[str], device: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def bits16(name: str, sixteen: set[str], device: str) -> bool:
     """Whether a format is one of 16 bits; ``auto`` is, where the device computes fast in bfloat16."""
     if name != "auto":
         return name in sixteen
-    if device == "cuda":
-        return True
-    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
-    return "avx512_bf16" in flags or "amx_tile" in flags
+    return device == "cuda" or cpu_has_fast_bfloat16()

@@ -14,11 +14,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.inference.protocol import Completion
 from torchrl_grpo.inference.receipts import Receipt
+from torchrl_grpo.padding import pad_right
 from torchrl_grpo.rewards.base import Scored
 from torchrl_grpo.rollout.collector import Round
-from torchrl_grpo.rollout.dispatcher import Publication, ScoredGroup
 from torchrl_grpo.rollout.fleet import Fleet, arrived
 from torchrl_grpo.rollout.groups import Group
+from torchrl_grpo.rollout.labour import Publication, ScoredGroup, UnderReference
 from torchrl_grpo.rollout.ledger import started_with
 from torchrl_grpo.rollout.schema import build_batch
 from torchrl_grpo.rollout.seeds import group_seed
@@ -144,7 +145,7 @@ class AsyncCollector:
         shape = self.env.batch_size
         responses = [group.group.responses for group in taken]
         names = self.env.reward_set.names
-        return build_batch(
+        batch = build_batch(
             prompts,
             [
                 [Completion(one.token_ids, one.log_probs, str(one.finish_reason)) for one in group]
@@ -158,6 +159,11 @@ class AsyncCollector:
             [[one.versions for one in group] for group in responses],
             self.tokenizer.pad_token_id,
         )
+        under_reference = [row for group in taken for row in group.reference or ()]
+        if under_reference:
+            padded, _ = pad_right(under_reference, 0.0, torch.float32)
+            batch["log_probs", "reference"] = padded.view_as(batch["log_probs", "response"])
+        return batch
 
     def publish(self, publisher: WeightPublisher, version: int, wait: bool) -> dict[str, float]:
         """Give the workers the present weights.
@@ -249,6 +255,7 @@ class AsyncCollector:
                     "group": one.group.state_dict(),
                     "texts": one.texts,
                     "scored": [[score.total, dict(score.parts), dict(score.errors)] for score in one.scored],
+                    "reference": one.reference,
                 }
                 for _, one in sorted(self._dispatcher.accepted.items())
             ]
@@ -272,9 +279,13 @@ class AsyncCollector:
             raise started_with("grpo.py")
         accepted = [
             ScoredGroup(
-                Group.from_state_dict(one["group"]), one["texts"], [Scored(*score) for score in one["scored"]]
+                group,
+                one["texts"],
+                [Scored(*score) for score in one["scored"]],
+                self._under_reference(group, one.get("reference")),
             )
             for one in state["accepted"]
+            for group in [Group.from_state_dict(one["group"])]
         ]
 
         def write() -> None:
@@ -284,6 +295,12 @@ class AsyncCollector:
             self._dispatcher.scheduler.reissue(list(self._ledger.running))
 
         self._dispatcher.ask(write)
+
+    def _under_reference(self, group: Group, saved: UnderReference | None) -> UnderReference | None:
+        """As saved; scored now where the trainer would have done it; left to the trainer where it does it."""
+        if self._dispatcher.reference is None:
+            return None
+        return self._dispatcher.reference(group).result() if saved is None else saved
 
     def _age_in(self, books: dict[str, Any]) -> int:
         """The bound on staleness that the books were kept under; earlier versions did not write it."""

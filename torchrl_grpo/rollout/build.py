@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,11 +21,16 @@ from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Inference
 from torchrl_grpo.rollout.async_collector import AsyncCollector, GroupScorer
 from torchrl_grpo.rollout.collector import RolloutCollector
-from torchrl_grpo.rollout.dispatcher import Dispatcher, Pool
+from torchrl_grpo.rollout.dispatcher import Dispatcher
 from torchrl_grpo.rollout.fleet import Fleet
+from torchrl_grpo.rollout.labour import Pool, ReferenceCall
 from torchrl_grpo.rollout.ledger import Ledger
 from torchrl_grpo.rollout.scheduler import Scheduler
 from torchrl_grpo.rounds import rounds, steps_per_round
+
+if TYPE_CHECKING:
+    from torchrl_grpo.rollout.ray_pool import RayPool, WorkerSpec
+    from torchrl_grpo.rollout.reference_actors import ReferenceActors
 
 # Evaluation is not a round: also where rounds are small it may fill the engine.
 _MIN_SEQS = 64
@@ -42,12 +48,16 @@ class Source:
             is given weights before it samples.
         plan: who runs where.
         end_ids: tokens that end a response.
+        autocast_dtype: the trainer's number format, for a reference model in processes of its own.
+        shares_prefix: whether the trainer runs a prompt once per group, for the same.
     """
 
     weights: str
     model: str
     plan: Plan
     end_ids: Sequence[int]
+    autocast_dtype: torch.dtype | None
+    shares_prefix: bool
 
     @property
     def device(self) -> torch.device:
@@ -116,8 +126,29 @@ def ray_workers(
         on_gpu=on_gpu,
         gpus=source.plan.worker_gpus,
     )
-    pool = RayPool(cfg, spec, count)
-    return with_workers(cfg, env, tokenizer, pool, pool.ship)
+    others = source.plan.reference_actors
+    pool = RayPool(cfg, spec, count, others=others)
+    try:
+        reference = _reference_actors(cfg, source, pool, spec) if others else None
+    except BaseException:
+        pool.close()
+        raise
+    return with_workers(cfg, env, tokenizer, pool, pool.ship, reference)
+
+
+def _reference_actors(cfg: Config, source: Source, pool: RayPool, worker: WorkerSpec) -> ReferenceActors:
+    from torchrl_grpo.rollout.reference_actors import ReferenceActors, ReferenceSpec
+
+    spec = ReferenceSpec(
+        cfg=cfg,
+        source=source.model,
+        pad_id=worker.pad_id,
+        threads=worker.threads,
+        on_gpu=worker.on_gpu,
+        autocast_dtype=source.autocast_dtype,
+        shares_prefix=source.shares_prefix,
+    )
+    return ReferenceActors(pool, spec, source.plan.reference_actors)
 
 
 def with_workers(
@@ -126,8 +157,18 @@ def with_workers(
     tokenizer: PreTrainedTokenizerBase,
     pool: Pool,
     ship: Callable[[Iterable[tuple[str, Tensor]]], object],
+    reference: ReferenceCall | None = None,
 ) -> Collection:
-    """A fleet on ``pool``, and what collects from it; ``ship`` as for :class:`Fleet`."""
+    """A fleet on ``pool``, and what collects from it.
+
+    Args:
+        cfg: the run's configuration.
+        env: problems and rewards.
+        tokenizer: of the model.
+        pool: the workers.
+        ship: see :class:`Fleet`.
+        reference: see :class:`Dispatcher`.
+    """
     scorer = GroupScorer(env, tokenizer, cfg.seed)
     ledger = Ledger(cfg.env.num_envs, cfg.collector.max_policy_age, rounds(cfg), steps_per_round(cfg))
     scheduler = Scheduler(
@@ -145,6 +186,7 @@ def with_workers(
         cfg.collector.timeout_s,
         cfg.collector.max_restarts,
         refills=cfg.policy.constant_groups == "refill",
+        reference=reference,
     )
     fleet = Fleet(dispatcher, ship)
     return fleet, AsyncCollector(env, fleet, tokenizer, total_dialog_turns=cfg.train.total_dialog_turns)

@@ -7,90 +7,26 @@ trainer asks for. Nothing is polled; the only clock is that of workers that do n
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from torchrl_grpo.errors import UserError, WorkersLost
-from torchrl_grpo.inference.protocol import NextTokens, Probe
+from torchrl_grpo.inference.protocol import NextTokens
 from torchrl_grpo.inference.receipts import Receipt
-from torchrl_grpo.rewards.base import Scored
 from torchrl_grpo.rollout.groups import Group
+from torchrl_grpo.rollout.labour import Labour, Pool, Publication, ReferenceCall, ScoredGroup
 from torchrl_grpo.rollout.scheduler import Call, Errand, Scheduler, Weights
 
 _T = TypeVar("_T")
 
 # Loading a model and compiling an engine take minutes on a slow machine.
 START_LIMIT_S = 900.0
-
-
-class Pool(Protocol):
-    """Where workers live. ``done`` is called from any thread, with a result or an exception."""
-
-    def start(self, number: int, done: Callable[[Any], None]) -> None:
-        """Start worker ``number``, in place of an earlier one."""
-
-    def call(self, number: int, method: str, arguments: Sequence[Any], done: Callable[[Any], None]) -> None:
-        """Call a method of it."""
-
-    def kill(self, number: int) -> None:
-        """End it at once; a call under way need not come back."""
-
-    def close(self) -> None:
-        """End all of them in good order."""
-
-
-@dataclass
-class Publication:
-    """Weights on their way to the workers.
-
-    Attributes:
-        content: what a worker is handed.
-        probe: what it answers with the new weights.
-        proofs: answer and receipt of each worker that has taken them, in the order they came.
-        arrived: done when every worker has.
-    """
-
-    content: Any
-    probe: Probe
-    proofs: queue.SimpleQueue[tuple[NextTokens, Receipt]] = field(default_factory=queue.SimpleQueue)
-    arrived: Future[None] = field(default_factory=Future)
-
-
-@dataclass
-class ScoredGroup:
-    """A whole group with its rewards.
-
-    Attributes:
-        group: the responses.
-        texts: the same as text.
-        scored: G of them.
-    """
-
-    group: Group
-    texts: list[str]
-    scored: list[Scored]
-
-
-@dataclass
-class Labour:
-    """What the workers have done so far, added up.
-
-    Attributes:
-        tokens: sampled, by worker.
-        seconds: spent generating, by worker.
-        score_seconds: spent in rewards.
-        restarts: workers replaced.
-    """
-
-    tokens: list[int]
-    seconds: list[float]
-    score_seconds: float = 0.0
-    restarts: int = 0
 
 
 class Dispatcher:
@@ -103,6 +39,8 @@ class Dispatcher:
         timeout_s: seconds after which a worker that does not answer is taken for dead.
         max_restarts: workers replaced by this process before it stops.
         refills: rounds may be taken again, so that what is too late for the next one may still be wanted.
+        reference: begins to score a whole group under the reference model, in other processes; None where
+            nobody asks for it or the trainer does it.
     """
 
     def __init__(
@@ -113,6 +51,7 @@ class Dispatcher:
         timeout_s: float,
         max_restarts: int,
         refills: bool = False,
+        reference: ReferenceCall | None = None,
     ) -> None:
         count = len(scheduler.seats)
         self.scheduler = scheduler
@@ -124,6 +63,10 @@ class Dispatcher:
         self._max_restarts = max_restarts
         self._restarts = 0
         self._refills = refills
+        self.reference = reference
+        # Groups that the reference has not answered for, and until when it may take for the next answer.
+        self._unanswered = 0
+        self._reference_deadline = math.inf
         self._starting: Future[None] | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="rewards")
@@ -234,9 +177,9 @@ class Dispatcher:
                 return
 
     def _turn(self) -> None:
-        deadline = min(self._deadlines.values(), default=None)
+        deadline = min(self._reference_deadline, *self._deadlines.values(), math.inf)
         try:
-            wait = None if deadline is None else max(0.0, deadline - time.monotonic())
+            wait = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
             self._inbox.get(timeout=wait)()
         except queue.Empty:
             self._give_up_on_silent()
@@ -306,15 +249,42 @@ class Dispatcher:
         self.labour.tokens[number] += turn.tokens
         self.labour.seconds[number] += turn.seconds
         for group in self.scheduler.worked(number, turn.finished):
-            future = self._scorer.submit(self._timed_score, group)
-            future.add_done_callback(lambda done: self._inbox.put(lambda: self._accept(*done.result())))
+            self._begin_to_score(group)
+
+    def _begin_to_score(self, group: Group) -> None:
+        asked: Future[Any] = Future()
+        if self.reference is None:
+            asked.set_result(None)
+        else:
+            self._unanswered += 1
+            self._await_reference()
+            asked = self.reference(group)
+            asked.add_done_callback(lambda _: self._inbox.put(self._answered))
+        rewarded = self._scorer.submit(self._timed_score, group)
+        rewarded.add_done_callback(
+            lambda done: self._inbox.put(lambda: self._rewarded(*done.result(), asked))
+        )
+
+    def _answered(self) -> None:
+        self._unanswered -= 1
+        self._await_reference()
+
+    def _await_reference(self) -> None:
+        # It may have to be started anew, which takes a model's time to load.
+        limit = max(START_LIMIT_S, self._timeout_s)
+        self._reference_deadline = time.monotonic() + limit if self._unanswered else math.inf
+
+    def _rewarded(self, scored: ScoredGroup, seconds: float, asked: Future[Any]) -> None:
+        self.labour.score_seconds += seconds
+        asked.add_done_callback(
+            lambda done: self._inbox.put(lambda: self._accept(replace(scored, reference=done.result())))
+        )
 
     def _timed_score(self, group: Group) -> tuple[ScoredGroup, float]:
         start = time.perf_counter()
         return self._score(group), time.perf_counter() - start
 
-    def _accept(self, scored: ScoredGroup, seconds: float) -> None:
-        self.labour.score_seconds += seconds
+    def _accept(self, scored: ScoredGroup) -> None:
         number, oldest = scored.group.group_id, scored.group.oldest
         # Dropped while it was scored: the books know no more of it.
         if number in self.scheduler.ledger.running:
@@ -346,6 +316,11 @@ class Dispatcher:
 
     def _give_up_on_silent(self) -> None:
         now = time.monotonic()
+        if self._reference_deadline <= now:
+            raise WorkersLost(
+                "a process of the reference model has not answered for "
+                f"{max(START_LIMIT_S, self._timeout_s):g} s; resume the run once the cause is mended"
+            )
         for number, deadline in list(self._deadlines.items()):
             if deadline <= now:
                 del self._deadlines[number]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from torchrl_grpo.inference.protocol import Completion, Inference, NextTokens, Probe, Sampling
 from torchrl_grpo.inference.receipts import Receipt
-from torchrl_grpo.rollout.dispatcher import Dispatcher, Publication
+from torchrl_grpo.rollout.dispatcher import Dispatcher
+from torchrl_grpo.rollout.labour import Publication
 
 
 class Fleet(Inference):

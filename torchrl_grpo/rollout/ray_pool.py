@@ -41,7 +41,7 @@ class WorkerSpec:
         max_num_seqs: most responses decoded at a time.
         threads: CPU threads of its engine.
         on_gpu: whether it has a GPU.
-        gpus: of this machine, for the workers of a Ray that is started here.
+        gpus: of this machine, for the processes of a Ray that is started here.
     """
 
     cfg: Config
@@ -117,35 +117,43 @@ class RayPool:
         spec: of every worker.
         count: workers.
         actor: what a worker is.
+        others: processes beside them that get a place of their own, each as large as a worker's.
 
     Raises:
         ConfigError: the cluster cannot be reached, or cannot hold so many workers.
     """
 
     def __init__(
-        self, cfg: Config, spec: WorkerSpec, count: int, actor: type[RolloutActor] = RolloutActor
+        self,
+        cfg: Config,
+        spec: WorkerSpec,
+        count: int,
+        actor: type[RolloutActor] = RolloutActor,
+        others: int = 0,
     ) -> None:
+        places = count + others
         self._spec = spec
         self._actor = actor
         # With a cluster that somebody else started, or that an earlier part of this process joined.
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
-            _connect(cfg, count, spec.gpus)
+            _connect(cfg, places, spec.gpus)
         bundle = {"CPU": 1.0, **({"GPU": 1.0} if spec.on_gpu else {})}
         self._actors: list[Any] = [None] * count
         self._group: Any = None
         there = ray.cluster_resources()
         try:
-            if any(there.get(name, 0.0) < amount * count for name, amount in bundle.items()):
+            if any(there.get(name, 0.0) < amount * places for name, amount in bundle.items()):
                 raise GetTimeoutError("waiting for it would be in vain")
-            self._group = placement_group([bundle] * count, strategy=cfg.ray.placement.upper())
+            self._group = placement_group([bundle] * places, strategy=cfg.ray.placement.upper())
             # Somebody else's job may be about to end.
             ray.get(self._group.ready(), timeout=_PLACEMENT_LIMIT_S)
         except GetTimeoutError as error:
             self.close()
+            beside = f" and {others} processes of the reference model" if others else ""
             raise ConfigError(
-                f"inference_model.num_devices={count}: {count} workers with {bundle} each do not fit into "
-                f"the Ray cluster, whose total is {_total(there, 'CPU')} and {_total(there, 'GPU')}; "
+                f"inference_model.num_devices={count}: {count} workers{beside} with {bundle} each do not fit "
+                f"into the Ray cluster, whose total is {_total(there, 'CPU')} and {_total(there, 'GPU')}; "
                 "lower inference_model.num_devices, or add nodes"
             ) from error
 
@@ -158,31 +166,23 @@ class RayPool:
                 num_cpus=1,
                 num_gpus=1 if spec.on_gpu else 0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, number),
-                runtime_env={
-                    "env_vars": {
-                        "OMP_NUM_THREADS": str(spec.threads),
-                        # Workers and trainer share the cores: see training/run.py.
-                        "OMP_WAIT_POLICY": "PASSIVE",
-                        # A worker is none of the training ranks, in whose environment Ray was started.
-                        "RANK": "0",
-                        "LOCAL_RANK": "0",
-                        "WORLD_SIZE": "1",
-                        "LOCAL_WORLD_SIZE": "1",
-                        "TORCHELASTIC_USE_AGENT_STORE": "False",
-                    }
-                },
+                runtime_env={"env_vars": variables(spec.threads)},
             )
             .remote()
         )
-        _report(self._actors[number].setup.remote(spec), done)
+        report(self._actors[number].setup.remote(spec), done)
+
+    def place_of_another(self, number: int) -> PlacementGroupSchedulingStrategy:
+        """Where the process ``number`` of those beside the workers goes; it ends with the pool."""
+        return PlacementGroupSchedulingStrategy(self._group, len(self._actors) + number)
 
     def call(self, number: int, method: str, arguments: Sequence[Any], done: Callable[[Any], None]) -> None:
         """See :class:`~torchrl_grpo.rollout.dispatcher.Pool`."""
         actor = self._actors[number]
         if method == "load":
-            _report(actor.load.remote(*arguments), done)
+            report(actor.load.remote(*arguments), done)
         else:
-            _report(actor.call.remote(method, *arguments), done)
+            report(actor.call.remote(method, *arguments), done)
 
     def ship(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
         """Weights in the object store: one copy a node, however many workers read it."""
@@ -208,7 +208,24 @@ def _total(resources: dict[str, float], name: str) -> str:
     return f"{resources.get(name, 0.0):g} {name}"
 
 
-def _report(ref: Any, done: Callable[[Any], None]) -> None:
+def variables(threads: int) -> dict[str, str]:
+    """Environment of a process that computes on ``threads`` cores beside the trainer."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        # Processes share the cores: see training/run.py.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # It is none of the training ranks, in whose environment Ray was started.
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+
+
+def report(ref: Any, done: Callable[[Any], None]) -> None:
+    """Call ``done`` with what becomes of an actor's call: its result or its error, from any thread."""
+
     def finished(future: Any) -> None:
         error = future.exception()
         if isinstance(error, RayTaskError):

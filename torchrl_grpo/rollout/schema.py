@@ -71,14 +71,11 @@ def build_batch(
     """
     P, G = len(completions), len(completions[0])
     flat = [completion for group in completions for completion in group]
-    prompt, prompt_mask = pad_left(prompts, pad_id)
-    response, response_mask = pad_right([c.token_ids for c in flat], pad_id, torch.int64)
-    log_probs, _ = pad_right([c.log_probs for c in flat], 0.0, torch.float32)
+    log_probs, response_mask = pad_right([c.log_probs for c in flat], 0.0, torch.float32)
     by_token, oldest, newest = _versions(versions, response_mask)
     return TensorDict(
         {
-            "tokens": TensorDict({"prompt": prompt, "response": response.view(P, G, -1)}, [P]),
-            "masks": TensorDict({"prompt": prompt_mask, "response": response_mask.view(P, G, -1)}, [P]),
+            **tokens_of(prompts, [[c.token_ids for c in group] for group in completions], pad_id),
             "log_probs": TensorDict({"response": log_probs.view(P, G, -1)}, [P]),
             "next": TensorDict({"reward": rewards, "reward_parts": reward_parts}, [P]),
             "truncated": torch.tensor([c.finish_reason == "length" for c in flat]).view(P, G, 1),
@@ -89,6 +86,19 @@ def build_batch(
         },
         batch_size=[P],
     )
+
+
+def tokens_of(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[Sequence[int]]], pad_id: int
+) -> dict[str, TensorDict]:
+    """The entries ``tokens`` and ``masks`` of P prompts and G responses to each: all that a scorer reads."""
+    P, G = len(responses), len(responses[0])
+    prompt, prompt_mask = pad_left(prompts, pad_id)
+    response, response_mask = pad_right([one for group in responses for one in group], pad_id, torch.int64)
+    return {
+        "tokens": TensorDict({"prompt": prompt, "response": response.view(P, G, -1)}, [P]),
+        "masks": TensorDict({"prompt": prompt_mask, "response": response_mask.view(P, G, -1)}, [P]),
+    }
 
 
 def _versions(

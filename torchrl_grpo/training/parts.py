@@ -13,9 +13,10 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import render
 from torchrl_grpo.inference.protocol import Inference
-from torchrl_grpo.models import loading, lora
+from torchrl_grpo.models import lora
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.models.precision import resolve_dtype
+from torchrl_grpo.models.reference import load_reference
 from torchrl_grpo.objectives.control import needs_reference
 from torchrl_grpo.rollout.log_probs import LogProbScorer
 from torchrl_grpo.training.learner import Learner
@@ -45,21 +46,12 @@ def build_reference(
         scorer = TokenScorer(policy, temperature, learner.autocast_dtype, learner.shares_prefix)
         off = partial(lora.adapters_off, policy)
         return LogProbScorer(scorer, "reference", learner.make_budget(), off)
+    form = learner.autocast_dtype, learner.shares_prefix
     (scorer, budget), *others = (
-        (_reference_on(cfg, source, torch.device(device), learner), learner.make_budget())
+        (load_reference(cfg, source, torch.device(device), *form), learner.make_budget())
         for device in devices
     )
     return LogProbScorer(scorer, "reference", budget, others=others)
-
-
-def _reference_on(cfg: Config, source: str, device: torch.device, learner: Learner) -> TokenScorer:
-    dtype = resolve_dtype(cfg.ref_model.dtype, device)
-    if cfg.ref_model.dtype == "auto" and cfg.ref_model.refresh_mix < 1:
-        # In 16 bits, most steps of a slow average round to nothing.
-        dtype = torch.float32
-    model = loading.load_model(source, cfg.model, device, dtype).requires_grad_(False)
-    autocast = learner.autocast_dtype if dtype == torch.float32 else None
-    return TokenScorer(model, cfg.inference_model.temperature, autocast, learner.shares_prefix)
 
 
 def coarser(

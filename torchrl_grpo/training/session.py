@@ -104,7 +104,8 @@ class Session:
         self.optimise = self.learner.optimise
         self.steps_per_round, self.total_steps = self.learner.steps_per_round, self.learner.total_steps
         ends = loading.end_token_ids(self.model, self.tokenizer)
-        engine_source = Source(weights, source, self.plan, ends)
+        form = self.learner.autocast_dtype, self.learner.shares_prefix
+        engine_source = Source(weights, source, self.plan, ends, *form)
         self.engine, self.collector = collect(cfg, engine_source, env, self.tokenizer)
         self.asleep = False
         # Metrics of a step that has been taken and has no line yet.
@@ -138,7 +139,12 @@ class Session:
 
     def _make_buffer(self, source: str) -> None:
         cfg, learner = self.cfg, self.learner
-        self.reference = build_reference(cfg, source, self.plan.reference_devices, learner)
+        # In processes of its own it has scored a group before the group comes here.
+        self.reference = (
+            None
+            if self.plan.reference.apart
+            else build_reference(cfg, source, self.plan.reference_devices, learner)
+        )
         transforms = [*([self.reference] if self.reference else []), *learner.proximal(), self.advantage]
         self.buffer = GroupBuffer(
             cfg.env.num_envs, learner.groups_per_batch, transforms, derive_seed(cfg.seed, "buffer")

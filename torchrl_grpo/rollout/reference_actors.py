@@ -1,0 +1,133 @@
+"""The reference model of ``grpo-async.py`` in processes of its own, which score while the trainer trains.
+
+Each is a Ray actor with a copy of the model on a device of its own. The model is frozen, so an actor holds
+nothing that could be lost: one that dies is started anew by Ray, and what it was asked is asked again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from tensordict import TensorDict
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.errors import WorkersLost
+from torchrl_grpo.rollout.groups import Group
+from torchrl_grpo.rollout.labour import UnderReference
+from torchrl_grpo.rollout.log_probs import LogProbScorer
+from torchrl_grpo.rollout.micro_batches import TokenBudget
+from torchrl_grpo.rollout.ray_pool import RayPool, report, variables
+from torchrl_grpo.rollout.schema import tokens_of
+from torchrl_grpo.workload import token_budget
+
+
+@dataclass(frozen=True)
+class ReferenceSpec:
+    """What an actor is built from.
+
+    Attributes:
+        cfg: the run's configuration.
+        source: folder or hub name of the model; on a cluster, one that every node sees.
+        pad_id: padding id.
+        threads: CPU threads.
+        on_gpu: whether it has a GPU.
+        autocast_dtype: the trainer's number format.
+        shares_prefix: whether a prompt is run once per group.
+    """
+
+    cfg: Config
+    source: str
+    pad_id: int
+    threads: int
+    on_gpu: bool
+    autocast_dtype: torch.dtype | None
+    shares_prefix: bool
+
+
+class ReferenceScorer:
+    """Log-probabilities of one group at a time, with the reference in this process."""
+
+    def __init__(self, spec: ReferenceSpec) -> None:
+        from torchrl_grpo.host_memory import keep_freed_memory
+        from torchrl_grpo.models.reference import load_reference
+
+        torch.set_num_threads(spec.threads)
+        if not spec.on_gpu:
+            keep_freed_memory()
+        device = torch.device("cuda:0" if spec.on_gpu else "cpu")
+        scorer = load_reference(spec.cfg, spec.source, device, spec.autocast_dtype, spec.shares_prefix)
+        # Nobody reads what is said here; a budget that halves changes nothing but this process's speed.
+        budget = TokenBudget(token_budget(spec.cfg), spec.shares_prefix, say=lambda text: None)
+        self._pad_id = spec.pad_id
+        self._scorer = LogProbScorer(scorer, "reference", budget)
+
+    def score(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> UnderReference:
+        """Log-probabilities of each token of G responses to a prompt, at the sampling temperature."""
+        group = TensorDict(tokens_of([prompt], [responses], self._pad_id), [1])
+        (rows,) = self._scorer.inv(group)["log_probs", "reference"]
+        return [row[: len(response)].tolist() for row, response in zip(rows, responses, strict=True)]
+
+
+class ReferenceActors:
+    """Actors in the places that ``pool`` keeps for them, which take turns.
+
+    Args:
+        pool: reserved a place for each of them, after those of its workers; ends them when it is closed.
+        spec: of every actor.
+        count: actors.
+
+    Raises:
+        WorkersLost: one could not be started.
+    """
+
+    def __init__(self, pool: RayPool, spec: ReferenceSpec, count: int) -> None:
+        restarts = spec.cfg.collector.max_restarts
+        self._actors = [
+            ray.remote(ReferenceScorer)
+            .options(
+                num_cpus=1,
+                num_gpus=1 if spec.on_gpu else 0,
+                scheduling_strategy=pool.place_of_another(number),
+                max_restarts=restarts,
+                max_task_retries=restarts,
+                runtime_env={"env_vars": variables(spec.threads)},
+            )
+            .remote(spec)
+            for number in range(count)
+        ]
+        self._turns = itertools.cycle(self._actors)
+        try:
+            ray.get([actor.__ray_ready__.remote() for actor in self._actors])
+        except ray.exceptions.RayError as error:
+            raise _lost(error) from error
+
+    def __call__(self, group: Group) -> Future[UnderReference]:
+        """Have a group scored; in the end its log-probabilities, or :class:`WorkersLost`."""
+        found: Future[UnderReference] = Future()
+
+        def receive(result: Any) -> None:
+            if isinstance(result, BaseException):
+                found.set_exception(_lost(result))
+            else:
+                found.set_result(result)
+
+        responses = [response.token_ids for response in group.responses]
+        report(next(self._turns).score.remote(group.prompt, responses), receive)
+        return found
+
+
+def _lost(error: BaseException) -> WorkersLost:
+    # Ray's message begins with how it noticed, and ends with the cause.
+    cause = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+    lost = WorkersLost(
+        f"a process of the reference model failed ({cause}), and was not to be started again "
+        "(collector.max_restarts); resume the run once the cause is mended"
+    )
+    lost.__cause__ = error
+    return lost
