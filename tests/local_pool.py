@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import queue
 import random
 import threading
@@ -111,17 +112,25 @@ class LocalPool:
             inbox.put(None)
 
 
-def local_reference(
-    cfg: Config, source: build.Source, tokenizer: PreTrainedTokenizerBase
-) -> Callable[[Group], Future[list[list[float]]]]:
+class LocalReference:
     """What stands in for ``ReferenceActors``: a thread."""
-    threads = torch.get_num_threads()
-    form = source.autocast_dtype, source.shares_prefix
-    scorer = ReferenceScorer(ReferenceSpec(cfg, source.model, tokenizer.pad_token_id, threads, False, *form))
-    thread = ThreadPoolExecutor(1)
-    return lambda group: thread.submit(
-        scorer.score, group.prompt, [response.token_ids for response in group.responses]
-    )
+
+    def __init__(self, cfg: Config, source: build.Source, tokenizer: PreTrainedTokenizerBase) -> None:
+        threads = torch.get_num_threads()
+        form = source.autocast_dtype, source.shares_prefix
+        spec = ReferenceSpec(cfg, source.model, tokenizer.pad_token_id, threads, False, *form)
+        self.scorer = ReferenceScorer(spec)
+        self._thread = ThreadPoolExecutor(1)
+
+    def score(self, group: Group) -> Future[list[list[float]]]:
+        responses = [response.token_ids for response in group.responses]
+        return self._thread.submit(self.scorer.score, group.prompt, responses)
+
+    def deadline(self) -> float:
+        return math.inf
+
+    def give_up_on_silent(self) -> None:
+        """A thread cannot be ended."""
 
 
 def collect_locally(pools: list[LocalPool], engine_type: Any = None, **options: Any) -> build.Collect:
@@ -139,7 +148,7 @@ def collect_locally(pools: list[LocalPool], engine_type: Any = None, **options: 
             return made
 
         pools.append(LocalPool(engine, cfg, **options))
-        reference = local_reference(cfg, source, tokenizer) if source.plan.reference_actors else None
+        reference = LocalReference(cfg, source, tokenizer) if source.plan.reference_actors else None
         return build.with_workers(cfg, env, tokenizer, pools[-1], ship, reference)
 
     return collect

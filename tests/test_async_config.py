@@ -113,6 +113,9 @@ def test_cores_go_where_they_are_sent() -> None:
     assert divide_cores(cfg, planned(cfg), 16, ranks=1) == (5, 3)
     cfg.train.num_threads = None
     assert divide_cores(cfg, planned(cfg), 16, ranks=1) == (13, 3)
+    cfg.policy.kl_coef, cfg.ref_model.num_devices = 0.1, 2
+    assert divide_cores(cfg, planned(cfg), 16, ranks=1) == (7, 3), "two processes of the reference"
+    cfg.policy.kl_coef = 0.0
     assert divide_cores(cfg, planned(cfg), 16, ranks=2) == (6, 3)
     # In turn all of them are free for whoever has its turn.
     assert divide_cores(cfg, planned(cfg, asynchronous=False), 16, ranks=2) == (8, 3)

@@ -165,6 +165,8 @@ def test_a_killed_reference_is_started_again(repo_root: Path, tmp_path: Path, wo
         scorers = [one for one in everybody if "ray::ReferenceScorer" in " ".join(one.cmdline())]
         assert len(scorers) == 2
         scorers[0].kill()
+        # With the one that takes its place.
+        everybody += wait_for(process, tmp_path / "run" / "metrics.jsonl", 6)
         assert process.wait(timeout=300) == 0, output(tmp_path)
         nobody_left(everybody)
     assert "reference  cpu x 2  separate   2 copies, a process each" in output(tmp_path)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import local_pool
 import pytest
 import torch
-from local_pool import LocalPool, collect_locally
+from local_pool import LocalPool, LocalReference, collect_locally
+from ray.exceptions import RayActorError
 from tensordict import TensorDictBase
 from tiny_runs import config  # noqa: F401  fixture
 from transformers import AutoModelForCausalLM
@@ -19,13 +22,14 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.devices import plan, request_of
 from torchrl_grpo.errors import WorkersLost
 from torchrl_grpo.models.reference import load_reference
-from torchrl_grpo.rollout import build, dispatcher
+from torchrl_grpo.rollout import build, reference_actors
 from torchrl_grpo.rollout.async_collector import AsyncCollector
 from torchrl_grpo.rollout.collector import Round
 from torchrl_grpo.rollout.groups import Group
 from torchrl_grpo.rollout.log_probs import LogProbScorer
 from torchrl_grpo.rollout.micro_batches import TokenBudget
-from torchrl_grpo.rollout.reference_actors import ReferenceScorer, ReferenceSpec
+from torchrl_grpo.rollout.reference_actors import ReferenceActors, ReferenceScorer, ReferenceSpec
+from torchrl_grpo.training import checkpoint
 from torchrl_grpo.training.run import run_async
 from torchrl_grpo.training.session import Session
 from torchrl_grpo.training.verify_resume import read
@@ -127,6 +131,9 @@ def test_a_run_whose_trainer_scored_goes_on_with_processes_and_back(
         with pytest.raises(InterruptedError):
             run_async(config, tmp_path / "run")
         config.resume = "auto"
+        state = checkpoint.load_state(tmp_path / "run/checkpoints" / str(end))
+        waiting = [one["reference"] is not None for one in state["collector"]["accepted"]]
+        assert waiting and all(one == (devices == 1) for one in waiting), "nothing to hand over"
     ends.append(9)
     config.ref_model.num_devices = "auto"
     run_async(config, tmp_path / "run")
@@ -138,36 +145,114 @@ def test_a_run_whose_trainer_scored_goes_on_with_processes_and_back(
 def test_a_reference_that_is_lost_stops_the_run_with_a_checkpoint(
     config: Config, pools: list[LocalPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = local_pool.local_reference
+    class Broken(LocalReference):
+        asked = 0
 
-    def breaks(*arguments: Any) -> Any:
-        score, asked = honest(*arguments), []
-
-        def once_too_often(group: Group) -> Future[list[list[float]]]:
-            asked.append(group)
-            if len(asked) < 7:
-                return score(group)
+        def score(self, group: Group) -> Future[list[list[float]]]:
+            self.asked += 1
+            if self.asked < 7:
+                return super().score(group)
             lost: Future[list[list[float]]] = Future()
             lost.set_exception(WorkersLost("a process of the reference model failed (killed)"))
             return lost
 
-        return once_too_often
-
-    monkeypatch.setattr(local_pool, "local_reference", breaks)
-    with pytest.raises(WorkersLost, match="reference model failed"):
-        run_async(config, tmp_path / "run")
-    monkeypatch.setattr(local_pool, "local_reference", honest)
+    with monkeypatch.context() as patch:
+        patch.setattr(local_pool, "LocalReference", Broken)
+        with pytest.raises(WorkersLost, match="reference model failed"):
+            run_async(config, tmp_path / "run")
     config.resume = "auto"
     run_async(config, tmp_path / "run")
     books = json.loads((tmp_path / "run/summary.json").read_text())["groups"]
     assert books["trained"] == 16 and books["issued"] == 16 + books["dropped_age"] + books["left"]
 
 
-def test_a_reference_that_hangs_stops_the_run(
-    config: Config, pools: list[LocalPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Clock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Remote:
+    """Stands in for an actor: remembers what it is asked, and is told what to answer."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.kills = 0
+        self.score = SimpleNamespace(remote=lambda *arguments: self)
+        self.__ray_ready__ = SimpleNamespace(remote=lambda: None)
+
+    def options(self, **_: Any) -> Remote:
+        return self
+
+    def remote(self, spec: Any) -> Remote:
+        return self
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> tuple[ReferenceActors, list[Remote], Clock]:
+    actors, clock = [Remote() for _ in range(3)], Clock()
+    made = iter(actors)
+
+    def kill(actor: Remote, no_restart: bool) -> None:
+        assert not no_restart
+        actor.kills += 1
+
+    fake = SimpleNamespace(remote=lambda _: next(made), get=lambda refs, timeout: None, kill=kill)
+    monkeypatch.setattr(reference_actors, "ray", fake)
+    monkeypatch.setattr(reference_actors, "time", clock)
+    monkeypatch.setattr(reference_actors, "report", lambda actor, done: actor.calls.append(done))
+    pool = SimpleNamespace(place_of_another=lambda number: None)
+    cfg = Config()
+    spec = ReferenceSpec(cfg, "", 0, 1, False, None, True)
+    return ReferenceActors(pool, spec, 3, limit_s=10.0), actors, clock  # type: ignore[arg-type]
+
+
+def test_one_of_three_that_hangs_is_started_again(
+    three: tuple[ReferenceActors, list[Remote], Clock],
 ) -> None:
-    monkeypatch.setattr(dispatcher, "START_LIMIT_S", 0.0)
-    config.collector.timeout_s = 3.0
-    monkeypatch.setattr(local_pool, "local_reference", lambda *arguments: lambda group: Future())
-    with pytest.raises(WorkersLost, match="reference model has not answered for 3 s"):
-        run_async(config, tmp_path / "run")
+    """However busy the others are, and however often it is asked meanwhile."""
+    reference, actors, clock = three
+    group = Group(0, [1], 0, [])
+    assert reference.deadline() == math.inf
+    for _ in range(9):
+        reference.score(group)
+    assert [len(actor.calls) for actor in actors] == [3, 3, 3]
+    for _ in range(3):
+        clock.now += 4.0
+        for actor in actors[1:]:
+            actor.calls.pop(0)([[0.5]])
+        reference.score(group)
+    assert (reference.deadline(), [actor.kills for actor in actors]) == (110.0, [0, 0, 0])
+    reference.give_up_on_silent()
+    assert [actor.kills for actor in actors] == [1, 0, 0]
+    assert reference.deadline() > clock.now, "it has time to start"
+
+
+def test_groups_go_to_whoever_has_least_to_do(three: tuple[ReferenceActors, list[Remote], Clock]) -> None:
+    reference, actors, _ = three
+    found = [reference.score(Group(number, [1], 0, [])) for number in range(3)]
+    actors[1].calls.pop()([[0.25]])
+    assert found[1].result(timeout=0) == [[0.25]] and not found[0].done()
+    reference.score(Group(3, [1], 0, []))
+    assert [len(actor.calls) for actor in actors] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("CUDA error: misaligned\nCompile with X"), r"\(CUDA error: misaligned\); resume"),
+        (
+            RayActorError(error_msg="The actor died.\n  File x\nMemoryError: no room"),
+            r"\(MemoryError: no room\); it died more than collector\.max_restarts times; resume",
+        ),
+    ],
+)
+def test_what_a_failure_says(
+    three: tuple[ReferenceActors, list[Remote], Clock], error: Exception, said: str
+) -> None:
+    reference, actors, _ = three
+    found = reference.score(Group(0, [1], 0, []))
+    actors[0].calls.pop()(error)
+    with pytest.raises(WorkersLost, match=said):
+        found.result(timeout=0)

@@ -23,13 +23,13 @@ def cores_to_divide(ranks: int) -> int:
     Asked for once: dividing them changes what torch says, and the next job of a sweep divides the same ones.
 
     Args:
-        ranks: training ranks on this machine. A single one has what torch takes by itself, which heeds
-            ``OMP_NUM_THREADS``, so that its numbers are the same beside engines and without. Launchers hand
-            each of several ranks a number of their own, mostly 1: these share what the system allows.
+        ranks: training ranks on this machine, each of which has what torch takes by itself. That heeds
+            ``OMP_NUM_THREADS``, which launchers set for several, and a single rank's numbers are the same
+            beside engines and without.
     """
     import torch
 
-    return torch.get_num_threads() if ranks == 1 else allowed_cores()
+    return torch.get_num_threads() * ranks
 
 
 def divide_cores(cfg: Config, plan: Plan, cores: int, ranks: int) -> tuple[int, int]:

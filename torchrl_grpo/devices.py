@@ -322,10 +322,14 @@ class _Deal:
 
     def _reference(self, trainer: list[int], engine: list[int]) -> RolePlan:
         ask = self.request
-        if ask.cluster and ask.reference_ahead and ask.reference.num_devices is not None:
-            return _reference_actors(ask, ("ray",) * ask.reference.num_devices, "")
+        number, named = ask.reference.num_devices, ask.reference.devices is not None
+        if ask.cluster and ask.reference_ahead and number is not None and not named:
+            return _reference_actors(ask, ("ray",) * number, "")
+        if ask.cluster and ask.reference.count == 1 and not named:
+            why = "ray.address: which other GPUs are free is not known here; shares the trainer's"
+            return RolePlan(_names(trainer[:1]), "colocated", why)
         gpus = self._take(ask.reference, trainer)
-        said = "as ref_model.devices says: " if ask.reference.devices is not None else ""
+        said = "as ref_model.devices says: " if named else ""
         one_gpu = "one GPU" if self.num_gpus == 1 else "no GPU left"
         if set(gpus) & set(trainer):
             return RolePlan(_names(gpus), "colocated", f"{said or f'{one_gpu}: '}shares the trainer's")

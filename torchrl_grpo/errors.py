@@ -28,4 +28,4 @@ class TrainingStopped(UserError):
 
 
 class WorkersLost(TrainingStopped):
-    """Rollout workers failed too often; the trainer itself is sound and can be saved."""
+    """Workers, or processes of the reference, failed too often; the trainer is sound and can be saved."""

@@ -175,6 +175,8 @@ def _ladders(cfg: Config, plan: Plan) -> Iterator[list[Change]]:
     lengths = [length for length in (longest // 2, longest // 4) if length >= least]
     if lengths:
         yield [("inference_model", "max_model_len", length) for length in lengths]
+    if plan.reference_actors > 1:
+        yield [("ref_model", "num_devices", count) for count in range(plan.reference_actors - 1, 0, -1)]
     if cfg.eval.num_problems > _LEAST_PROBLEMS:
         yield [("eval", "num_problems", _LEAST_PROBLEMS)]
 

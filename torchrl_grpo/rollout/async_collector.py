@@ -19,7 +19,7 @@ from torchrl_grpo.rewards.base import Scored
 from torchrl_grpo.rollout.collector import Round
 from torchrl_grpo.rollout.fleet import Fleet, arrived
 from torchrl_grpo.rollout.groups import Group
-from torchrl_grpo.rollout.labour import Publication, ScoredGroup, UnderReference
+from torchrl_grpo.rollout.labour import Publication, ScoredGroup
 from torchrl_grpo.rollout.ledger import started_with
 from torchrl_grpo.rollout.schema import build_batch
 from torchrl_grpo.rollout.seeds import group_seed
@@ -279,14 +279,14 @@ class AsyncCollector:
             raise started_with("grpo.py")
         accepted = [
             ScoredGroup(
-                group,
+                Group.from_state_dict(one["group"]),
                 one["texts"],
                 [Scored(*score) for score in one["scored"]],
-                self._under_reference(group, one.get("reference")),
+                one.get("reference"),
             )
             for one in state["accepted"]
-            for group in [Group.from_state_dict(one["group"])]
         ]
+        self._complete(accepted)
 
         def write() -> None:
             self._ledger.load_state_dict(state["ledger"])
@@ -296,11 +296,18 @@ class AsyncCollector:
 
         self._dispatcher.ask(write)
 
-    def _under_reference(self, group: Group, saved: UnderReference | None) -> UnderReference | None:
-        """As saved; scored now where the trainer would have done it; left to the trainer where it does it."""
-        if self._dispatcher.reference is None:
-            return None
-        return self._dispatcher.reference(group).result() if saved is None else saved
+    def _complete(self, accepted: list[ScoredGroup]) -> None:
+        """Who scores them under the reference may be another than when they were saved."""
+        reference = self._dispatcher.reference
+        if reference is None:
+            for one in accepted:
+                # The trainer does it.
+                one.reference = None
+            return
+        missing = [one for one in accepted if one.reference is None]
+        asked = self._dispatcher.ask(lambda: [reference.score(one.group) for one in missing])
+        for one, answer in zip(missing, asked, strict=True):
+            one.reference = answer.result()
 
     def _age_in(self, books: dict[str, Any]) -> int:
         """The bound on staleness that the books were kept under; earlier versions did not write it."""

@@ -21,9 +21,9 @@ from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Inference
 from torchrl_grpo.rollout.async_collector import AsyncCollector, GroupScorer
 from torchrl_grpo.rollout.collector import RolloutCollector
-from torchrl_grpo.rollout.dispatcher import Dispatcher
+from torchrl_grpo.rollout.dispatcher import START_LIMIT_S, Dispatcher
 from torchrl_grpo.rollout.fleet import Fleet
-from torchrl_grpo.rollout.labour import Pool, ReferenceCall
+from torchrl_grpo.rollout.labour import Pool, Reference
 from torchrl_grpo.rollout.ledger import Ledger
 from torchrl_grpo.rollout.scheduler import Scheduler
 from torchrl_grpo.rounds import rounds, steps_per_round
@@ -148,7 +148,8 @@ def _reference_actors(cfg: Config, source: Source, pool: RayPool, worker: Worker
         autocast_dtype=source.autocast_dtype,
         shares_prefix=source.shares_prefix,
     )
-    return ReferenceActors(pool, spec, source.plan.reference_actors)
+    limit_s = max(START_LIMIT_S, cfg.collector.timeout_s)
+    return ReferenceActors(pool, spec, source.plan.reference_actors, limit_s)
 
 
 def with_workers(
@@ -157,7 +158,7 @@ def with_workers(
     tokenizer: PreTrainedTokenizerBase,
     pool: Pool,
     ship: Callable[[Iterable[tuple[str, Tensor]]], object],
-    reference: ReferenceCall | None = None,
+    reference: Reference | None = None,
 ) -> Collection:
     """A fleet on ``pool``, and what collects from it.
 

@@ -20,7 +20,7 @@ from torchrl_grpo.errors import UserError, WorkersLost
 from torchrl_grpo.inference.protocol import NextTokens
 from torchrl_grpo.inference.receipts import Receipt
 from torchrl_grpo.rollout.groups import Group
-from torchrl_grpo.rollout.labour import Labour, Pool, Publication, ReferenceCall, ScoredGroup
+from torchrl_grpo.rollout.labour import Labour, Pool, Publication, Reference, ScoredGroup
 from torchrl_grpo.rollout.scheduler import Call, Errand, Scheduler, Weights
 
 _T = TypeVar("_T")
@@ -39,8 +39,8 @@ class Dispatcher:
         timeout_s: seconds after which a worker that does not answer is taken for dead.
         max_restarts: workers replaced by this process before it stops.
         refills: rounds may be taken again, so that what is too late for the next one may still be wanted.
-        reference: begins to score a whole group under the reference model, in other processes; None where
-            nobody asks for it or the trainer does it.
+        reference: the reference model in processes of its own; None where nobody asks for it or the trainer
+            has it.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Dispatcher:
         timeout_s: float,
         max_restarts: int,
         refills: bool = False,
-        reference: ReferenceCall | None = None,
+        reference: Reference | None = None,
     ) -> None:
         count = len(scheduler.seats)
         self.scheduler = scheduler
@@ -64,9 +64,6 @@ class Dispatcher:
         self._restarts = 0
         self._refills = refills
         self.reference = reference
-        # Groups that the reference has not answered for, and until when it may take for the next answer.
-        self._unanswered = 0
-        self._reference_deadline = math.inf
         self._starting: Future[None] | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="rewards")
@@ -177,7 +174,8 @@ class Dispatcher:
                 return
 
     def _turn(self) -> None:
-        deadline = min(self._reference_deadline, *self._deadlines.values(), math.inf)
+        deadline = math.inf if self.reference is None else self.reference.deadline()
+        deadline = min(deadline, *self._deadlines.values(), math.inf)
         try:
             wait = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
             self._inbox.get(timeout=wait)()
@@ -256,23 +254,11 @@ class Dispatcher:
         if self.reference is None:
             asked.set_result(None)
         else:
-            self._unanswered += 1
-            self._await_reference()
-            asked = self.reference(group)
-            asked.add_done_callback(lambda _: self._inbox.put(self._answered))
+            asked = self.reference.score(group)
         rewarded = self._scorer.submit(self._timed_score, group)
         rewarded.add_done_callback(
             lambda done: self._inbox.put(lambda: self._rewarded(*done.result(), asked))
         )
-
-    def _answered(self) -> None:
-        self._unanswered -= 1
-        self._await_reference()
-
-    def _await_reference(self) -> None:
-        # It may have to be started anew, which takes a model's time to load.
-        limit = max(START_LIMIT_S, self._timeout_s)
-        self._reference_deadline = time.monotonic() + limit if self._unanswered else math.inf
 
     def _rewarded(self, scored: ScoredGroup, seconds: float, asked: Future[Any]) -> None:
         self.labour.score_seconds += seconds
@@ -316,11 +302,8 @@ class Dispatcher:
 
     def _give_up_on_silent(self) -> None:
         now = time.monotonic()
-        if self._reference_deadline <= now:
-            raise WorkersLost(
-                "a process of the reference model has not answered for "
-                f"{max(START_LIMIT_S, self._timeout_s):g} s; resume the run once the cause is mended"
-            )
+        if self.reference is not None:
+            self.reference.give_up_on_silent()
         for number, deadline in list(self._deadlines.items()):
             if deadline <= now:
                 del self._deadlines[number]

@@ -16,8 +16,18 @@ from torchrl_grpo.rollout.groups import Group
 # Log-probabilities of each token of G responses under the reference model.
 UnderReference = list[list[float]]
 
-# Begins to score a whole group under the reference model, in another process.
-ReferenceCall = Callable[[Group], Future[UnderReference]]
+
+class Reference(Protocol):
+    """The reference model in processes of its own. Called from the dispatcher's thread only."""
+
+    def score(self, group: Group) -> Future[UnderReference]:
+        """Begin to score a whole group; in the end the future has its log-probabilities or WorkersLost."""
+
+    def deadline(self) -> float:
+        """When by the monotonic clock a process that does not answer is to be given up; infinite if none."""
+
+    def give_up_on_silent(self) -> None:
+        """Have every process whose deadline is over started anew, and asked again what it was asked."""
 
 
 class Pool(Protocol):

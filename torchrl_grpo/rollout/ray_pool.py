@@ -150,11 +150,12 @@ class RayPool:
             ray.get(self._group.ready(), timeout=_PLACEMENT_LIMIT_S)
         except GetTimeoutError as error:
             self.close()
-            beside = f" and {others} processes of the reference model" if others else ""
+            beside = f" and {others} of the reference model" if others else ""
+            fewer = "inference_model.num_devices" + (" or ref_model.num_devices" if others else "")
             raise ConfigError(
                 f"inference_model.num_devices={count}: {count} workers{beside} with {bundle} each do not fit "
                 f"into the Ray cluster, whose total is {_total(there, 'CPU')} and {_total(there, 'GPU')}; "
-                "lower inference_model.num_devices, or add nodes"
+                f"lower {fewer}, or add nodes"
             ) from error
 
     def start(self, number: int, done: Callable[[Any], None]) -> None:

@@ -6,7 +6,9 @@ nothing that could be lost: one that dies is started anew by Ray, and what it wa
 
 from __future__ import annotations
 
-import itertools
+import math
+import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayActorError, RayError
 from tensordict import TensorDict
 
 from torchrl_grpo.config import Config
@@ -75,18 +78,19 @@ class ReferenceScorer:
 
 
 class ReferenceActors:
-    """Actors in the places that ``pool`` keeps for them, which take turns.
+    """Actors in the places that ``pool`` keeps for them; whoever has least to do gets the next group.
 
     Args:
         pool: reserved a place for each of them, after those of its workers; ends them when it is closed.
         spec: of every actor.
         count: actors.
+        limit_s: seconds an actor may take for an answer, a start included.
 
     Raises:
         WorkersLost: one could not be started.
     """
 
-    def __init__(self, pool: RayPool, spec: ReferenceSpec, count: int) -> None:
+    def __init__(self, pool: RayPool, spec: ReferenceSpec, count: int, limit_s: float) -> None:
         restarts = spec.cfg.collector.max_restarts
         self._actors = [
             ray.remote(ReferenceScorer)
@@ -101,33 +105,70 @@ class ReferenceActors:
             .remote(spec)
             for number in range(count)
         ]
-        self._turns = itertools.cycle(self._actors)
+        self._limit_s = limit_s
+        # Answers come in threads of Ray's.
+        self._lock = threading.Lock()
+        self._unanswered = [0] * count
+        self._deadlines = [math.inf] * count
         try:
-            ray.get([actor.__ray_ready__.remote() for actor in self._actors])
-        except ray.exceptions.RayError as error:
-            raise _lost(error) from error
+            ray.get([actor.__ray_ready__.remote() for actor in self._actors], timeout=limit_s)
+        except RayError as error:
+            raise WorkersLost(
+                f"ref_model.num_devices={count}: a process of the reference model could not be started "
+                f"({_cause(error)})"
+            ) from error
 
-    def __call__(self, group: Group) -> Future[UnderReference]:
-        """Have a group scored; in the end its log-probabilities, or :class:`WorkersLost`."""
+    def score(self, group: Group) -> Future[UnderReference]:
+        """See :class:`~torchrl_grpo.rollout.labour.Reference`."""
         found: Future[UnderReference] = Future()
+        with self._lock:
+            number = min(range(len(self._actors)), key=self._unanswered.__getitem__)
+            if self._unanswered[number] == 0:
+                self._deadlines[number] = time.monotonic() + self._limit_s
+            self._unanswered[number] += 1
 
         def receive(result: Any) -> None:
+            with self._lock:
+                self._unanswered[number] -= 1
+                waits = self._unanswered[number] > 0
+                self._deadlines[number] = time.monotonic() + self._limit_s if waits else math.inf
             if isinstance(result, BaseException):
                 found.set_exception(_lost(result))
             else:
                 found.set_result(result)
 
         responses = [response.token_ids for response in group.responses]
-        report(next(self._turns).score.remote(group.prompt, responses), receive)
+        report(self._actors[number].score.remote(group.prompt, responses), receive)
         return found
+
+    def deadline(self) -> float:
+        """See :class:`~torchrl_grpo.rollout.labour.Reference`."""
+        with self._lock:
+            return min(self._deadlines)
+
+    def give_up_on_silent(self) -> None:
+        """See :class:`~torchrl_grpo.rollout.labour.Reference`."""
+        now = time.monotonic()
+        with self._lock:
+            silent = [number for number, deadline in enumerate(self._deadlines) if deadline <= now]
+            for number in silent:
+                self._deadlines[number] = now + self._limit_s
+        for number in silent:
+            # Ray starts it again, as when it dies, and asks it again.
+            ray.kill(self._actors[number], no_restart=False)
+
+
+def _cause(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # Ray's own message begins with how it noticed, and ends with the cause.
+    return lines[-1 if isinstance(error, RayActorError) else 0].strip()
 
 
 def _lost(error: BaseException) -> WorkersLost:
-    # Ray's message begins with how it noticed, and ends with the cause.
-    cause = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+    died = "it died more than collector.max_restarts times; " if isinstance(error, RayActorError) else ""
     lost = WorkersLost(
-        f"a process of the reference model failed ({cause}), and was not to be started again "
-        "(collector.max_restarts); resume the run once the cause is mended"
+        f"a process of the reference model failed ({_cause(error)}); {died}resume the run once the cause is "
+        "mended"
     )
     lost.__cause__ = error
     return lost
