@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,29 @@ def test_an_interrupted_run_says_what_continues_it(
         if frequency == 0
         else f"resume={tmp_path / 'cut'}" in said
     )
+
+
+def test_an_interrupt_that_a_library_swallows_ends_the_run_after_the_step(
+    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchrl_grpo.training.session import Session
+
+    honest, swallowed = Session.save, []
+
+    def swallow(self: Session) -> Path:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            swallowed.append(self.counters.step)
+        return honest(self)
+
+    monkeypatch.setattr(Session, "save", swallow)
+    with pytest.raises(KeyboardInterrupt):
+        train("cut", train__checkpoint_frequency=2)
+    assert swallowed == [2]
+    assert [line["step"] for line in read(tmp_path / "cut/metrics.jsonl")] == [0, 1, 2]
+    assert (tmp_path / "cut/checkpoints/2").is_dir()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_the_reference_follows_the_policy_when_told_to(train: Runner) -> None:

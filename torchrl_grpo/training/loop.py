@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from torchrl_grpo.objectives.advantage import is_constant
 from torchrl_grpo.observe.stats import cuda_in_use, peak_cuda_gib, peak_memory_gib
@@ -13,9 +14,15 @@ from torchrl_grpo.training.session import Session
 from torchrl_grpo.training.speed import rest_of
 
 
-def train(run: Session) -> None:
-    """Train until ``train.total_dialog_turns`` responses have been used."""
+def train(run: Session, check_interrupts: Callable[[], None]) -> None:
+    """Train until ``train.total_dialog_turns`` responses have been used.
+
+    Args:
+        run: prepared.
+        check_interrupts: called before each step; raises KeyboardInterrupt where one got lost.
+    """
     while not run.finished:
+        check_interrupts()
         step(run)
 
 

@@ -126,6 +126,7 @@ def _train(
     from torchrl_grpo.observe.metrics import read_jsonl
     from torchrl_grpo.observe.stats import peak_memory_gib
     from torchrl_grpo.rollout import build
+    from torchrl_grpo.training.interrupts import remembered
     from torchrl_grpo.training.loop import train
     from torchrl_grpo.training.ranks import Ranks, divide_threads
     from torchrl_grpo.training.session import Session
@@ -145,12 +146,13 @@ def _train(
         if session.finished and (run_dir / report.SUMMARY).exists():
             # Its figures are those of the whole run; measuring them again would overwrite them.
             return dict(json.loads((run_dir / report.SUMMARY).read_text()))
-        session.begin()
-        try:
-            train(session)
-        except WorkersLost:
-            session.save()
-            raise
+        with remembered() as check_interrupts:
+            session.begin()
+            try:
+                train(session, check_interrupts)
+            except WorkersLost:
+                session.save()
+                raise
         last = read_jsonl(session.metrics_writer.path)[-1]
         figures = session.figures()
     finally:
