@@ -173,7 +173,8 @@ def test_a_killed_reference_is_started_again(repo_root: Path, tmp_path: Path, wo
     assert summary(tmp_path / "run")["groups"]["trained"] == 40
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     divergences = [line["kl/reference"] for line in lines if line["step"] > 0]
-    assert len(divergences) == 10 and 0 <= divergences[0] < 1e-6 < divergences[-1]
+    # Nothing but rounding while the policy is still the reference; then it moves, not always further away.
+    assert len(divergences) == 10 and 0 <= divergences[0] < 1e-9 < max(divergences)
 
 
 def test_an_address_where_nothing_answers_is_one_clear_message(

@@ -12,6 +12,7 @@ import gc
 import importlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -230,6 +231,8 @@ class _Command:
     def _follow(self, configs: list[Config]) -> None:
         """As a training rank other than the first, serve each job; what it writes is rank 0's affair."""
         gc.enable()
+        # A launcher interrupts all ranks. What that means rank 0 decides, which then dismisses this one.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         module, _, _ = self.run.partition(":")
         for _ in configs:
             vars(importlib.import_module(module))["follow"]()

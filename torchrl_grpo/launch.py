@@ -24,8 +24,6 @@ from torchrl_grpo.validation_ranges import ZERO_STAGES
 _FILES = {"ddp": "multi_gpu", "fsdp2": "fsdp2", **{kind: kind for kind in ZERO_STAGES}}
 # What the launcher's process ends with when a rank was ended by a signal.
 _ENDED_BY_SIGNAL = 1
-# What an interrupted rank 0 has to end in good order.
-_FAREWELL_S = 60
 
 
 def launched() -> bool:
@@ -177,8 +175,9 @@ def launch(words: Sequence[str], count: int) -> int:
     try:
         result = ranks.wait()
     except KeyboardInterrupt:
+        # It ends in its own time, after the step it is in; another interrupt ends all of them.
         os.kill(ranks.pids()[0], signal.SIGINT)
-        result = ranks.wait(timeout=_FAREWELL_S)
+        result = ranks.wait()
         if result is None or not result.failures:
             raise
     finally:

@@ -22,6 +22,7 @@ from torchrl_grpo import launch
 from torchrl_grpo.config import Config
 from torchrl_grpo.cores import cores_to_divide, divide_cores
 from torchrl_grpo.devices_plan import Plan
+from torchrl_grpo.training.interrupts import held
 
 # A round may take hours to generate, and an idle rank must not take that for a death: the connection tells.
 _PATIENCE = timedelta(days=30)
@@ -71,8 +72,11 @@ class Ranks:
         Returns:
             What it returned on this rank.
         """
-        self.tell((method, arguments))
-        with self.united():
+        if self.size == 1:
+            return _call(target, method, arguments)
+        # Interrupted half way, this rank would leave the others in the middle of a collective call.
+        with held(), self.united():
+            self.tell((method, arguments))
             return _call(target, method, arguments)
 
     @contextmanager

@@ -94,10 +94,10 @@ class Session:
 
         weights = weights_source(cfg, source, resume_from)
         start = (cfg, weights, resume_from, reward_set.weights)
-        # The other ranks build theirs from the same.
-        ranks.tell((*start, self.plan))
-        # Looked up late: the progress bar is made last, when nothing can fail any more.
         with ranks.united():
+            # The other ranks build theirs from the same.
+            ranks.tell((*start, self.plan))
+            # Looked up late: the progress bar is made last, when nothing can fail any more.
             self.learner = Learner(*start, self.device, ranks, lambda text: self.progress.note(text))
         self.model = self.learner.model
         self.advantage = self.learner.advantage
