@@ -19,7 +19,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from torchrl_grpo.config import Config
 from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.inference.build import build_engine
-from torchrl_grpo.inference.protocol import Engine
+from torchrl_grpo.inference.protocol import SteppingEngine
 from torchrl_grpo.rollout import build
 from torchrl_grpo.rollout.groups import Group
 from torchrl_grpo.rollout.reference_actors import ReferenceScorer, ReferenceSpec
@@ -46,7 +46,7 @@ class LocalPool:
 
     def __init__(
         self,
-        make_engine: Callable[[], Engine],
+        make_engine: Callable[[], SteppingEngine],
         cfg: Config,
         fault: Fault = lambda number, method, count: None,
         delay: float = 0.0,
@@ -139,7 +139,7 @@ def collect_locally(pools: list[LocalPool], engine_type: Any = None, **options: 
     def collect(
         cfg: Config, source: build.Source, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
     ) -> build.Collection:
-        def engine() -> Engine:
+        def engine() -> SteppingEngine:
             made = build_engine(
                 cfg, source.model, torch.device("cpu"), source.end_ids, tokenizer.pad_token_id, 64
             )
@@ -149,6 +149,6 @@ def collect_locally(pools: list[LocalPool], engine_type: Any = None, **options: 
 
         pools.append(LocalPool(engine, cfg, **options))
         reference = LocalReference(cfg, source, tokenizer) if source.plan.reference_actors else None
-        return build.with_workers(cfg, env, tokenizer, pools[-1], ship, reference)
+        return build.with_workers(cfg, env, tokenizer, pools[-1], source.plan.workers, ship, reference)
 
     return collect

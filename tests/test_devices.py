@@ -80,7 +80,8 @@ def everything() -> list[tuple[Request, int]]:
 def test_numbers_partition_without_conflict_and_are_what_was_asked_for() -> None:
     planned = 0
     for request, gpus in everything():
-        wants = [request.train.count, request.inference.count, 0 if request.lora else request.reference.count]
+        train, engines = request.train.count, request.inference.count
+        wants = [train, engines, 0 if request.lora else request.reference.count]
         try:
             found = plan(request, gpus)
         except ConfigError:
@@ -89,7 +90,9 @@ def test_numbers_partition_without_conflict_and_are_what_was_asked_for() -> None
             continue
         planned += 1
         roles = [found.train, found.inference, found.reference][: 2 if request.lora else 3]
-        assert [len(role.devices) for role in roles] == wants[: len(roles)]
+        # Engines that nobody has counted share all of the trainer's GPUs, or have one of their own.
+        shares = train if request.inference.num_devices is None and train >= gpus else engines
+        assert [len(role.devices) for role in roles] == [train, shares, *wants[2 : len(roles)]]
         used = [name for role in roles for name in role.devices]
         assert set(used) | set(found.idle) == {f"cuda:{gpu}" for gpu in range(gpus)}
         if sum(wants) <= gpus:

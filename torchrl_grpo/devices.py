@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torchrl_grpo.config_keys import bad_value
-from torchrl_grpo.devices_plan import Plan, RolePlan
+from torchrl_grpo.devices_plan import Plan, RolePlan, counted, show_list, which
 from torchrl_grpo.objectives.control import needs_reference
 
 if TYPE_CHECKING:
@@ -83,6 +83,12 @@ class Request:
         beside_ranks = self.backend == "vllm" and max(self.ranks, self.train.count) > 1
         return self.asynchronous or self.cluster or self.inference.count > 1 or beside_ranks
 
+    @property
+    def ranks_generate(self) -> bool:
+        """Whether each training rank has an engine, where it is to share the trainer's devices."""
+        unsaid = self.inference.num_devices is None and self.inference.devices is None
+        return unsaid and not self.needs_processes and max(self.ranks, self.train.count) > 1
+
 
 def num_devices(section: TrainModelConfig | RefModelConfig | InferenceModelConfig) -> int:
     """Devices that a role gets, with ``num_devices=auto`` as it is meant."""
@@ -144,6 +150,8 @@ def _plan_cpu(request: Request) -> Plan:
     apart = request.needs_processes
     if apart:
         inference = _workers(request, ("cpu",) * engines, "process")
+    elif request.ranks_generate:
+        inference = _in_each_rank(request, train.devices)
     else:
         inference = RolePlan(("cpu",), "colocated", "in the trainer's process")
     reference = _not_loaded(request, train)
@@ -163,6 +171,7 @@ def _plan_cpu(request: Request) -> Plan:
         0,
         _sleeps(request, apart, automatic=False),
         request.asynchronous,
+        request.ranks_generate,
     )
 
 
@@ -186,11 +195,16 @@ def _beside(train: RolePlan, inference: RolePlan, reference: RolePlan) -> RolePl
     return replace(train, placement="colocated") if shared else train
 
 
+def _in_each_rank(request: Request, devices: tuple[str, ...]) -> RolePlan:
+    ranks = max(request.ranks, len(devices))
+    return RolePlan(devices, "colocated", f"an engine in each of {ranks} ranks, which generates its share")
+
+
 def _workers(request: Request, devices: tuple[str, ...], each: str) -> RolePlan:
     count = len(devices)
     if request.cluster:
         return RolePlan(
-            ("ray",) * count, "cluster", f"{_number(count, 'worker')}, where ray.address puts them"
+            ("ray",) * count, "cluster", f"{counted(count, 'worker')}, where ray.address puts them"
         )
     own = f"one worker, a {each} of its own" if count == 1 else f"{count} workers, a {each} each"
     return RolePlan(devices, "separate", own)
@@ -199,7 +213,7 @@ def _workers(request: Request, devices: tuple[str, ...], each: str) -> RolePlan:
 def _reference_actors(request: Request, devices: tuple[str, ...], said: str) -> RolePlan:
     count = len(devices)
     if request.cluster:
-        what = f"{_number(count, 'actor')}, where ray.address puts them"
+        what = f"{counted(count, 'actor')}, where ray.address puts them"
         return RolePlan(("ray",) * count, "cluster", what, apart=True)
     device = "GPU and process" if devices[0].startswith("cuda:") else "process"
     own = f"a {device} of its own" if count == 1 else f"{count} copies, a {device} each"
@@ -245,6 +259,7 @@ class _Deal:
         ask = self.request
         gpus = self._take(ask.train, [])
         engine = [] if ask.cluster else self._take(ask.inference, gpus)
+        in_ranks = ask.ranks_generate and engine == gpus
         train = RolePlan(_names(gpus), "separate", self._why_train(gpus))
         # vLLM takes the first GPU that its process sees: any other needs a process that sees no other.
         apart = ask.needs_processes or (ask.backend == "vllm" and not gpus == engine == [0])
@@ -262,6 +277,7 @@ class _Deal:
             self.num_gpus,
             sleeps,
             ask.asynchronous,
+            in_ranks,
         )
 
     def _take(self, role: Role, trainer: Sequence[int]) -> list[int]:
@@ -277,11 +293,14 @@ class _Deal:
             raise self._too_few(role, len(left))
         if role is self.request.train and self.num_gpus > 1:
             raise self._none_for_trainer()
+        if role is self.request.inference and role.num_devices is None:
+            # On each of them: the others would do nothing while one generates and evaluates.
+            return list(trainer) or [0]
         return [trainer[0] if trainer else 0]
 
     def _too_few(self, role: Role, left: int) -> Exception:
         key = f"{role.key}.num_devices"
-        here = f"this machine has {_number(self.num_gpus, 'GPU')}"
+        here = f"this machine has {counted(self.num_gpus, 'GPU')}"
         if left == self.num_gpus:
             return bad_value(key, role.count, here, f"{key}={left}")
         have = "none is" if left == 0 else f"{left} {'is' if left == 1 else 'are'}"
@@ -295,7 +314,7 @@ class _Deal:
             f"{role.key}.devices",
             list(role.devices or ()),
             f"leaves none of this machine's {self.num_gpus} GPUs for the trainer",
-            f"{role.key}.devices={_show(fewer) if fewer else 'null'}",
+            f"{role.key}.devices={show_list(fewer) if fewer else 'null'}",
         )
 
     def _why_train(self, gpus: Sequence[int]) -> str:
@@ -303,17 +322,20 @@ class _Deal:
             return "as train_model.devices says"
         asked = self.request.train.num_devices
         said = "auto" if asked is None else str(asked)
-        return f"train_model.num_devices={said}: {_which(gpus)}"
+        return f"train_model.num_devices={said}: {which(gpus)}"
 
-    def _inference(self, trainer: Sequence[int], gpus: list[int], apart: bool) -> RolePlan:
+    def _inference(self, trainer: list[int], gpus: list[int], apart: bool) -> RolePlan:
         ask = self.request
         if ask.cluster:
             return _workers(ask, ("ray",) * ask.inference.count, "")
+        if ask.ranks_generate and gpus == trainer:
+            return _in_each_rank(ask, _names(gpus))
         shared = bool(set(gpus) & set(trainer))
         said = "as inference_model.devices says: " if ask.inference.devices is not None else ""
         if shared:
             one_gpu = "one GPU" if self.num_gpus == 1 else "no GPU left"
-            why = f"{said or f'{one_gpu}: '}shares the trainer's"
+            each = f", {len(gpus)} workers" if len(gpus) > 1 and not said else ""
+            why = f"{said or f'{one_gpu}: '}shares the trainer's{each}"
             return RolePlan(_names(gpus), "colocated", why)
         if apart:
             found = _workers(ask, _names(gpus), "GPU")
@@ -345,7 +367,7 @@ class _Deal:
         devices = role.devices or ()
         if max(devices) < self.num_gpus:
             return
-        here = f"this machine has {_number(self.num_gpus, 'GPU')}, numbered from 0"
+        here = f"this machine has {counted(self.num_gpus, 'GPU')}, numbered from 0"
         raise bad_value(f"{role.key}.devices", list(devices), here, self._others_for(role))
 
     def _check_overlap(self, earlier: Role, role: Role) -> None:
@@ -353,7 +375,7 @@ class _Deal:
         shared = before & now
         if not shared:
             return
-        wrong = f"GPU {min(shared)} is also in {earlier.key}.devices={_show(earlier.devices or ())}"
+        wrong = f"GPU {min(shared)} is also in {earlier.key}.devices={show_list(earlier.devices or ())}"
         together = before == now
         workers = self.request.asynchronous and {earlier.key, role.key} == {"train_model", "inference_model"}
         if together and not (workers and self.num_gpus > 1):
@@ -368,21 +390,8 @@ class _Deal:
         """What to write for a list that cannot be: as many GPUs that no other list names, or none at all."""
         named = {gpu for one in self.named if one is not role for gpu in one.devices or ()}
         free = [gpu for gpu in range(self.num_gpus) if gpu not in named][: role.count]
-        return f"{role.key}.devices={_show(free) if len(free) == role.count else 'null'}"
+        return f"{role.key}.devices={show_list(free) if len(free) == role.count else 'null'}"
 
 
 def _names(gpus: Iterable[int]) -> tuple[str, ...]:
     return tuple(f"cuda:{gpu}" for gpu in gpus)
-
-
-def _show(gpus: Iterable[int]) -> str:
-    return "[" + ",".join(map(str, gpus)) + "]"
-
-
-def _which(gpus: Sequence[int]) -> str:
-    free = "" if list(gpus) == list(range(len(gpus))) else " free"
-    return f"the first{free} GPU" if len(gpus) == 1 else f"the first {len(gpus)}{free} GPUs"
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count} {what}" + ("" if count == 1 else "s")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -33,10 +33,11 @@ class Plan:
         inference: the engines.
         reference: the reference model.
         apart: the engines are workers in processes of their own, one a device, each of which sees its own GPU
-            as the first; otherwise there is one, in the trainer's process.
+            as the first; otherwise there is one in the trainer's process, or in each rank's.
         num_gpus: GPUs of this machine.
         sleeps: the engine gives its memory up while the trainer trains.
         asynchronous: of grpo-async.py: engines work while the trainer does.
+        engine_in_each_rank: each training rank has an engine in its process, which generates its share.
     """
 
     train: RolePlan
@@ -46,6 +47,7 @@ class Plan:
     num_gpus: int
     sleeps: bool
     asynchronous: bool = False
+    engine_in_each_rank: bool = False
 
     @property
     def colocated(self) -> bool:
@@ -139,3 +141,19 @@ def aligned(rows: Sequence[Sequence[str]], numbers: frozenset[int] = frozenset()
         for row in rows
     ]
     return "".join(f"{line}\n" for line in lines)
+
+
+def show_list(gpus: Iterable[int]) -> str:
+    """GPUs as they are written in the configuration."""
+    return "[" + ",".join(map(str, gpus)) + "]"
+
+
+def which(gpus: Sequence[int]) -> str:
+    """GPUs that were dealt out, in words."""
+    free = "" if list(gpus) == list(range(len(gpus))) else " free"
+    return f"the first{free} GPU" if len(gpus) == 1 else f"the first {len(gpus)}{free} GPUs"
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things, in words."""
+    return f"{count} {what}" + ("" if count == 1 else "s")

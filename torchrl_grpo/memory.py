@@ -247,7 +247,8 @@ def _inference(
     device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
     element = 2 if bits16(options.dtype, {"bfloat16", "float16"}, device) else FLOAT
     weights = float(element * shape.parameters)
-    cache, work = _generation(options.backend, cfg, shape, load, element)
+    engines = len(role.devices) if plan.engine_in_each_rank else 1
+    cache, work = _generation(options.backend, cfg, shape, -(-load.rows // engines), load, element)
     if options.backend == "vllm" and device == "cuda":
         size = memory[int(role.devices[0].removeprefix("cuda:"))]
         # Weights, cache and graphs together; without a figure for the GPU, what is known of it.
@@ -265,12 +266,12 @@ def _inference(
 
 
 def _generation(
-    backend: str, cfg: Config, shape: ModelShape, load: Workload, element: int
+    backend: str, cfg: Config, shape: ModelShape, responses: int, load: Workload, element: int
 ) -> tuple[float, float]:
-    """Bytes of the key/value cache, and of what sampling works with."""
+    """Bytes of the key/value cache for so many responses, and of what sampling works with."""
     if backend == "vllm":
-        return float(cfg.inference_model.kv_cache_gib * GIB), float(FLOAT * load.rows * shape.vocabulary * 2)
-    rows = min(load.rows, MAX_ROWS)
+        return float(cfg.inference_model.kv_cache_gib * GIB), float(FLOAT * responses * shape.vocabulary * 2)
+    rows = min(responses, MAX_ROWS)
     layer = float(rows * (load.prompt + load.response) * 2 * shape.keys * element)
     # A layer's cache is copied when a token is added, and spread over all query heads.
     grown = layer * (1 + shape.queries / shape.keys)

@@ -14,7 +14,7 @@ from benchmarks.workload import Workload, use_all_cores
 from torchrl_grpo.config import PolicyConfig
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs import GroupTextEnv, PromptStream
-from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Probe, Request
+from torchrl_grpo.inference.protocol import Completion, NextTokens, Probe, Request, SteppingEngine
 from torchrl_grpo.objectives.advantage import GroupAdvantage
 from torchrl_grpo.objectives.control import KLCoefficient
 from torchrl_grpo.rewards import RewardSet
@@ -22,7 +22,7 @@ from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.rollout.collector import RolloutCollector
 
 
-class _Instant(Engine):
+class _Instant(SteppingEngine):
     """Answers with the same tokens for ever."""
 
     def __init__(self, tokens: int) -> None:

@@ -22,7 +22,7 @@ from benchmarks.workers.ours import Drawn, config
 from benchmarks.workload import Workload
 from torchrl_grpo import data, devices, rewards
 from torchrl_grpo.devices import num_devices
-from torchrl_grpo.inference.protocol import Completion, Engine, Request
+from torchrl_grpo.inference.protocol import Completion, Request, SteppingEngine
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.rollout import build as collections
 from torchrl_grpo.rollout.ray_pool import RayPool, RolloutActor, WorkerSpec
@@ -36,7 +36,7 @@ _SETTLE = 2
 class _Timed(TransformersEngine):
     """Holds real weights, and answers with one token over and over, so many seconds each."""
 
-    def __init__(self, engine: Engine, token_s: float) -> None:
+    def __init__(self, engine: SteppingEngine, token_s: float) -> None:
         assert isinstance(engine, TransformersEngine)
         super().__init__(engine.model, engine.end_ids.tolist(), engine.pad_id)
         self.token_s = token_s
@@ -66,7 +66,7 @@ class _Actor(RolloutActor):
 
     token_s = 0.0
 
-    def engine(self, spec: WorkerSpec) -> Engine:
+    def engine(self, spec: WorkerSpec) -> SteppingEngine:
         return _Timed(super().engine(spec), self.token_s)
 
 
@@ -142,7 +142,7 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
 
 def _here(token_s: float, cfg: Any, source: Any, env: Any, tokenizer: Any) -> collections.Collection:
     engine, collector = collections.one_engine(cfg, source, env, tokenizer)
-    assert isinstance(engine, Engine)
+    assert isinstance(engine, SteppingEngine)
     collector.engine = _Timed(engine, token_s)
     return collector.engine, collector
 
@@ -150,8 +150,9 @@ def _here(token_s: float, cfg: Any, source: Any, env: Any, tokenizer: Any) -> co
 def _in_workers(token_s: float, cfg: Any, source: Any, env: Any, tokenizer: Any) -> collections.Collection:
     actor = type("TimedActor", (_Actor,), {"token_s": token_s})
     spec = WorkerSpec(cfg, source.model, source.end_ids, tokenizer.pad_token_id, 64, threads=1, on_gpu=False)
-    pool = RayPool(cfg, spec, num_devices(cfg.inference_model), actor)
-    return collections.with_workers(cfg, env, tokenizer, pool, pool.ship)
+    count = num_devices(cfg.inference_model)
+    pool = RayPool(cfg, spec, count, actor)
+    return collections.with_workers(cfg, env, tokenizer, pool, count, pool.ship)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.inference.protocol import Engine
+from torchrl_grpo.inference.protocol import SteppingEngine
 from torchrl_grpo.models.loading import load_model
 from torchrl_grpo.models.precision import resolve_dtype
 
@@ -20,7 +20,7 @@ def build_engine(
     pad_id: int,
     max_num_seqs: int,
     sleeps: bool = False,
-) -> Engine:
+) -> SteppingEngine:
     """The engine ``inference_model.backend`` names, on ``device``, holding the weights at ``source``.
 
     Args:

@@ -126,31 +126,7 @@ class Inference(ABC):
 
 
 class Engine(Inference):
-    """Generates with its own copy of the weights, token by token."""
-
-    @abstractmethod
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Add requests to those that :meth:`step` works on. Siblings stand side by side."""
-
-    @abstractmethod
-    def step(self) -> list[tuple[Hashable, Completion]]:
-        """Sample the next token of the requests being worked on; returns those that ended with it."""
-
-    @abstractmethod
-    def withdraw(self) -> dict[Hashable, Completion]:
-        """Take every request out that has not ended, with the tokens it has; weights may then change."""
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
-        """``sampling.num_samples`` completions for each of ``prompts`` (token ids), in order.
-
-        Nothing else may be in the engine.
-        """
-        requests = requests_of(prompts, sampling)
-        self.submit(requests)
-        found: dict[Hashable, Completion] = {}
-        while len(found) < len(requests):
-            found.update(self.step())
-        return [[found[p, g] for g in range(sampling.num_samples)] for p in range(len(prompts))]
+    """Generates with its own copy of the weights."""
 
     @abstractmethod
     def next_tokens(self, probe: Probe) -> NextTokens:
@@ -184,6 +160,34 @@ class Engine(Inference):
     @abstractmethod
     def wake(self) -> None:
         """Take the memory again. Weights must be loaded before the next :meth:`generate`."""
+
+
+class SteppingEngine(Engine):
+    """An engine that is driven token by token, so that responses come and go while others are generated."""
+
+    @abstractmethod
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Add requests to those that :meth:`step` works on. Siblings stand side by side."""
+
+    @abstractmethod
+    def step(self) -> list[tuple[Hashable, Completion]]:
+        """Sample the next token of the requests being worked on; returns those that ended with it."""
+
+    @abstractmethod
+    def withdraw(self) -> dict[Hashable, Completion]:
+        """Take every request out that has not ended, with the tokens it has; weights may then change."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
+        """``sampling.num_samples`` completions for each of ``prompts`` (token ids), in order.
+
+        Nothing else may be in the engine.
+        """
+        requests = requests_of(prompts, sampling)
+        self.submit(requests)
+        found: dict[Hashable, Completion] = {}
+        while len(found) < len(requests):
+            found.update(self.step())
+        return [[found[p, g] for g in range(sampling.num_samples)] for p in range(len(prompts))]
 
 
 def requests_of(prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Request]:

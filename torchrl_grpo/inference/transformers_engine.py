@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Probe, Request
+from torchrl_grpo.inference.protocol import Completion, NextTokens, Probe, Request, SteppingEngine
 from torchrl_grpo.padding import pad_left
 from torchrl_grpo.workload import MAX_ROWS
 
 
-class TransformersEngine(Engine):
+class TransformersEngine(SteppingEngine):
     """An engine around ``model``, which it owns: nobody else may train or change it.
 
     Args:
@@ -41,12 +41,12 @@ class TransformersEngine(Engine):
         self._batch: _Batch | None = None
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """See :meth:`Engine.submit`. Requests wait until the batch being worked on has ended."""
+        """See :meth:`SteppingEngine.submit`. Requests wait until the batch being worked on has ended."""
         assert not self._asleep, "submit() to a sleeping engine: wake it and load weights first"
         self._waiting.extend(requests)
 
     def step(self) -> list[tuple[Hashable, Completion]]:
-        """See :meth:`Engine.step`."""
+        """See :meth:`SteppingEngine.step`."""
         if self._batch is None:
             chosen, self._waiting = _whole_groups(self._waiting, self.max_rows)
             self._batch = _Batch(
@@ -58,7 +58,7 @@ class TransformersEngine(Engine):
         return ended
 
     def withdraw(self) -> dict[Hashable, Completion]:
-        """See :meth:`Engine.withdraw`."""
+        """See :meth:`SteppingEngine.withdraw`."""
         taken = {} if self._batch is None else self._batch.unfinished()
         taken |= {request.key: Completion([], [], "withdrawn") for request in self._waiting}
         self._batch, self._waiting = None, []

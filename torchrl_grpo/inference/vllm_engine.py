@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from torchrl_grpo.errors import ConfigError, ModelError
-from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Probe, Request
+from torchrl_grpo.inference.protocol import Completion, NextTokens, Probe, Request, SteppingEngine
 
 # vLLM's CPU attention kernel takes multiples of 32 only, and the smallest lets short prompts be shared.
 _CPU_BLOCK_SIZE = 32
 
 
-class VLLMEngine(Engine):
+class VLLMEngine(SteppingEngine):
     """A vLLM engine on ``source``.
 
     Args:
@@ -120,7 +120,7 @@ class VLLMEngine(Engine):
         self._dtype = dtype
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """See :meth:`Engine.submit`."""
+        """See :meth:`SteppingEngine.submit`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -143,7 +143,7 @@ class VLLMEngine(Engine):
             self._running[name] = request.key
 
     def step(self) -> list[tuple[Hashable, Completion]]:
-        """See :meth:`Engine.step`."""
+        """See :meth:`SteppingEngine.step`."""
         with self._stance():
             outputs = self.llm.llm_engine.step()
         return [
@@ -158,7 +158,7 @@ class VLLMEngine(Engine):
         ]
 
     def withdraw(self) -> dict[Hashable, Completion]:
-        """See :meth:`Engine.withdraw`."""
+        """See :meth:`SteppingEngine.withdraw`."""
         processor = self.llm.llm_engine.output_processor
         taken = {}
         for name, key in self._running.items():

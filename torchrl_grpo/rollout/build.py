@@ -14,11 +14,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from torchrl_grpo import launch
 from torchrl_grpo.config import Config
 from torchrl_grpo.cores import cores_to_divide, divide_cores
-from torchrl_grpo.devices import num_devices
 from torchrl_grpo.devices_plan import Plan
 from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.inference.build import build_engine
-from torchrl_grpo.inference.protocol import Inference
+from torchrl_grpo.inference.protocol import Engine, Inference
 from torchrl_grpo.rollout.async_collector import AsyncCollector, GroupScorer
 from torchrl_grpo.rollout.collector import RolloutCollector
 from torchrl_grpo.rollout.dispatcher import START_LIMIT_S, Dispatcher
@@ -50,6 +49,7 @@ class Source:
         end_ids: tokens that end a response.
         autocast_dtype: the trainer's number format, for a reference model in processes of its own.
         shares_prefix: whether the trainer runs a prompt once per group, for the same.
+        make_engine: makes an engine in this process: :func:`build_engine`, or a part of it on each rank.
     """
 
     weights: str
@@ -58,6 +58,7 @@ class Source:
     end_ids: Sequence[int]
     autocast_dtype: torch.dtype | None
     shares_prefix: bool
+    make_engine: Callable[..., Engine] = build_engine
 
     @property
     def device(self) -> torch.device:
@@ -76,8 +77,8 @@ def _max_num_seqs(cfg: Config) -> int:
 def one_engine(
     cfg: Config, source: Source, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
 ) -> Collection:
-    """An engine in this process, which generates when a round is asked for."""
-    engine = build_engine(
+    """An engine in this process, or in each rank's, which generates when a round is asked for."""
+    engine = source.make_engine(
         cfg,
         source.weights,
         source.device,
@@ -133,7 +134,7 @@ def ray_workers(
     except BaseException:
         pool.close()
         raise
-    return with_workers(cfg, env, tokenizer, pool, pool.ship, reference)
+    return with_workers(cfg, env, tokenizer, pool, count, pool.ship, reference)
 
 
 def _reference_actors(cfg: Config, source: Source, pool: RayPool, worker: WorkerSpec) -> ReferenceActors:
@@ -157,6 +158,7 @@ def with_workers(
     env: GroupTextEnv,
     tokenizer: PreTrainedTokenizerBase,
     pool: Pool,
+    count: int,
     ship: Callable[[Iterable[tuple[str, Tensor]]], object],
     reference: Reference | None = None,
 ) -> Collection:
@@ -167,6 +169,7 @@ def with_workers(
         env: problems and rewards.
         tokenizer: of the model.
         pool: the workers.
+        count: of them.
         ship: see :class:`Fleet`.
         reference: see :class:`Dispatcher`.
     """
@@ -174,7 +177,7 @@ def with_workers(
     ledger = Ledger(cfg.env.num_envs, cfg.collector.max_policy_age, rounds(cfg), steps_per_round(cfg))
     scheduler = Scheduler(
         ledger,
-        num_devices(cfg.inference_model),
+        count,
         cfg.env.repeats,
         scorer.prompt_of,
         wait_for_running=cfg.collector.weight_update == "drain",

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.inference.protocol import Engine
+from torchrl_grpo.inference.protocol import SteppingEngine
 
 _PLACEMENT_LIMIT_S = 60.0
 
@@ -93,7 +93,7 @@ class RolloutActor:
             self.engine(spec), options.max_new_tokens, options.temperature, time.perf_counter
         )
 
-    def engine(self, spec: WorkerSpec) -> Engine:
+    def engine(self, spec: WorkerSpec) -> SteppingEngine:
         """The engine that the configuration names."""
         from torchrl_grpo.inference.build import build_engine
 

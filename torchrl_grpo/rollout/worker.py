@@ -13,11 +13,11 @@ from torch import Tensor
 
 from torchrl_grpo.inference.protocol import (
     Completion,
-    Engine,
     NextTokens,
     Probe,
     Request,
     Sampling,
+    SteppingEngine,
     requests_of,
 )
 from torchrl_grpo.inference.receipts import Receipt, signed
@@ -54,7 +54,7 @@ class RolloutWorker:
     """
 
     def __init__(
-        self, engine: Engine, max_new_tokens: int, temperature: float, clock: Callable[[], float]
+        self, engine: SteppingEngine, max_new_tokens: int, temperature: float, clock: Callable[[], float]
     ) -> None:
         self.engine = engine
         self.max_new_tokens = max_new_tokens

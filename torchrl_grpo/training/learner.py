@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import ModelError
+from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.receipts import checksum
 from torchrl_grpo.launch import parallelism
 from torchrl_grpo.models.build import build_model
@@ -28,6 +29,7 @@ from torchrl_grpo.training import checkpoint
 from torchrl_grpo.training.optimise import OptimiserStep
 from torchrl_grpo.training.parallel import distribute, resting, sharded, whole, writable
 from torchrl_grpo.training.ranks import Ranks
+from torchrl_grpo.training.shared_engine import EngineShare
 from torchrl_grpo.workload import token_budget
 
 
@@ -63,6 +65,7 @@ class Learner:
         self.device = device
         self.ranks = ranks
         self._say = say
+        self.engine: EngineShare | None = None
         self.model: PreTrainedModel = build_model(cfg, weights, device, resume_from)
         if not ranks.agree(sum(checksum(parameter.detach()) for parameter in self.model.parameters())):
             raise ModelError(
@@ -105,6 +108,16 @@ class Learner:
             ranks=ranks,
             network=self.network,
         )
+
+    def share_engine(self, source: str, *arguments: Any) -> None:
+        """Build this rank's share of a :class:`SharedEngine`; collective, so that all begin together.
+
+        Args:
+            source: folder or hub name of the weights.
+            arguments: of :func:`build_engine`, those after the device.
+        """
+        own = build_engine(self.cfg, source, self.device, *arguments)
+        self.engine = EngineShare(own, self.ranks, self.device)
 
     def make_budget(self) -> TokenBudget:
         """A token budget as configured; each model has its own, since what one can hold says nothing about

@@ -7,11 +7,12 @@ responses, so do they, in a blocking receive.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.cores import cores_to_divide, divide_cores
 from torchrl_grpo.devices_plan import Plan
 from torchrl_grpo.training.interrupts import held
+
+_T = TypeVar("_T")
 
 # A round may take hours to generate, and an idle rank must not take that for a death: the connection tells.
 _PATIENCE = timedelta(days=30)
@@ -68,6 +71,11 @@ class Ranks:
 
     def together(self, target: object, method: str, *arguments: Any) -> Any:
         """On rank 0: call a method of ``target`` while every other rank calls that of its own.
+
+        Args:
+            target: what the others gave to :meth:`follow`.
+            method: its name; with dots, of what ``target`` holds.
+            arguments: sent to the others.
 
         Returns:
             What it returned on this rank.
@@ -119,14 +127,18 @@ class Ranks:
 
     def agree(self, value: int) -> bool:
         """Whether all ranks say the same."""
-        if self.size == 1:
-            return True
-        said: list[Any] = [None] * self.size
-        dist.all_gather_object(said, value, group=self._orders)
-        return len(set(said)) == 1
+        return len(set(self.gather(value))) == 1
 
-    def gather(self, found: Tensor) -> list[Tensor]:
-        """What every rank has, in their order; shapes may differ."""
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Rank 0's tensor; the others give one of its shape to be filled, each on its device."""
+        if self.size == 1:
+            return tensor
+        found = tensor.contiguous()
+        dist.broadcast(found, src=0)
+        return found
+
+    def gather(self, found: _T) -> list[_T]:
+        """What every rank has, in their order; tensors in it are on the CPU, and shapes may differ."""
         if self.size == 1:
             return [found]
         boxes: list[Any] = [None] * self.size
@@ -135,7 +147,7 @@ class Ranks:
 
 
 def _call(target: object, method: str, arguments: tuple[Any, ...]) -> Any:
-    function: Callable[..., Any] = getattr(target, method)
+    function: Callable[..., Any] = operator.attrgetter(method)(target)
     return function(*arguments)
 
 

@@ -19,6 +19,7 @@ from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.devices_plan import Plan
 from torchrl_grpo.envs import GroupTextEnv, PromptStream
 from torchrl_grpo.host_memory import keep_freed_memory
+from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Engine
 from torchrl_grpo.models import loading, saving
 from torchrl_grpo.models.build import weights_source
@@ -39,6 +40,7 @@ from torchrl_grpo.training.learner import Learner
 from torchrl_grpo.training.parts import build_publisher, build_reference, coarser, update_format
 from torchrl_grpo.training.ranks import Ranks
 from torchrl_grpo.training.rounding import rounding_warning
+from torchrl_grpo.training.shared_engine import shared_engine
 from torchrl_grpo.training.speed import Speedometer
 from torchrl_grpo.training.state import Counters, random_state, seed_everything, set_random_state
 
@@ -105,7 +107,8 @@ class Session:
         self.steps_per_round, self.total_steps = self.learner.steps_per_round, self.learner.total_steps
         ends = loading.end_token_ids(self.model, self.tokenizer)
         form = self.learner.autocast_dtype, self.learner.shares_prefix
-        engine_source = Source(weights, source, self.plan, ends, *form)
+        make = partial(shared_engine, self.learner) if self.plan.engine_in_each_rank else build_engine
+        engine_source = Source(weights, source, self.plan, ends, *form, make)
         self.engine, self.collector = collect(cfg, engine_source, env, self.tokenizer)
         self.asleep = False
         # Metrics of a step that has been taken and has no line yet.

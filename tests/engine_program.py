@@ -1,0 +1,94 @@
+"""What each training rank of tests/test_shared_engine.py runs: its share of an engine, driven by rank 0.
+
+RANK=0 WORLD_SIZE=2 ... python tests/engine_program.py OUTPUT
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from batches import make_model
+
+from torchrl_grpo.inference.protocol import Completion, Probe, Sampling
+from torchrl_grpo.inference.transformers_engine import TransformersEngine
+from torchrl_grpo.training.publish import named_weights
+from torchrl_grpo.training.ranks import Ranks
+from torchrl_grpo.training.shared_engine import EngineShare, SharedEngine
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15, 16], [17], [18, 19, 20, 21]]
+END_IDS = (2,)
+ASKS = {
+    "sampled": (PROMPTS, Sampling(3, 6, 1.0, [7, 1000, 2000, 3000, 4000])),
+    "greedy": (PROMPTS, Sampling(1, 6, 0.0)),
+    "fewer than ranks": (PROMPTS[:1], Sampling(2, 6, 1.0, [7])),
+}
+
+
+class Noting(TransformersEngine):
+    """Notes which prompts it was given."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, END_IDS, pad_id=0)
+        self.asked: list[list[list[int]]] = []
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
+        self.asked.append([list(prompt) for prompt in prompts])
+        return super().generate(prompts, sampling)
+
+
+@dataclass
+class Member:
+    """What a rank holds, in the place of a learner."""
+
+    ranks: Ranks
+    engine: EngineShare
+
+    def asked(self) -> list[Any]:
+        own = self.engine.engine
+        assert isinstance(own, Noting)
+        return self.ranks.gather(own.asked)
+
+
+def ask(engine: Any, rename: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {name + rename: engine.generate(*what) for name, what in ASKS.items()}
+    found[f"next{rename}"] = engine.next_tokens(Probe(PROMPTS[:3], 4))
+    return found
+
+
+def main(output: Path) -> None:
+    torch.set_num_threads(1)
+    here = Ranks(on_cpu=True)
+    # Each rank begins with weights of its own, so that only published ones make them agree.
+    torch.manual_seed(here.rank)
+    own = make_model("llama")
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    member = Member(here, EngineShare(Noting(own), here, CPU))
+    if not here.is_main:
+        here.follow(member)
+        return
+    shared = SharedEngine(member)  # type: ignore[arg-type]
+    new = make_model("llama")
+    alone = Noting(make_model("llama"))
+    probe = Probe(PROMPTS[:3], 4)
+    published = shared.publish(named_weights(new), 3, probe)
+    found = {"published": published, "version": shared.policy_version, **ask(shared)}
+    found |= ask(alone, ", alone")
+    shared.sleep()
+    shared.wake()
+    shared.load_weights(named_weights(new))
+    found["next, woken"] = shared.next_tokens(probe)
+    found["asked"] = here.together(member, "asked")
+    here.dismiss()
+    torch.save(found, output)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,147 @@
+"""One engine made of as many as there are training ranks: each rank generates its share with one of its own.
+
+Rounds and evaluations are divided alike, so no rank waits while another generates. What a response is depends
+on weights, prompt and seed (:class:`~torchrl_grpo.inference.protocol.Sampling`) and so not on who generates
+it, but for the rounding of a batch of another size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Probe, Sampling
+from torchrl_grpo.rollout.micro_batches import divide
+from torchrl_grpo.training.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torchrl_grpo.training.learner import Learner
+
+Answers = list[list[Completion]]
+
+
+class EngineShare:
+    """This rank's part of a :class:`SharedEngine`. Every method is collective.
+
+    Args:
+        engine: this rank's own.
+        ranks: this process's place among them.
+        device: where weights are received.
+    """
+
+    def __init__(self, engine: Engine, ranks: Ranks, device: torch.device) -> None:
+        self.engine = engine
+        self.ranks = ranks
+        self.device = device
+        # On rank 0: the tensor that load() gives to all.
+        self.outgoing: Tensor | None = None
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Answers:
+        """See :meth:`Inference.generate`; every rank is asked for the same, and gets all of it."""
+        costs = [len(prompt) + sampling.num_samples * sampling.max_new_tokens for prompt in prompts]
+        shares = divide(costs, self.ranks.size)
+        mine = shares[self.ranks.rank]
+        found: Answers = []
+        if mine:
+            seeds = None if sampling.seeds is None else [sampling.seeds[number] for number in mine]
+            found = self.engine.generate([prompts[number] for number in mine], replace(sampling, seeds=seeds))
+        by_prompt: dict[int, list[Completion]] = {}
+        for numbers, answers in zip(shares, self.ranks.gather(found), strict=True):
+            by_prompt.update(zip(numbers, answers, strict=True))
+        return [by_prompt[number] for number in range(len(prompts))]
+
+    def load(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
+        """Take rank 0's tensor of this name."""
+        own = self.outgoing
+        tensor = torch.empty(shape, dtype=dtype, device=self.device) if own is None else own
+        self.engine.load_weights([(name, self.ranks.broadcast(tensor))])
+
+    def next_tokens(self, probe: Probe) -> NextTokens:
+        """See :meth:`Engine.next_tokens`; the ranks' answers stand below one another."""
+        answers = self.ranks.gather(self.engine.next_tokens(probe))
+        return NextTokens(
+            torch.cat([answer.token_ids for answer in answers]),
+            torch.cat([answer.log_probs for answer in answers]),
+            max(answer.cached_tokens for answer in answers),
+        )
+
+    def reset_cache(self) -> None:
+        """See :meth:`Engine.reset_cache`."""
+        self.engine.reset_cache()
+
+    def sleep(self) -> None:
+        """See :meth:`Engine.sleep`."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """See :meth:`Engine.wake`."""
+        self.engine.wake()
+
+
+class SharedEngine(Engine):
+    """All ranks' engines, seen from rank 0 as one.
+
+    Args:
+        learner: rank 0's, which has its share: see :meth:`Learner.share_engine`.
+    """
+
+    def __init__(self, learner: Learner) -> None:
+        assert learner.engine is not None
+        self._learner, self._share = learner, learner.engine
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Answers:
+        """See :meth:`Inference.generate`."""
+        answers: Answers = self._together("generate", prompts, sampling)
+        return answers
+
+    def next_tokens(self, probe: Probe) -> NextTokens:
+        """See :meth:`Engine.next_tokens`; each rank's engine answers."""
+        answer: NextTokens = self._together("next_tokens", probe)
+        return answer
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See :meth:`Engine.load_weights`; a tensor at a time goes from rank 0 to all."""
+        for name, tensor in weights:
+            self._share.outgoing = tensor.to(self._share.device)
+            self._together("load", name, tensor.shape, tensor.dtype)
+        self._share.outgoing = None
+
+    def reset_cache(self) -> None:
+        """See :meth:`Engine.reset_cache`."""
+        self._together("reset_cache")
+
+    def sleep(self) -> None:
+        """See :meth:`Engine.sleep`."""
+        self._together("sleep")
+
+    def wake(self) -> None:
+        """See :meth:`Engine.wake`."""
+        self._together("wake")
+
+    def close(self) -> None:
+        """See :meth:`Inference.close`. The other ranks free theirs when they are dismissed."""
+        self._share.engine.close()
+
+    def _together(self, method: str, *arguments: object) -> Any:
+        return self._learner.ranks.together(self._learner, f"engine.{method}", *arguments)
+
+
+def shared_engine(
+    learner: Learner, cfg: Config, source: str, device: torch.device, *arguments: Any
+) -> Engine:
+    """:func:`build_engine` on every rank, each on its own device.
+
+    Args:
+        learner: rank 0's.
+        cfg: as each rank has it.
+        source: folder or hub name of the weights.
+        device: rank 0's.
+        arguments: the rest of them.
+    """
+    learner.ranks.together(learner, "share_engine", source, *arguments)
+    return SharedEngine(learner)
