@@ -101,6 +101,7 @@ def test_a_run_on_two_ranks_follows_the_run_on_one_and_so_does_its_continuation_
     start = [sys.executable] if config is None else accelerate(repo_root, config)
     done = command(repo_root, start, words(sums, tiny_model_dir, folder, *more))
     assert done.returncode == 0, done.stderr
+    assert "an engine in each of 2 ranks" in done.stdout
     check_follows(folder, one_rank)
     # Written by two, continued by one.
     again = words(sums, tiny_model_dir, folder, f"resume={folder}/checkpoints/10")[1:]
@@ -173,13 +174,16 @@ def test_adapters_train_on_two_ranks_as_on_one(
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "engines"), [("ddp", "auto"), ("fsdp2", "auto"), pytest.param("ddp", "1", id="one engine")]
+)
 def test_a_run_on_one_rank_continues_on_two(
-    kind: str, repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path, one_rank: Path
+    kind: str, engines: str, repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path, one_rank: Path
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(one_rank, folder)
     more = [f"resume={folder}/checkpoints/10", "train_model.num_devices=2", f"train_model.parallelism={kind}"]
+    more.append(f"inference_model.num_devices={engines}")
     done = command(repo_root, [sys.executable], words(sums, tiny_model_dir, folder, *more)[1:])
     assert done.returncode == 0, done.stderr
     check_follows(folder, one_rank)
