@@ -1,19 +1,23 @@
-"""What each training rank of tests/test_shared_engine.py runs: its share of an engine, driven by rank 0.
+"""What each training rank of tests/test_shared_engine.py runs: its share of an engine, driven by rank 0;
+and an interrupt of all ranks in the middle of a collective call.
 
 RANK=0 WORLD_SIZE=2 ... python tests/engine_program.py OUTPUT
 """
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from batches import make_model
+from torch import Tensor
 
+from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference.protocol import Completion, Probe, Sampling
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.training.publish import named_weights
@@ -36,10 +40,15 @@ class Noting(TransformersEngine):
     def __init__(self, model: Any) -> None:
         super().__init__(model, END_IDS, pad_id=0)
         self.asked: list[list[list[int]]] = []
+        self.deaf = False
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         self.asked.append([list(prompt) for prompt in prompts])
         return super().generate(prompts, sampling)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        if not self.deaf:
+            super().load_weights(weights)
 
 
 @dataclass
@@ -48,17 +57,33 @@ class Member:
 
     ranks: Ranks
     engine: EngineShare
+    own: Noting
+    arrived: list[int] = field(default_factory=list)
 
     def asked(self) -> list[Any]:
-        own = self.engine.engine
-        assert isinstance(own, Noting)
-        return self.ranks.gather(own.asked)
+        return self.ranks.gather(self.own.asked)
+
+    def deafen(self, rank: int) -> None:
+        self.own.deaf = self.ranks.rank == rank
+
+    def interrupted(self) -> None:
+        """As when a launcher interrupts all ranks while they are in the same call."""
+        signal.raise_signal(signal.SIGINT)
+        self.arrived = self.ranks.gather(self.ranks.rank)
 
 
 def ask(engine: Any, rename: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {name + rename: engine.generate(*what) for name, what in ASKS.items()}
     found[f"next{rename}"] = engine.next_tokens(Probe(PROMPTS[:3], 4))
     return found
+
+
+def error_of(call: Callable[[], Any], kind: type[BaseException]) -> str | None:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return None
 
 
 def main(output: Path) -> None:
@@ -70,8 +95,10 @@ def main(output: Path) -> None:
     with torch.no_grad():
         for parameter in own.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
-    member = Member(here, EngineShare(Noting(own), here, CPU))
+    engine = Noting(own)
+    member = Member(here, EngineShare(engine, here, CPU), engine)
     if not here.is_main:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         here.follow(member)
         return
     shared = SharedEngine(member)  # type: ignore[arg-type]
@@ -86,6 +113,11 @@ def main(output: Path) -> None:
     shared.load_weights(named_weights(new))
     found["next, woken"] = shared.next_tokens(probe)
     found["asked"] = here.together(member, "asked")
+    here.together(member, "deafen", here.size - 1)
+    found["refused"] = error_of(lambda: shared.load_weights(named_weights(new)), TrainingStopped)
+    found["interrupted"] = error_of(lambda: here.together(member, "interrupted"), KeyboardInterrupt)
+    # They are still in step.
+    found["arrived"] = member.arrived, len(here.together(member, "asked"))
     here.dismiss()
     torch.save(found, output)
 

@@ -173,8 +173,8 @@ def test_a_killed_reference_is_started_again(repo_root: Path, tmp_path: Path, wo
     assert summary(tmp_path / "run")["groups"]["trained"] == 40
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     divergences = [line["kl/reference"] for line in lines if line["step"] > 0]
-    # Nothing but rounding while the policy is still the reference; then it moves, not always further away.
-    assert len(divergences) == 10 and 0 <= divergences[0] < 1e-9 < max(divergences)
+    # Nothing but rounding while the policy is still the reference; after the kill it has moved away from it.
+    assert len(divergences) == 10 and 0 <= divergences[0] < 1e-12 < 1e-8 < min(divergences[6:])
 
 
 def test_an_address_where_nothing_answers_is_one_clear_message(

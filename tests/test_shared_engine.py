@@ -49,3 +49,15 @@ def test_all_ranks_answer_with_the_published_weights(by_ranks: dict[int, Any], c
     assert found["version"] == 3
     assert ours.token_ids.tolist() == alone.token_ids.tolist() * count
     torch.testing.assert_close(ours.log_probs, alone.log_probs.repeat(count, 1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_rank_that_does_not_take_weights_is_named(by_ranks: dict[int, Any], count: int) -> None:
+    assert f"the engine of training rank {count - 1} has not taken" in by_ranks[count]["refused"]
+    assert "lm_head.weight" in by_ranks[count]["refused"]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_an_interrupt_leaves_the_ranks_in_step(by_ranks: dict[int, Any], count: int) -> None:
+    assert by_ranks[count]["interrupted"] is not None
+    assert by_ranks[count]["arrived"] == (list(range(count)), count)

@@ -35,7 +35,7 @@ class Role:
 
     @property
     def count(self) -> int:
-        """Devices it gets: the planner itself gives no role more than one."""
+        """Devices it gets; engines that nobody has counted may share all of the trainer's."""
         if self.num_devices is not None:
             return self.num_devices
         return 1 if self.devices is None else len(self.devices)
@@ -91,7 +91,7 @@ class Request:
 
 
 def num_devices(section: TrainModelConfig | RefModelConfig | InferenceModelConfig) -> int:
-    """Devices that a role gets, with ``num_devices=auto`` as it is meant."""
+    """Devices that are asked for: one with ``num_devices=auto``."""
     return _role("", section.num_devices, section.devices).count
 
 
@@ -129,7 +129,7 @@ def plan(request: Request, num_gpus: int) -> Plan:
     """Place the three roles.
 
     GPUs are dealt out in the order train, inference, reference, so that no two roles share one. A role of a
-    single device that finds none left shares the trainer's first.
+    single device that finds none left shares the trainer's first; engines nobody has counted, all of them.
 
     Args:
         request: what is asked for.

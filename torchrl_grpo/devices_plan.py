@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def workers(self) -> int:
-        """Engines in processes of their own."""
+        """Engines; in processes of their own where they are ``apart``."""
         return len(self.inference.devices)
 
     @property

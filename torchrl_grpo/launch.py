@@ -24,6 +24,9 @@ from torchrl_grpo.validation_ranges import ZERO_STAGES
 _FILES = {"ddp": "multi_gpu", "fsdp2": "fsdp2", **{kind: kind for kind in ZERO_STAGES}}
 # What the launcher's process ends with when a rank was ended by a signal.
 _ENDED_BY_SIGNAL = 1
+# What an interrupted rank 0 has to finish what the ranks are in and to end in good order: minutes, for a step
+# of a large model or a round of long responses.
+_FAREWELL_S = 600
 
 
 def launched() -> bool:
@@ -175,9 +178,9 @@ def launch(words: Sequence[str], count: int) -> int:
     try:
         result = ranks.wait()
     except KeyboardInterrupt:
-        # It ends in its own time, after the step it is in; another interrupt ends all of them.
+        # Another interrupt ends all of them at once.
         os.kill(ranks.pids()[0], signal.SIGINT)
-        result = ranks.wait()
+        result = ranks.wait(timeout=_FAREWELL_S)
         if result is None or not result.failures:
             raise
     finally:

@@ -137,7 +137,8 @@ def predict(cfg: Config, plan: Plan, shape: ModelShape, gpus: Iterable[float | N
         shape: of the model.
         gpus: memory of each GPU in GiB, for an engine that takes a share of it.
     """
-    load = workload_of(cfg, len(plan.train.devices))
+    engines = len(plan.inference.devices) if plan.engine_in_each_rank else 1
+    load = workload_of(cfg, len(plan.train.devices), engines)
     memory = list(gpus)
     rows = [*_train(cfg, plan, shape, load), *_inference(cfg, plan, shape, load, memory)]
     if plan.reference.placement not in ("off", "adapter off", "cluster"):
@@ -247,10 +248,12 @@ def _inference(
     device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
     element = 2 if bits16(options.dtype, {"bfloat16", "float16"}, device) else FLOAT
     weights = float(element * shape.parameters)
-    engines = len(role.devices) if plan.engine_in_each_rank else 1
-    cache, work = _generation(options.backend, cfg, shape, -(-load.rows // engines), load, element)
+    cache, work = _generation(options.backend, cfg, shape, load, element)
     if options.backend == "vllm" and device == "cuda":
-        size = memory[int(role.devices[0].removeprefix("cuda:"))]
+        sizes = [memory[int(name.removeprefix("cuda:"))] for name in role.devices]
+        # Of unequal ones the smallest: a table has one row for all of a role's devices.
+        known = [size for size in sizes if size is not None]
+        size = min(known) if len(known) == len(sizes) else None
         # Weights, cache and graphs together; without a figure for the GPU, what is known of it.
         share = weights if size is None else max(weights, options.gpu_memory_utilization * size * GIB)
         cache, work = share - weights, 0.0
@@ -266,12 +269,12 @@ def _inference(
 
 
 def _generation(
-    backend: str, cfg: Config, shape: ModelShape, responses: int, load: Workload, element: int
+    backend: str, cfg: Config, shape: ModelShape, load: Workload, element: int
 ) -> tuple[float, float]:
-    """Bytes of the key/value cache for so many responses, and of what sampling works with."""
+    """Bytes of the key/value cache, and of what sampling works with."""
     if backend == "vllm":
-        return float(cfg.inference_model.kv_cache_gib * GIB), float(FLOAT * responses * shape.vocabulary * 2)
-    rows = min(responses, MAX_ROWS)
+        return float(cfg.inference_model.kv_cache_gib * GIB), float(FLOAT * load.rows * shape.vocabulary * 2)
+    rows = min(load.rows, MAX_ROWS)
     layer = float(rows * (load.prompt + load.response) * 2 * shape.keys * element)
     # A layer's cache is copied when a token is added, and spread over all query heads.
     grown = layer * (1 + shape.queries / shape.keys)

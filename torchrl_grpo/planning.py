@@ -189,6 +189,8 @@ def _ladders_of_vllm(cfg: Config, plan: Plan) -> Iterator[list[Change]]:
         return
     if plan.colocated and not plan.apart and not plan.sleeps:
         yield [("inference_model", "sleep", True)]
+    if plan.colocated and len(plan.inference.devices) > 1 and cfg.inference_model.num_devices == "auto":
+        yield [("inference_model", "num_devices", 1)]
     tenths = range(int(cfg.inference_model.gpu_memory_utilization * 20 - 1e-6), 1, -1)
     if tenths:
         yield [("inference_model", "gpu_memory_utilization", step / 20) for step in tenths]

@@ -28,7 +28,7 @@ class Workload:
         tokens: in a micro-batch.
         attended: keys that its tokens have before them: each response its prompt's and its own.
         several: an optimiser step has more than one micro-batch.
-        rows: responses generated at a time.
+        rows: responses that an engine generates at a time.
     """
 
     prompt: int
@@ -39,12 +39,13 @@ class Workload:
     rows: int
 
 
-def workload_of(cfg: Config, ranks: int = 1) -> Workload:
+def workload_of(cfg: Config, ranks: int = 1, engines: int = 1) -> Workload:
     """The workload of a configuration.
 
     Args:
         cfg: ``env``, ``train``, ``eval`` and the lengths are read.
         ranks: trainers that divide an optimiser batch.
+        engines: that divide a round's groups, and the problems of an evaluation.
     """
     length, response = cfg.inference_model.max_model_len, cfg.inference_model.max_new_tokens
     prompt, samples = length - response, cfg.env.repeats
@@ -59,5 +60,7 @@ def workload_of(cfg: Config, ranks: int = 1) -> Workload:
     tokens = min(wanted, token_budget(cfg))
     share = tokens / wanted
     attended = share * (responses * length + (prompts * prompt if cfg.train_model.shared_prefix else 0))
-    rows = max(cfg.env.num_envs * samples, cfg.eval.num_problems * cfg.eval.pass_at_k)
+    rows = max(
+        -(-cfg.env.num_envs // engines) * samples, -(-cfg.eval.num_problems // engines) * cfg.eval.pass_at_k
+    )
     return Workload(prompt, response, tokens, attended, pieces > 1 or tokens < wanted, rows)

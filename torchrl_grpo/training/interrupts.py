@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 _STDERR = 2
@@ -52,7 +52,11 @@ def remembered() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Keep an interrupt that comes inside until the end, where it is raised; a second is raised at once."""
+    """Keep an interrupt that comes inside until the end, where it is raised; a second is raised at once.
+
+    Raises:
+        KeyboardInterrupt: at the end, or at the second one.
+    """
     previous = signal.getsignal(signal.SIGINT)
     # Python's handlers run in the main thread only; what is no call (ignored, not Python's) stays as it is.
     if threading.current_thread() is not threading.main_thread() or not callable(previous):
@@ -65,8 +69,10 @@ def held() -> Iterator[None]:
         if came:
             previous(number, frame)
         came = True
-        # Not through the stream: what was interrupted may be writing to it.
-        os.write(_STDERR, _HELD)
+        # Not through the stream: what was interrupted may be writing to it. A terminal that is gone is no
+        # reason to leave the others half way.
+        with suppress(OSError):
+            os.write(_STDERR, _HELD)
 
     signal.signal(signal.SIGINT, handle)
     try:

@@ -11,9 +11,11 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import ModelError
+from torchrl_grpo.host_memory import keep_freed_memory
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.receipts import checksum
 from torchrl_grpo.launch import parallelism
@@ -66,6 +68,10 @@ class Learner:
         self.ranks = ranks
         self._say = say
         self.engine: EngineShare | None = None
+        # The run has a progress bar of its own; one per loaded file would bury it.
+        disable_progress_bar()
+        if device.type == "cpu":
+            keep_freed_memory()
         self.model: PreTrainedModel = build_model(cfg, weights, device, resume_from)
         if not ranks.agree(sum(checksum(parameter.detach()) for parameter in self.model.parameters())):
             raise ModelError(
@@ -110,11 +116,14 @@ class Learner:
         )
 
     def share_engine(self, source: str, *arguments: Any) -> None:
-        """Build this rank's share of a :class:`SharedEngine`; collective, so that all begin together.
+        """Build this rank's share of a :class:`SharedEngine`.
 
         Args:
             source: folder or hub name of the weights.
             arguments: of :func:`build_engine`, those after the device.
+
+        Raises:
+            ModelError: the model cannot be loaded.
         """
         own = build_engine(self.cfg, source, self.device, *arguments)
         self.engine = EngineShare(own, self.ranks, self.device)

@@ -1,8 +1,8 @@
 """The training ranks: processes that hold the model, or a shard of it, and take each step together.
 
-Rank 0 runs the program: it collects, decides, publishes, evaluates and saves. The others hold their part of
-the model and do what rank 0 does with its own, call by call (:meth:`Ranks.together`). While rank 0 waits for
-responses, so do they, in a blocking receive.
+Rank 0 runs the program: it grades, decides, publishes, logs and saves. The others hold their part of the
+model, and an engine where ranks generate, and do what rank 0 does with its own, call by call
+(:meth:`Ranks.together`). While rank 0 waits for engines elsewhere, so do they, in a blocking receive.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Ranks:
         return len(set(self.gather(value))) == 1
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Rank 0's tensor; the others give one of its shape to be filled, each on its device."""
+        """Rank 0's ``tensor``, with which those of the others (same shape, own device) are filled."""
         if self.size == 1:
             return tensor
         found = tensor.contiguous()

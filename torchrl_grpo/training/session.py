@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
 
 from torchrl_grpo import devices
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.devices_plan import Plan
 from torchrl_grpo.envs import GroupTextEnv, PromptStream
-from torchrl_grpo.host_memory import keep_freed_memory
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Engine
 from torchrl_grpo.models import loading, saving
@@ -80,14 +78,10 @@ class Session:
         self.reward_weights = reward_set.weights
         self._started = time.perf_counter()
         seed_everything(cfg.seed)
-        # The run has a progress bar of its own; one per loaded file would bury it.
-        disable_progress_bar()
         self.plan = plan or devices.plan(
             devices.request_of(cfg, asynchronous=False, ranks=ranks.size), torch.cuda.device_count()
         )
         self.device = torch.device(self.plan.train_device)
-        if self.device.type == "cpu":
-            keep_freed_memory()
         source = loading.resolve(cfg.model)
         self.tokenizer: PreTrainedTokenizerBase = loading.load_tokenizer(source, cfg.model)
         loading.check_context(source, cfg)

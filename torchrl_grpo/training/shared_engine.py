@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Probe, Sampling
+from torchrl_grpo.inference.receipts import Receipt, signed
 from torchrl_grpo.rollout.micro_batches import divide
 from torchrl_grpo.training.ranks import Ranks
 
@@ -26,7 +28,7 @@ Answers = list[list[Completion]]
 
 
 class EngineShare:
-    """This rank's part of a :class:`SharedEngine`. Every method is collective.
+    """This rank's part of a :class:`SharedEngine`. Every rank calls every method, in the same order.
 
     Args:
         engine: this rank's own.
@@ -40,6 +42,7 @@ class EngineShare:
         self.device = device
         # On rank 0: the tensor that load() gives to all.
         self.outgoing: Tensor | None = None
+        self._receipt: Receipt = {}
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Answers:
         """See :meth:`Inference.generate`; every rank is asked for the same, and gets all of it."""
@@ -56,10 +59,21 @@ class EngineShare:
         return [by_prompt[number] for number in range(len(prompts))]
 
     def load(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
-        """Take rank 0's tensor of this name."""
+        """Take rank 0's tensor of this name.
+
+        Args:
+            name: of a parameter.
+            shape: of the tensor.
+            dtype: of the tensor.
+        """
         own = self.outgoing
         tensor = torch.empty(shape, dtype=dtype, device=self.device) if own is None else own
-        self.engine.load_weights([(name, self.ranks.broadcast(tensor))])
+        self.engine.load_weights(signed([(name, self.ranks.broadcast(tensor))], self._receipt))
+
+    def receipts(self) -> list[Receipt]:
+        """What each rank's engine has taken since it was asked last."""
+        found, self._receipt = self._receipt, {}
+        return self.ranks.gather(found)
 
     def next_tokens(self, probe: Probe) -> NextTokens:
         """See :meth:`Engine.next_tokens`; the ranks' answers stand below one another."""
@@ -105,11 +119,24 @@ class SharedEngine(Engine):
         return answer
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See :meth:`Engine.load_weights`; a tensor at a time goes from rank 0 to all."""
+        """See :meth:`Engine.load_weights`; a tensor at a time goes from rank 0 to all.
+
+        Raises:
+            TrainingStopped: another rank has not taken what rank 0 has.
+        """
         for name, tensor in weights:
             self._share.outgoing = tensor.to(self._share.device)
             self._together("load", name, tensor.shape, tensor.dtype)
         self._share.outgoing = None
+        own, *others = self._together("receipts")
+        for rank, receipt in enumerate(others, start=1):
+            wrong = sorted(name for name in own.keys() | receipt.keys() if own.get(name) != receipt.get(name))
+            if wrong:
+                raise TrainingStopped(
+                    f"the engine of training rank {rank} has not taken {len(wrong)} of the tensors that rank "
+                    f"0 published, the first is {wrong[0]}; with inference_model.num_devices=1 rank 0 "
+                    "generates alone"
+                )
 
     def reset_cache(self) -> None:
         """See :meth:`Engine.reset_cache`."""
@@ -142,6 +169,9 @@ def shared_engine(
         source: folder or hub name of the weights.
         device: rank 0's.
         arguments: the rest of them.
+
+    Raises:
+        ModelError: the model cannot be loaded.
     """
     learner.ranks.together(learner, "share_engine", source, *arguments)
     return SharedEngine(learner)
