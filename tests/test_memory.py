@@ -107,6 +107,8 @@ def test_the_largest_pieces_of_work() -> None:
     cfg.inference_model.max_new_tokens, cfg.eval.num_problems = 100, 10
     assert workload_of(cfg) == Workload(200, 100, 4000, 4 * (8 * 300 + 200), several=False, rows=32)
     assert workload_of(cfg, ranks=4).tokens == 1000
+    # Whole groups, and whole problems, are divided among engines.
+    assert [workload_of(cfg, engines=engines).rows for engines in (2, 3, 4, 8)] == [16, 16, 8, 8]
     cfg.train.max_tokens_per_microbatch = 1000
     assert workload_of(cfg) == Workload(200, 100, 1000, 8 * 300 + 200, several=True, rows=32)
     cfg.train.max_tokens_per_microbatch, cfg.train.gradient_accumulation_steps = None, 8
@@ -286,6 +288,8 @@ SHORT: list[tuple[dict[str, Any], Hardware, bool]] = [
     ({"inference_model__backend": "vllm", "inference_model__sleep": False}, Hardware((8.0,), 64.0), False),
     ({"inference_model__backend": "vllm"}, Hardware((8.0,), 64.0), True),
     ({"policy__kl_coef": 0.1}, Hardware((7.0, 7.0), 64.0), False),
+    ({"inference_model__backend": "vllm", "train_model__num_devices": 2}, Hardware((8.0, 8.0), 64.0), False),
+    ({"train_model__num_devices": 2}, Hardware((6.5, 6.5), 64.0), False),
 ]
 
 
