@@ -258,11 +258,12 @@ def _machine() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rate = gemm_rate(device, torch.float32, 576) / 1e9
+    single, half = (gemm_rate(device, dtype, 576) / 1e9 for dtype in (torch.float32, torch.bfloat16))
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
     return (
         f"{name}, {len(os.sched_getaffinity(0))} cores ({torch.backends.cpu.get_cpu_capability()}), "
-        f"{rate:,.0f} GFLOP/s in a float32 matrix product; {', '.join(versions)}; {datetime.date.today()}"
+        f"{single:,.0f} GFLOP/s in a float32 matrix product and {half:,.0f} in a bfloat16 one; "
+        f"{', '.join(versions)}; {datetime.date.today()}"
     )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -128,15 +130,18 @@ def command(root: Path, how: list[str], arguments: list[str]) -> subprocess.Comp
     )
 
 
+def started_by(root: Path, launcher: str | None) -> list[str]:
+    """Python, or ``accelerate launch`` with a file of config/accelerate."""
+    if launcher is None:
+        return [sys.executable]
+    module = [sys.executable, "-m", "accelerate.commands.launch"]
+    return [*module, "--config_file", str(root / f"config/accelerate/{launcher}.yaml")]
+
+
 def metrics(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timings = ("time/", "throughput/", "memory/")
     return [{k: v for k, v in line.items() if not k.startswith(timings)} for line in lines]
-
-
-def accelerate(root: Path, name: str) -> list[str]:
-    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
-    return [*launcher, "--config_file", str(root / f"config/accelerate/{name}.yaml")]
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +150,40 @@ def one_rank(repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path_factory
     done = command(repo_root, [sys.executable], words(sums, tiny_model_dir, folder))
     assert done.returncode == 0, done.stderr
     return folder
+
+
+@dataclass
+class Runs:
+    """Commands whose runs must follow the one in one rank."""
+
+    root: Path
+    sums: Path
+    model: Path
+    one_rank: Path
+
+    def start(self, folder: Path, launcher: str | None, *more: str) -> subprocess.CompletedProcess[str]:
+        """20 steps; started by grpo.py, or by ``accelerate launch`` with a file of config/accelerate."""
+        said = words(self.sums, self.model, folder, *more)
+        return self._checked(folder, started_by(self.root, launcher), said)
+
+    def go_on(self, folder: Path, *more: str) -> None:
+        """Steps 11 to 20 again, from the checkpoint."""
+        first, *others = words(self.sums, self.model, folder, f"resume={folder}/checkpoints/10", *more)
+        assert first.startswith("hydra.run.dir")
+        self._checked(folder, [sys.executable], others)
+
+    def take_over(self, folder: Path, *more: str) -> None:
+        """The same, from the checkpoint of one rank."""
+        shutil.copytree(self.one_rank, folder)
+        self.go_on(folder, *more)
+
+    def _checked(self, folder: Path, how: list[str], said: list[str]) -> subprocess.CompletedProcess[str]:
+        done = command(self.root, how, said)
+        assert done.returncode == 0, done.stderr
+        check_follows(folder, self.one_rank)
+        return done
+
+
+@pytest.fixture(scope="module")
+def runs(repo_root: Path, sums: Path, tiny_model_dir: Path, one_rank: Path) -> Runs:
+    return Runs(repo_root, sums, tiny_model_dir, one_rank)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,16 +14,14 @@ import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from helpers_ranks import (
-    accelerate,
-    check_follows,
+    Runs,
     check_same_numbers,
     check_same_state,
-    command,
     in_ranks,
     measured_alone,
     one_rank,  # noqa: F401
+    runs,  # noqa: F401
     sums,  # noqa: F401
-    words,
 )
 from rank_program import CASES
 
@@ -85,42 +82,20 @@ HOW: dict[str, tuple[str | None, tuple[str, ...]]] = {
 @installed
 @pytest.mark.parametrize("how", HOW)
 def test_a_run_follows_the_run_on_one_rank_and_so_does_its_continuation_there(
-    how: str,
-    one_rank: Path,
-    repo_root: Path,
-    sums: Path,
-    tiny_model_dir: Path,
-    tmp_path: Path,
+    how: str, runs: Runs, tmp_path: Path
 ) -> None:
-    config, more = HOW[how]
-    folder = tmp_path / "run"
-    start = [sys.executable] if config is None else accelerate(repo_root, config)
-    done = command(repo_root, start, words(sums, tiny_model_dir, folder, *more))
-    assert done.returncode == 0, done.stderr
+    launcher, more = HOW[how]
+    done = runs.start(tmp_path / "run", launcher, *more)
     assert "FutureWarning" not in done.stderr
-    check_follows(folder, one_rank)
-    again = words(sums, tiny_model_dir, folder, f"resume={folder}/checkpoints/10")[1:]
-    done = command(repo_root, [sys.executable], again)
-    assert done.returncode == 0, done.stderr
-    check_follows(folder, one_rank)
+    if launcher is None:
+        runs.go_on(tmp_path / "run")
 
 
 @installed
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_on_one_rank_continues_on_two(
-    kind: str,
-    one_rank: Path,
-    repo_root: Path,
-    sums: Path,
-    tiny_model_dir: Path,
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(one_rank, folder)
-    more = [f"resume={folder}/checkpoints/10", "train_model.num_devices=2", f"train_model.parallelism={kind}"]
-    done = command(repo_root, [sys.executable], words(sums, tiny_model_dir, folder, *more)[1:])
-    assert done.returncode == 0, done.stderr
-    check_follows(folder, one_rank)
+def test_a_run_on_one_rank_continues_on_two(kind: str, runs: Runs, tmp_path: Path) -> None:
+    more = ("train_model.num_devices=2", f"train_model.parallelism={kind}")
+    runs.take_over(tmp_path / "run", *more)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +15,7 @@ import psutil
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from helpers_ranks import (
-    accelerate,
-    check_follows,
+    Runs,
     check_same_numbers,
     check_same_state,
     command,
@@ -25,6 +23,8 @@ from helpers_ranks import (
     measured_alone,
     metrics,
     one_rank,  # noqa: F401
+    runs,  # noqa: F401
+    started_by,
     sums,  # noqa: F401
     words,
 )
@@ -94,20 +94,14 @@ def test_files_for_the_launcher_are_what_it_reads(repo_root: Path, name: str, ki
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_run_on_two_ranks_follows_the_run_on_one_and_so_does_its_continuation_on_one(
-    how: str, one_rank: Path, repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
+    how: str, runs: Runs, tmp_path: Path
 ) -> None:
-    config, more = HOW[how]
-    folder = tmp_path / "run"
-    start = [sys.executable] if config is None else accelerate(repo_root, config)
-    done = command(repo_root, start, words(sums, tiny_model_dir, folder, *more))
-    assert done.returncode == 0, done.stderr
+    launcher, more = HOW[how]
+    done = runs.start(tmp_path / "run", launcher, *more)
     assert "an engine in each of 2 ranks" in done.stdout
-    check_follows(folder, one_rank)
-    # Written by two, continued by one.
-    again = words(sums, tiny_model_dir, folder, f"resume={folder}/checkpoints/10")[1:]
-    done = command(repo_root, [sys.executable], again)
-    assert done.returncode == 0, done.stderr
-    check_follows(folder, one_rank)
+    if launcher is None:
+        # What two have written does not depend on who has started them.
+        runs.go_on(tmp_path / "run")
 
 
 def test_two_ranks_with_two_workers_follow_the_run_of_one_process(
@@ -177,16 +171,9 @@ def test_adapters_train_on_two_ranks_as_on_one(
 @pytest.mark.parametrize(
     ("kind", "engines"), [("ddp", "auto"), ("fsdp2", "auto"), pytest.param("ddp", "1", id="one engine")]
 )
-def test_a_run_on_one_rank_continues_on_two(
-    kind: str, engines: str, repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path, one_rank: Path
-) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(one_rank, folder)
-    more = [f"resume={folder}/checkpoints/10", "train_model.num_devices=2", f"train_model.parallelism={kind}"]
-    more.append(f"inference_model.num_devices={engines}")
-    done = command(repo_root, [sys.executable], words(sums, tiny_model_dir, folder, *more)[1:])
-    assert done.returncode == 0, done.stderr
-    check_follows(folder, one_rank)
+def test_a_run_on_one_rank_continues_on_two(kind: str, engines: str, runs: Runs, tmp_path: Path) -> None:
+    more = ("train_model.num_devices=2", f"train_model.parallelism={kind}")
+    runs.take_over(tmp_path / "run", *more, f"inference_model.num_devices={engines}")
 
 
 @pytest.mark.parametrize(
@@ -225,8 +212,9 @@ def test_mistakes_are_told_once_and_leave_nothing_running(
     tiny_model_dir: Path,
     tmp_path: Path,
 ) -> None:
-    start = [sys.executable] if config is None else accelerate(repo_root, config)
-    done = command(repo_root, start, words(sums, tiny_model_dir, tmp_path / "run", *more))
+    done = command(
+        repo_root, started_by(repo_root, config), words(sums, tiny_model_dir, tmp_path / "run", *more)
+    )
     # accelerate's launcher has one code for every failure.
     assert done.returncode == (2 if config is None else 1)
     assert done.stderr.count(message) == 1, done.stderr

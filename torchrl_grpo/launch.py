@@ -166,6 +166,9 @@ def launch(words: Sequence[str], count: int) -> int:
         # Ranks that compute on the CPU share its cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, allowed_cores() // count))),
     }
+    # The library answers an interrupt by killing all ranks; rank 0 still has something to say and to finish. One
+    # that is ignored, as under nohup, stays ignored.
+    before = signal.getsignal(signal.SIGINT)
     ranks = start_processes(
         name="rank",
         entrypoint=sys.executable,
@@ -173,8 +176,7 @@ def launch(words: Sequence[str], count: int) -> int:
         envs={number: {**common, "RANK": str(number), "LOCAL_RANK": str(number)} for number in range(count)},
         logs_specs=DefaultLogsSpecs(),
     )
-    # The library answers an interrupt by killing all ranks; rank 0 still has something to say and to finish.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, before)
     try:
         result = ranks.wait()
     except KeyboardInterrupt:
