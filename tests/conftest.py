@@ -26,7 +26,7 @@ os.environ.update(
 # More threads than this only slow the small matrices of the tests down.
 os.environ.setdefault("OMP_NUM_THREADS", str(min(4, os.cpu_count() or 1)))
 
-# In a shell's background a process begins with interrupts ignored, and so would the commands that tests interrupt.
+# In a shell's background a process begins with interrupts ignored, and so would those that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -166,8 +166,8 @@ def launch(words: Sequence[str], count: int) -> int:
         # Ranks that compute on the CPU share its cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, allowed_cores() // count))),
     }
-    # The library answers an interrupt by killing all ranks; rank 0 still has something to say and to finish. One
-    # that is ignored, as under nohup, stays ignored.
+    # The library answers an interrupt by killing all ranks; rank 0 still has something to say and to finish.
+    # One that is ignored, as under nohup, stays ignored.
     before = signal.getsignal(signal.SIGINT)
     ranks = start_processes(
         name="rank",
