@@ -9,14 +9,13 @@ and the output head, several adapters at a time, and dropout, which this project
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import peft
 import torch
-from peft.tuners.lora import LoraLayer
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -28,6 +27,9 @@ from torchrl_grpo.errors import CheckpointError
 from torchrl_grpo.models.quantization import is_quantized, plain_weight
 from torchrl_grpo.models.shards import own_part
 from torchrl_grpo.validation_lora import ALL_LINEAR
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 # The name PEFT gives an adapter unless told, and what its files put before every name.
 _ADAPTER = "default"
@@ -53,6 +55,8 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig, seed: int) -> None:
             wrong = f"{type(model).__name__} has no linear layer {target} (beside its output head)"
             good = f"some of {', '.join(kinds)}, or [{ALL_LINEAR}]"
             raise bad_value("train_model.lora.target_modules", chosen, wrong, good)
+    import peft
+
     config = peft.LoraConfig(
         r=cfg.rank,
         lora_alpha=cfg.alpha,
@@ -82,6 +86,11 @@ def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
     """The layers with an adapter by name; empty for a model without."""
+    # Whoever has put adapters there has imported PEFT; without any nobody waits a second for it.
+    if "peft" not in sys.modules:
+        return {}
+    from peft.tuners.lora import LoraLayer
+
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
@@ -180,6 +189,8 @@ def stirred(model: nn.Module, share: float) -> Iterator[None]:
 
 def save_adapters(model: PreTrainedModel, folder: Path) -> None:
     """Write the adapters into ``folder`` as ``PeftModel.from_pretrained(base, folder)`` reads them."""
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict
+
     state = get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
     tensors = {f"{_PREFIX}{name}": tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     save_file(tensors, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
@@ -194,6 +205,8 @@ def load_adapters(model: PreTrainedModel, folder: Path) -> None:
     Raises:
         CheckpointError: they belong to other layers.
     """
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME, set_peft_model_state_dict
+
     tensors = load_file(folder / SAFETENSORS_WEIGHTS_NAME)
     own = {name for name, _ in model.named_parameters() if is_adapter(name)}
     state = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
@@ -41,6 +40,8 @@ def is_quantized(parameter: Tensor) -> bool:
 
 def plain_weight(layer: nn.Module) -> Tensor:
     """The layer's weight as the numbers it computes with; a quantised one is unpacked into a new tensor."""
+    from peft.utils.integrations import dequantize_module_weight
+
     weight = dequantize_module_weight(layer)
     assert isinstance(weight, Tensor)
     return weight.detach()
