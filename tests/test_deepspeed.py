@@ -32,8 +32,6 @@ from torchrl_grpo.training.zero import engine_config
 from torchrl_grpo.validation_ranges import ZERO_STAGES
 
 KINDS = tuple(ZERO_STAGES)
-# Three, which divide no batch here evenly and leave ranks with nothing to do; the commands below start two.
-COUNT = 3
 installed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
     reason="the package deepspeed is not installed (requirements_dev.txt)",
@@ -41,28 +39,38 @@ installed = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def in_three(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return in_ranks(COUNT, tmp_path_factory.mktemp("ranks") / "out.pt", KINDS)
+def by_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return {count: in_ranks(count, folder / f"{count}.pt", KINDS) for count in (2, 3)}
 
 
 @installed
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_compute_what_one_process_does(in_three: Any, case: str, kind: str) -> None:
-    check_same_numbers(in_three[case, kind], measured_alone(case))
+def test_ranks_compute_what_one_process_does(
+    by_ranks: dict[int, Any], case: str, count: int, kind: str
+) -> None:
+    check_same_numbers(by_ranks[count][case, kind], measured_alone(case))
 
 
 @installed
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
-def test_the_optimiser_s_state_is_the_same_for_all_layouts(in_three: Any, case: str, kind: str) -> None:
-    check_same_state(in_three[case, kind]["state"], measured_alone(case)["state"])
+def test_the_optimiser_s_state_is_the_same_for_all_layouts(
+    by_ranks: dict[int, Any], case: str, count: int, kind: str
+) -> None:
+    check_same_state(by_ranks[count][case, kind]["state"], measured_alone(case)["state"])
 
 
 @installed
-def test_steps_that_are_refused_or_have_no_gradient_and_states_that_are_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [2, 3])
+def test_steps_that_are_refused_or_have_no_gradient_and_states_that_are_loaded(
+    count: int, tmp_path: Path
+) -> None:
     # Asserted in each rank: see there.
-    assert in_ranks(COUNT, tmp_path / "out.pt", KINDS, "zero_program.py") == list(KINDS)
+    assert in_ranks(count, tmp_path / "out.pt", KINDS, "zero_program.py") == list(KINDS)
 
 
 HOW: dict[str, tuple[str | None, tuple[str, ...]]] = {
