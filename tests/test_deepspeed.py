@@ -87,8 +87,7 @@ def test_a_run_follows_the_run_on_one_rank_and_so_does_its_continuation_there(
     launcher, more = HOW[how]
     done = runs.start(tmp_path / "run", launcher, *more)
     assert "FutureWarning" not in done.stderr
-    if launcher is None:
-        runs.go_on(tmp_path / "run")
+    runs.go_on(tmp_path / "run")
 
 
 @installed

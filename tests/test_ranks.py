@@ -99,9 +99,8 @@ def test_a_run_on_two_ranks_follows_the_run_on_one_and_so_does_its_continuation_
     launcher, more = HOW[how]
     done = runs.start(tmp_path / "run", launcher, *more)
     assert "an engine in each of 2 ranks" in done.stdout
-    if launcher is None:
-        # What two have written does not depend on who has started them.
-        runs.go_on(tmp_path / "run")
+    # Written by two, continued by one.
+    runs.go_on(tmp_path / "run")
 
 
 def test_two_ranks_with_two_workers_follow_the_run_of_one_process(
