@@ -18,6 +18,7 @@ import torch
 from batches import make_model
 
 from torchrl_grpo.rollout.ray_pool import pack, unpack
+from torchrl_grpo.training.command_runs import has_checkpoint
 from torchrl_grpo.training.soak import family, victim
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
@@ -76,6 +77,18 @@ def wait_for(process: subprocess.Popen[bytes], path: Path, lines: int) -> list[p
     return family(process)
 
 
+def everybody_until_the_end(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Wait for the run's end; the processes that were below it at any time, replacements too."""
+    seen: dict[int, psutil.Process] = {}
+    end = time.monotonic() + 400
+    while process.poll() is None:
+        assert time.monotonic() < end, "the run does not end"
+        seen |= {one.pid: one for one in family(process)}
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.2)
+    return list(seen.values())
+
+
 def nobody_left(processes: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=LINGER_S)
     assert not alive, [" ".join(one.cmdline())[:100] for one in alive]
@@ -106,13 +119,32 @@ def test_a_killed_worker_is_replaced_and_everything_ends_with_the_run(
         target = victim(process, "worker", random.Random(0))
         assert target is not None
         target.kill()
-        processes = wait_for(process, run / "metrics.jsonl", 3)
-        assert process.wait(timeout=300) == 0, output(tmp_path)
+        everybody = everybody_until_the_end(process)
+        assert process.returncode == 0, output(tmp_path)
     found = summary(run)
     assert found["worker_restarts"] == 1 and found["groups"]["trained"] == 40
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(line.get("policy/age_max", 0) for line in metrics) <= 1
     assert {"workers/tokens_per_s_0", "workers/tokens_per_s_1"} <= metrics[-1].keys()
+    nobody_left(everybody)
+
+
+def test_a_run_that_stops_with_an_error_leaves_a_checkpoint_and_nothing_else(
+    repo_root: Path, tmp_path: Path, words: list[str]
+) -> None:
+    import random
+
+    run = tmp_path / "run"
+    more = ["collector.max_restarts=0", "train.checkpoint_frequency=0", "hydra.run.dir=run"]
+    with started(repo_root, tmp_path, *words, *more, "train.total_dialog_turns=160000") as process:
+        processes = wait_for(process, run / "metrics.jsonl", 3)
+        target = victim(process, "worker", random.Random(0))
+        assert target is not None
+        target.kill()
+        processes += everybody_until_the_end(process)
+        assert process.returncode == 2, output(tmp_path)
+    assert "collector.max_restarts=0" in output(tmp_path) and "Traceback" not in output(tmp_path)
+    assert has_checkpoint(run)
     nobody_left(processes)
 
 
@@ -148,7 +180,9 @@ def test_an_interrupt_ends_the_run_in_good_order(repo_root: Path, tmp_path: Path
 def test_a_sweep_of_two_runs_goes_through(repo_root: Path, tmp_path: Path, words: list[str]) -> None:
     sweep = ["--multirun", "hydra.sweep.dir=sweep", "optimizer.lr=1e-3,1e-4", "train.total_dialog_turns=32"]
     with started(repo_root, tmp_path, *words, *sweep) as process:
-        assert process.wait(timeout=400) == 0, output(tmp_path)
+        everybody = everybody_until_the_end(process)
+        assert process.returncode == 0, output(tmp_path)
+    nobody_left(everybody)
     for job in "01":
         assert summary(tmp_path / "sweep" / job)["groups"]["trained"] == 8
 

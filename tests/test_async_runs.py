@@ -245,6 +245,63 @@ def test_a_step_whose_evaluation_was_lost_is_evaluated_when_the_run_goes_on(
     assert as_sync(train("run", resume="auto", collector__max_restarts=9)) == together
 
 
+def test_a_run_that_lost_its_workers_before_the_first_step_goes_on(
+    train: AsyncRunner, train_sync: Runner, tmp_path: Path
+) -> None:
+    together = train_sync("sync")
+
+    def fault(number: int, name: str, count: int) -> None:
+        if name == "work":
+            raise RuntimeError("device lost")
+
+    with pytest.raises(WorkersLost, match="device lost"):
+        train("run", {"fault": fault}, collector__max_restarts=1, collector__max_policy_age=0)
+    assert [line["step"] for line in read(tmp_path / "run/metrics.jsonl")] == [0]
+    assert as_sync(train("run", resume="auto")) == together
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["accuracy_before"] == together[0]["eval/accuracy"]
+
+
+def test_a_checkpoint_whose_step_was_not_logged_can_be_resumed_more_than_once(
+    train: AsyncRunner, train_sync: Runner, tmp_path: Path
+) -> None:
+    together = train_sync("sync")
+    asked: list[int] = []
+
+    def fault(number: int, name: str, count: int) -> None:
+        if name == "generate":
+            asked.append(count)
+            if len(asked) > 1:  # at the start; the one after step 2 fails
+                raise RuntimeError("device lost")
+
+    settings = {"collector__max_policy_age": 0, "checkpoint__keep": 9}
+    with pytest.raises(WorkersLost, match="device lost"):
+        train("run", {"fault": fault}, collector__max_restarts=0, **settings)
+    for _ in range(2):
+        assert as_sync(train("run", resume=str(tmp_path / "run/checkpoints/2"))) == together
+
+
+def test_a_worker_replaced_during_the_last_evaluation_is_proven_too(train: AsyncRunner) -> None:
+    asked: list[int] = []
+
+    class Successor(TransformersEngine):
+        """Once a worker has died, takes no weights."""
+
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            if len(asked) < 3:
+                super().load_weights(weights)
+
+    def fault(number: int, name: str, count: int) -> None:
+        if name == "generate":
+            asked.append(count)
+            if len(asked) == 3:  # at the start, after step 2, at the end
+                raise RuntimeError("device lost")
+
+    with pytest.raises(TrainingStopped, match="were not published"):
+        train("run", {"fault": fault, "engine_type": Successor}, collector__max_policy_age=0)
+    assert len(asked) == 4, "the successor has answered"
+
+
 def test_a_mistake_that_a_worker_finds_is_the_users_error(train: AsyncRunner) -> None:
     def fault(number: int, name: str, count: int) -> None:
         assert name == "start", "the run must not begin"

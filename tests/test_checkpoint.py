@@ -142,6 +142,25 @@ def test_a_kill_while_an_old_one_is_removed_leaves_no_half_checkpoint(
     assert steps(run_dir) == ["15"]
 
 
+def test_a_kill_while_one_is_replaced_loses_neither(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(run_dir, 5, value="first")
+    honest = Path.rename
+    with monkeypatch.context() as patch:
+
+        def die(path: Path, target: Path) -> Path:
+            if target.name == "5":
+                raise KeyboardInterrupt
+            return honest(path, target)
+
+        patch.setattr(Path, "rename", die)
+        with pytest.raises(KeyboardInterrupt):
+            save(run_dir, 5, value="second")
+    assert steps(run_dir) == [".removing-5", ".writing-5"]
+    checkpoint.clean(run_dir)
+    assert steps(run_dir) == ["5"]
+    assert checkpoint.load_state(checkpoint.find(run_dir, "auto"))["value"] == "second"
+
+
 def truncate(folder: Path) -> None:
     path = folder / "model" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])

@@ -115,6 +115,10 @@ class Simulation:
             self.publish()
             self.want()
             return
+        if kind == "flat":
+            self.ledger.reopen()
+            self.want()
+            return
         if life != self.lives[number]:
             return
         if kind == "start":
@@ -153,7 +157,8 @@ class Simulation:
         for group in self.scheduler.worked(number, finished):
             oldest = group.oldest
             assert oldest is not None
-            if group.group_id in self.ledger.running and self.ledger.accept(group.group_id, oldest):
+            if group.group_id in self.ledger.running:
+                self.ledger.accept(group.group_id, oldest)
                 self.accepted[group.group_id] = group
 
     def advance(self, group: Group, version: int) -> bool:
@@ -179,18 +184,20 @@ class Simulation:
         if chosen is None:
             return
         groups = [self.accepted.pop(number) for number in chosen]
-        if self.random.random() < self.plan.refill:
-            self.ledger.reopen()
-            return
         self.waiting = self.scheduler.wanted = False
+        if self.random.random() < self.plan.refill:
+            # Workers bring groups while the trainer looks for a signal in these.
+            self.later(self.plan.trainer * self.random.random(), ("flat", 0, 0))
+            return
         for group in groups:
             versions = [version for one in group.responses for version in one.versions]
             assert group.whole and len(versions) == 2 * LENGTH
             self.outcome.mixed += len(set(versions)) > 1
             self.outcome.ages.append((self.step - min(versions)) // self.plan.steps_per_round)
             self.outcome.trained.append(group.group_id)
-        for number in self.scheduler.expire():
-            self.accepted.pop(number, None)
+        if not self.plan.refill:
+            for number in self.scheduler.expire():
+                self.accepted.pop(number, None)
         self.later(self.plan.trainer * self.random.random(), ("trained", 0, 0))
 
     def check_books(self) -> None:
@@ -318,12 +325,26 @@ def test_a_resumed_ledger_goes_on_with_the_same_books() -> None:
         assert ledger.issue() == number
         ledger.start(number, 0)
     for number in range(3):
-        assert ledger.accept(number, 0)
+        ledger.accept(number, 0)
     assert ledger.take() == [0, 1] and ledger.take() is None
     again = Ledger(2, 1, 5)
     again.load_state_dict(ledger.state_dict())
     assert again.figures() == ledger.figures() and again.running == {3: None} and again.accepted == {2: 0}
     assert ledger.room(0) == 2 * 2 - 2 - 2 and ledger.room(1) == 2
+
+
+def test_what_comes_while_a_round_may_be_reopened_is_kept_for_it() -> None:
+    ledger = Ledger(1, 0, 5)
+    for number in range(2):
+        ledger.issue()
+        ledger.start(number, 0)
+    ledger.accept(0, 0)
+    assert ledger.take() == [0]
+    # Too old for the next round, but not for the one that is taken again.
+    ledger.accept(1, 0)
+    ledger.reopen()
+    assert ledger.expire() == [] and ledger.take() == [1]
+    assert ledger.figures() == {"issued": 2, "trained": 1, "dropped_age": 0, "dropped_filter": 1, "left": 0}
 
 
 def test_a_response_knows_the_version_behind_each_of_its_tokens() -> None:

@@ -30,7 +30,8 @@ class Round:
         responses: P lists of G response texts.
         parts: each reward by name, P x G of them, group by group.
         errors: reward errors by name, likewise.
-        response_tokens: tokens generated, also for responses that were thrown away.
+        response_tokens: tokens of all responses, also of rounds that were thrown away for want of a signal;
+            not of groups dropped by their age.
         error_count: reward errors, likewise.
         seconds: what the trainer spent on it, as metrics of its phases.
     """
@@ -97,6 +98,10 @@ class RolloutCollector:
     def publish(self, publisher: WeightPublisher, version: int, wait: bool) -> dict[str, float]:
         """Give the engine the present weights, proven: see :meth:`WeightPublisher.publish`."""
         return publisher.publish(version)
+
+    def check_proofs(self) -> list[float]:
+        """None is open: :meth:`publish` has judged its engine's answer."""
+        return []
 
     def figures(self, round_: Round) -> dict[str, float]:
         """Speeds at which the round was collected."""

@@ -36,7 +36,8 @@ class Dispatcher:
         scheduler: decides; touched by this thread only once it runs.
         pool: the workers.
         score: rewards a whole group.
-        timeout_s: seconds after which a worker that does not answer is taken for dead.
+        timeout_s: seconds after which a worker that does not answer is taken for dead; a start is allowed
+            at least :data:`START_LIMIT_S`.
         max_restarts: workers replaced by this process before it stops.
         refills: rounds may be taken again, so that what is too late for the next one may still be wanted.
         reference: the reference model in processes of its own; None where nobody asks for it or the trainer
@@ -68,7 +69,8 @@ class Dispatcher:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="rewards")
         self._lives = [0] * count
-        self._deadlines: dict[int, float] = {}
+        # By the monotonic clock, with the seconds that were allowed.
+        self._deadlines: dict[int, tuple[float, float]] = {}
         self._taker: Future[list[ScoredGroup]] | None = None
         self._open: set[Future[Any]] = set()
         self._error: BaseException | None = None
@@ -89,13 +91,24 @@ class Dispatcher:
             WorkersLost: workers failed too often.
             UserError: a worker found something wrong at the start that the user can mend.
         """
-        if self._error is not None:
-            # Nobody else touches the books any more, and what they hold can still be saved.
+        answer: Future[_T] = self._promise()
+        begun = False
+
+        def run() -> None:
+            nonlocal begun
+            begun = True
+            answer.set_result(question())
+
+        self._inbox.put(run)
+        try:
+            return answer.result()
+        except BaseException as error:
+            if begun or error is not self._error:
+                raise
+            # The thread has ended, or ends before it comes to this. Nobody else touches the books any more,
+            # and what they hold can still be saved.
             self._thread.join()
             return question()
-        answer: Future[_T] = self._promise()
-        self._inbox.put(lambda: answer.set_result(question()))
-        return answer.result()
 
     def take(self, again: bool) -> list[ScoredGroup]:
         """Wait for the next round, in the order of group numbers.
@@ -175,7 +188,7 @@ class Dispatcher:
 
     def _turn(self) -> None:
         deadline = math.inf if self.reference is None else self.reference.deadline()
-        deadline = min(deadline, *self._deadlines.values(), math.inf)
+        deadline = min(deadline, *(until for until, _ in self._deadlines.values()), math.inf)
         try:
             wait = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
             self._inbox.get(timeout=wait)()
@@ -194,8 +207,11 @@ class Dispatcher:
 
     def _begin(self, number: int) -> None:
         self._lives[number] += 1
-        self._deadlines[number] = time.monotonic() + max(START_LIMIT_S, self._timeout_s)
+        self._allow(number, max(START_LIMIT_S, self._timeout_s))
         self._pool.start(number, self._posting(number, lambda _: self._started(number)))
+
+    def _allow(self, number: int, seconds: float) -> None:
+        self._deadlines[number] = time.monotonic() + seconds, seconds
 
     def _started(self, number: int) -> None:
         self.scheduler.started(number)
@@ -230,7 +246,7 @@ class Dispatcher:
             handle = self._posting(number, lambda turn: self._worked(number, turn))
         else:
             handle = self._posting(number, lambda result: self.scheduler.ran_errand(number, result))
-        self._deadlines[number] = time.monotonic() + self._timeout_s
+        self._allow(number, self._timeout_s)
         self._pool.call(number, call.method, arguments, handle)
 
     def _loaded(
@@ -275,8 +291,8 @@ class Dispatcher:
         # Dropped while it was scored: the books know no more of it.
         if number in self.scheduler.ledger.running:
             assert oldest is not None
-            if self.scheduler.ledger.accept(number, oldest):
-                self.accepted[number] = scored
+            self.scheduler.ledger.accept(number, oldest)
+            self.accepted[number] = scored
 
     def _want(self, taken: Future[list[ScoredGroup]]) -> None:
         self._taker = taken
@@ -304,10 +320,10 @@ class Dispatcher:
         now = time.monotonic()
         if self.reference is not None:
             self.reference.give_up_on_silent()
-        for number, deadline in list(self._deadlines.items()):
-            if deadline <= now:
+        for number, (until, allowed) in list(self._deadlines.items()):
+            if until <= now:
                 del self._deadlines[number]
-                self._failed(number, TimeoutError(f"no answer within {self._timeout_s:g} s"))
+                self._failed(number, TimeoutError(f"no answer within {allowed:g} s"))
 
     def _failed(self, number: int, error: BaseException) -> None:
         if isinstance(error, UserError) and self._starting is not None:
@@ -319,8 +335,9 @@ class Dispatcher:
         if self._restarts > self._max_restarts:
             raise WorkersLost(
                 f"rollout worker {number} failed ({_first_line(error)}), and "
-                f"collector.max_restarts={self._max_restarts} workers have been replaced already; resume the "
-                "run once the cause is mended, or raise collector.max_restarts or collector.timeout_s"
+                f"collector.max_restarts={self._max_restarts} workers have been replaced already; mend the "
+                "cause and go on with resume=auto (without a checkpoint start again), or raise "
+                "collector.max_restarts or collector.timeout_s"
             ) from error
         self._begin(number)
 

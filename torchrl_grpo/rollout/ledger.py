@@ -104,15 +104,14 @@ class Ledger:
         """Whether the next round to be taken is too late for this version."""
         return version_in_rounds is not None and self.taken - version_in_rounds > self.max_age
 
-    def accept(self, group_id: int, version: int) -> bool:
-        """A group is whole; ``version`` is its oldest token's. False where it had to be dropped."""
+    def accept(self, group_id: int, version: int) -> None:
+        """A group is whole; ``version`` is its oldest token's.
+
+        One that is too old is left to :meth:`expire`: until the next round is taken the last one may be
+        reopened, and that one it may still be in time for.
+        """
         del self.running[group_id]
-        rounds = self.in_rounds(version)
-        if self.too_old(rounds):
-            self.dropped_age += 1
-            return False
-        self.accepted[group_id] = rounds
-        return True
+        self.accepted[group_id] = self.in_rounds(version)
 
     def expire(self) -> list[int]:
         """Drop every group that is too old for the next round, running or accepted; returns their numbers."""

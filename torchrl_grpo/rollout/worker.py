@@ -34,7 +34,7 @@ class Turn:
 
     Attributes:
         finished: whole groups.
-        tokens: tokens sampled.
+        tokens: tokens sampled since the call before, those of cut and of dropped responses too.
         seconds: spent.
     """
 
@@ -61,6 +61,7 @@ class RolloutWorker:
         self.temperature = temperature
         self._clock = clock
         self._groups: dict[int, Group] = {}
+        self._sampled = 0
         # Of an evaluation under way.
         self._answers: dict[Hashable, Completion] | None = None
 
@@ -86,10 +87,11 @@ class RolloutWorker:
         turn = Turn()
         while self._groups and not turn.finished and self._clock() - start < TURN_S:
             for key, completion in self.engine.step():
-                turn.tokens += self._extend(key, completion)
+                self._extend(key, completion)
             turn.finished = [group for group in self._groups.values() if group.whole]
         for group in turn.finished:
             del self._groups[group.group_id]
+        turn.tokens, self._sampled = self._sampled, 0
         turn.seconds = self._clock() - start
         return turn
 
@@ -149,11 +151,11 @@ class RolloutWorker:
         for key, completion in self.engine.withdraw().items():
             self._extend(key, completion)
 
-    def _extend(self, key: Hashable, completion: Completion) -> int:
+    def _extend(self, key: Hashable, completion: Completion) -> None:
         assert isinstance(key, tuple)
         group, sample = key
         self._groups[group].responses[sample].extend(completion, self.engine.policy_version)
-        return len(completion.token_ids)
+        self._sampled += len(completion.token_ids)
 
     def _submit(self, groups: Iterable[Group]) -> None:
         self.engine.submit(

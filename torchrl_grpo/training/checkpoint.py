@@ -107,20 +107,24 @@ def save(
     for path in (aside / MANIFEST, *(aside / name for name in writers), aside):
         _flush(path)
     target = root / str(step)
-    if target.exists():
-        _remove(target)
+    replaced = _doomed(target) if target.exists() else None
     aside.rename(target)
     _flush(root)
+    if replaced is not None:
+        shutil.rmtree(replaced)
     # Counted up to this step: whatever later one may lie there must not push the one just written out.
     for old in [folder for folder in _complete(root) if int(folder.name) <= step][:-keep]:
-        _remove(old)
+        shutil.rmtree(_doomed(old))
     return target
 
 
 def clean(run_dir: Path) -> None:
-    """Remove what a killed process left half written or half removed."""
-    for leftover in (run_dir / "checkpoints").glob(".*-*"):
-        if leftover.name.startswith((_ASIDE, _DOOMED)):
+    """Remove what a killed process left half written or half removed; finish what lacked its name only."""
+    for leftover in list((run_dir / "checkpoints").glob(".*-*")):
+        target = leftover.with_name(leftover.name.removeprefix(_ASIDE))
+        if target != leftover and not target.exists() and damage(leftover) is None:
+            leftover.rename(target)
+        elif leftover.name.startswith((_ASIDE, _DOOMED)):
             shutil.rmtree(leftover)
 
 
@@ -226,12 +230,11 @@ def _complete(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name))
 
 
-def _remove(folder: Path) -> None:
-    # Renamed first: a kill in the middle of the removal must not leave something that looks whole.
+def _doomed(folder: Path) -> Path:
+    """Renames what is to be removed: a kill half-way must not leave something that looks whole."""
     doomed = folder.with_name(f"{_DOOMED}{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+    return folder.rename(doomed)
 
 
 def _differences(before: Any, now: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:

@@ -201,11 +201,14 @@ class Session:
         ):
             if note is not None:
                 self.progress.note(note)
-        if self.counters.step == 0 and self.cfg.eval.at_start and self.cfg.eval.num_problems > 0:
+        # A checkpoint may be resumed more than once, and the lines of its own step are kept.
+        logged = self.metrics_writer.last_step == self.counters.step
+        at_start = self.counters.step == 0 and self.cfg.eval.at_start and self.cfg.eval.num_problems > 0
+        if at_start and not logged:
             metrics = self.evaluate()
             self.counters.accuracy_before = metrics["eval/accuracy"]
             self.log(metrics)
-        if self.unlogged:
+        if self.unlogged and not logged:
             # Its workers stopped the run between this step and its line.
             self.log({**self.unlogged, **(self.evaluate() if self.evaluation_is_due() else {})})
         self.collector.start()
@@ -246,9 +249,15 @@ class Session:
         return due.evaluation(self.cfg.eval, self.counters.step, self.total_steps)
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out accuracy of the weights the engine holds."""
+        """Held-out accuracy of the weights the engine holds.
+
+        Raises:
+            TrainingStopped: a worker that took part does not hold them.
+        """
         started = time.perf_counter()
         metrics = self.evaluator(self.engine)
+        # A worker that was replaced meanwhile has answered for its weights before it answered for them here.
+        self.collector.check_proofs()
         return {**metrics, "time/eval_s": time.perf_counter() - started}
 
     def checkpoint_is_due(self) -> bool:

@@ -101,9 +101,13 @@ def kill_at_random(
                 process.wait(timeout=0.1)
     _, alive = psutil.wait_procs(list(seen.values()), timeout=_LINGER_S)
     if alive:
+        names = []
         for one in alive:
-            one.kill()
-        raise SystemExit(f"left behind: {', '.join(' '.join(one.cmdline())[:80] for one in alive)}")
+            # It may end at any moment.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                names.append(" ".join(one.cmdline())[:80])
+                one.kill()
+        raise SystemExit(f"left behind: {', '.join(names) or 'processes that have ended since'}")
     ended = process.returncode == 0
     if not ended and not (kills["trainer"] or kills["node"]):
         check(folder, process)
