@@ -50,6 +50,17 @@ def test_a_withdrawn_greedy_response_continues_as_if_it_had_not_been(family: str
         assert found[number, 0].finish_reason == completion.finish_reason
 
 
+def test_a_response_that_has_ended_does_not_run_past_the_positions_of_the_model() -> None:
+    engine = TransformersEngine(make_model("gpt2", n_positions=16), [END], PAD)
+    # As where a cut response, nearly whole, goes on beside one that has just begun.
+    wanted = [(list(range(3, 15)), 4), ([5, 9], 14)]
+    engine.submit(
+        [Request(n, tokens, new, 1.0, n, ignore_end=True) for n, (tokens, new) in enumerate(wanted)]
+    )
+    found = dict(ended for _ in range(14) for ended in engine.step())
+    assert [len(found[number].token_ids) for number in range(2)] == [4, 14]
+
+
 def test_requests_that_came_later_wait_and_are_withdrawn_empty() -> None:
     engine = make_engine()
     engine.submit([Request("first", PROMPTS[0], 6, 1.0, 1, ignore_end=True)])

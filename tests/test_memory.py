@@ -21,6 +21,7 @@ from torchrl_grpo.hardware import Hardware
 from torchrl_grpo.memory import GIB
 from torchrl_grpo.model_shape import _SMOLLM2, ModelShape, read_shape, shape_of
 from torchrl_grpo.models import smollm2
+from torchrl_grpo.rounds import steps_per_round
 from torchrl_grpo.workload import Workload, workload_of
 
 SEVEN_B = ModelShape(7_615_616_512, 152_064, 3584, 28, 18_944, 3584, 512)
@@ -167,6 +168,22 @@ def test_bytes_that_autograd_keeps(queries: int, keys: int, prompt: int, respons
 
 
 # Roles and phases
+
+
+def test_an_engine_that_sleeps_needs_weights_before_each_round() -> None:
+    one = Hardware((80.0,), 64.0)
+    settings = {"inference_model__backend": "vllm", "train__optim_batch_size": Config().env.repeats}
+    steps = steps_per_round(config(**settings))
+    assert steps > 1
+    for frequency in (1, steps):
+        assert planning.make(
+            config(train__weight_update_frequency=frequency, **settings), False, one
+        ).plan.sleeps
+    cfg = config(train__weight_update_frequency=2 * steps, **settings)
+    with pytest.raises(ConfigError, match=rf"weight_update_frequency={steps} or inference_model.sleep=false"):
+        planning.make(cfg, False, one)
+    cfg.inference_model.sleep = False
+    assert not planning.make(cfg, False, one).plan.sleeps
 
 
 def test_rows_on_a_gpu_with_an_engine_that_sleeps() -> None:

@@ -13,11 +13,14 @@ from batches import END, FAMILIES, inputs, make_batch, make_model
 from tiny_model import build_tiny_model
 from torch import nn
 from transformers import (
+    AutoConfig,
     BloomConfig,
     BloomForCausalLM,
     GenerationConfig,
     GraniteConfig,
     GraniteForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
 )
 
 from torchrl_grpo.config import Config, ModelConfig, TrainModelConfig
@@ -129,6 +132,26 @@ def test_a_length_beyond_the_models_context_is_refused(tiny_model_dir: Path) -> 
         loading.check_context(str(tiny_model_dir), cfg)
 
 
+def test_a_length_with_other_position_factors_is_refused(tmp_path: Path) -> None:
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = AutoConfig.for_model(
+        "phi3",
+        hidden_size=32,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        original_max_position_embeddings=128,
+        rope_parameters={**factors, "rope_theta": 1e4, "original_max_position_embeddings": 128},
+        pad_token_id=0,
+    )
+    config.save_pretrained(tmp_path)
+    cfg = Config(model=ModelConfig(name="long"))
+    cfg.inference_model.max_model_len = 128
+    loading.check_context(str(tmp_path), cfg)
+    cfg.inference_model.max_model_len = 129
+    with pytest.raises(ModelError, match=r"max_model_len=129: beyond 128 tokens long has other position"):
+        loading.check_context(str(tmp_path), cfg)
+
+
 def test_every_token_that_ends_a_response_is_found(tiny_model_dir: Path) -> None:
     tokenizer = loading.load_tokenizer(str(tiny_model_dir), ModelConfig())
     model = loading.load_model(str(tiny_model_dir), ModelConfig(), CPU, torch.float32)
@@ -176,6 +199,35 @@ def test_a_prepared_model_has_no_dropout(family: str, checkpointing: bool) -> No
     for _ in range(2):
         scores = TokenScorer(model)(*inputs(batch))
         torch.testing.assert_close(scores.log_probs, expected, atol=1e-5, rtol=1e-5)
+
+
+class Hidden(nn.Module):
+    """Dropout that nothing tells of."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(hidden, 0.5, self.training)
+
+
+@pytest.mark.filterwarnings("ignore:.*prompts are run once per response")
+def test_dropout_that_is_kept_as_a_number_is_switched_off_and_what_cannot_be_is_refused() -> None:
+    settings = {"vocab_size": 61, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2}
+    config = OPTConfig(
+        **settings,
+        num_attention_heads=4,
+        word_embed_proj_dim=32,
+        dropout=0.5,
+        attention_dropout=0.5,
+        layerdrop=0.5,
+    )
+    model, batch = OPTForCausalLM(config).eval(), make_batch(P=2, G=2)
+    expected = TokenScorer(model)(*inputs(batch)).log_probs
+    prepare_for_training(model, TrainModelConfig(gradient_checkpointing=True))
+    assert model.training
+    torch.testing.assert_close(TokenScorer(model)(*inputs(batch)).log_probs, expected, atol=1e-5, rtol=1e-5)
+    noisy = make_model()
+    noisy.model.norm = nn.Sequential(noisy.model.norm, Hidden())
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM: in training mode.*gradient_checkpointing=false"):
+        prepare_for_training(noisy, TrainModelConfig(gradient_checkpointing=True))
 
 
 @pytest.mark.filterwarnings("ignore:.*prompts are run once per response")

@@ -18,6 +18,7 @@ from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.objectives.aggregate import BatchTotals
 from torchrl_grpo.objectives.control import EntropyCoefficient, KLCoefficient
+from torchrl_grpo.rollout.micro_batches import TokenBudget
 from torchrl_grpo.training.optimise import OptimiserStep, learning_rate_factor, parameter_groups
 
 # A schedule that moves although the very first step was refused is meant here, and no reason to warn.
@@ -251,6 +252,38 @@ def test_a_batch_without_any_gradient_is_an_update_by_zero() -> None:
 
 
 @pytest.mark.parametrize("fp16", [False, True])
+@pytest.mark.parametrize("idle", [False, True], ids=["a signal", "none"])
+def test_memory_that_runs_out_once_changes_nothing_about_the_step(fp16: bool, idle: bool) -> None:
+    first, second = make_batch(P=4, G=4), make_batch(P=4, G=4, seed=1)
+    if idle:
+        second["advantage"].zero_()
+    found = []
+    for fails in (False, True):
+        model = make_model()
+        loss, _ = make_objective(TokenScorer(model))
+        said: list[str] = []
+        step = make_step(
+            model, loss, lr=1e-2, weight_decay=0.1, use_scaler=fp16, budget=TokenBudget(20, True, said.append)
+        )
+        step(first)
+        calls: list[int] = []
+
+        def run_out(*_: object, calls: list[int] = calls) -> None:
+            calls.append(1)
+            # After some micro-batches have left their gradients.
+            if len(calls) == 3:
+                raise torch.OutOfMemoryError("no more")
+
+        if fails:
+            model.get_input_embeddings().register_forward_hook(run_out)
+        metrics = step(second)
+        assert len(said) == fails and metrics["optimizer/skipped"] == 0
+        found.append([p.detach().clone() for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fp16", [False, True])
 def test_the_very_first_batch_may_have_no_gradient(fp16: bool) -> None:
     model = make_model()
     loss, _ = make_objective(TokenScorer(model))
@@ -381,6 +414,21 @@ def test_an_overflow_lowers_the_scale_and_counts_only_once_that_is_used_up() -> 
         for _ in range(3):
             step(batch)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_loss_that_is_not_finite_where_gradients_are_does_not_count_as_an_overflow() -> None:
+    model = make_model()
+    loss, _ = make_objective(TokenScorer(model), kl_coef=0.05)
+    step = make_step(model, loss, use_scaler=True, max_skipped_steps=2)
+    batch = make_batch()
+    batch["log_probs", "reference"][0, 0, 0] = math.nan
+    batch["masks", "response"][0, 0, 0] = batch["masks", "loss"][0, 0, 0] = True
+    metrics = step(batch)
+    assert math.isnan(metrics["loss/total"]) and math.isfinite(metrics["optimizer/grad_norm"])
+    assert metrics["optimizer/loss_scale"] == 2.0**12
+    with pytest.raises(TrainingStopped, match=r"train\.max_skipped_steps=2"):
+        for _ in range(2):
+            step(batch)
 
 
 def test_fp16_autocast_on_cpu_takes_a_step() -> None:

@@ -361,6 +361,17 @@ def test_every_parameter_is_perturbed_and_comes_back_bit_for_bit_even_after_an_e
     assert {n: checksum(p) for n, p in model.named_parameters()} == before
 
 
+def test_small_numbers_of_float16_come_back_too() -> None:
+    model = make_model().half()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 2.0**-18  # among those that lose a bit when they are halved
+    before = {n: checksum(p) for n, p in model.named_parameters()}
+    with perturbed(model):
+        assert {n: checksum(p) for n, p in model.named_parameters()} != before
+    assert {n: checksum(p) for n, p in model.named_parameters()} == before
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_a_checksum_sees_one_bit_and_not_the_layout(dtype: torch.dtype) -> None:
     tensor = torch.randn(6, 5).to(dtype)

@@ -71,6 +71,27 @@ def test_a_resumed_run_in_the_middle_of_a_round_is_the_uninterrupted_run(
     assert (broken / "checkpoints/9.set-aside").is_dir() and (broken / "checkpoints/16").is_dir()
 
 
+@pytest.mark.parametrize("settings", [{}, {"train__optim_batch_size": 4}], ids=["a step a round", "four"])
+def test_publications_that_do_not_keep_to_rounds_resume_too(
+    train: Runner, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    whole = train(
+        "whole",
+        train__weight_update_frequency=3,
+        train__checkpoint_frequency=1,
+        checkpoint__keep=99,
+        eval__num_problems=0,
+        **settings,
+    )
+    versions = [line["policy/version"] for line in whole if "policy/version" in line]
+    for step in (1, 2, 3):
+        assert train("whole", resume=str(tmp_path / f"whole/checkpoints/{step}")) == whole
+    assert len(set(versions)) > 1
+    # Without checkpoints in between publications are as rare as they were asked to be.
+    rare = train("rare", resume=None, train__checkpoint_frequency=0)
+    assert {line["policy/version"] % 3 for line in rare if "policy/version" in line} == {0}
+
+
 def test_a_resumed_run_continues_its_coefficients_and_its_reference(train: Runner, tmp_path: Path) -> None:
     whole = train(
         "whole",

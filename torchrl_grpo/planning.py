@@ -73,6 +73,8 @@ def make(cfg: Config, asynchronous: bool, there: Hardware) -> Planned:
     plan = devices.plan(devices.request_of(cfg, asynchronous, launch.world_size()), len(there.gpus))
     if plan.apart and not asynchronous:
         validation_scripts.check_in_turn(cfg)
+    if plan.sleeps:
+        validation_scripts.check_sleep(cfg)
     shape = read_shape(cfg.model)
     prediction = None if shape is None else memory.predict(cfg, plan, shape, there.gpus)
     return Planned(plan, asynchronous, there, shape, prediction)
@@ -187,7 +189,7 @@ def _ladders_of_vllm(cfg: Config, plan: Plan) -> Iterator[list[Change]]:
             less = range(cfg.inference_model.kv_cache_gib - 1, 0, -1)
             yield [("inference_model", "kv_cache_gib", gib) for gib in less]
         return
-    if plan.colocated and not plan.apart and not plan.sleeps:
+    if plan.colocated and not plan.apart and not plan.sleeps and validation_scripts.may_sleep(cfg):
         yield [("inference_model", "sleep", True)]
     if plan.colocated and len(plan.inference.devices) > 1 and cfg.inference_model.num_devices == "auto":
         yield [("inference_model", "num_devices", 1)]

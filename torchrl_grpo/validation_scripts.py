@@ -53,6 +53,31 @@ def check_async(cfg: Config) -> None:
         )
 
 
+def may_sleep(cfg: Config) -> bool:
+    """Whether an engine that loses its weights while it sleeps is given new ones before each round."""
+    return (
+        cfg.train.weight_update_frequency is None
+        or not steps_per_round(cfg) % cfg.train.weight_update_frequency
+    )
+
+
+def check_sleep(cfg: Config) -> None:
+    """Check what an engine that sleeps while the trainer trains asks for, whoever chose that it does.
+
+    Raises:
+        ConfigError: it would have to generate without weights.
+    """
+    if not may_sleep(cfg):
+        steps = steps_per_round(cfg)
+        raise bad_value(
+            "train.weight_update_frequency",
+            cfg.train.weight_update_frequency,
+            "an engine that sleeps while the trainer trains loses its weights, and needs new ones before "
+            f"each round of {steps} optimiser steps",
+            f"train.weight_update_frequency={steps} or inference_model.sleep=false",
+        )
+
+
 def _check_rounds(cfg: Config, age: int, allowed: str) -> None:
     """Check that publications keep to rounds, and come often enough for an age of ``age``."""
     steps = steps_per_round(cfg)

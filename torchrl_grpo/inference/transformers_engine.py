@@ -160,6 +160,7 @@ class _Batch:
         self._cache.batch_select_indices(torch.arange(len(runs), device=device).repeat_interleave(repeats))
         self._mask = mask.repeat_interleave(repeats, 0)
         self._position = self._mask.sum(-1)
+        self._moves = torch.ones_like(self._position)
         # Sampling happens on the CPU, so one seed means the same draw on every device.
         self._generators = [
             None if request.seed is None else torch.Generator().manual_seed(request.seed)
@@ -184,7 +185,7 @@ class _Batch:
     def _advance(self) -> None:
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
         self._logits = self._forward(self._token[:, None], self._mask, self._position[:, None], self._cache)
-        self._position = self._position + 1
+        self._position = self._position + self._moves
 
     def _record(self, tokens: list[int], log_probs: list[float]) -> list[tuple[Hashable, Completion]]:
         ended = []
@@ -198,6 +199,8 @@ class _Batch:
             stopped = token in self._end_ids and not request.ignore_end
             if stopped or len(self._log_probs[row]) == request.max_new_tokens:
                 self.running.remove(row)
+                # It goes on, but must not run past the positions that the model has.
+                self._moves[row] = 0
                 ended.append((request.key, self._completion(row, "stop" if stopped else "length")))
         return ended
 

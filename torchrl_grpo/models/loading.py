@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config, ModelConfig
@@ -84,7 +84,8 @@ def check_context(source: str, cfg: Config) -> None:
     """Refuse a sequence length that the model was not built for.
 
     Raises:
-        ModelError: ``inference_model.max_model_len`` is longer than the model's context.
+        ModelError: ``inference_model.max_model_len`` is longer than the model's context, or than what one
+            set of its position factors is for.
     """
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=cfg.model.trust_remote_code)
@@ -97,6 +98,22 @@ def check_context(source: str, cfg: Config) -> None:
             f"inference_model.max_model_len={asked}: {cfg.model.name} was built for at most {length} tokens; "
             f"write inference_model.max_model_len={length} or less"
         )
+    length = _one_set_of_factors(config.get_text_config())
+    if length is not None and asked > length:
+        raise ModelError(
+            f"inference_model.max_model_len={asked}: beyond {length} tokens {cfg.model.name} has other "
+            "position factors (longrope), and which are taken depends on what else is in a batch; "
+            f"write inference_model.max_model_len={length} or less"
+        )
+
+
+def _one_set_of_factors(config: PreTrainedConfig) -> int | None:
+    """The length up to which a model with two sets of rotary factors (LongRoPE, arXiv 2402.13753) has one."""
+    settings = config.to_dict()
+    rope = settings.get("rope_parameters") or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    return int(rope["original_max_position_embeddings"])
 
 
 def load_model(

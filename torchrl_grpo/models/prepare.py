@@ -24,7 +24,8 @@ def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
     Dropout is switched off: the ratio of new to old policy must come from the update, not from a mask.
 
     Raises:
-        ModelError: its log-probabilities cannot be computed from backbone and head.
+        ModelError: its log-probabilities cannot be computed from backbone and head, or gradient checkpointing
+            is asked for and its dropout cannot be switched off.
     """
     model.eval()
     keep_packing(model)
@@ -42,16 +43,31 @@ def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
         )
     if not cfg.gradient_checkpointing:
         return
+    with torch.no_grad():
+        expected = TokenScorer(model, shares_prefix=False)(*_trial()).log_probs
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # Transformers recomputes activations in training mode only.
+    _switch_dropout_off(model)
+    model.train()
+    with torch.no_grad():
+        gap = float((TokenScorer(model, shares_prefix=False)(*_trial()).log_probs - expected).abs().max())
+    if gap > _TOLERANCE[model.dtype]:
+        raise ModelError(
+            f"{type(model).__name__}: in training mode, which gradient checkpointing needs, its "
+            f"log-probabilities change by {gap:.3g}, so it drops something out that cannot be switched off; "
+            "write train_model.gradient_checkpointing=false"
+        )
+
+
+def _switch_dropout_off(model: PreTrainedModel) -> None:
+    model.config.attention_dropout = 0.0
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    # Transformers recomputes activations in training mode only; attention's own dropout is a config value.
-    model.config.attention_dropout = 0.0
-    for module in model.modules():
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
-    model.train()
+        # Models that call the function keep its probability as a number: dropout, attn_pdrop, layerdrop.
+        for name, value in vars(module).items():
+            if isinstance(value, float) and "drop" in name:
+                setattr(module, name, 0.0)
 
 
 def _set_attention(model: PreTrainedModel, wanted: str) -> None:

@@ -170,9 +170,10 @@ class OptimiserStep:
         """
         totals = totals_of(batch["masks", "loss"])
         moves = self.loss.has_gradient(batch)
-        if not moves.any():
-            self.update.without_gradient(lambda: _total(self.loss(_IDLE.of(batch), totals=totals)))
         terms = [*self._measure(batch[~moves], totals), *self._backward(batch[moves], totals)]
+        if not moves.any():
+            # Last: measuring again with smaller micro-batches, where memory runs out, drops gradients.
+            self.update.without_gradient(lambda: _total(self.loss(_IDLE.of(batch), totals=totals)))
         own = {name: sum(one[name] for one in terms) for name in terms[0]}
         return self.ranks.add_up(own, sorted(own))
 
@@ -238,8 +239,9 @@ class OptimiserStep:
             self.skipped_in_a_row = 0
             return
         self.skipped += 1
-        still_searching = self.scaler.is_enabled() and self.scaler.get_scale() > 1.0
-        if not still_searching:
+        # A scale only falls after a gradient that is not finite; a loss alone would never end the search.
+        overflowed = self.scaler.is_enabled() and not math.isfinite(norm)
+        if not (overflowed and self.scaler.get_scale() > 1.0):
             self.skipped_in_a_row += 1
         if self.skipped_in_a_row > self.max_skipped_steps:
             raise TrainingStopped(

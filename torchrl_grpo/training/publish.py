@@ -316,9 +316,10 @@ def named_weights(model: nn.Module | GatheredModel) -> Iterator[tuple[str, Tenso
 def perturbed(model: nn.Module | GatheredModel) -> Iterator[None]:
     """Halve every eighth column of every parameter, and double it again on the way out.
 
-    Powers of two change only the exponent, so the weights come back bit for bit without a copy of them;
-    only some columns, so that no normalisation layer cancels the change. Adapters, which change nothing at
-    their beginning, are stirred first.
+    Powers of two change only the exponent, so the weights come back bit for bit without a copy of them, but
+    for float16, whose small numbers lose a bit when they are halved: there the columns are copied. Only some
+    columns, so that no normalisation layer cancels the change. Adapters, which change nothing at their
+    beginning, are stirred first.
     """
 
     def scale(factor: float) -> None:
@@ -330,12 +331,18 @@ def perturbed(model: nn.Module | GatheredModel) -> Iterator[None]:
                 if not is_quantized(parameter):  # moved by its adapter
                     parameter[..., ::8] *= factor
 
+    halves = (
+        [p for p in model.parameters() if p.dtype == torch.float16] if isinstance(model, nn.Module) else []
+    )
     with lora.stirred(model, _STIR) if isinstance(model, nn.Module) else nullcontext():
+        kept = [parameter.detach()[..., ::8].clone() for parameter in halves]
         scale(0.5)
         try:
             yield
         finally:
             scale(2.0)
+            for parameter, columns in zip(halves, kept, strict=True):
+                parameter.detach()[..., ::8] = columns
 
 
 def probe_prompts(prompts: Sequence[Sequence[int]], count: int = 3, length: int = 40) -> list[list[int]]:

@@ -214,9 +214,17 @@ class Session:
         self.collector.start()
 
     def publication_is_due(self) -> bool:
-        """Whether this step ends with a publication: as often as configured, and before an evaluation."""
+        """Whether this step ends with a publication.
+
+        That is as often as configured; before an evaluation; and before a checkpoint where the next round is
+        sampled with what the engine holds now, since a run that goes on from there begins with the
+        checkpoint's weights.
+        """
         frequency = self.cfg.train.weight_update_frequency or self.steps_per_round
-        return self.counters.step % frequency == 0 or self.evaluation_is_due()
+        until_next = frequency - self.counters.step % frequency
+        if until_next == frequency or self.evaluation_is_due():
+            return True
+        return self.checkpoint_is_due() and until_next > self.counters.steps_left_in_round
 
     def publish(self) -> dict[str, float]:
         """Give the engine the present weights, proven."""
