@@ -27,7 +27,7 @@ from torchrl_grpo.models import loading
 from torchrl_grpo.models.precision import has_fast_bfloat16
 
 # For runs of more than minutes, vLLM's compiled graphs pay on a CPU too; on a GPU they are the default.
-_OURS = {"inference_model.enforce_eager": False}
+_OURS = {"inference_model.enforce_eager": False, "train_model.compile": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,8 @@ def _training(peer: str) -> Callable[[Options], results.Part]:
                 worker.step()
             del os.environ["BENCH_RECORD"]
             work = options.work(rollouts=str(recorded))
-            found = compare(("ours", work), (peer, work), options.pairs, options.warm_up, _say)
+            ours = dataclasses.replace(work, settings=_OURS)
+            found = compare(("ours", ours), (peer, work), options.pairs, options.warm_up, _say)
         return results.training_phase(work, found)
 
     return run
@@ -193,6 +194,7 @@ def main() -> None:
         words.samples,
         autocast=automatic if words.autocast == "auto" else words.autocast,
     )
+    words.output.mkdir(parents=True, exist_ok=True)
     options = Options(base, words.pairs, words.warm_up, words.output)
     for name in words.parts or parts:
         _say(f"{name}:")

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.workload import Workload
+from torchrl_grpo.cores import WAITING
 
 # Names the pipe that answers go into: libraries print to the usual ones, some while they are imported.
 _ANSWERS = "BENCH_ANSWERS"
@@ -56,8 +57,8 @@ class Worker:
 
     def __init__(self, name: str, workload: Workload) -> None:
         self.name = name
-        # Threads that spin while they wait would be measured in whoever runs beside them.
-        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+        # The same for all: threads that spin for long would be measured in whoever runs beside them.
+        environment = {**os.environ, **WAITING, "TOKENIZERS_PARALLELISM": "false"}
         reading, writing = os.pipe()
         self._answers = os.fdopen(reading)
         self._process = subprocess.Popen(

@@ -76,6 +76,10 @@ def _settings(work: Workload) -> str:
     return f" Here with {work.settings}." if work.settings else ""
 
 
+# Entries of before 2026-11-22 were measured without.
+_COMPILED = "Ours compiles the trainer's layers (`train_model.compile=true`)."
+
+
 def whole_step(work: Workload, theirs: Workload, found: Comparison) -> Part:
     """A step from prompts to published weights, with the workload of the other side."""
     ratio = found.ratio()
@@ -93,7 +97,7 @@ def whole_step(work: Workload, theirs: Workload, found: Comparison) -> Part:
     return Part(
         f"A step against {_NAMES[found.names[1]]}, responses of {work.response_tokens} tokens",
         f"{_held(work)} Of our step {rest.show('.1f')} % is neither generation nor training; training runs "
-        f"at {share.show()} of the rate of a plain matrix product measured when the run began. "
+        f"at {share.show()} of the rate of a plain matrix product measured when the run began. {_COMPILED} "
         f"{_OWN[found.names[1]]}{_settings(theirs)}",
         ["", "step, s", "generate, s", "train, s", "peak memory, GiB"],
         rows,
@@ -118,6 +122,7 @@ def training_phase(work: Workload, found: Comparison) -> Part:
     return Part(
         f"The training phase against {_NAMES[found.names[1]]}",
         f"{_held(work)} Both train on the same recorded rollouts, advantages included but for TRL's. "
+        f"{_COMPILED} "
         f"{_OWN[found.names[1]]}",
         ["", "train, s", "peak memory, GiB"],
         rows,

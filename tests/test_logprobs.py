@@ -155,13 +155,20 @@ def test_responses_of_one_token(samples: int) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_lengths_far_apart_are_attended_in_rectangles_half_full(family: str) -> None:
-    model, batch = make_model(family), make_batch(P=3, G=4, L=5, T=40)
-    lengths = torch.tensor([[40, 1, 3, 20], [7, 2, 1, 39], [1, 5, 12, 13]])
+    model, batch = make_model(family), make_batch(P=5, G=4, L=30, T=40)
+    lengths = torch.tensor([[40, 1, 3, 20], [7, 2, 1, 39], [1, 5, 12, 13], [9, 9, 8, 1], [1, 1, 1, 1]])
     batch["masks", "response"] = torch.arange(40) < lengths[..., None]
+    prompts = torch.tensor([3, 30, 1, 4, 29])
+    batch["masks", "prompt"] = torch.arange(30) >= 30 - prompts[:, None]
     layout = PrefixLayout(*inputs(batch))
-    runs = [run.responses for run in layout.runs]
-    assert len(runs) > 2 and all(2 * run.count >= run.rows * run.width for run in runs)
+    runs = [run.responses for one in layout.classes for run in one.runs]
+    rectangles = [*runs, *(one.prompts for one in layout.classes)]
+    assert len(layout.classes) == 3 and len(runs) > 4
+    assert all(2 * one.count >= one.rows * one.width for one in rectangles)
+    # Keys of a response are its class's prompt and its own: none stands beside a prompt of another length.
+    assert [one.prompts.width for one in layout.classes] == [30, 4, 1]
     assert sum(run.count for run in runs) == int((lengths - 1).sum())
+    assert layout.ids.shape[1] == int((lengths - 1).sum() + prompts.sum())
     plain, plain_gradients = scored(model, batch, shares_prefix=False)
     shared, shared_gradients = scored(model, batch)
     torch.testing.assert_close(shared.log_probs, plain.log_probs, atol=1e-5, rtol=1e-5)

@@ -14,6 +14,7 @@ from tiny_model import build_tiny_model
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     GenerationConfig,
@@ -26,6 +27,7 @@ from transformers import (
 from torchrl_grpo.config import Config, ModelConfig, TrainModelConfig
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models import loading, precision, smollm2
+from torchrl_grpo.models.flops import FlopCounter
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.models.prepare import prepare_for_training, shares_prefix
 
@@ -199,6 +201,31 @@ def test_a_prepared_model_has_no_dropout(family: str, checkpointing: bool) -> No
     for _ in range(2):
         scores = TokenScorer(model)(*inputs(batch))
         torch.testing.assert_close(scores.log_probs, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_of_a_model_that_takes_images_too_only_what_text_goes_through_is_trained() -> None:
+    text = {**FAMILIES["gemma3"][1]}
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        "gemma3",
+        text_config={**text, "model_type": "gemma3_text"},
+        vision_config={**tower, "image_size": 28, "patch_size": 14, "model_type": "siglip_vision_model"},
+        mm_tokens_per_image=4,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    assert type(model).__name__ == "Gemma3ForConditionalGeneration"
+    prepare_for_training(model, TrainModelConfig())
+    scorer = TokenScorer(model, shares_prefix=shares_prefix(model))
+    assert scorer.shares_prefix
+    scorer(*inputs(make_batch(P=2, G=2))).log_probs.sum().backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    frozen = {name for name, _ in model.named_parameters()} - trained
+    assert frozen and all("vision" in name or "projector" in name for name in frozen)
+    lengths = [4, 5], [[3, 2], [1, 6]]
+    assert FlopCounter(model)(*lengths, backward=True) == FlopCounter(make_model("gemma3"))(
+        *lengths, backward=True
+    )
 
 
 class Hidden(nn.Module):

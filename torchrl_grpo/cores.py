@@ -8,6 +8,12 @@ from functools import cache
 from torchrl_grpo.config import Config
 from torchrl_grpo.devices_plan import Plan
 
+# How OpenMP's threads wait for each other, in the environment of whoever computes; read when torch loads its
+# library. For as long as they do by themselves they stop everybody else on a shared machine: with another job
+# beside it a step took 3 to 6 times as long. Asleep at once they wake too late for the many small products of
+# decoding: it took a third longer. This number of turns, some microseconds, costs neither (docs/speed.md).
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+
 
 def allowed_cores() -> int:
     """Cores that the system lets this process run on: fewer than the machine has under Slurm or taskset."""

@@ -203,18 +203,19 @@ def _bytes_a_weight(cfg: Config, half: bool) -> float:
     return 2.0 if frozen in ("bfloat16", "float16") or (frozen == "auto" and half) else FLOAT
 
 
-def kept_by_layer(shape: ModelShape, load: Workload, half: bool) -> float:
+def kept_by_layer(shape: ModelShape, load: Workload, half: bool, device: str) -> float:
     """Bytes that autograd keeps of one layer, for all tokens of a micro-batch.
 
     Per token, with H the residual stream, F the feed-forward layer, Q and K all query and key heads: each of
     two norms keeps its input, what it normalised and its output (6 H); the feed-forward layer keeps gate,
     activation, the other half and their product (4 F); attention keeps queries, its output and the output's
-    rearranged copy (3 Q), keys and values (2 K), and those again as each response sees them (attended).
+    rearranged copy (3 Q), keys and values (2 K), and those again as each response sees them (attended), on a
+    GPU repeated for every query head that shares them.
     """
     h, f, q, k = shape.hidden, shape.mlp, shape.queries, shape.keys
     mlp = 4 * f if shape.gated else 5 * f
     norms = 6 * h if shape.gated else 4 * h
-    attention = load.tokens * (3 * q + 2 * k) + load.attended * 2 * k
+    attention = load.tokens * (3 * q + 2 * k) + load.attended * 2 * (k if device == "cpu" else q)
     if not half:
         return FLOAT * (load.tokens * (norms + mlp) + attention)
     # Norms compute in float32 and hand on 16 bits; rotary positions bring queries and keys back to float32.
@@ -225,7 +226,7 @@ def activations(
     shape: ModelShape, load: Workload, checkpointing: bool, half: bool, device: str
 ) -> tuple[float, float]:
     """Bytes that the forward pass keeps for the backward pass, and what the latter needs beside them."""
-    layer = kept_by_layer(shape, load, half)
+    layer = kept_by_layer(shape, load, half, device)
     edges = FLOAT * load.tokens * 4 * shape.hidden  # embedding, last norm, states that the head sees
     work = FLOAT * load.tokens * (4 * shape.mlp + 4 * shape.hidden)
     if checkpointing:

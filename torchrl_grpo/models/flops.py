@@ -38,9 +38,9 @@ class FlopCounter:
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
         head = model.get_output_embeddings()
-        layers = [
-            m for m in model.base_model.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head
-        ]
+        # Of a model that also takes images or sound: the part that text goes through.
+        body = model.get_decoder()
+        layers = [m for m in body.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
         self._body = sum(_size(layer) for layer in layers)
         self._body_trained = sum(_size(layer) for layer in layers if layer.weight.requires_grad)
         self._head = _size(head)

@@ -1,4 +1,6 @@
-"""What a model needs before it is trained: no dropout, and attention and gradient checkpointing as asked."""
+"""What a model needs before it is trained: no dropout, nothing trained in vain, attention and gradient
+checkpointing as asked.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +31,7 @@ def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
     """
     model.eval()
     keep_packing(model)
+    _freeze_other_inputs(model)
     if cfg.attn_implementation != "auto":
         _set_attention(model, cfg.attn_implementation)
     try:
@@ -57,6 +60,17 @@ def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
             f"log-probabilities change by {gap:.3g}, so it drops something out that cannot be switched off; "
             "write train_model.gradient_checkpointing=false"
         )
+
+
+def _freeze_other_inputs(model: PreTrainedModel) -> None:
+    """Freeze what takes images or sound: text gives it no gradient, for which training ranks would wait."""
+    if model.config is model.config.get_text_config():
+        return
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    of_text = {id(parameter) for part in parts for parameter in part.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in of_text:
+            parameter.requires_grad_(False)
 
 
 def _switch_dropout_off(model: PreTrainedModel) -> None:

@@ -41,17 +41,35 @@ class PrefixLayout:
     def __init__(self, prompt: Tensor, prompt_mask: Tensor, response: Tensor, response_mask: Tensor) -> None:
         P, G, T = response.shape
         device = prompt.device
+        # The longest prompt first, and cut into classes of like length: rectangles are half full at least.
+        by_length = prompt_mask.sum(-1).argsort(descending=True, stable=True)
+        prompt, prompt_mask = prompt[by_length], prompt_mask[by_length]
+        response, response_mask = response[by_length], response_mask[by_length]
         lengths = prompt_mask.sum(-1)
-        # One row a response, the longest first: neighbours in the row are of like length.
+        classes = list(_alike(lengths.tolist()))
+        # One row a response, by class, the longest first: neighbours in the row are of like length.
         feeds = response_mask[..., 1:].reshape(P * G, -1)
         counts = feeds.sum(-1)
-        order = counts.argsort(descending=True, stable=True)
-        feeds = feeds[order]
-        self.prompts = _Ragged(prompt_mask.flip(-1))
-        self.runs = [
-            _Run(_Ragged(feeds[rows, :width]), order[rows].div(G, rounding_mode="floor"))
-            for rows, width in _alike(counts[order].tolist())
-        ]
+        order = torch.cat(
+            [
+                rows.start * G + counts[rows.start * G : rows.stop * G].argsort(descending=True, stable=True)
+                for rows, _ in classes
+            ]
+        )
+        feeds, counts = feeds[order], counts[order]
+        self.classes = []
+        for rows, width in classes:
+            of_class = slice(rows.start * G, rows.stop * G)
+            its_feeds, its_order = feeds[of_class], order[of_class]
+            runs = [
+                _Run(
+                    _Ragged(its_feeds[some, :most]),
+                    its_order[some].div(G, rounding_mode="floor") - rows.start,
+                )
+                for some, most in _alike(counts[of_class].tolist())
+            ]
+            prompts = _Ragged(prompt_mask[rows].flip(-1)[:, :width])
+            self.classes.append(_Class(prompts, lengths[rows], runs))
         inputs = response[..., :-1].reshape(P * G, -1)[order][feeds]
         self.ids = torch.cat([prompt[prompt_mask], inputs])[None]
         positions = (prompt_mask.long().cumsum(-1) - 1)[prompt_mask]
@@ -63,13 +81,20 @@ class PrefixLayout:
         slots[feeds] = len(positions) + torch.arange(len(later), device=device)
         first = (lengths.cumsum(0) - 1)[:, None, None].expand(P, G, min(T, 1))
         source = torch.cat([first, torch.empty_like(slots).index_copy_(0, order, slots).view(P, G, -1)], -1)
-        self.source = source[response_mask]
+        # In the order that the caller's mask lists them.
+        back = by_length.argsort()
+        self.source = source[back][response_mask[back]]
         self.attended = 0
-        self._lengths = lengths
-        self._masks: dict[int | None, tuple[Tensor | None, list[Tensor]]] = {}
+        self._masks: dict[int | None, list[tuple[Tensor | None, list[Tensor]]]] = {}
 
-    def masks(self, window: int | None) -> tuple[Tensor | None, list[Tensor]]:
-        """Who sees whom, for a sliding ``window`` of tokens or None.
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of the prompts of each class, and then of each class's runs of responses, as they stand."""
+        runs = [run.responses.count for one in self.classes for run in one.runs]
+        return [*(one.prompts.count for one in self.classes), *runs]
+
+    def masks(self, window: int | None) -> list[tuple[Tensor | None, list[Tensor]]]:
+        """Who sees whom in each class, for a sliding ``window`` of tokens or None.
 
         Returns:
             Over the prompts ``[L, L]``, None where plain causal attention is meant; over each run of B
@@ -78,19 +103,36 @@ class PrefixLayout:
             for responses.
         """
         if window not in self._masks:
-            L, device = self.prompts.width, self._lengths.device
-            prompts = None
-            if window is not None and window < L:
-                order = torch.arange(L, device=device)
-                apart = order[:, None] - order
-                prompts = (apart >= 0) & (apart < window)
-            self._masks[window] = prompts, [self._seen(run, window) for run in self.runs]
+            self._masks[window] = [one.masks(window) for one in self.classes]
         return self._masks[window]
+
+
+class _Class(NamedTuple):
+    """Prompts of like length and their responses.
+
+    Attributes:
+        prompts: between the row and a rectangle.
+        lengths: ``[B]`` of the prompts.
+        runs: their responses.
+    """
+
+    prompts: _Ragged
+    lengths: Tensor
+    runs: list[_Run]
+
+    def masks(self, window: int | None) -> tuple[Tensor | None, list[Tensor]]:
+        """See :meth:`PrefixLayout.masks`."""
+        L, prompts = self.prompts.width, None
+        if window is not None and window < L:
+            order = torch.arange(L, device=self.lengths.device)
+            apart = order[:, None] - order
+            prompts = (apart >= 0) & (apart < window)
+        return prompts, [self._seen(run, window) for run in self.runs]
 
     def _seen(self, run: _Run, window: int | None) -> Tensor:
         L, W = self.prompts.width, run.responses.width
-        device = self._lengths.device
-        lengths = self._lengths[run.prompts][:, None, None, None]
+        device = self.lengths.device
+        lengths = self.lengths[run.prompts][:, None, None, None]
         query, key = torch.arange(W, device=device)[:, None], torch.arange(L + W, device=device)
         own = key >= L
         seen = torch.where(own, key - L <= query, key < lengths)
@@ -105,7 +147,7 @@ class _Run(NamedTuple):
 
     Attributes:
         responses: between the row and a rectangle.
-        prompts: ``[B]``, which prompt each belongs to.
+        prompts: ``[B]``, which prompt of the class each belongs to.
     """
 
     responses: _Ragged
@@ -194,20 +236,25 @@ def _attention(
         )
     layout = prefix_layout
     layout.attended += 1
-    prompts = layout.prompts
-    prompt_mask, run_masks = layout.masks(sliding_window)
     # Query, key and value may come in two formats under autocast; scaled_dot_product_attention mends that.
-    sizes = [prompts.count, *(run.responses.count for run in layout.runs)]
-    (qp, *qr), (kp, *kr), (vp, *vr) = (x.split(sizes, dim=2) for x in (query, key, value))
-    kp, vp = prompts.pad(kp), prompts.pad(vp)
-    out = [prompts.flat(_attend(prompts.pad(qp), kp, vp, prompt_mask, scaling))]
-    for run, mask, q, k, v in zip(layout.runs, run_masks, qr, kr, vr, strict=True):
-        keys, values = (
-            torch.cat([shared.index_select(0, run.prompts), run.responses.pad(own)], dim=2)
-            for shared, own in ((kp, k), (vp, v))
-        )
-        out.append(run.responses.flat(_attend(run.responses.pad(q), keys, values, mask, scaling)))
-    return torch.cat(out, dim=1), None
+    pieces = zip(*(x.split(layout.sizes, dim=2) for x in (query, key, value)), strict=True)
+    of_prompts = [next(pieces) for _ in layout.classes]
+    out, of_responses = [], []
+    for one, (prompt_mask, run_masks), (q, k, v) in zip(
+        layout.classes, layout.masks(sliding_window), of_prompts, strict=True
+    ):
+        kp, vp = one.prompts.pad(k), one.prompts.pad(v)
+        out.append(one.prompts.flat(_attend(one.prompts.pad(q), kp, vp, prompt_mask, scaling)))
+        for run, mask in zip(one.runs, run_masks, strict=True):
+            q, k, v = next(pieces)
+            keys, values = (
+                torch.cat([shared.index_select(0, run.prompts), run.responses.pad(own)], dim=2)
+                for shared, own in ((kp, k), (vp, v))
+            )
+            of_responses.append(
+                run.responses.flat(_attend(run.responses.pad(q), keys, values, mask, scaling))
+            )
+    return torch.cat([*out, *of_responses], dim=1), None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:

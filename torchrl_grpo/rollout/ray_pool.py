@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.cores import WAITING
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.protocol import SteppingEngine
 
@@ -213,8 +214,7 @@ def variables(threads: int) -> dict[str, str]:
     """Environment of a process that computes on ``threads`` cores beside the trainer."""
     return {
         "OMP_NUM_THREADS": str(threads),
-        # Processes share the cores: see training/run.py.
-        "OMP_WAIT_POLICY": "PASSIVE",
+        **WAITING,
         # It is none of the training ranks, in whose environment Ray was started.
         "RANK": "0",
         "LOCAL_RANK": "0",

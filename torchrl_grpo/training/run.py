@@ -14,6 +14,7 @@ from typing import Any
 
 from torchrl_grpo import data, launch, planning, rewards
 from torchrl_grpo.config import Config
+from torchrl_grpo.cores import WAITING
 from torchrl_grpo.devices_plan import Plan
 from torchrl_grpo.errors import WorkersLost
 from torchrl_grpo.rewards.grading import CountingGrader
@@ -174,6 +175,5 @@ def _train(
 
 
 def _prepare_process() -> None:
-    # Threads that spin while they wait stop everybody else on a shared machine, and each other: with
-    # another job beside it a step took 3 to 6 times as long. Read when torch loads its OpenMP library.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not WAITING.keys() & os.environ.keys():
+        os.environ.update(WAITING)
