@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -227,18 +227,24 @@ def test_too_many_deaths_stop_the_run_with_the_last_error_and_a_checkpoint(
     assert [line["step"] for line in whole] == [0, 1, 2, 3, 4]
 
 
-def test_a_step_whose_evaluation_was_lost_is_evaluated_when_the_run_goes_on(
-    train: AsyncRunner, train_sync: Runner, tmp_path: Path
-) -> None:
-    together = train_sync("sync")
-    asked: list[int] = []
+def dies_in_evaluation(asked: list[int], numbers: Container[int]) -> Callable[[int, str, int], None]:
+    """Each evaluation is put down in ``asked``; those of ``numbers``, from 1, are the end of their worker."""
 
     def fault(number: int, name: str, count: int) -> None:
         if name == "generate":
             asked.append(count)
-            if len(asked) > 2:  # at the start, after step 2; the last one fails
+            if len(asked) in numbers:
                 raise RuntimeError("device lost")
 
+    return fault
+
+
+def test_a_step_whose_evaluation_was_lost_is_evaluated_when_the_run_goes_on(
+    train: AsyncRunner, train_sync: Runner, tmp_path: Path
+) -> None:
+    together = train_sync("sync")
+    # At the start, after step 2, at the end: the last one fails, also when it is asked again.
+    fault = dies_in_evaluation([], range(3, 99))
     with pytest.raises(WorkersLost, match="device lost"):
         train("run", {"fault": fault}, collector__max_restarts=1, collector__max_policy_age=0)
     assert [line["step"] for line in read(tmp_path / "run/metrics.jsonl")] == [0, 1, 2, 3]
@@ -266,14 +272,7 @@ def test_a_checkpoint_whose_step_was_not_logged_can_be_resumed_more_than_once(
     train: AsyncRunner, train_sync: Runner, tmp_path: Path
 ) -> None:
     together = train_sync("sync")
-    asked: list[int] = []
-
-    def fault(number: int, name: str, count: int) -> None:
-        if name == "generate":
-            asked.append(count)
-            if len(asked) > 1:  # at the start; the one after step 2 fails
-                raise RuntimeError("device lost")
-
+    fault = dies_in_evaluation([], {2})
     settings = {"collector__max_policy_age": 0, "checkpoint__keep": 9}
     with pytest.raises(WorkersLost, match="device lost"):
         train("run", {"fault": fault}, collector__max_restarts=0, **settings)
@@ -291,14 +290,9 @@ def test_a_worker_replaced_during_the_last_evaluation_is_proven_too(train: Async
             if len(asked) < 3:
                 super().load_weights(weights)
 
-    def fault(number: int, name: str, count: int) -> None:
-        if name == "generate":
-            asked.append(count)
-            if len(asked) == 3:  # at the start, after step 2, at the end
-                raise RuntimeError("device lost")
-
+    options = {"fault": dies_in_evaluation(asked, {3}), "engine_type": Successor}
     with pytest.raises(TrainingStopped, match="were not published"):
-        train("run", {"fault": fault, "engine_type": Successor}, collector__max_policy_age=0)
+        train("run", options, collector__max_policy_age=0)
     assert len(asked) == 4, "the successor has answered"
 
 
