@@ -241,10 +241,13 @@ def test_groups_go_to_whoever_has_least_to_do(three: tuple[ReferenceActors, list
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (RuntimeError("CUDA error: misaligned\nCompile with X"), r"\(CUDA error: misaligned\); resume"),
+        (
+            RuntimeError("CUDA error: misaligned\nCompile with X"),
+            r"\(CUDA error: misaligned\); mend the cause and .* resume=auto",
+        ),
         (
             RayActorError(error_msg="The actor died.\n  File x\nMemoryError: no room"),
-            r"\(MemoryError: no room\); it died more than collector\.max_restarts times; resume",
+            r"\(MemoryError: no room\); it died more than collector\.max_restarts times; mend the cause and .* resume=auto",
         ),
     ],
 )
