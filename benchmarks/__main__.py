@@ -12,14 +12,14 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import memory, results
-from benchmarks.pairs import compare
+from benchmarks.pairs import Comparison, compare
 from benchmarks.protocol import Worker
 from benchmarks.workload import Workload
 from torchrl_grpo.config import ModelConfig
@@ -38,69 +38,76 @@ class Options:
         base: the workload that parts vary.
         pairs: measured, per comparison.
         warm_up: pairs before, thrown away.
-        output: folder of the report.
+        plot: where the part's picture goes, if it has one.
     """
 
     base: Workload
     pairs: int
     warm_up: int
-    output: Path
+    plot: Path
 
     def work(self, **changes: Any) -> Workload:
         """The base with changes."""
         return dataclasses.replace(self.base, **changes)
+
+    def compare(self, ours: tuple[str, Workload], theirs: tuple[str, Workload]) -> Iterator[Comparison]:
+        """See :func:`benchmarks.pairs.compare`."""
+        return compare(ours, theirs, self.pairs, self.warm_up, _say)
+
+
+# What a part has found so far, again and again: an interrupt or a failure loses the last pair only.
+Run = Callable[[Options], Iterator[results.Part]]
 
 
 def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _end_to_end(peer: str, response_tokens: int, **settings: Any) -> Callable[[Options], results.Part]:
-    def run(options: Options) -> results.Part:
-        work = options.work(response_tokens=response_tokens)
-        theirs = dataclasses.replace(work, settings=settings)
-        ours = dataclasses.replace(work, settings=_OURS)
-        found = compare(("ours", ours), (peer, theirs), options.pairs, options.warm_up, _say)
-        return results.whole_step(work, theirs, found)
+def _end_to_end(peer: str, response_tokens: int, **settings: Any) -> Run:
+    def run(options: Options) -> Iterator[results.Part]:
+        theirs = options.work(response_tokens=response_tokens, settings=settings)
+        ours = dataclasses.replace(theirs, settings=_OURS)
+        for found in options.compare(("ours", ours), (peer, theirs)):
+            yield results.whole_step(ours, theirs, found, options.pairs)
 
     return run
 
 
-def _training(peer: str) -> Callable[[Options], results.Part]:
-    def run(options: Options) -> results.Part:
+def _training(peer: str, **settings: Any) -> Run:
+    def run(options: Options) -> Iterator[results.Part]:
         with tempfile.TemporaryDirectory() as folder:
             recorded = Path(folder) / "rollouts.pt"
             os.environ["BENCH_RECORD"] = str(recorded)
             with Worker("ours", options.work()) as worker:
                 worker.step()
             del os.environ["BENCH_RECORD"]
-            work = options.work(rollouts=str(recorded))
-            ours = dataclasses.replace(work, settings=_OURS)
-            found = compare(("ours", ours), (peer, work), options.pairs, options.warm_up, _say)
-        return results.training_phase(work, found)
+            theirs = options.work(rollouts=str(recorded), settings=settings)
+            ours = dataclasses.replace(theirs, settings=_OURS)
+            for found in options.compare(("ours", ours), (peer, theirs)):
+                yield results.training_phase(ours, theirs, found, options.pairs)
 
     return run
 
 
-def _collection(options: Options) -> results.Part:
+def _collection(options: Options) -> Iterator[results.Part]:
     work = options.work(prompts=16, samples=8, response_tokens=200)
-    found = compare(("ours_collect", work), ("torchrl_collect", work), options.pairs, 2, _say)
-    return results.collection(work, found)
+    for found in options.compare(("ours_collect", work), ("torchrl_collect", work)):
+        yield results.collection(work, found, options.pairs)
 
 
 _SHAPE = {"hidden": 576, "layers": 4, "vocab": 8192, "budget": 4096}
 _GROWTH: dict[str, list[int]] = {
+    "vocab": [8_192, 16_384, 49_152, 98_304, 150_016],
     "samples": [4, 8, 16, 32],
     "response_tokens": [32, 64, 128, 256, 512],
-    "vocab": [8_192, 16_384, 49_152, 98_304, 150_016],
     "prompts": [4, 8, 16, 32, 64],
 }
 
 
-def _growth(options: Options) -> results.Part:
+def _growth(options: Options) -> Iterator[results.Part]:
+    asked = sum(map(len, _GROWTH.values()))
     rows: dict[str, list[dict[str, Any]]] = {}
     for axis, values in _GROWTH.items():
-        rows[axis] = []
         for value in values:
             shape = {**_SHAPE, **({axis: value} if axis in _SHAPE else {})}
             changes = {} if axis in _SHAPE else {axis: value}
@@ -111,12 +118,13 @@ def _growth(options: Options) -> results.Part:
             best = min(steps, key=lambda step: step["train"])
             # Weight, gradient and AdamW's two averages of the head, in float32.
             head = 4 * 4 * shape["vocab"] * shape["hidden"] / 2**30
-            rows[axis].append({"value": value, "train": best["train"], "gib": best["phase_gib"] - head})
-            _say(f"  {axis} {value}: {best['train']:.2f} s, {rows[axis][-1]['gib']:.2f} GiB")
-    return results.growth(rows, options.output)
+            row = {"value": value, "train": best["train"], "gib": best["phase_gib"] - head}
+            rows.setdefault(axis, []).append(row)
+            _say(f"  {axis} {value}: {row['train']:.2f} s, {row['gib']:.2f} GiB")
+            yield results.growth(rows, asked, options.plot)
 
 
-def _overlap(options: Options) -> results.Part:
+def _overlap(options: Options) -> Iterator[results.Part]:
     # Rounds of some seconds, as they are: what publishing to several workers costs does not grow with them.
     work = options.work(response_tokens=192)
     steps = 4
@@ -124,24 +132,25 @@ def _overlap(options: Options) -> results.Part:
         worker.step()
         # Generation is made to take what the trainer takes: there overlapping gains most.
         trainer_s = statistics.median(worker.step()["train"] for _ in range(3)) / steps
-    rows = {}
+    rows: dict[int, Comparison] = {}
     for count in (1, 2, 4):
         together = _timed(work, 0, trainer_s, steps)
         apart = _timed(work, count, trainer_s, steps)
         _say(f"  {count} workers, {trainer_s:.2f} s to generate a round:")
-        rows[count] = compare(("overlap", apart), ("overlap", together), options.pairs, options.warm_up, _say)
-    return results.overlap(work, rows)
+        for found in options.compare(("overlap", apart), ("overlap", together)):
+            rows[count] = found
+            yield results.overlap(work, rows, options.pairs)
 
 
-def _async_memory(options: Options) -> results.Part:
-    return results.async_memory(memory.watch(options.work(), 500), options.output)
+def _async_memory(options: Options) -> Iterator[results.Part]:
+    yield results.async_memory(memory.watch(options.work(), 500), options.plot)
 
 
 def _timed(work: Workload, workers: int, generate_s: float, steps: int) -> Workload:
     return dataclasses.replace(work, settings={"workers": workers, "generate_s": generate_s, "steps": steps})
 
 
-PARTS: dict[str, Callable[[Options], results.Part]] = {
+PARTS: dict[str, Run] = {
     "collection": _collection,
     "growth": _growth,
     "overlap": _overlap,
@@ -157,10 +166,14 @@ PARTS: dict[str, Callable[[Options], results.Part]] = {
     "torchrl-16": _end_to_end("torchrl_stock", 16),
     "torchrl-256": _end_to_end("torchrl_stock", 256),
 }
+_COLOCATED = {"use_vllm": True, "vllm_mode": "colocate"}
+# What TRL can be told where memory is no concern.
+_LARGE = {"gradient_checkpointing": False, "per_device_train_batch_size": 64}
 # Its first weight push fails on a CPU with vLLM 0.32.
-ON_GPU: dict[str, Callable[[Options], results.Part]] = {
-    f"trl-vllm-{length}": _end_to_end("trl_grpo", length, use_vllm=True, vllm_mode="colocate")
-    for length in (16, 64, 256)
+ON_GPU: dict[str, Run] = {
+    **{f"trl-vllm-{length}": _end_to_end("trl_grpo", length, **_COLOCATED) for length in (16, 64, 256)},
+    "trl-vllm-64-large": _end_to_end("trl_grpo", 64, **_COLOCATED, **_LARGE),
+    "training-trl-large": _training("trl_grpo", **_LARGE),
 }
 
 
@@ -188,22 +201,41 @@ def main() -> None:
     if unknown := set(words.parts) - set(parts):
         parser.error(f"there is no part {', '.join(sorted(unknown))}; write some of {', '.join(parts)}")
     automatic = "bf16" if has_fast_bfloat16(here) else "no"
+    autocast = automatic if words.autocast == "auto" else words.autocast
+    asked = words.parts or list(parts)
+    if autocast == "no" and (refused := [name for name in asked if "vllm" in name]):
+        parser.error(
+            f"--autocast no with {', '.join(refused)}: TRL gives vLLM the model's own numbers, so the two "
+            "sides would generate in different ones; leave out one of both"
+        )
     base = Workload(
-        loading.resolve(ModelConfig(name=words.model)),
-        words.prompts,
-        words.samples,
-        autocast=automatic if words.autocast == "auto" else words.autocast,
+        loading.resolve(ModelConfig(name=words.model)), words.prompts, words.samples, autocast=autocast
     )
     words.output.mkdir(parents=True, exist_ok=True)
-    options = Options(base, words.pairs, words.warm_up, words.output)
-    for name in words.parts or parts:
+    # What is not the usual has a section of its own, beside the others and not in their place.
+    words.model = Path(words.model).name
+    sizes = ("model", "prompts", "samples", "autocast")
+    unusual = [
+        f"{one}={getattr(words, one)}" for one in sizes if getattr(words, one) != parser.get_default(one)
+    ]
+    machine = results.machine()
+    failed = {}
+    for name in asked:
         _say(f"{name}:")
-        part = parts[name](options)
-        # Beside what was measured in the machine's own numbers, not in its place.
-        key = name if words.autocast == "auto" else f"{name} {words.autocast}"
-        results.save(key, part, options.pairs, options.output)
+        key = "-".join([name, *(["gpu"] if here.type == "cuda" else []), *unusual])
+        plot = words.output / f"{key}.svg"
+        try:
+            for part in parts[name](Options(base, words.pairs, words.warm_up, plot)):
+                results.save(key, part, machine, words.output)
+        except (RuntimeError, SystemExit) as error:
+            # The other parts are worth hours; what this one found is in the report.
+            failed[name] = error
+            _say(f"{name} failed: {error}")
+            continue
         _say(json.dumps(part.figures))
-    _say(f"written: {options.output / results.REPORT}")
+    _say(f"written: {words.output / results.REPORT}")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}; what each said is above")
 
 
 if __name__ == "__main__":

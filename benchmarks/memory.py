@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from transformers import AutoTokenizer
 
 from benchmarks.workers.overlap import random_model
 from benchmarks.workload import Workload
@@ -29,15 +28,14 @@ def watch(work: Workload, steps: int) -> list[dict[str, float]]:
         beyond what was in use before).
     """
     folder = Path(tempfile.mkdtemp())
-    chats = work.messages(AutoTokenizer.from_pretrained(work.model))
     questions = folder / "questions.jsonl"
-    questions.write_text(
-        "".join(json.dumps({"question": chat[0]["content"], "answer": "0"}) + "\n" for chat in chats)
-    )
+    work.write_questions(questions)
     model = random_model(folder / "model", work.model)
     before = _shared()
     points: list[dict[str, float]] = []
-    with started(folder / "run", _words(work, model, questions, steps), "grpo-async.py") as process:
+    words = _words(work, model, questions, steps)
+    # On the CPU everywhere: two workers and a trainer would ask for three GPUs.
+    with _no_gpu(), started(folder / "run", words, "grpo-async.py") as process:
         trainer = psutil.Process(process.pid)
         while process.poll() is None:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -56,6 +54,20 @@ def watch(work: Workload, steps: int) -> list[dict[str, float]]:
     check(folder / "run", process)
     shutil.rmtree(folder)
     return points
+
+
+@contextlib.contextmanager
+def _no_gpu() -> Iterator[None]:
+    """What is started meanwhile sees no GPU."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        if seen is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = seen
 
 
 def _words(work: Workload, model: Path, questions: Path, steps: int) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,8 +60,8 @@ def compare(
     pairs: int,
     warm_up: int,
     say: Callable[[str], None],
-) -> Comparison:
-    """Run two workers side by side.
+) -> Iterator[Comparison]:
+    """Run two workers side by side; what was found so far, after every measured pair.
 
     Args:
         ours: module in :mod:`benchmarks.workers` and what it is given.
@@ -69,16 +69,25 @@ def compare(
         pairs: that are measured.
         warm_up: pairs before, thrown away.
         say: told of every step.
+
+    Raises:
+        RuntimeError: a worker ended, or the two were not given prompts of the same length.
     """
     found = Comparison((ours[0], theirs[0]))
     with ExitStack() as stack:
         workers = [stack.enter_context(Worker(*which)) for which in (ours, theirs)]
         for number in range(-warm_up, pairs):
+            lengths = []
             for worker, steps in zip(workers, (found.ours, found.theirs), strict=True):
                 answer = worker.step()
                 phases = ", ".join(f"{k} {v:.2f}" for k, v in answer.items() if k in ("generate", "train"))
                 label = "warm-up" if number < 0 else f"pair {number + 1} of {pairs}"
                 say(f"  {label}: {worker.name} {answer['seconds']:.2f} s ({phases})")
+                lengths.append(answer.get("prompt_tokens"))
                 if number >= 0:
                     steps.append(answer)
-    return found
+            if lengths[0] != lengths[1]:
+                said = " and ".join(f"{worker.name} {n}" for worker, n in zip(workers, lengths, strict=True))
+                raise RuntimeError(f"the two sides had prompts of different lengths: {said} tokens")
+            if number >= 0:
+                yield found

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.workload import Workload
+from benchmarks.workload import Workload, settle
 from torchrl_grpo.cores import WAITING
 
 # Names the pipe that answers go into: libraries print to the usual ones, some while they are imported.
@@ -29,7 +29,8 @@ def serve(build: Callable[[Workload], Callable[[], dict[str, float]]]) -> None:
 
     Args:
         build: from the workload to a function that takes one step and returns seconds by phase, at least
-            ``train`` and, unless rollouts are recorded, ``generate``.
+            ``train`` and, unless rollouts are recorded, ``generate`` and ``prompt_tokens``, the mean length
+            of a prompt as the model saw it.
     """
     answers = os.fdopen(int(os.environ[_ANSWERS]), "w")
     step = build(Workload.from_json(sys.argv[1]))
@@ -37,14 +38,16 @@ def serve(build: Callable[[Workload], Callable[[], dict[str, float]]]) -> None:
     for _ in sys.stdin:
         started = time.perf_counter()
         phases = step()
+        settle()
         seconds = time.perf_counter() - started
         print(json.dumps({"seconds": seconds, **phases, "peak_gib": _peak()}), file=answers, flush=True)
 
 
 def _peak() -> float:
-    from torchrl_grpo.observe.stats import peak_memory_gib
+    from torchrl_grpo.observe.stats import peak_cuda_gib, peak_memory_gib
 
-    return peak_memory_gib()
+    # What PyTorch reserved of the GPU where one is used; the process's otherwise.
+    return peak_cuda_gib() or peak_memory_gib()
 
 
 class Worker:
@@ -59,6 +62,8 @@ class Worker:
         self.name = name
         # The same for all: threads that spin for long would be measured in whoever runs beside them.
         environment = {**os.environ, **WAITING, "TOKENIZERS_PARALLELISM": "false"}
+        # Several GPUs would be shared out by each library's own rule: what is compared is one.
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         reading, writing = os.pipe()
         self._answers = os.fdopen(reading)
         self._process = subprocess.Popen(

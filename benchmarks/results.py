@@ -37,8 +37,8 @@ class Part:
         columns: of its table.
         rows: of its table, as text.
         figures: the same for machines.
+        counted: how many times it was measured.
         plot: file name of a plot beside the report, or None.
-        counted: how many times it was measured; None for the pairs of the command line.
     """
 
     title: str
@@ -46,14 +46,16 @@ class Part:
     columns: list[str]
     rows: list[list[str]]
     figures: dict[str, Any]
+    counted: str
     plot: str | None = None
-    counted: str | None = None
 
 
+_MEMORY = "Peak memory is the process's, or what PyTorch reserved of the GPU where there is one."
 _OWN = {
     "trl_grpo": (
         "TRL's own: micro-batches of 8 sequences, gradient checkpointing (its default), generation by "
-        "transformers unless said otherwise."
+        "transformers unless said otherwise. Its vLLM, where it has one, is newer than TRL 1.16 claims to "
+        "support (0.22 to 0.31)."
     ),
     "torchrl_stock": (
         "TorchRL's own: micro-batches of 8 sequences and, unless said otherwise, GRPOLoss's entropy bonus "
@@ -63,26 +65,37 @@ _OWN = {
 }
 
 
+def _numbers(work: Workload) -> str:
+    return "float32" if work.autocast == "no" else "bfloat16 autocast over float32 weights"
+
+
 def _held(work: Workload) -> str:
-    numbers = "float32" if work.autocast == "no" else "bfloat16 autocast over float32 weights"
     return (
-        f"Held equal: {Path(work.model).name}, {work.prompts} prompts of about {work.prompt_tokens} tokens, "
-        f"{work.samples} responses each of exactly {work.response_tokens} tokens, {numbers}, AdamW, no KL, "
-        "every core."
+        f"Held equal: {Path(work.model).name}, {work.prompts} prompts of {work.prompt_tokens} tokens or a "
+        f"few more, {work.samples} responses each of exactly {work.response_tokens} tokens, "
+        f"{_numbers(work)}, AdamW, no KL, every core; threads look for work for some microseconds before "
+        "they sleep."
     )
 
 
 def _settings(work: Workload) -> str:
-    return f" Here with {work.settings}." if work.settings else ""
+    return "".join(f", {key}={value}" for key, value in work.settings.items())
 
 
-# Entries of before 2026-11-22 were measured without.
-_COMPILED = "Ours compiles the trainer's layers (`train_model.compile=true`)."
+def _ours(work: Workload) -> str:
+    chosen = ", ".join(f"`{key}={json.dumps(value)}`" for key, value in work.settings.items())
+    return f"Ours with {chosen}." if chosen else "Ours with its defaults."
 
 
-def whole_step(work: Workload, theirs: Workload, found: Comparison) -> Part:
-    """A step from prompts to published weights, with the workload of the other side."""
+def counted(done: int, asked: int, what: str) -> str:
+    """So many pairs, rows or steps, and of how many where measuring was stopped."""
+    return f"{done} {what}" if done == asked else f"stopped after {done} of {asked} {what}"
+
+
+def whole_step(ours: Workload, theirs: Workload, found: Comparison, asked: int) -> Part:
+    """A step from prompts to published weights: each side's workload, and how many pairs were asked for."""
     ratio = found.ratio()
+    alike = not theirs.settings.get("use_vllm")
     rows = [
         [
             side,
@@ -92,13 +105,15 @@ def whole_step(work: Workload, theirs: Workload, found: Comparison) -> Part:
     ]
     rest = Spread.of([100 * (s["seconds"] - s["generate"] - s["train"]) / s["seconds"] for s in found.ours])
     share = found.of("ours", "gemm_share")
-    rows.append(["**ratio**", f"**{ratio.show()}**", found.ratio("generate").show(),
-                 found.ratio("train").show(), ""])  # fmt: skip
+    # With vLLM what TRL calls generation is publication, scoring and log-probabilities too.
+    phases = [found.ratio(key).show() if alike else "" for key in ("generate", "train")]
+    rows.append(["**ratio**", f"**{ratio.show()}**", *phases, ""])
     return Part(
-        f"A step against {_NAMES[found.names[1]]}, responses of {work.response_tokens} tokens",
-        f"{_held(work)} Of our step {rest.show('.1f')} % is neither generation nor training; training runs "
-        f"at {share.show()} of the rate of a plain matrix product measured when the run began. {_COMPILED} "
-        f"{_OWN[found.names[1]]}{_settings(theirs)}",
+        f"A step against {_NAMES[found.names[1]]}{_settings(theirs)}, responses of "
+        f"{theirs.response_tokens} tokens, {_numbers(theirs)}",
+        f"{_held(theirs)} Of our step {rest.show('.1f')} % is neither generation nor training; training runs "
+        f"at {share.show()} of the rate of a plain matrix product measured when the run began. {_ours(ours)} "
+        f"{_OWN[found.names[1]]} {_MEMORY}",
         ["", "step, s", "generate, s", "train, s", "peak memory, GiB"],
         rows,
         {
@@ -108,10 +123,11 @@ def whole_step(work: Workload, theirs: Workload, found: Comparison) -> Part:
             "ours": found.ours,
             "theirs": found.theirs,
         },
+        counted(len(found.ours), asked, "pairs"),
     )
 
 
-def training_phase(work: Workload, found: Comparison) -> Part:
+def training_phase(ours: Workload, theirs: Workload, found: Comparison, asked: int) -> Part:
     """The same recorded rollouts, trained on once."""
     ratio = found.ratio("train")
     rows = [
@@ -120,17 +136,18 @@ def training_phase(work: Workload, found: Comparison) -> Part:
     ]
     rows.append(["**ratio**", f"**{ratio.show()}**", ""])
     return Part(
-        f"The training phase against {_NAMES[found.names[1]]}",
-        f"{_held(work)} Both train on the same recorded rollouts, advantages included but for TRL's. "
-        f"{_COMPILED} "
-        f"{_OWN[found.names[1]]}",
+        f"The training phase against {_NAMES[found.names[1]]}{_settings(theirs)}, responses of "
+        f"{theirs.response_tokens} tokens, {_numbers(theirs)}",
+        f"{_held(theirs)} Both train on the same recorded rollouts, advantages included but for TRL's. "
+        f"{_ours(ours)} {_OWN[found.names[1]]} {_MEMORY}",
         ["", "train, s", "peak memory, GiB"],
         rows,
         {"ratio": dataclasses.astuple(ratio), "ours": found.ours, "theirs": found.theirs},
+        counted(len(found.ours), asked, "pairs"),
     )
 
 
-def collection(work: Workload, found: Comparison) -> Part:
+def collection(work: Workload, found: Comparison, asked: int) -> Part:
     """Everything of collection but the forward passes."""
     samples = work.prompts * work.samples
     ratio = found.ratio("collect")
@@ -141,7 +158,8 @@ def collection(work: Workload, found: Comparison) -> Part:
     return Part(
         "Collection around an engine that answers at once",
         f"{samples} samples of {work.response_tokens} tokens: rendering, decoding, rewards, the tensordict; "
-        "ours with advantages and buffer, the other without.",
+        "ours with advantages and buffer, the other without. Ours is handed lists of tokens, the other "
+        "side's wrapper takes them out of vLLM's objects.",
         ["", "ms a sample"],
         [
             ["this project", per_sample("ours").show()],
@@ -149,10 +167,11 @@ def collection(work: Workload, found: Comparison) -> Part:
             ["**ratio**", f"**{ratio.show('.1f')}**"],
         ],
         {"ratio": dataclasses.astuple(ratio), "ms": dataclasses.astuple(per_sample("ours"))},
+        counted(len(found.ours), asked, "pairs"),
     )
 
 
-def overlap(work: Workload, rows: dict[int, Comparison]) -> Part:
+def overlap(work: Workload, rows: dict[int, Comparison], asked: int) -> Part:
     """Steps of grpo-async.py against those of grpo.py, with engines that take a set time."""
 
     def against(steps: list[dict[str, Any]], bound: Any) -> Spread:
@@ -177,11 +196,12 @@ def overlap(work: Workload, rows: dict[int, Comparison]) -> Part:
         ["workers", "async: step / longer of the two", "sync: step / sum of the two", "sync / async"],
         table,
         figures,
+        counted(min(len(found.ours) for found in rows.values()), asked, "pairs"),
     )
 
 
-def async_memory(points: list[dict[str, float]], folder: Path) -> Part:
-    """What a long asynchronous run holds, with a plot in ``folder``."""
+def async_memory(points: list[dict[str, float]], plot: Path) -> Part:
+    """What a long asynchronous run holds, with a picture of it."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -196,7 +216,7 @@ def async_memory(points: list[dict[str, float]], folder: Path) -> Part:
     axes.set_ylim(bottom=0)
     axes.legend()
     figure.tight_layout()
-    figure.savefig(folder / "async_memory.svg")
+    figure.savefig(plot)
     pyplot.close(figure)
     found = {key: memory.growth(points, key, warm_up=20) for key in names}
     return Part(
@@ -209,13 +229,13 @@ def async_memory(points: list[dict[str, float]], folder: Path) -> Part:
             for key, one in found.items()
         ],
         found,
-        "async_memory.svg",
         "one run",
+        plot.name,
     )
 
 
-def growth(rows: dict[str, list[dict[str, Any]]], folder: Path) -> Part:
-    """The training phase as one size grows; its plot goes to ``folder``."""
+def growth(rows: dict[str, list[dict[str, Any]]], asked: int, plot: Path) -> Part:
+    """The training phase as one size grows, with a picture of it; ``asked`` counts all rows there will be."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -225,15 +245,15 @@ def growth(rows: dict[str, list[dict[str, Any]]], folder: Path) -> Part:
     for column, (axis, points) in enumerate(rows.items()):
         values = [point["value"] for point in points]
         for row, (key, label) in enumerate((("train", "training phase, s"), ("gib", "peak memory, GiB"))):
-            plot = axes[row][column]
-            plot.plot(values, [point[key] for point in points], "o-")
-            plot.set_xscale("log", base=2)
-            plot.set_xlabel(axis)
-            plot.set_ylim(bottom=0)
+            picture = axes[row][column]
+            picture.plot(values, [point[key] for point in points], "o-")
+            picture.set_xscale("log", base=2)
+            picture.set_xlabel(axis)
+            picture.set_ylim(bottom=0)
             if column == 0:
-                plot.set_ylabel(label)
+                picture.set_ylabel(label)
     figure.tight_layout()
-    figure.savefig(folder / "growth.svg")
+    figure.savefig(plot)
     pyplot.close(figure)
     vocab = rows["vocab"]
     grown = vocab[-1]["gib"] / vocab[0]["gib"] - 1
@@ -241,7 +261,8 @@ def growth(rows: dict[str, list[dict[str, Any]]], folder: Path) -> Part:
         "Growth of the training phase",
         "A random Llama of 4 layers, hidden size 576; 4 prompts of 100 tokens x 8 responses of 64, "
         "vocabulary 8,192, micro-batches of 4,096 tokens, unless the table says otherwise. Peak memory is "
-        "the process's, without the head's weight, gradient and optimiser state. "
+        "the process's, or the GPU's where there is one, without the head's weight, gradient and optimiser "
+        "state. "
         f"From {vocab[0]['value']:,} to {vocab[-1]['value']:,} words it grows by {grown:.1%}.",
         ["what grows", "to", "training phase, s", "peak memory, GiB"],
         [
@@ -250,12 +271,13 @@ def growth(rows: dict[str, list[dict[str, Any]]], folder: Path) -> Part:
             for point in points
         ],
         {"vocab_growth": grown, "rows": rows},
-        "growth.svg",
-        "best of 2 steps",
+        f"best of 2 steps, {counted(sum(map(len, rows.values())), asked, 'rows')}",
+        plot.name,
     )
 
 
-def _machine() -> str:
+def machine() -> str:
+    """What was measured on: device, cores, rates of a matrix product, versions and the date."""
     versions = []
     for package in _PACKAGES:
         try:
@@ -272,17 +294,17 @@ def _machine() -> str:
     )
 
 
-def save(name: str, part: Part, pairs: int, folder: Path) -> None:
-    """Put the part in its place and write the report in ``folder`` anew."""
+def save(name: str, part: Part, machine: str, folder: Path) -> None:
+    """Put the part in its place and write the report in ``folder`` anew; a kill leaves the one before."""
     figures = folder / _FIGURES
     known: dict[str, Any] = json.loads(figures.read_text()) if figures.exists() else {}
-    known[name] = {**dataclasses.asdict(part), "pairs": pairs, "machine": _machine()}
-    figures.write_text(json.dumps(known, indent=1) + "\n")
+    known[name] = {**dataclasses.asdict(part), "machine": machine}
+    _replace(figures, json.dumps(known, indent=1) + "\n")
     text = [
         "# Benchmark results\n",
         "Written by `make bench`. Two sides of a comparison run in turn, A B A B; numbers are medians with "
         "the smallest and largest in brackets, ratios are taken pair by pair. Peers run with their own "
-        "settings; with vLLM, ours compiles its graphs (`inference_model.enforce_eager=false`).\n",
+        "settings.\n",
     ]
     for entry in known.values():
         columns = entry["columns"]
@@ -291,6 +313,11 @@ def save(name: str, part: Part, pairs: int, folder: Path) -> None:
         text += ["| " + " | ".join(row) + " |" for row in entry["rows"]]
         if entry["plot"]:
             text += ["", f"![{entry['title']}]({entry['plot']})"]
-        counted = entry["counted"] or f"{entry['pairs']} pairs"
-        text += ["", f"{counted}; {entry['machine']}\n"]
-    (folder / REPORT).write_text("\n".join(text))
+        text += ["", f"{entry['counted']}; {entry['machine']}\n"]
+    _replace(folder / REPORT, "\n".join(text))
+
+
+def _replace(path: Path, text: str) -> None:
+    aside = path.with_suffix(".writing")
+    aside.write_text(text)
+    aside.replace(path)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 # Plain words, so that a prompt can be made as long as wanted without changing what it is.
@@ -61,6 +62,14 @@ class Workload:
                 words.append(_WORDS[(number + len(words)) % len(_WORDS)])
         return chats
 
+    def write_questions(self, path: Path) -> None:
+        """The same chats as a file that ``env.dataset=jsonl`` reads, with answers that nobody looks at."""
+        from transformers import AutoTokenizer
+
+        chats = self.messages(AutoTokenizer.from_pretrained(self.model))
+        rows = [json.dumps({"question": chat[0]["content"], "answer": "0"}) for chat in chats]
+        path.write_text("\n".join(rows) + "\n")
+
     @staticmethod
     def render(tokenizer: Any, chat: list[dict[str, str]]) -> list[int]:
         """Token ids of a chat with the turn of the model opened."""
@@ -71,6 +80,14 @@ class Workload:
 def reward(text: str) -> float:
     """A number from 0 to 1 that differs from response to response: every group has a signal, at no cost."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") / 2**32
+
+
+def settle() -> None:
+    """Wait until the GPU, where there is one, has done what it was told: clocks are read after that."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def use_all_cores() -> int:

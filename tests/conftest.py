@@ -31,6 +31,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Divide the tests between the processes of ``make test``: a part is a file, or all with real engines.
+
+    Real engines and models take every core and gigabytes, so one process has them all, one after the other.
+    They are the longest part and come first, so that no process is left waiting for them at the end.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    items.sort(key=lambda item: item.get_closest_marker("integration") is None)
+    for item in items:
+        alone = item.get_closest_marker("integration") is not None
+        item.add_marker(pytest.mark.xdist_group("integration" if alone else item.path.stem))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _scratch_for_loggers() -> object:
     """Keep what W&B writes on the side out of the checkout and of the user's home."""

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.protocol import serve
-from benchmarks.workload import Workload, use_all_cores
+from benchmarks.workload import Workload, settle, use_all_cores
 from torchrl_grpo.config import Config
 from torchrl_grpo.inference.protocol import Completion
 from torchrl_grpo.models.logprobs import TokenScorer
@@ -81,6 +81,7 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
         before = _set_back(device)
         started = time.perf_counter()
         optimise(ready)
+        settle()
         seconds = time.perf_counter() - started
         return {"train": seconds, "between_gib": before, "phase_gib": _peak(device)}
 
@@ -98,7 +99,6 @@ def _set_back(device: torch.device) -> float:
 
 def _peak(device: torch.device) -> float:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) / 2**30
     return peak_memory_gib()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import tempfile
 import time
@@ -13,10 +12,9 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from transformers import AutoTokenizer
 
 from benchmarks.protocol import serve
-from benchmarks.workload import Workload, reward, use_all_cores
+from benchmarks.workload import Workload, reward, settle, use_all_cores
 from torchrl_grpo import data, rewards
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
@@ -49,6 +47,8 @@ def config(workload: Workload) -> Config:
     cfg = Config()
     cfg.model.name = workload.model
     cfg.env.dataset = "jsonl"
+    # The prompt as it is given: any other format appends a request for tags.
+    cfg.env.answer_format = "plain"
     cfg.env.num_envs, cfg.env.repeats = workload.prompts, workload.samples
     cfg.reward.weights = {"exact_match": 1.0}
     cfg.inference_model.max_new_tokens = workload.response_tokens
@@ -76,12 +76,8 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
 def _whole_step(workload: Workload) -> Callable[[], dict[str, float]]:
     cfg = config(workload)
     folder = Path(tempfile.mkdtemp())
-    chats = workload.messages(AutoTokenizer.from_pretrained(workload.model))
-    questions = folder / "questions.jsonl"
-    questions.write_text(
-        "".join(json.dumps({"question": chat[0]["content"], "answer": "0"}) + "\n" for chat in chats)
-    )
-    cfg.env.data_path, cfg.env.fields = str(questions), {"question": "question", "answer": "answer"}
+    cfg.env.data_path = str(folder / "questions.jsonl")
+    workload.write_questions(Path(cfg.env.data_path))
     reward_set = rewards.RewardSet([(Drawn(), 1.0)])
     grader = rewards.grader(cfg, reward_set)
     session = Session(cfg, folder / "run", data.load(cfg), reward_set, grader, None)
@@ -95,9 +91,11 @@ def _whole_step(workload: Workload) -> Callable[[], dict[str, float]]:
     def step() -> dict[str, float]:
         metrics = loop_step(session)
         assert metrics["response/length_mean"] == workload.response_tokens, metrics
+        groups = session.buffer.contents()
         if record is not None and not record.exists():
-            torch.save(_rollouts(session.buffer.contents()), record)
+            torch.save(_rollouts(groups), record)
         return {
+            "prompt_tokens": groups["masks", "prompt"].sum(-1).double().mean().item(),
             "generate": metrics["time/generate_s"],
             "train": metrics["time/train_s"],
             "rest": metrics["time/step_s"] - metrics["time/generate_s"] - metrics["time/train_s"],
@@ -170,6 +168,7 @@ def _training_phase(workload: Workload) -> Callable[[], dict[str, float]]:
         started = time.perf_counter()
         buffer.refill(fresh)
         optimise(buffer.sample())
+        settle()
         return {"train": time.perf_counter() - started}
 
     return step

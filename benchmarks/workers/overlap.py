@@ -7,7 +7,6 @@ Settings: ``workers``, 0 for grpo.py; ``generate_s``, seconds a round takes, how
 from __future__ import annotations
 
 import functools
-import json
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -94,16 +93,13 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
     settings = dict(workload.settings)
     workers, generate_s, steps = settings["workers"], settings["generate_s"], settings["steps"]
     folder = Path(tempfile.mkdtemp())
-    chats = workload.messages(AutoTokenizer.from_pretrained(workload.model))
     cfg = config(
         Workload(
             **{**vars(workload), "model": str(random_model(folder / "model", workload.model)), "settings": {}}
         )
     )
     cfg.env.data_path = str(folder / "questions.jsonl")
-    Path(cfg.env.data_path).write_text(
-        "".join(json.dumps({"question": chat[0]["content"], "answer": "0"}) + "\n" for chat in chats)
-    )
+    workload.write_questions(Path(cfg.env.data_path))
     cfg.inference_model.backend = "transformers"
     cfg.inference_model.num_devices = max(1, workers)
     # The same on both sides, so that training takes the same time.

@@ -23,6 +23,7 @@ buffer and optimiser step. Publishing weights is in neither, since TorchRL's own
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -167,6 +168,8 @@ class _Trainer:
 def build(workload: Workload) -> Callable[[], dict[str, float]]:
     """See :func:`benchmarks.protocol.serve`."""
     use_all_cores()
+    # The sampler of the replay buffer draws from it.
+    torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(workload.model)
     return _whole_step(workload, tokenizer) if workload.rollouts is None else _training(workload, tokenizer)
 
@@ -191,11 +194,19 @@ def _whole_step(workload: Workload, tokenizer: Any) -> Callable[[], dict[str, fl
         started = time.perf_counter()
         samples = next(batches).view(-1)
         generated = time.perf_counter()
+        tokens = {key: samples.get(("tokens", key), as_list=True) for key in ("prompt", "response")}
+        lengths = {key: [len(row) for row in rows] for key, rows in tokens.items()}
+        assert set(lengths["response"]) == {workload.response_tokens}, lengths
+        began = time.perf_counter()
         train(samples)
         trained = time.perf_counter()
         engine.load_weights((name, weight.detach()) for name, weight in train.model.named_parameters())
         engine.reset_cache()
-        return {"generate": generated - started, "train": trained - generated}
+        return {
+            "prompt_tokens": statistics.fmean(lengths["prompt"]),
+            "generate": generated - started,
+            "train": trained - began,
+        }
 
     return step
 

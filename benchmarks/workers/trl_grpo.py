@@ -1,7 +1,9 @@
 """TRL's ``GRPOTrainer`` as its constructor makes it, a step at a time.
 
 Held equal: model, prompts, group size, response length, float32 or bf16 autocast, AdamW and its rate, no KL.
-Its own: micro-batches of 8 sequences, gradient checkpointing on, generation by transformers: TRL's defaults.
+Its own: micro-batches of 8 sequences, gradient checkpointing on, generation by transformers: TRL's defaults,
+unless ``Workload.settings``, keys of ``GRPOConfig``, say otherwise. With vLLM ``generate`` is all of TRL's
+preparation: publication, scoring and the policy's log-probabilities too.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.protocol import serve
-from benchmarks.workload import Workload, reward, use_all_cores
+from benchmarks.workload import Workload, reward, settle, use_all_cores
 
 
 class _Paced(TrainerCallback):
@@ -40,6 +42,7 @@ class _Timed(GRPOTrainer):
     """Adds up the seconds of generating and scoring; with recorded rollouts, takes those."""
 
     generating = 0.0
+    prompt_tokens = 0.0
     recorded: dict[str, torch.Tensor] | None = None
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
@@ -48,6 +51,9 @@ class _Timed(GRPOTrainer):
         started = time.perf_counter()
         output = super()._generate_and_score_completions(inputs)
         self.generating += time.perf_counter() - started
+        lengths = {key: output[f"{key}_mask"].sum(1) for key in ("prompt", "completion")}
+        assert (lengths["completion"] == self.max_completion_length).all(), lengths
+        self.prompt_tokens = lengths["prompt"].double().mean().item()
         return output
 
 
@@ -56,9 +62,10 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
     tokenizer = AutoTokenizer.from_pretrained(workload.model)
     model = AutoModelForCausalLM.from_pretrained(workload.model, dtype=torch.float32)
     batch = workload.prompts * workload.samples
-    size = min(8, batch)
+    settings = dict(workload.settings)
+    size = settings.pop("per_device_train_batch_size", min(8, batch))
     on_gpu = torch.cuda.is_available()
-    use_vllm = bool(workload.settings.get("use_vllm", False))
+    use_vllm = bool(settings.get("use_vllm", False))
     # vLLM's name for it is ignore_eos, transformers' min_new_tokens.
     exact = {"ignore_eos": True} if use_vllm else {"min_new_tokens": workload.response_tokens}
     config = GRPOConfig(
@@ -78,7 +85,7 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
         learning_rate=workload.lr,
         lr_scheduler_type="constant",
         seed=0,
-        **workload.settings,
+        **settings,
     )
     paced = _Paced()
     trainer = _Timed(
@@ -109,8 +116,9 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
         paced.go.put(None)
         if (error := paced.done.get()) is not None:
             raise error
-        seconds = time.perf_counter() - started
-        return {"generate": trainer.generating, "train": seconds - trainer.generating}
+        settle()
+        phases = {"generate": trainer.generating, "train": time.perf_counter() - started - trainer.generating}
+        return phases if trainer.recorded is not None else {**phases, "prompt_tokens": trainer.prompt_tokens}
 
     return step
 
