@@ -89,7 +89,8 @@ def _ours(work: Workload) -> str:
 
 def counted(done: int, asked: int, what: str) -> str:
     """So many pairs, rows or steps, and of how many where measuring was stopped."""
-    return f"{done} {what}" if done == asked else f"stopped after {done} of {asked} {what}"
+    named = what.removesuffix("s") if asked == 1 else what
+    return f"{done} {named}" if done == asked else f"stopped after {done} of {asked} {named}"
 
 
 def whole_step(ours: Workload, theirs: Workload, found: Comparison, asked: int) -> Part:
