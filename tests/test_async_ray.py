@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import torch
 from batches import make_model
 
+from torchrl_grpo.rollout import ray_pool
 from torchrl_grpo.rollout.ray_pool import pack, unpack
 from torchrl_grpo.training.command_runs import has_checkpoint
 from torchrl_grpo.training.soak import family, victim
@@ -107,6 +109,20 @@ def output(folder: Path) -> str:
     return (folder / "output.txt").read_text(errors="replace")
 
 
+def test_what_a_node_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = "RAY_free_objects_period_milliseconds"
+    monkeypatch.delenv(freed, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    assert ray_pool.of_nodes([]) == {freed: "10"}
+    assert ray_pool.of_nodes([1]) == {freed: "10", "CUDA_VISIBLE_DEVICES": "7"}
+    with ray_pool.inherited(ray_pool.of_nodes([1, 0])):
+        assert os.environ[freed] == "10" and os.environ["CUDA_VISIBLE_DEVICES"] == "7,4"
+    assert freed not in os.environ and os.environ["CUDA_VISIBLE_DEVICES"] == "4,7"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv(freed, "1000")
+    assert ray_pool.of_nodes([2]) == {freed: "1000", "CUDA_VISIBLE_DEVICES": "2"}
+
+
 def test_a_killed_worker_is_replaced_and_everything_ends_with_the_run(
     repo_root: Path, tmp_path: Path, words: list[str]
 ) -> None:
@@ -115,7 +131,9 @@ def test_a_killed_worker_is_replaced_and_everything_ends_with_the_run(
     run = tmp_path / "run"
     two = ["inference_model.num_devices=2", "collector.max_policy_age=1", "hydra.run.dir=run"]
     with started(repo_root, tmp_path, *words, *two) as process:
-        wait_for(process, run / "metrics.jsonl", 2)
+        nodes = [one for one in wait_for(process, run / "metrics.jsonl", 2) if one.name() == "raylet"]
+        # Old weights leave the object store at once, not when a second has passed.
+        assert [one.environ()["RAY_free_objects_period_milliseconds"] for one in nodes] == ["10"]
         target = victim(process, "worker", random.Random(0))
         assert target is not None
         target.kill()

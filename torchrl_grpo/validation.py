@@ -202,10 +202,12 @@ def _check_task(cfg: Config) -> None:
         raise bad_value("env.task", env.task, wrong, "for example env.task=chain_sum")
     if not generated and env.task is not None:
         wrong = f"dataset {env.dataset} has no tasks, only reasoning_gym has"
-        raise bad_value("env.task", env.task, wrong, "env.task=null or env.dataset=reasoning_gym")
+        whole = f"env={env.dataset} (the whole group), env.task=null or env.dataset=reasoning_gym"
+        raise bad_value("env.task", env.task, wrong, whole)
     if not generated and env.task_args:
         wrong = f"dataset {env.dataset} has no tasks, only reasoning_gym has"
-        raise bad_value("env.task_args", env.task_args, wrong, "env.dataset=reasoning_gym")
+        whole = f"env={env.dataset} (the whole group) or env.dataset=reasoning_gym"
+        raise bad_value("env.task_args", env.task_args, wrong, whole)
     for key, path in (("env.data_path", env.data_path), ("env.eval_data_path", env.eval_data_path)):
         if path is None:
             continue

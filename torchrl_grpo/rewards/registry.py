@@ -16,6 +16,8 @@ from torchrl_grpo.rewards.ifeval import IFEvalGrader, IFEvalReward
 from torchrl_grpo.rewards.math_verify import MathVerifyReward
 from torchrl_grpo.rewards.reasoning_gym import ReasoningGymReward
 from torchrl_grpo.rewards.text import BareNumberReward, ClosenessReward, ExactMatchReward
+from torchrl_grpo.validation import REWARD_READS
+from torchrl_grpo.validation_ranges import DATASETS
 
 #: Used where ``reward.weights`` is empty.
 DEFAULT_WEIGHTS: dict[str, dict[str, float]] = {
@@ -45,16 +47,6 @@ REWARDS: dict[str, Callable[[Config], Reward]] = {
     "closeness": lambda cfg: ClosenessReward(cfg.env.answer_format),
 }
 
-#: Which truths a reward can read; a reward that is not here reads none.
-_READS: dict[str, tuple[str, ...]] = {
-    "gsm8k": ("gsm8k", "math", "jsonl"),
-    "math_verify": ("gsm8k", "math", "jsonl"),
-    "exact_match": ("gsm8k", "math", "jsonl"),
-    "reasoning_gym": ("reasoning_gym",),
-    "closeness": ("gsm8k", "math", "jsonl", "reasoning_gym"),
-    "ifeval": ("ifeval",),
-}
-
 
 def check_weights(cfg: Config) -> dict[str, float]:
     """The weights of a run, after every check that starts nothing.
@@ -77,10 +69,10 @@ def check_weights(cfg: Config) -> dict[str, float]:
             )
         if not math.isfinite(weight):
             raise ConfigError(f"reward.weights.{name}={weight!r} is not a finite number; write e.g. 1.0")
-        if name in _READS and cfg.env.dataset not in _READS[name]:
+        if cfg.env.dataset not in (reads := REWARD_READS.get(name, DATASETS)):
             raise ConfigError(
                 f"reward.weights.{name}: this reward cannot judge env.dataset={cfg.env.dataset}; it reads "
-                f"{', '.join(_READS[name])}. Write e.g. reward.weights={DEFAULT_WEIGHTS[cfg.env.dataset]}"
+                f"{', '.join(reads)}. Write e.g. reward.weights={DEFAULT_WEIGHTS[cfg.env.dataset]}"
             )
     if not any(weights.values()):
         raise ConfigError(

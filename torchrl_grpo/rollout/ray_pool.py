@@ -28,6 +28,9 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.protocol import SteppingEngine
 
 _PLACEMENT_LIMIT_S = 60.0
+# Ray gathers objects that nobody needs for a second, which is several copies of the weights when steps are
+# short; a copy is gone after so many milliseconds here, unless the environment says otherwise.
+_FREED_AFTER = "RAY_free_objects_period_milliseconds"
 
 
 @dataclass(frozen=True)
@@ -244,7 +247,7 @@ def _connect(cfg: Config, count: int, gpus: Sequence[int]) -> None:
     quiet["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(_import_path())}}
     if address is None:
         # A worker needs a slot, whatever it shares the cores with.
-        with _visible(gpus):
+        with inherited(of_nodes(gpus)):
             ray.init(
                 address="local",
                 num_cpus=max(count, os.cpu_count() or 1),
@@ -274,21 +277,29 @@ def _knock(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=10).close()
 
 
-@contextlib.contextmanager
-def _visible(gpus: Sequence[int]) -> Iterator[None]:
-    """Show these GPUs only to processes started meanwhile; Ray hands out what its node process sees."""
-    name = "CUDA_VISIBLE_DEVICES"
-    before = os.environ.get(name)
+def of_nodes(gpus: Sequence[int]) -> dict[str, str]:
+    """Environment of a Ray that is started here, which hands out the GPUs that its node's process sees."""
+    found = {_FREED_AFTER: os.environ.get(_FREED_AFTER, "10")}
     if gpus:
-        all_of_them = before.split(",") if before else None
-        os.environ[name] = ",".join(all_of_them[gpu] if all_of_them else str(gpu) for gpu in gpus)
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = seen.split(",") if seen else None
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
+    return found
+
+
+@contextlib.contextmanager
+def inherited(variables: dict[str, str]) -> Iterator[None]:
+    """Have processes that are started meanwhile find these in their environment."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if before is not None:
-            os.environ[name] = before
-        elif gpus:
-            del os.environ[name]
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _import_path() -> list[str]:

@@ -177,7 +177,8 @@ def find(run_dir: Path, resume: str) -> Path:
 def how_to_continue(run_dir: Path) -> str:
     """What an interrupted run can be continued with, in a line."""
     if _complete(run_dir / "checkpoints"):
-        return f"resume={run_dir.resolve()} continues from its last checkpoint"
+        words = "with the words that the run was started with"
+        return f"resume={run_dir.resolve()} continues from its last checkpoint, {words}"
     return f"{run_dir.resolve()} has no checkpoint yet to continue from"
 
 
