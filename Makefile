@@ -21,7 +21,7 @@ train: setup  ## Run grpo.py with ARGS (default: the GSM8K recipe)
 	$(PY) $(RECIPE)/grpo.py $(ARGS)
 
 test: setup-dev  ## Run the whole test suite, real vLLM and SmolLM2 included, in two processes (ARGS="-n 0": in one); ARGS go to pytest
-	$(PY) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(PY) -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 bench: setup-dev  ## Compare with TRL and TorchRL side by side (hours; ARGS="trl-64 --pairs 2" is a part)
 	$(PY) -m benchmarks $(ARGS)

@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_model import build_tiny_model
@@ -31,19 +32,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Divide the tests between the processes of ``make test``: a part is a file, or all with real engines.
+# Files with real engines and models, which take every core and gigabytes.
+ENGINES = {f"tests/test_{name}.py" for name in ("async_ray", "benchmarks", "integration", "memory", "vllm")}
 
-    Real engines and models take every core and gigabytes, so one process has them all, one after the other.
-    They are the longest part and come first, so that no process is left waiting for them at the end.
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Divide tests between the processes of ``make test``: a part is a file, or all ``ENGINES`` together.
+
+    One process has these, one after the other; being the longest part they are handed out among the first.
     """
-    if not hasattr(config, "workerinput"):
-        return
-    items.sort(key=lambda item: item.get_closest_marker("integration") is None)
-    for item in items:
-        alone = item.get_closest_marker("integration") is not None
-        item.add_marker(pytest.mark.xdist_group("integration" if alone else item.path.stem))
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            return "engines" if file in ENGINES else file
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from conftest import ENGINES
 from tiny_model import build_tiny_model
 
 
@@ -78,6 +79,16 @@ def _fake_python(folder: Path, version: str) -> Path:
     path.write_text(f"#!/bin/sh\necho {version}\n")
     path.chmod(0o755)
     return path
+
+
+def test_tests_with_real_engines_run_in_one_process(repo_root: Path) -> None:
+    marked = {
+        str(path.relative_to(repo_root))
+        for path in (repo_root / "tests").glob("test_*.py")
+        if re.search(r"^(pytestmark = .*|@)pytest\.mark\.integration", path.read_text(), re.MULTILINE)
+    }
+    assert marked and marked <= ENGINES
+    assert all((repo_root / name).exists() for name in ENGINES)
 
 
 @pytest.mark.parametrize("version", ["3.10", "3.14"])
