@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import psutil
 
 from benchmarks.workers.overlap import random_model
 from benchmarks.workload import Workload
+from torchrl_grpo.rollout.ray_pool import inherited
 from torchrl_grpo.training.command_runs import check, newest_step, started
 
 _MIB = 2**20
@@ -35,7 +35,7 @@ def watch(work: Workload, steps: int) -> list[dict[str, float]]:
     points: list[dict[str, float]] = []
     words = _words(work, model, questions, steps)
     # On the CPU everywhere: two workers and a trainer would ask for three GPUs.
-    with _no_gpu(), started(folder / "run", words, "grpo-async.py") as process:
+    with inherited({"CUDA_VISIBLE_DEVICES": ""}), started(folder / "run", words, "grpo-async.py") as process:
         trainer = psutil.Process(process.pid)
         while process.poll() is None:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -54,20 +54,6 @@ def watch(work: Workload, steps: int) -> list[dict[str, float]]:
     check(folder / "run", process)
     shutil.rmtree(folder)
     return points
-
-
-@contextlib.contextmanager
-def _no_gpu() -> Iterator[None]:
-    """What is started meanwhile sees no GPU."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        yield
-    finally:
-        if seen is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = seen
 
 
 def _words(work: Workload, model: Path, questions: Path, steps: int) -> list[str]:
