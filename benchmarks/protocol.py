@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from benchmarks.waking import touch_memory
 from benchmarks.workload import Workload, settle
 from torchrl_grpo.cores import WAITING
 
@@ -27,6 +28,8 @@ _ROOT = Path(__file__).resolve().parents[1]
 def serve(build: Callable[[Workload], Callable[[], dict[str, float]]]) -> None:
     """Run as a worker: build, say so, then take a step for every line that comes in.
 
+    Before each the worker's memory is read, which is not in the step's time: who waited is no slower for it.
+
     Args:
         build: from the workload to a function that takes one step and returns seconds by phase, at least
             ``train`` and, unless rollouts are recorded, ``generate`` and ``prompt_tokens``, the mean length
@@ -36,6 +39,7 @@ def serve(build: Callable[[Workload], Callable[[], dict[str, float]]]) -> None:
     step = build(Workload.from_json(sys.argv[1]))
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for _ in sys.stdin:
+        touch_memory()
         started = time.perf_counter()
         phases = step()
         settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer
 from benchmarks import __main__ as main
 from benchmarks import pairs, results
 from benchmarks.pairs import Comparison, Spread
+from benchmarks.waking import touch_memory
 from benchmarks.workers.ours import config
 from benchmarks.workload import Workload, reward
 from torchrl_grpo import data
@@ -54,6 +56,16 @@ def test_this_project_is_given_the_same_prompts(tmp_path: Path) -> None:
     work.write_questions(Path(cfg.env.data_path))
     chats = [example.messages for example in data.load(cfg).train]
     assert chats == work.messages(AutoTokenizer.from_pretrained(work.model))
+
+
+def test_memory_that_was_written_to_is_read_and_none_is_made() -> None:
+    before = touch_memory()
+    reserved, used = mmap.mmap(-1, 2**28, mmap.MAP_PRIVATE), mmap.mmap(-1, 2**27, mmap.MAP_PRIVATE)
+    used.write(b"x" * 2**27)
+    growth = touch_memory() - before
+    reserved.close()
+    used.close()
+    assert 0.9 * 2**27 < growth < 1.5 * 2**27
 
 
 class Scripted:
