@@ -13,9 +13,9 @@ _AT_ONCE = 2**20
 def touch_memory() -> int:
     """Read every page that this process has in memory, and return how many bytes that were.
 
-    The host of a virtual machine takes pages away that nobody has used for some minutes, and no counter of the
-    machine shows the time that it takes to give them back: a step of 33 s took 37 to 40 s after 130 s of
-    waiting. The faster side waits longer and has less to divide that by, and a run on its own has none of it.
+    The host of a virtual machine takes pages away that nobody has used for some minutes, and no counter of
+    the machine shows the time that it takes to give them back: a step of 33 s took 37 to 40 s after 130 s of
+    waiting. The faster side waits longer and has less to divide that by; a run on its own has none of it.
     """
     size = mmap.PAGESIZE
     buffer = bytearray(_AT_ONCE)
