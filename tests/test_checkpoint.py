@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import resource
 import shutil
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError
@@ -96,15 +98,40 @@ def test_a_write_that_fails_harms_no_older_checkpoint(run_dir: Path) -> None:
 
     save(run_dir, 5, value=1)
     for step in (5, 10):
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(CheckpointError, match="No space left on device; there is room for") as raised:
             checkpoint.save(run_dir, step, Config(), fail, {}, 1)
+        assert f"checkpoints/{step}: " in str(raised.value) and f"resume={run_dir}" in str(raised.value)
         found = checkpoint.find(run_dir, "auto")
         assert found.name == "5" and checkpoint.load_state(found)["value"] == 1
-    # The next write of that step does not trip over what was left, and nothing of it gets in.
-    (run_dir / "checkpoints" / ".writing-10" / "model" / "leftover").write_text("x")
+        assert steps(run_dir) == ["5"], "what it had written takes no room"
+
+
+def test_what_a_killed_write_left_gets_into_no_checkpoint(run_dir: Path) -> None:
+    leftover = run_dir / "checkpoints" / ".writing-10" / "model" / "leftover"
+    leftover.parent.mkdir(parents=True)
+    leftover.write_text("x")
     folder = save(run_dir, 10, keep=1)
     assert not (folder / "model" / "leftover").exists()
     assert checkpoint.damage(folder) is None
+
+
+@pytest.mark.parametrize("large", ["model", "state"])
+def test_a_file_that_the_system_cuts_off_is_one_clear_message(
+    run_dir: Path, tiny_model_dir: Path, large: str
+) -> None:
+    save(run_dir, 5)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    write = model.save_pretrained if large == "model" else write_model
+    state = {"tensor": torch.zeros(2**16)} if large == "state" else {}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, limits[1]))
+    try:
+        # Each library puts what the system says in words of its own.
+        with pytest.raises(CheckpointError, match="checkpoints/10: the checkpoint could not be written"):
+            checkpoint.save(run_dir, 10, Config(), write, state, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert steps(run_dir) == ["5"] and checkpoint.damage(run_dir / "checkpoints" / "5") is None
 
 
 def test_leftovers_of_a_killed_process_are_ignored_and_cleaned(run_dir: Path) -> None:

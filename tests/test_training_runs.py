@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, DataError, ModelError, TrainingStopped, UserError
 from torchrl_grpo.rewards.text import BareNumberReward
+from torchrl_grpo.training.run import run
 from torchrl_grpo.training.verify_resume import read
 
 
@@ -266,6 +267,17 @@ def test_gradient_checkpointing_trains_to_the_same_numbers(train: Runner) -> Non
     )
     for one, other in zip(plain, recomputed, strict=True):
         assert one["loss/total"] == pytest.approx(other["loss/total"], abs=1e-4)
+
+
+def test_a_full_disk_stops_the_run_with_one_clear_message(config: Config, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "rollouts.jsonl").symlink_to("/dev/full")
+    with pytest.raises(
+        TrainingStopped, match=r"No space left on device: .*rollouts.jsonl.*make room"
+    ) as raised:
+        run(config, folder)
+    assert str(raised.value).endswith(f"{folder} has no checkpoint yet to continue from")
 
 
 def test_losses_that_are_not_finite_stop_the_run_and_keep_its_checkpoints(

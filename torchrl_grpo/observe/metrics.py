@@ -104,8 +104,11 @@ class _Lines:
             json.dumps(jsonable({"step": int(step), **row}), allow_nan=False) + "\n" for row in rows
         ).encode("ascii")
         left = memoryview(block)
-        while left:  # a regular file takes all of it at once, unless a signal comes between
-            left = left[os.write(self._file, left) :]
+        try:
+            while left:  # a regular file takes all of it at once, unless a signal comes between
+                left = left[os.write(self._file, left) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         if block:
             self.last_step = int(step)
 

@@ -18,7 +18,8 @@ import os
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def save(
 ) -> Path:
     """Write ``checkpoints/<step>`` and remove all but the ``keep`` newest.
 
-    A kill at any moment leaves the older checkpoints whole.
+    A kill or an error at any moment leaves the older checkpoints whole; after an error nothing lies around.
 
     Args:
         run_dir: the run's folder.
@@ -84,28 +85,16 @@ def save(
 
     Returns:
         The folder.
-    """
-    import torch
-    from omegaconf import OmegaConf
 
+    Raises:
+        CheckpointError: it cannot be written: the disk is full, say.
+    """
     root = run_dir / "checkpoints"
     aside = root / f"{_ASIDE}{step}"
     shutil.rmtree(aside, ignore_errors=True)
     writers = {"model": write_model, **({"merged": write_merged} if write_merged is not None else {})}
-    for name, write in writers.items():
-        (aside / name).mkdir(parents=True)
-        write(aside / name)
-    torch.save(state, aside / _TRAINER)
-    OmegaConf.save(OmegaConf.create(asdict(cfg)), aside / _CONFIG)
-    files = sorted(path for path in aside.rglob("*") if path.is_file())
-    entries = {
-        str(path.relative_to(aside)): {"bytes": path.stat().st_size, "crc32": _crc32(path)} for path in files
-    }
-    for path in files:
-        _flush(path)
-    (aside / MANIFEST).write_text(json.dumps({"step": step, "files": entries}, indent=1))
-    for path in (aside / MANIFEST, *(aside / name for name in writers), aside):
-        _flush(path)
+    with _or_nothing(run_dir, aside):
+        _fill(aside, step, cfg, writers, state)
     target = root / str(step)
     replaced = _doomed(target) if target.exists() else None
     aside.rename(target)
@@ -116,6 +105,49 @@ def save(
     for old in [folder for folder in _complete(root) if int(folder.name) <= step][:-keep]:
         shutil.rmtree(_doomed(old))
     return target
+
+
+@contextmanager
+def _or_nothing(run_dir: Path, aside: Path) -> Iterator[None]:
+    """What cannot be written is removed, and the user told why and how the run goes on."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        room = shutil.disk_usage(run_dir).free / 2**30
+        raise CheckpointError(
+            f"{aside.with_name(aside.name.removeprefix(_ASIDE))}: the checkpoint could not be written "
+            f"({error}; there is room for {room:.1f} GiB); make room for it: {how_to_continue(run_dir)}"
+        ) from error
+
+
+def _fill(
+    aside: Path, step: int, cfg: Config, writers: dict[str, Callable[[Path], None]], state: dict[str, Any]
+) -> None:
+    """Write all of a checkpoint into the folder ``aside``, down to the disk, the manifest last."""
+    import torch
+    from omegaconf import OmegaConf
+
+    for name, write in writers.items():
+        (aside / name).mkdir(parents=True)
+        write(aside / name)
+    try:
+        torch.save(state, aside / _TRAINER)
+    except RuntimeError as error:
+        # So torch says that a file took no more.
+        raise OSError(str(error).splitlines()[0]) from error
+    OmegaConf.save(OmegaConf.create(asdict(cfg)), aside / _CONFIG)
+    files = sorted(path for path in aside.rglob("*") if path.is_file())
+    entries = {
+        str(path.relative_to(aside)): {"bytes": path.stat().st_size, "crc32": _crc32(path)} for path in files
+    }
+    for path in files:
+        _flush(path)
+    (aside / MANIFEST).write_text(json.dumps({"step": step, "files": entries}, indent=1))
+    for path in (aside / MANIFEST, *(aside / name for name in writers), aside):
+        _flush(path)
 
 
 def clean(run_dir: Path) -> None:

@@ -4,6 +4,7 @@ torch is imported.
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -16,10 +17,12 @@ from torchrl_grpo import data, launch, planning, rewards
 from torchrl_grpo.config import Config
 from torchrl_grpo.cores import WAITING
 from torchrl_grpo.devices_plan import Plan
-from torchrl_grpo.errors import WorkersLost
+from torchrl_grpo.errors import TrainingStopped, WorkersLost
 from torchrl_grpo.rewards.grading import CountingGrader
 from torchrl_grpo.run_folder import claimed
 from torchrl_grpo.training import checkpoint
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def run(cfg: Config, run_dir: Path) -> dict[str, Any]:
@@ -105,6 +108,10 @@ def _prepare_and_train(
     except KeyboardInterrupt:
         sys.stderr.write(f"{checkpoint.how_to_continue(run_dir)}\n")
         raise
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise TrainingStopped(f"{error}; make room there: {checkpoint.how_to_continue(run_dir)}") from error
     finally:
         grader.close()
         reward_set.close()
