@@ -28,7 +28,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 def serve(build: Callable[[Workload], Callable[[], dict[str, float]]]) -> None:
     """Run as a worker: build, say so, then take a step for every line that comes in.
 
-    Before each the worker's memory is read, which is not in the step's time: who waited is no slower for it.
+    Before each the worker's own memory is read, outside the step's time: waiting makes it no slower.
 
     Args:
         build: from the workload to a function that takes one step and returns seconds by phase, at least

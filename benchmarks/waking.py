@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -17,27 +19,37 @@ def touch_memory() -> int:
     the machine shows the time that it takes to give them back: a step of 33 s took 37 to 40 s after 130 s of
     waiting. The faster side waits longer and has less to divide that by; a run on its own has none of it.
     """
-    size = mmap.PAGESIZE
-    buffer = bytearray(_AT_ONCE)
-    total = 0
-    with (
-        open("/proc/self/pagemap", "rb", buffering=0) as pages,
-        open("/proc/self/mem", "rb", buffering=0) as memory,
-    ):
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            span, permissions, _, _, _, *path = line.split()
-            # Private and written to: heaps, stacks and weights. What a device maps cannot be read like this.
-            if permissions != "rw-p" or (path[:1] and path[0].startswith("/dev/")):
-                continue
+    try:
+        with (
+            open("/proc/self/pagemap", "rb", buffering=0) as pages,
+            open("/proc/self/mem", "rb", buffering=0) as memory,
+        ):
+            return sum(_touch(span, pages, memory) for span in _written_to())
+    except OSError:
+        # Not every kernel has these files, and a thread at work may just have given some memory back.
+        return 0
+
+
+def _written_to() -> Iterator[tuple[int, int]]:
+    """First and last address of heaps, stacks and weights: private, and not what a device maps."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions, _, _, _, *path = line.split()
+        if permissions == "rw-p" and not (path and path[0].startswith("/dev/")):
             start, stop = (int(end, 16) for end in span.split("-"))
-            pages.seek(start // size * 8)
-            entries = np.frombuffer(pages.read((stop - start) // size * 8), dtype=np.uint64)
-            # Bit 63: in memory. Reading others would only have pages of zeros made.
-            present = np.flatnonzero(entries >> np.uint64(63))
-            for run in np.split(present, np.flatnonzero(np.diff(present) != 1) + 1):
-                address, left = start + int(run[0]) * size if len(run) else start, len(run) * size
-                while left:
-                    memory.seek(address)
-                    read = memory.readinto(memoryview(buffer)[: min(left, _AT_ONCE)])
-                    address, left, total = address + read, left - read, total + read
-    return total
+            yield start, stop
+
+
+def _touch(span: tuple[int, int], pages: FileIO, memory: FileIO) -> int:
+    size, (start, stop) = mmap.PAGESIZE, span
+    pages.seek(start // size * 8)
+    entries = np.frombuffer(pages.read((stop - start) // size * 8), dtype=np.uint64)
+    # Bit 63: in memory. Reading others would only have pages of zeros made.
+    present = np.flatnonzero(entries >> np.uint64(63))
+    if not len(present):
+        return 0
+    for run in np.split(present, np.flatnonzero(np.diff(present) != 1) + 1):
+        memory.seek(start + int(run[0]) * size)
+        left = len(run) * size
+        while left and (block := memory.read(min(left, _AT_ONCE))):
+            left -= len(block)
+    return len(present) * size

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
 import random
 import resource
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError
@@ -94,16 +96,26 @@ def test_a_later_one_never_pushes_out_the_one_just_written(run_dir: Path) -> Non
 def test_a_write_that_fails_harms_no_older_checkpoint(run_dir: Path) -> None:
     def fail(folder: Path) -> None:
         write_model(folder)
-        raise OSError("No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     save(run_dir, 5, value=1)
     for step in (5, 10):
-        with pytest.raises(CheckpointError, match="No space left on device; there is room for") as raised:
+        with pytest.raises(CheckpointError, match=r"No space left on device; the disk took 0\.00") as raised:
             checkpoint.save(run_dir, step, Config(), fail, {}, 1)
         assert f"checkpoints/{step}: " in str(raised.value) and f"resume={run_dir}" in str(raised.value)
         found = checkpoint.find(run_dir, "auto")
         assert found.name == "5" and checkpoint.load_state(found)["value"] == 1
         assert steps(run_dir) == ["5"], "what it had written takes no room"
+
+
+def test_an_error_of_another_kind_is_no_full_disk(run_dir: Path) -> None:
+    def fail(folder: Path) -> None:
+        write_model(folder)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        checkpoint.save(run_dir, 5, Config(), fail, {}, 1)
+    assert steps(run_dir) == []
 
 
 def test_what_a_killed_write_left_gets_into_no_checkpoint(run_dir: Path) -> None:
@@ -115,19 +127,29 @@ def test_what_a_killed_write_left_gets_into_no_checkpoint(run_dir: Path) -> None
     assert checkpoint.damage(folder) is None
 
 
-@pytest.mark.parametrize("large", ["model", "state"])
+@pytest.mark.parametrize(
+    ("large", "said"),
+    [
+        ("model", r"I/O error: File too large \(os error 27\)"),
+        ("tokenizer", r"\(File too large \(os error 27\)"),
+        ("state", "inline_container"),
+    ],
+)
 def test_a_file_that_the_system_cuts_off_is_one_clear_message(
-    run_dir: Path, tiny_model_dir: Path, large: str
+    run_dir: Path, tiny_model_dir: Path, large: str, said: str
 ) -> None:
     save(run_dir, 5)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    write = model.save_pretrained if large == "model" else write_model
+    writers: dict[str, Callable[[Path], object]] = {
+        "model": AutoModelForCausalLM.from_pretrained(tiny_model_dir).save_pretrained,
+        "tokenizer": AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained,
+    }
+    write = writers.get(large, write_model)
     state = {"tensor": torch.zeros(2**16)} if large == "state" else {}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**13, limits[1]))
     try:
         # Each library puts what the system says in words of its own.
-        with pytest.raises(CheckpointError, match="checkpoints/10: the checkpoint could not be written"):
+        with pytest.raises(CheckpointError, match=f"/10: the checkpoint could not be written .*{said}"):
             checkpoint.save(run_dir, 10, Config(), write, state, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

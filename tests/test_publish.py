@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -328,17 +329,27 @@ def test_the_receipt_is_of_what_the_engine_took() -> None:
     assert receipt == live
 
 
-def test_a_checksum_is_a_sum_of_bit_patterns_and_takes_no_copy() -> None:
-    for shape in ((0,), (3,), (2**18,), (3, 2**18 + 5)):
+def by_hand(data: bytes) -> int:
+    """Words of eight bytes, and the bytes left over, as Python adds them."""
+    whole = len(data) // 8 * 8
+    words = sum(int.from_bytes(data[at : at + 8], sys.byteorder) for at in range(0, whole, 8)) % 2**64
+    return (words if words < 2**63 else words - 2**64) + sum(data[whole:])
+
+
+def test_a_checksum_is_a_sum_of_words_and_takes_no_copy() -> None:
+    for shape in ((), (0,), (3,), (2**12,), (3, 2**8 + 5)):
         tensor = torch.randn(shape)
-        assert checksum(tensor) == int(tensor.view(torch.int32).numpy().astype("int64").sum())
+        assert checksum(tensor) == by_hand(tensor.numpy().tobytes())
+    # Words of it begin in the middle of those of the tensor that it is a part of.
+    part = torch.randn(101)[1:]
+    assert checksum(part) == checksum(part.clone()) == by_hand(part.numpy().tobytes())
     large = torch.randn(2**22).to(torch.bfloat16)
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as seen:
         checksum(large)
     largest = max(event.cpu_memory_usage for event in seen.events())
-    assert 0 < largest < large.nbytes / 2
+    assert largest < large.nbytes / 100
 
 
 def test_tied_weights_are_listed_once_and_nothing_is_copied() -> None:

@@ -16,7 +16,7 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """There is nothing to resume from, or what is there cannot be used."""
+    """There is nothing to resume from, what is there cannot be used, or one cannot be written."""
 
 
 class ModelError(UserError):
@@ -24,7 +24,7 @@ class ModelError(UserError):
 
 
 class TrainingStopped(UserError):
-    """Training stopped itself: a failed proof of weights, or too many skipped steps."""
+    """Training stopped itself: a failed proof of weights, too many skipped steps, a full disk."""
 
 
 class WorkersLost(TrainingStopped):

@@ -27,6 +27,7 @@ from typing import Any
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError
 from torchrl_grpo.run_folder import MANIFEST
+from torchrl_grpo.training.full_disk import says_no_room
 
 _ASIDE = ".writing-"
 _DOOMED = ".removing-"
@@ -87,7 +88,7 @@ def save(
         The folder.
 
     Raises:
-        CheckpointError: it cannot be written: the disk is full, say.
+        CheckpointError: the disk is full.
     """
     root = run_dir / "checkpoints"
     aside = root / f"{_ASIDE}{step}"
@@ -109,17 +110,19 @@ def save(
 
 @contextmanager
 def _or_nothing(run_dir: Path, aside: Path) -> Iterator[None]:
-    """What cannot be written is removed, and the user told why and how the run goes on."""
-    from safetensors import SafetensorError
-
+    """After an error remove what was written; of a full disk tell the user, and how the run goes on."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
+    except Exception as error:
+        written = sum(path.stat().st_size for path in aside.rglob("*") if path.is_file()) / 2**30
         room = shutil.disk_usage(run_dir).free / 2**30
+        shutil.rmtree(aside, ignore_errors=True)
+        if not says_no_room(error):
+            raise
         raise CheckpointError(
             f"{aside.with_name(aside.name.removeprefix(_ASIDE))}: the checkpoint could not be written "
-            f"({error}; there is room for {room:.1f} GiB); make room for it: {how_to_continue(run_dir)}"
+            f"({error}; the disk took {written:.2f} GiB of it and has room for {room:.2f}); make room: "
+            f"{how_to_continue(run_dir)}"
         ) from error
 
 
@@ -133,11 +136,7 @@ def _fill(
     for name, write in writers.items():
         (aside / name).mkdir(parents=True)
         write(aside / name)
-    try:
-        torch.save(state, aside / _TRAINER)
-    except RuntimeError as error:
-        # So torch says that a file took no more.
-        raise OSError(str(error).splitlines()[0]) from error
+    torch.save(state, aside / _TRAINER)
     OmegaConf.save(OmegaConf.create(asdict(cfg)), aside / _CONFIG)
     files = sorted(path for path in aside.rglob("*") if path.is_file())
     entries = {

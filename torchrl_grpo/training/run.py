@@ -4,7 +4,6 @@ torch is imported.
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
 import os
@@ -17,12 +16,11 @@ from torchrl_grpo import data, launch, planning, rewards
 from torchrl_grpo.config import Config
 from torchrl_grpo.cores import WAITING
 from torchrl_grpo.devices_plan import Plan
-from torchrl_grpo.errors import TrainingStopped, WorkersLost
+from torchrl_grpo.errors import CheckpointError, TrainingStopped, WorkersLost
 from torchrl_grpo.rewards.grading import CountingGrader
 from torchrl_grpo.run_folder import claimed
 from torchrl_grpo.training import checkpoint
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+from torchrl_grpo.training.full_disk import says_no_room
 
 
 def run(cfg: Config, run_dir: Path) -> dict[str, Any]:
@@ -109,9 +107,10 @@ def _prepare_and_train(
         sys.stderr.write(f"{checkpoint.how_to_continue(run_dir)}\n")
         raise
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if not says_no_room(error):
             raise
-        raise TrainingStopped(f"{error}; make room there: {checkpoint.how_to_continue(run_dir)}") from error
+        where = "there" if error.filename else f"on the disk of {run_dir} and that of temporary files"
+        raise TrainingStopped(f"{error}; make room {where}: {checkpoint.how_to_continue(run_dir)}") from error
     finally:
         grader.close()
         reward_set.close()
@@ -158,8 +157,11 @@ def _train(
             session.begin()
             try:
                 train(session, check_interrupts)
-            except WorkersLost:
-                session.save()
+            except WorkersLost as lost:
+                try:
+                    session.save()
+                except CheckpointError as error:
+                    raise CheckpointError(f"{lost}; and {error}") from lost
                 raise
         last = read_jsonl(session.metrics_writer.path)[-1]
         figures = session.figures()
