@@ -74,7 +74,7 @@ def _held(work: Workload) -> str:
         f"Held equal: {Path(work.model).name}, {work.prompts} prompts of {work.prompt_tokens} tokens or a "
         f"few more, {work.samples} responses each of exactly {work.response_tokens} tokens, "
         f"{_numbers(work)}, AdamW, no KL, every core; threads look for work for some microseconds before "
-        "they sleep."
+        "they sleep; before its step each side reads the memory that it holds, outside the measured time."
     )
 
 
