@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -19,9 +20,10 @@ from tiny_runs import train as train_sync  # noqa: F401
 from torch import Tensor
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.errors import ModelError, TrainingStopped, WorkersLost
+from torchrl_grpo.errors import CheckpointError, ModelError, TrainingStopped, WorkersLost
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.rollout import build
+from torchrl_grpo.training import checkpoint
 from torchrl_grpo.training.run import run_async
 from torchrl_grpo.training.verify_resume import read, unmeasured
 
@@ -225,6 +227,23 @@ def test_too_many_deaths_stop_the_run_with_the_last_error_and_a_checkpoint(
     assert saved, "what was trained is not lost"
     whole = train("run", resume="auto", collector__max_restarts=10)
     assert [line["step"] for line in whole] == [0, 1, 2, 3, 4]
+
+
+def test_workers_lost_while_the_disk_is_full_is_said_with_both_reasons(
+    train: AsyncRunner, tmp_path: Path, pools: list[LocalPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault(number: int, name: str, count: int) -> None:
+        if name == "work" and count > 6:
+            raise RuntimeError("device lost")
+
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_fill", full)
+    both = r"device lost.*collector\.max_restarts=2.*could not be written.*No space left"
+    with pytest.raises(CheckpointError, match=both):
+        train("run", {"fault": fault}, collector__max_restarts=2, collector__max_policy_age=0)
+    assert pools[-1].closed
 
 
 def dies_in_evaluation(asked: list[int], numbers: Container[int]) -> Callable[[int, str, int], None]:
