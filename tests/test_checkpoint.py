@@ -360,6 +360,22 @@ def test_random_states_go_through_a_file(tmp_path: Path, before: int) -> None:
     assert [draws() for _ in range(3)] == expected
 
 
+@pytest.mark.parametrize("here", [1, 2, 3])
+def test_a_run_goes_on_where_there_are_other_gpus(here: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {**random_state(), "cuda": [torch.tensor([index]) for index in range(2)]}
+    set_to: list[int] = []
+
+    def set_all(states: list[torch.Tensor]) -> None:
+        # CUDA knows no generator of a device that is not there.
+        assert len(states) <= here
+        set_to.extend(int(one) for one in states)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: here)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", set_all)
+    set_random_state(state)
+    assert set_to == [0, 1][:here]
+
+
 def test_one_seed_sets_every_generator() -> None:
     seed_everything(5)
     first = draws()

@@ -338,6 +338,53 @@ def test_too_little_memory_names_what_would_fit(
         planning.check_memory(changed, planning.make(changed, apart, there))
 
 
+def a_7b(engine: str = "vllm", **changes: Any) -> tuple[Config, Any]:
+    """A configuration for 7B, all of it trained in float32 by one GPU, and its plan for GPUs of some size."""
+    cfg = config(inference_model__backend=engine, inference_model__dtype="bfloat16", **changes)
+
+    def planned(*gpus: float, apart: bool = False) -> planning.Planned:
+        plan = devices.plan(devices.request_of(cfg, apart), len(gpus))
+        return planning.Planned(
+            plan, apart, Hardware(gpus, 900.0), SEVEN_B, memory.predict(cfg, plan, SEVEN_B, gpus)
+        )
+
+    return cfg, planned
+
+
+def test_what_depends_on_no_text_must_fit_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "cuda_device_present", lambda: True)
+    # Weights and moments in float32, 85 GiB, beside vLLM's share.
+    for share, fits in ((0.35, True), (0.45, False)):
+        cfg, planned = a_7b(
+            inference_model__gpu_memory_utilization=share, train_model__gradient_checkpointing=True
+        )
+        plan = planned(140.0)
+        need = plan.prediction.need("cuda:0", "generate")
+        assert need == pytest.approx(GIB * (share * 140 + 3 * 4 * SEVEN_B.parameters / GIB + 0.7), rel=1e-3)
+        # Both are within what predictions of the longest texts may be off by.
+        assert need < 1.2 * 140 * GIB
+        monkeypatch.setattr(planning, "_mends", lambda *_: ["less"])
+        if fits:
+            planning.check_memory(cfg, plan)
+        else:
+            with pytest.raises(ConfigError, match="GiB are needed on cuda:0 while"):
+                planning.check_memory(cfg, plan)
+
+
+def test_a_share_that_holds_no_more_than_the_weights_is_refused() -> None:
+    cfg, planned = a_7b(inference_model__gpu_memory_utilization=0.15)
+    with pytest.raises(ConfigError) as caught:
+        planning.check_memory(cfg, planned(400.0, 80.0, apart=True))
+    said = str(caught.value)
+    assert "inference_model.gpu_memory_utilization=0.15: 12.00 GiB of 80.00 leave no room" in said
+    assert "14.19 GiB; write 0.20 instead" in said
+    cfg, planned = a_7b(inference_model__gpu_memory_utilization=0.9)
+    with pytest.raises(ConfigError, match=r"=0\.9: .*write a smaller model\.name instead"):
+        planning.check_memory(cfg, planned(400.0, 12.0, apart=True))
+    cfg, planned = a_7b("transformers", inference_model__gpu_memory_utilization=0.15)
+    planning.check_memory(cfg, planned(400.0, 80.0, apart=True))
+
+
 def test_a_model_that_never_fits(tmp_path: Path) -> None:
     cfg = config(model__cache_dir=str(tmp_path))
     with pytest.raises(ConfigError, match=r"model\.name=smollm2-135m: .*write a smaller model .* instead"):

@@ -283,6 +283,17 @@ def test_memory_that_runs_out_once_changes_nothing_about_the_step(fp16: bool, id
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
+def test_an_update_without_room_for_its_moments_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, step = real_step()
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(step.optimizer, "step", full)
+    with pytest.raises(TrainingStopped, match=r"optimiser's update.*gpu_memory_utilization.*lora\.rank"):
+        step(make_batch())
+
+
 @pytest.mark.parametrize("fp16", [False, True])
 def test_the_very_first_batch_may_have_no_gradient(fp16: bool) -> None:
     model = make_model()

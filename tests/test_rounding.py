@@ -57,6 +57,17 @@ def test_a_schedule_counts_with_what_it_leaves_of_the_rate() -> None:
     assert rounding_warning(model, torch.bfloat16, OptimizerConfig(lr=1.6e-5, schedule="linear"), 300)
 
 
+def test_bounds_are_where_the_weights_are() -> None:
+    # Any device that is not the CPU: a bound left there cannot be added to weights on a GPU.
+    model = make_model().to("meta")
+    reached = list(lora.reach(model, 0.01))
+    assert len(reached) == len(list(model.parameters()))
+    assert all(weights.device == moves.device for weights, moves in reached)
+    lora.add_adapters(model, LoraConfig(rank=4, alpha=4.0), seed=0)
+    model = model.to_empty(device="meta")
+    assert all(weights.device == moves.device for weights, moves in lora.reach(model, 0.01))
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_adapters_reach_as_far_as_their_product(family: str) -> None:
     model, move = make_model(family), 0.01

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -37,6 +38,11 @@ def engine(smollm2_dir: Path) -> Iterator[VLLMEngine]:
     )
     yield engine
     engine.close()
+
+
+def test_float32_is_float32_in_kernels_of_triton_too(engine: VLLMEngine) -> None:
+    # Its default for GPUs is TF32, which has ten bits; the trainer is compared with far closer than that.
+    assert os.environ["TRITON_F32_DEFAULT"] == "ieee"
 
 
 @pytest.fixture

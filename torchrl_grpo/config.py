@@ -130,6 +130,7 @@ class TrainModelConfig:
     shared_prefix: bool = True
     attn_implementation: str = "auto"
     compile: bool = False
+    fused_head: bool = True
     quantization: str = "none"
     lora: LoraConfig = field(default_factory=LoraConfig)
 

@@ -85,7 +85,7 @@ class Prediction:
 
     def peak(self, device: str) -> tuple[float, str]:
         """Bytes on ``device`` at its worst, and in which phase that is."""
-        found = {phase: self._in_phase(device, phase) for phase in PHASES}
+        found = {phase: self.need(device, phase) for phase in PHASES}
         worst = max(found, key=lambda phase: found[phase])
         return found[worst], worst
 
@@ -93,7 +93,8 @@ class Prediction:
         """The row that takes most of ``device`` in ``phase``."""
         return max(self._rows_in(device, phase), key=lambda row: self._here(row, device))
 
-    def _in_phase(self, device: str, phase: str) -> float:
+    def need(self, device: str, phase: str) -> float:
+        """Bytes on ``device`` in ``phase``."""
         return sum(self._here(row, device) for row in self._rows_in(device, phase))
 
     def _rows_in(self, device: str, phase: str) -> list[Row]:

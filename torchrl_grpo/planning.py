@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config_keys import bad_value, show
 from torchrl_grpo.devices_plan import Plan
 from torchrl_grpo.hardware import Hardware
-from torchrl_grpo.memory import GIB, Prediction
+from torchrl_grpo.memory import GIB, PHASES, Prediction
 from torchrl_grpo.model_shape import ModelShape, read_shape
 from torchrl_grpo.workload import token_budget
 
@@ -115,16 +116,46 @@ def check_memory(cfg: Config, planned: Planned) -> None:
     """
     if planned.prediction is None or planned.shape is None:
         return
+    _check_share(cfg, planned.prediction, planned.there)
     for device, there in _present(planned.plan, planned.there).items():
-        need, phase = planned.prediction.peak(device)
-        if there is None or need <= _TOLERATED * there * GIB:
+        if there is None:
             continue
+        needs = [(planned.prediction.need(device, phase), phase) for phase in PHASES]
+        over = [one for one in needs if one[0] > _tolerated(cfg, planned.plan, device, one[1]) * there * GIB]
+        if not over:
+            continue
+        need, phase = max(over)
         largest = planned.prediction.largest(device, phase)
         wrong = (
             f"{need / GIB:.2f} GiB are needed on {device} while {_WHILE[phase]}, most of it for "
             f"{largest.role} ({largest.phase}: {largest.total / GIB:.2f} GiB), and {there:.2f} GiB are there"
         )
         raise bad_value("model.name", cfg.model.name, wrong, " or ".join(_mends(cfg, planned)))
+
+
+def _tolerated(cfg: Config, plan: Plan, device: str, phase: str) -> float:
+    engine = cfg.inference_model.backend == "vllm" and device in plan.inference.devices
+    # There nothing depends on lengths: weights, moments, and the share that vLLM takes in any case.
+    return 1.0 if engine and device != "cpu" and phase == "generate" else _TOLERATED
+
+
+def _check_share(cfg: Config, prediction: Prediction, there: Hardware) -> None:
+    """Check that the share of a GPU that vLLM takes holds more than the weights."""
+    share = cfg.inference_model.gpu_memory_utilization
+    for row in prediction.rows:
+        if row.role != "inference" or row.phase != "generate" or row.cache > 0:
+            continue
+        for gib in (there.gpus[int(name.removeprefix("cuda:"))] for name in row.devices if name != "cpu"):
+            if gib is None or cfg.inference_model.backend != "vllm":
+                continue
+            enough = math.ceil(20 * 1.1 * row.weights / (gib * GIB)) / 20
+            raise bad_value(
+                "inference_model.gpu_memory_utilization",
+                share,
+                f"{share * gib:.2f} GiB of {gib:.2f} leave no room for keys and values beside weights of "
+                f"{row.weights / GIB:.2f} GiB",
+                f"{enough:.2f}" if enough < 1 else "a smaller model.name",
+            )
 
 
 def _present(plan: Plan, there: Hardware) -> dict[str, float | None]:

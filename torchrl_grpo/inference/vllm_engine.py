@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.inference.protocol import Completion, NextTokens, Probe, Request, SteppingEngine
+from torchrl_grpo.out_of_memory import stopping
 
 # vLLM's CPU attention kernel takes multiples of 32 only, and the smallest lets short prompts be shared.
 _CPU_BLOCK_SIZE = 32
@@ -69,6 +70,9 @@ class VLLMEngine(SteppingEngine):
         os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
         logging.getLogger("vllm").setLevel(logging.ERROR)
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if dtype is torch.float32:
+            # Triton's attention on a GPU would take TF32, ten bits, and the trainer computes with all 23.
+            os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
         settings: dict[str, Any] = {}
         if on_cpu:
             settings["kv_cache_memory_bytes"] = kv_cache_gib * 2**30
@@ -118,6 +122,7 @@ class VLLMEngine(SteppingEngine):
         self._names = itertools.count()
         self._running: dict[str, Hashable] = {}
         self._dtype = dtype
+        self._share = gpu_memory_utilization
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See :meth:`SteppingEngine.submit`."""
@@ -200,7 +205,7 @@ class VLLMEngine(SteppingEngine):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See :meth:`Engine.load_weights`."""
-        self._runner().reload_weights(
+        self._worker().reload_weights(
             weights_iterator=((name, tensor.to(self._dtype)) for name, tensor in weights)
         )
         if self._on_cpu:
@@ -214,13 +219,12 @@ class VLLMEngine(SteppingEngine):
         """
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-        for module in self._runner().get_model().modules():
+        for module in self._worker().model_runner.get_model().modules():
             if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
                 module.quant_method.process_weights_after_loading(module)
 
-    def _runner(self) -> Any:
-        worker = self.llm.llm_engine.model_executor.driver_worker
-        return worker.worker.model_runner
+    def _worker(self) -> Any:
+        return self.llm.llm_engine.model_executor.driver_worker.worker
 
     def reset_cache(self) -> None:
         """See :meth:`Engine.reset_cache`."""
@@ -233,7 +237,12 @@ class VLLMEngine(SteppingEngine):
 
     def wake(self) -> None:
         """See :meth:`Engine.wake`."""
-        self.llm.wake_up()
+        with stopping(
+            "memory ran out when vLLM took its share of the GPU back: lower "
+            f"inference_model.gpu_memory_utilization={self._share}, take a smaller model.name, or write "
+            "train_model.lora.rank=16"
+        ):
+            self.llm.wake_up()
 
     def close(self) -> None:
         """See :meth:`Engine.close`."""

@@ -2,7 +2,7 @@
 
 The vocabulary is worked through in blocks that fit in a processor's cache, with a running log-sum-exp; the
 backward pass computes each block again. Memory depends on neither the vocabulary nor, beyond the hidden
-states, on the number of tokens. Left out: fused GPU kernels.
+states, on the number of tokens. A fused kernel for some GPUs is in :mod:`~torchrl_grpo.models.fused_head`.
 
 Axes: ``N`` tokens, ``H`` hidden size, ``V`` words of the vocabulary.
 """

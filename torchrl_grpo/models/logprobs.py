@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchrl_grpo.models import shared_prefix
+from torchrl_grpo.models import fused_head, shared_prefix
 from torchrl_grpo.models.head import HeadOptions, score_tokens
 from torchrl_grpo.models.precision import autocast
 
@@ -43,6 +43,10 @@ class TokenScorer(nn.Module):
         shares_prefix: run each prompt once per group; False runs it once per response.
         block_elements: how many logits are in memory at a time; None chooses by device.
         entropy_gradient: let gradients flow through the entropy.
+
+    Attributes:
+        fused_head: compute the head with :mod:`~torchrl_grpo.models.fused_head`; see
+            :func:`~torchrl_grpo.models.prepare.fuse_head`.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class TokenScorer(nn.Module):
         self.autocast_dtype = autocast_dtype
         self.block_elements = block_elements
         self.entropy_gradient = entropy_gradient
+        self.fused_head = False
         self.shares_prefix = shares_prefix and _can_share_prefix(model)
 
     def forward(
@@ -123,14 +128,15 @@ class TokenScorer(nn.Module):
 
     def _score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy ``[M]`` of ``targets [M]`` from hidden states ``[M, H]``."""
-        head = output_head(self.model)
-        options = HeadOptions(
-            self.temperature,
-            _softcap(self.model),
-            self.autocast_dtype or head.weight.dtype,
-            self.entropy_gradient,
-        )
+        head, options = output_head(self.model), self.head_options()
+        if self.fused_head and len(targets):
+            return fused_head.score_tokens(hidden, targets, head.weight, options)
         return score_tokens(hidden, targets, head.weight, head.bias, options, self.block_elements)
+
+    def head_options(self) -> HeadOptions:
+        """How the head's logits are computed."""
+        dtype = self.autocast_dtype or output_head(self.model).weight.dtype
+        return HeadOptions(self.temperature, _softcap(self.model), dtype, self.entropy_gradient)
 
 
 def _positions(mask: Tensor) -> Tensor:

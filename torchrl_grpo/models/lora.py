@@ -139,7 +139,8 @@ def reach(model: nn.Module, move: float) -> Iterator[tuple[Tensor, Tensor]]:
     """
     layers = adapted_layers(model)
     if not layers:
-        yield from ((own_part(parameter), torch.tensor(move)) for parameter in model.parameters())
+        for parameter in map(own_part, model.parameters()):
+            yield parameter, torch.tensor(move, device=parameter.device)
     for layer in layers.values():
         bound = layer.scaling[_ADAPTER] * move * layer.lora_A[_ADAPTER].weight.abs().sum(0)
         yield plain_weight(layer.get_base_layer()), bound[:, None] if layer.fan_in_fan_out else bound

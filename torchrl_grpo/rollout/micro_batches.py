@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 from accelerate.utils.memory import clear_device_cache
 from tensordict import TensorDictBase
 
 from torchrl_grpo.errors import TrainingStopped
+from torchrl_grpo.out_of_memory import ran_out_of_memory, stopping
 from torchrl_grpo.rollout.schema import PROMPT_KEYS, token_counts, trim
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class TokenBudget:
                     results.append(work(one))
                 return results
             except (RuntimeError, MemoryError) as error:
-                if not _ran_out_of_memory(error):
+                if not ran_out_of_memory(error):
                     raise
             # Outside of the handler, whose traceback holds on to every tensor of the failed attempt.
             failed = micro_batches[len(results)]
@@ -119,16 +119,12 @@ class TokenBudget:
         Raises:
             TrainingStopped: memory ran out.
         """
-        try:
+        with stopping(
+            f"train.max_tokens_per_microbatch={self.tokens}: memory ran out on a training rank; write "
+            f"train.max_tokens_per_microbatch={max(1, self.tokens // 2)}, or "
+            "train_model.gradient_checkpointing=true, or train_model.parallelism=fsdp2, and resume"
+        ):
             yield
-        except (RuntimeError, MemoryError) as error:
-            if not _ran_out_of_memory(error):
-                raise
-            raise TrainingStopped(
-                f"train.max_tokens_per_microbatch={self.tokens}: memory ran out on a training rank; write "
-                f"train.max_tokens_per_microbatch={max(1, self.tokens // 2)}, or "
-                "train_model.gradient_checkpointing=true, or train_model.parallelism=fsdp2, and resume"
-            ) from error
 
     def _halve(self, failed: MicroBatch, prompts: Sequence[int], responses: Sequence[Sequence[int]]) -> None:
         tokens = self._cost(failed, prompts, responses)
@@ -192,13 +188,6 @@ class TokenBudget:
         """Continue with what memory held, unless another budget is asked for now."""
         if state["asked_for"] == self._asked_for:
             self.tokens = state["tokens"]
-
-
-def _ran_out_of_memory(error: Exception) -> bool:
-    text = str(error)
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
-        sign in text for sign in ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
-    )
 
 
 def first_fit_decreasing(costs: dict[int, int], budget: int) -> list[tuple[int, ...]]:

@@ -46,6 +46,7 @@ _FREE_KEYS = (
     "train_model.gradient_checkpointing",
     # Rounding only.
     "train_model.compile",
+    "train_model.fused_head",
     # How many hold the model changes nothing but rounding; checkpoints are the same for all layouts.
     "train_model.num_devices",
     "train_model.devices",

@@ -22,7 +22,7 @@ from torchrl_grpo.launch import parallelism
 from torchrl_grpo.models.build import build_model
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.models.precision import resolve_autocast
-from torchrl_grpo.models.prepare import compile_layers, prepare_for_training, shares_prefix
+from torchrl_grpo.models.prepare import compile_layers, fuse_head, prepare_for_training, shares_prefix
 from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.rollout.log_probs import LogProbScorer
 from torchrl_grpo.rollout.micro_batches import MicroBatch, TokenBudget, divide
@@ -91,6 +91,8 @@ class Learner:
         )
         if cfg.train_model.compile:
             compile_layers(self.model, self.scorer)
+        if cfg.train_model.fused_head:
+            fuse_head(self.scorer)
         self.network = distribute(self.scorer, parallelism(cfg), ranks.size, device)
         loss, self.advantage = build_objective(
             cfg.policy,

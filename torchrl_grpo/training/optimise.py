@@ -19,6 +19,7 @@ from torchrl_grpo.config import OptimizerConfig
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.objectives.aggregate import BatchTotals, totals_of
 from torchrl_grpo.objectives.loss import GroupPolicyLoss
+from torchrl_grpo.out_of_memory import stopping
 from torchrl_grpo.rollout.micro_batches import MicroBatch, TokenBudget, divide, equal_pieces
 from torchrl_grpo.training.parallel import resting, synchronising
 from torchrl_grpo.training.ranks import Ranks
@@ -29,6 +30,12 @@ _INITIAL_SCALE = 2.0**12
 
 # What a rank that has nothing to do computes with the others, for nothing.
 _IDLE = MicroBatch((0,), slice(0, 1))
+
+_NO_ROOM_FOR_UPDATE = (
+    "memory ran out in the optimiser's update, which keeps 8 bytes a trained weight: lower "
+    "inference_model.gpu_memory_utilization, write inference_model.sleep=true or train_model.lora.rank=16, "
+    "divide the model with train_model.parallelism=fsdp2, or take a smaller model.name"
+)
 
 # What the loss calls a mean, and what the log calls it.
 _METRICS = {
@@ -123,7 +130,9 @@ class OptimiserStep:
             return {"optimizer/lr": lr, "optimizer/skipped": self.skipped}
         sums = self.accumulate(batch)
         loss = sums.pop("loss")
-        norm = self.update.step(allowed=math.isfinite(loss))
+        # The first update makes the optimiser's moments: nothing smaller would do instead.
+        with stopping(_NO_ROOM_FOR_UPDATE):
+            norm = self.update.step(allowed=math.isfinite(loss))
         finite = math.isfinite(loss) and math.isfinite(norm)
         self._count(finite, loss, norm)
         # Also after a refused step: an overflow is how the scaler learns to scale less.

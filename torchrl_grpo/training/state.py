@@ -67,4 +67,5 @@ def set_random_state(state: dict[str, Any]) -> None:
     numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
     if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+        # The run may go on where there are fewer.
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
