@@ -83,7 +83,11 @@ else
 fi
 
 builds_kernels() { # whether Triton, which vLLM's kernels on a GPU are written in, finds what it compiles with
-    command -v "${CC:-cc}" >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null || return 1
+    if [ -n "${CC:-}" ]; then
+        command -v "$CC" >/dev/null || return 1
+    else
+        command -v gcc >/dev/null || command -v clang >/dev/null || return 1
+    fi
     "$VENV/bin/python" -c '
 import os, sys, sysconfig
 sys.exit(0 if os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")) else 1)'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from batches import make_batch, make_model
 from torch import Tensor
 
+from torchrl_grpo.config import Config
 from torchrl_grpo.models import fused_head
 from torchrl_grpo.models.head import HeadOptions, score_tokens
 from torchrl_grpo.models.logprobs import TokenScorer
-from torchrl_grpo.models.prepare import fuse_head
+from torchrl_grpo.models.reference import load_reference
 
 KEYS = (("tokens", "prompt"), ("masks", "prompt"), ("tokens", "response"), ("masks", "response"))
 
@@ -77,23 +79,22 @@ def numbers(scorer: TokenScorer) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("bonus", [False, True])
 def test_a_scorer_with_it_gives_the_numbers_of_one_without(
-    family: str, monkeypatch: pytest.MonkeyPatch
+    family: str, bonus: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused_head, "suits", lambda *_: True)
-    plain, fused = (TokenScorer(make_model(family), temperature=0.7) for _ in range(2))
-    before = [p.requires_grad for p in fused.parameters()]
+    plain, fused = (TokenScorer(make_model(family), 0.7, entropy_gradient=bonus) for _ in range(2))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="train_model.fused_head")
-        fuse_head(fused)
+        fused.fuse_head()
     assert fused.fused_head and not plain.fused_head
-    assert [p.requires_grad for p in fused.parameters()] == before
     assert all(p.grad is None for p in fused.parameters()), "the trial leaves nothing behind"
-    for ours, blocks in zip(numbers(fused), numbers(plain), strict=True):
-        torch.testing.assert_close(ours, blocks, atol=2e-5 * float(1 + blocks.abs().max()), rtol=1e-4)
+    for ours, theirs in zip(numbers(fused), numbers(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5 * float(1 + theirs.abs().max()), rtol=1e-4)
 
 
-def test_responses_of_no_token_are_no_error_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_responses_of_no_token_are_no_error_with_it() -> None:
     scorer = TokenScorer(make_model())
     scorer.fused_head = True
     batch = make_batch()
@@ -112,24 +113,84 @@ def test_a_kernel_that_cannot_is_said_and_not_used(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fused_head, "score_tokens", fails)
     scorer = TokenScorer(make_model())
     with pytest.warns(UserWarning, match=r"fused_head=true: .* not used \(no such instruction\)"):
-        fuse_head(scorer)
+        scorer.fuse_head()
     assert not scorer.fused_head and numbers(scorer)
 
 
-@pytest.mark.parametrize("wrong", ["log-probabilities", "gradients"])
+def test_memory_that_runs_out_in_the_trial_is_no_fault_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(fused_head, "suits", lambda *_: True)
+    monkeypatch.setattr(fused_head, "score_tokens", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        TokenScorer(make_model()).fuse_head()
+
+
+def with_slope(values: Tensor, slope: Any) -> Tensor:
+    """``values`` whose gradient is that of ``slope``."""
+    changed: Tensor = values.detach() + slope - slope.detach()
+    return changed
+
+
+WRONG: dict[str, Any] = {
+    "log-probabilities": lambda log_probs, entropy, weight: (log_probs * 1.1, entropy),
+    "entropies": lambda log_probs, entropy, weight: (log_probs, entropy + 1),
+    # As if each token had told the weights the same: the values are right.
+    "gradients of states": lambda log_probs, entropy, weight: (
+        with_slope(log_probs, log_probs.mean()),
+        entropy,
+    ),
+    "gradient of the head": lambda log_probs, entropy, weight: (
+        with_slope(log_probs, log_probs + weight.sum()),
+        entropy,
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_a_kernel_with_other_numbers_is_not_used(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = fused_head.score_tokens
 
-    def off(*arguments: Any) -> tuple[Tensor, Tensor]:
-        log_probs, entropy = real(*arguments)
-        if wrong == "log-probabilities":
-            return log_probs * 1.1, entropy
-        # As if each token had told the weights the same: the values are right.
-        return log_probs.detach() + (log_probs - log_probs.detach()).mean(), entropy
+    def off(hidden: Tensor, targets: Tensor, weight: Tensor, options: HeadOptions) -> Any:
+        return WRONG[wrong](*real(hidden, targets, weight, options), weight)
 
     monkeypatch.setattr(fused_head, "suits", lambda *_: True)
     monkeypatch.setattr(fused_head, "score_tokens", off)
     scorer = TokenScorer(make_model())
     with pytest.warns(UserWarning, match=f"its {wrong} would differ"):
-        fuse_head(scorer)
+        scorer.fuse_head()
     assert not scorer.fused_head
+
+
+def test_a_gradient_that_is_no_number_is_not_taken_for_a_small_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = fused_head.score_tokens
+
+    def off(*arguments: Any) -> tuple[Tensor, Tensor]:
+        log_probs, entropy = real(*arguments)
+        log_probs.register_hook(lambda gradient: gradient * torch.nan)
+        return log_probs, entropy
+
+    monkeypatch.setattr(fused_head, "suits", lambda *_: True)
+    monkeypatch.setattr(fused_head, "score_tokens", off)
+    scorer = TokenScorer(make_model())
+    with pytest.warns(UserWarning, match="its gradients of states would differ by nan"):
+        scorer.fuse_head()
+    assert not scorer.fused_head
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_policy_and_reference_round_alike(
+    asked: bool, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_head, "suits", lambda *_: True)
+    cfg = Config()
+    cfg.model.name, cfg.ref_model.dtype = str(tiny_model_dir), "float32"
+    cfg.train_model.fused_head = asked
+    reference = load_reference(cfg, str(tiny_model_dir), torch.device("cpu"), None, True)
+    assert reference.fused_head is asked
+    batch = make_batch()
+    policy = TokenScorer(reference.model, cfg.inference_model.temperature)
+    policy.fused_head = asked
+    both = [scorer(*(batch[key] for key in KEYS)).log_probs for scorer in (policy, reference)]
+    assert torch.equal(*both)

@@ -15,7 +15,7 @@ import pytest
 from cli_calls import ROOT
 
 from torchrl_grpo import devices, hardware, memory, planning, validation
-from torchrl_grpo.config import Config, ModelConfig
+from torchrl_grpo.config import Config, LoraConfig, ModelConfig
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.hardware import Hardware
 from torchrl_grpo.memory import GIB
@@ -381,8 +381,28 @@ def test_a_share_that_holds_no_more_than_the_weights_is_refused() -> None:
     cfg, planned = a_7b(inference_model__gpu_memory_utilization=0.9)
     with pytest.raises(ConfigError, match=r"=0\.9: .*write a smaller model\.name instead"):
         planning.check_memory(cfg, planned(400.0, 12.0, apart=True))
+    # Of unequal ones the one that is too small.
+    cfg, planned = a_7b(inference_model__gpu_memory_utilization=0.5, inference_model__num_devices=2)
+    with pytest.raises(ConfigError, match=r"=0\.5: 12\.00 GiB of 24\.00 .*write 0\.70 instead"):
+        planning.check_memory(cfg, planned(400.0, 80.0, 24.0, apart=True))
+    planning.check_memory(cfg, planned(400.0, 80.0, 80.0, apart=True))
     cfg, planned = a_7b("transformers", inference_model__gpu_memory_utilization=0.15)
     planning.check_memory(cfg, planned(400.0, 80.0, apart=True))
+
+
+@pytest.mark.parametrize(("gib", "some"), [(44.0, False), (48.0, True)])
+def test_no_share_is_recommended_that_would_be_refused(
+    gib: float, some: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "cuda_device_present", lambda: True)
+    monkeypatch.setattr(planning, "read_shape", lambda model: SEVEN_B)
+    cfg, planned = a_7b(train_model__lora=LoraConfig(rank=8), inference_model__gpu_memory_utilization=0.9)
+    cfg.inference_model.sleep = False
+    with pytest.raises(ConfigError) as caught:
+        planning.check_memory(cfg, planned(gib))
+    shares = re.findall(r"gpu_memory_utilization=([\d.]+)", str(caught.value))
+    assert bool(shares) is some
+    assert all(float(share) * gib > 14.19 for share in shares)
 
 
 def test_a_model_that_never_fits(tmp_path: Path) -> None:

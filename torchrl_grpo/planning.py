@@ -14,6 +14,7 @@ from torchrl_grpo import devices, hardware, launch, memory, validation_scripts
 from torchrl_grpo.config import Config
 from torchrl_grpo.config_keys import bad_value, show
 from torchrl_grpo.devices_plan import Plan
+from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.hardware import Hardware
 from torchrl_grpo.memory import GIB, PHASES, Prediction
 from torchrl_grpo.model_shape import ModelShape, read_shape
@@ -140,13 +141,19 @@ def _tolerated(cfg: Config, plan: Plan, device: str, phase: str) -> float:
 
 
 def _check_share(cfg: Config, prediction: Prediction, there: Hardware) -> None:
-    """Check that the share of a GPU that vLLM takes holds more than the weights."""
+    """Check that the share of a GPU that vLLM takes holds more than the weights.
+
+    Raises:
+        ConfigError: it does not.
+    """
     share = cfg.inference_model.gpu_memory_utilization
+    if cfg.inference_model.backend != "vllm":
+        return
     for row in prediction.rows:
-        if row.role != "inference" or row.phase != "generate" or row.cache > 0:
+        if row.role != "inference" or row.phase != "generate":
             continue
         for gib in (there.gpus[int(name.removeprefix("cuda:"))] for name in row.devices if name != "cpu"):
-            if gib is None or cfg.inference_model.backend != "vllm":
+            if gib is None or share * gib * GIB > row.weights:
                 continue
             enough = math.ceil(20 * 1.1 * row.weights / (gib * GIB)) / 20
             raise bad_value(
@@ -235,6 +242,10 @@ def _fits(cfg: Config, planned: Planned, changes: tuple[Change, ...]) -> bool:
         setattr(vars(trial)[section], key, value)
     other = make(trial, planned.asynchronous, planned.there)
     assert other.prediction is not None
+    try:
+        _check_share(trial, other.prediction, other.there)
+    except ConfigError:
+        return False
     limits = _present(other.plan, other.there)
     return all(
         there is None or other.prediction.peak(device)[0] <= there * GIB for device, there in limits.items()

@@ -1,21 +1,29 @@
-"""The output head by Liger's fused kernel, which writes no logits to the GPU's memory.
+"""The output head by Liger's fused kernel, which keeps no logits in the forward pass.
 
 It computes what :mod:`~torchrl_grpo.models.head` does, log-probability and entropy of each token with a
-gradient for both, on GPUs of compute capability 9.0 (H100, H200) in bfloat16, without bias and cap.
-Everywhere else, and where it is not installed, the head in blocks stays; the kernel is compared with it
-before it is used.
+gradient for both, on GPUs of compute capability 9.0 (H100, H200) in bfloat16, without bias and cap. Entropy
+comes rounded to bfloat16, and so is the weight's gradient after each 1,024 tokens. Everywhere else, where it
+is not installed and where the head is frozen below adapters (the kernel would compute its gradient all the
+same), the head in blocks stays; the kernel is compared with it before it is used.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 
 import torch
 from torch import Tensor
 
+from torchrl_grpo.models import head as blocks
 from torchrl_grpo.models.head import HeadOptions
+from torchrl_grpo.out_of_memory import ran_out_of_memory
 
 _CAPABILITY = (9, 0)
+# Beyond two of the 1,024 tokens that its backward pass takes at a time, the last of them partly filled.
+_TRIED = 2100
+# Relative, of numbers that are 1/256 of their size apart.
+_TOLERANCE = 0.03
 
 
 def suits(weight: Tensor, bias: Tensor | None, options: HeadOptions) -> bool:
@@ -54,3 +62,45 @@ def score_tokens(
         *operands, options.temperature, return_entropy=True
     )
     return -surprise, (entropy if options.entropy_gradient else entropy.detach()).float()
+
+
+def why_not(weight: Tensor, options: HeadOptions) -> str | None:
+    """What speaks against the kernel with this head, tried on random states: None where the numbers hold.
+
+    Args:
+        weight: ``[V, H]``; its gradient is compared if it has one.
+        options: of the head.
+    """
+    words, width = weight.shape
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(_TRIED, width, generator=generator).to(weight.device)
+    targets = torch.randint(words, (_TRIED,), generator=generator).to(weight.device)
+    # Different ones: a kernel that took each token's gradient for the same would not be found out.
+    slopes = torch.randn(2, _TRIED, generator=generator).to(weight.device)
+
+    def numbers(fused: bool) -> dict[str, Tensor]:
+        states = hidden.clone().requires_grad_(weight.requires_grad)
+        log_probs, entropy = (
+            score_tokens(states, targets, weight, options)
+            if fused
+            else blocks.score_tokens(states, targets, weight, None, options)
+        )
+        found = {"log-probabilities": log_probs.detach(), "entropies": entropy.detach()}
+        if weight.requires_grad:
+            loss = (slopes[0] * log_probs).sum() + (slopes[1] * entropy).sum()
+            found["gradients of states"], found["gradient of the head"] = torch.autograd.grad(
+                loss, (states, weight)
+            )
+        return found
+
+    expected = numbers(fused=False)
+    try:
+        found = numbers(fused=True)
+    except Exception as error:
+        if ran_out_of_memory(error):
+            raise
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    gaps = {name: float((found[name] - one).norm() / one.norm()) for name, one in expected.items()}
+    # What is no number is no gap that one may allow.
+    wrong = [name for name, gap in gaps.items() if not (math.isfinite(gap) and gap <= _TOLERANCE)]
+    return f"its {wrong[0]} would differ by {gaps[wrong[0]]:.2g} of their size" if wrong else None

@@ -45,8 +45,7 @@ class TokenScorer(nn.Module):
         entropy_gradient: let gradients flow through the entropy.
 
     Attributes:
-        fused_head: compute the head with :mod:`~torchrl_grpo.models.fused_head`; see
-            :func:`~torchrl_grpo.models.prepare.fuse_head`.
+        fused_head: compute the head with :mod:`~torchrl_grpo.models.fused_head`; :meth:`fuse_head` decides.
     """
 
     def __init__(
@@ -128,15 +127,28 @@ class TokenScorer(nn.Module):
 
     def _score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy ``[M]`` of ``targets [M]`` from hidden states ``[M, H]``."""
-        head, options = output_head(self.model), self.head_options()
+        head, options = output_head(self.model), self._head_options()
         if self.fused_head and len(targets):
             return fused_head.score_tokens(hidden, targets, head.weight, options)
         return score_tokens(hidden, targets, head.weight, head.bias, options, self.block_elements)
 
-    def head_options(self) -> HeadOptions:
-        """How the head's logits are computed."""
+    def _head_options(self) -> HeadOptions:
         dtype = self.autocast_dtype or output_head(self.model).weight.dtype
         return HeadOptions(self.temperature, _softcap(self.model), dtype, self.entropy_gradient)
+
+    def fuse_head(self) -> None:
+        """Take Liger's fused kernel for the head where it suits; warns where that does not work out."""
+        head, options = output_head(self.model), self._head_options()
+        if not fused_head.suits(head.weight, head.bias, options):
+            return
+        why = fused_head.why_not(head.weight, options)
+        self.fused_head = why is None
+        if why is not None:
+            warnings.warn(
+                f"train_model.fused_head=true: Liger's kernel is not used ({why}); the head is computed in "
+                "blocks",
+                stacklevel=2,
+            )
 
 
 def _positions(mask: Tensor) -> Tensor:

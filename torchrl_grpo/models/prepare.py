@@ -12,15 +12,12 @@ from transformers import PreTrainedModel
 
 from torchrl_grpo.config import TrainModelConfig
 from torchrl_grpo.errors import ModelError
-from torchrl_grpo.models import fused_head
-from torchrl_grpo.models.logprobs import TokenScorer, check_head, output_head, warn_about_prefix
+from torchrl_grpo.models.logprobs import TokenScorer, check_head, warn_about_prefix
 from torchrl_grpo.models.quantization import keep_packing
 
 # Rounding, in nats; anything beyond means the model's forward does more than its head, or that packing
 # changes it. A model is in 16 bits only as the frozen base of adapters.
 _TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.5}
-# Relative, in bfloat16, whose numbers are 1/256 of their size apart.
-_FUSED_TOLERANCE = 0.03
 
 
 def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
@@ -148,55 +145,6 @@ def compile_layers(model: PreTrainedModel, scorer: TokenScorer) -> None:
         layer._compiled_call_impl = None
     reason = why or "it does not say which of its modules are layers"
     warnings.warn(f"train_model.compile=true: {type(model).__name__} runs as it is ({reason})", stacklevel=2)
-
-
-def fuse_head(scorer: TokenScorer) -> None:
-    """Let ``scorer`` compute the head with Liger's fused kernel; warns where that should work and does not.
-
-    Tried on a few tokens, there and back, against the head in blocks.
-    """
-    head = output_head(scorer.model)
-    if not fused_head.suits(head.weight, head.bias, scorer.head_options()):
-        return
-    expected = _head_numbers(scorer)
-    scorer.fused_head = True
-    try:
-        found = _head_numbers(scorer)
-    except Exception as error:  # noqa: BLE001 - the kernel's compiler has errors of its own, and all are said
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    else:
-        gaps = [
-            float((one - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True)
-        ]
-        if max(gaps) <= _FUSED_TOLERANCE:
-            return
-        why = "its {} would differ by {:.2g} of their size".format(
-            *max(zip(("log-probabilities", "gradients"), gaps, strict=True), key=lambda pair: pair[1])
-        )
-    scorer.fused_head = False
-    warnings.warn(
-        f"train_model.fused_head=true: Liger's kernel is not used ({why}); the head is computed in blocks",
-        stacklevel=2,
-    )
-
-
-def _head_numbers(scorer: TokenScorer) -> list[torch.Tensor]:
-    """Log-probabilities of a few tokens, and what they tell the embedding and the head, flat."""
-    model = scorer.model
-    head, embedding = output_head(model).weight, model.get_input_embeddings().weight
-    weights = [head] if head is embedding else [head, embedding]
-    trained = [weight.requires_grad for weight in weights]
-    try:
-        for weight in weights:
-            weight.requires_grad_(True)
-        log_probs = scorer(*_trial()).log_probs
-        # Unequal ones: a kernel that took each token's gradient for the same would not be found out.
-        slopes = torch.linspace(-1, 2, log_probs.numel(), device=log_probs.device).view_as(log_probs)
-        gradients = torch.autograd.grad((slopes * log_probs).sum(), weights)
-    finally:
-        for weight, was in zip(weights, trained, strict=True):
-            weight.requires_grad_(was)
-    return [log_probs.detach(), torch.cat([gradient.flatten() for gradient in gradients])]
 
 
 def shares_prefix(model: PreTrainedModel) -> bool:

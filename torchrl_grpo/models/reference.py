@@ -20,7 +20,7 @@ def load_reference(
     """A scorer around a frozen copy of the model.
 
     Args:
-        cfg: ``ref_model``, ``model`` and the sampling temperature are read.
+        cfg: ``ref_model``, ``model``, ``train_model.fused_head`` and the sampling temperature are read.
         source: folder or hub name of the model.
         device: where it is loaded.
         autocast_dtype: the trainer's number format, used where the reference is in float32 as well.
@@ -32,4 +32,8 @@ def load_reference(
         dtype = torch.float32
     model = loading.load_model(source, cfg.model, device, dtype).requires_grad_(False)
     autocast = autocast_dtype if dtype == torch.float32 else None
-    return TokenScorer(model, cfg.inference_model.temperature, autocast, shares_prefix)
+    scorer = TokenScorer(model, cfg.inference_model.temperature, autocast, shares_prefix)
+    if cfg.train_model.fused_head:
+        # As the policy: two ways to round would be a divergence of equal models.
+        scorer.fuse_head()
+    return scorer

@@ -22,7 +22,7 @@ from torchrl_grpo.launch import parallelism
 from torchrl_grpo.models.build import build_model
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.models.precision import resolve_autocast
-from torchrl_grpo.models.prepare import compile_layers, fuse_head, prepare_for_training, shares_prefix
+from torchrl_grpo.models.prepare import compile_layers, prepare_for_training, shares_prefix
 from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.rollout.log_probs import LogProbScorer
 from torchrl_grpo.rollout.micro_batches import MicroBatch, TokenBudget, divide
@@ -91,9 +91,6 @@ class Learner:
         )
         if cfg.train_model.compile:
             compile_layers(self.model, self.scorer)
-        if cfg.train_model.fused_head:
-            fuse_head(self.scorer)
-        self.network = distribute(self.scorer, parallelism(cfg), ranks.size, device)
         loss, self.advantage = build_objective(
             cfg.policy,
             self.scorer,
@@ -101,6 +98,11 @@ class Learner:
             cfg.inference_model.max_new_tokens,
             proximal_given=self.steps_per_round > 1,
         )
+        if cfg.train_model.fused_head and cfg.train_model.lora.rank == 0:
+            self.scorer.fuse_head()
+            # With several ranks, all of them or none.
+            self.scorer.fused_head &= ranks.agree(self.scorer.fused_head)
+        self.network = distribute(self.scorer, parallelism(cfg), ranks.size, device)
         loss.score_through(self.network)
         self.budget = self.make_budget()
         self.optimise = OptimiserStep(

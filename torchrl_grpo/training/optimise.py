@@ -32,9 +32,9 @@ _INITIAL_SCALE = 2.0**12
 _IDLE = MicroBatch((0,), slice(0, 1))
 
 _NO_ROOM_FOR_UPDATE = (
-    "memory ran out in the optimiser's update, which keeps 8 bytes a trained weight: lower "
-    "inference_model.gpu_memory_utilization, write inference_model.sleep=true or train_model.lora.rank=16, "
-    "divide the model with train_model.parallelism=fsdp2, or take a smaller model.name"
+    "memory ran out in the optimiser's update, which keeps 8 bytes a trained weight: write "
+    "train_model.lora.rank=16, divide the model among GPUs with train_model.parallelism=fsdp2, take a "
+    "smaller model.name, or, where vLLM is on the same GPU, lower inference_model.gpu_memory_utilization"
 )
 
 # What the loss calls a mean, and what the log calls it.
