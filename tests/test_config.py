@@ -11,7 +11,7 @@ import pytest
 from key_use import read_keys
 from omegaconf import DictConfig, OmegaConf
 
-from torchrl_grpo import rewards, validation
+from torchrl_grpo import config_keys, rewards, validation
 from torchrl_grpo.compose import composer, open_free_form
 from torchrl_grpo.config import Config, keys, parse
 from torchrl_grpo.data import load
@@ -243,11 +243,22 @@ def test_parser_leaves_its_node_as_it_was() -> None:
         ("env.num_env", "env.num_envs"),
         ("optim_batchsize", "train.optim_batch_size"),
         ("gpu_memory_utilisation", "inference_model.gpu_memory_utilization"),
+        ("polcy", "policy"),
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("env.group_size", "env.repeats"),
+        ("optimizer.beta", "optimizer.betas"),
+        ("beta", "policy.kl_coef"),
+        ("optimizer.zzz", None),
         ("zzz", None),
     ],
 )
 def test_nearest_key(key: str, meant: str | None) -> None:
     assert keys().nearest(key) == meant
+
+
+def test_what_others_call_a_key_leads_to_one_that_exists() -> None:
+    assert set(config_keys.ALSO_CALLED.values()) <= set(keys().leaves)
+    assert not any(keys().knows(name) for name in config_keys.ALSO_CALLED)
 
 
 def test_a_missing_package_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

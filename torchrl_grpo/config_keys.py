@@ -54,6 +54,20 @@ def bad_value(key: str, value: Any, wrong: str, instead: str) -> ConfigError:
     return ConfigError(f"{key}={show(value)}: {wrong}; write {instead} instead")
 
 
+# What other libraries call it.
+ALSO_CALLED = {
+    "learning_rate": "optimizer.lr",
+    "group_size": "env.repeats",
+    "num_generations": "env.repeats",
+    "beta": "policy.kl_coef",
+    "epsilon": "policy.clip_epsilon",
+    "epsilon_high": "policy.clip_epsilon_high",
+    "max_completion_length": "inference_model.max_new_tokens",
+    "max_tokens": "inference_model.max_new_tokens",
+    "batch_size": "train.optim_batch_size",
+}
+
+
 class KeyBook:
     """The keys of one dataclass schema.
 
@@ -93,9 +107,20 @@ class KeyBook:
 
     def nearest(self, key: str) -> str | None:
         """Return the existing key a misspelt ``key`` most likely meant, or None."""
-        last = key.rsplit(".", 1)[-1]
+        section, _, last = key.rpartition(".")
+        if not section and (groups := difflib.get_close_matches(key, self.sections, n=1, cutoff=0.75)):
+            return groups[0]
+        if section in self.sections:
+            # Without the section, which would make any two of its keys look alike.
+            own = {
+                known.rpartition(".")[2]: known for known in self.leaves if known.startswith(f"{section}.")
+            }
+            if mine := difflib.get_close_matches(last, own, n=1, cutoff=0.65):
+                return own[mine[0]]
+        if last in ALSO_CALLED:
+            return ALSO_CALLED[last]
         same_name = [known for known in self.leaves if known.rsplit(".", 1)[-1] == last]
-        candidates = same_name or list(self.leaves)
+        candidates = same_name or ([] if section in self.sections else list(self.leaves))
         close = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0 if same_name else 0.6)
         if close:
             return close[0]
