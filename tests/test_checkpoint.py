@@ -285,6 +285,10 @@ def test_the_same_configuration_is_the_same_run(run_dir: Path) -> None:
     free.checkpoint.keep = 9
     free.train.checkpoint_frequency = 1
     free.train.max_skipped_steps = 50
+    # What a run that ran out of memory is told to change, and what only rounds otherwise.
+    free.train.max_tokens_per_microbatch = 512
+    free.inference_model.gpu_memory_utilization = 0.2
+    free.train_model.fused_head = False
     checkpoint.check_same_run(folder, free)
 
 

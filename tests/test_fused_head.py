@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -190,7 +191,10 @@ def test_policy_and_reference_round_alike(
     reference = load_reference(cfg, str(tiny_model_dir), torch.device("cpu"), None, True)
     assert reference.fused_head is asked
     batch = make_batch()
-    policy = TokenScorer(reference.model, cfg.inference_model.temperature)
-    policy.fused_head = asked
+    # With gradients to compare in its own trial, which the frozen reference has not.
+    policy = TokenScorer(copy.deepcopy(reference.model).requires_grad_(True), cfg.inference_model.temperature)
+    if asked:
+        policy.fuse_head()
+    assert policy.fused_head is asked
     both = [scorer(*(batch[key] for key in KEYS)).log_probs for scorer in (policy, reference)]
     assert torch.equal(*both)

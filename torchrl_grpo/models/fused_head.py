@@ -97,6 +97,7 @@ def why_not(weight: Tensor, options: HeadOptions) -> str | None:
     try:
         found = numbers(fused=True)
     except Exception as error:
+        # The kernel's compiler has errors of its own kinds: each of them is said, by the caller.
         if ran_out_of_memory(error):
             raise
         return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -44,6 +44,7 @@ _FREE_KEYS = (
     # Memory only, to rounding: what a run that ran out of it is told to change.
     "train.max_tokens_per_microbatch",
     "train_model.gradient_checkpointing",
+    "inference_model.gpu_memory_utilization",
     # Rounding only.
     "train_model.compile",
     "train_model.fused_head",
