@@ -21,6 +21,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from torchrl_grpo.models import attention
+
 _NAME = "grpo_shared_prefix"
 # Sinks, caps and biases of attention scores, by the names that transformers' models give them.
 _OTHER_TERMS = ("s_aux", "softcap", "position_bias")
@@ -236,8 +238,10 @@ def _attention(
         )
     layout = prefix_layout
     layout.attended += 1
-    # Query, key and value may come in two formats under autocast; scaled_dot_product_attention mends that.
-    pieces = zip(*(x.split(layout.sizes, dim=2) for x in (query, key, value)), strict=True)
+    # They may come in two formats under autocast; half the bytes are to be moved in the shorter one.
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    pieces = zip(*(x.to(dtype).split(layout.sizes, dim=2) for x in (query, key, value)), strict=True)
     of_prompts = [next(pieces) for _ in layout.classes]
     out, of_responses = [], []
     for one, (prompt_mask, run_masks), (q, k, v) in zip(
@@ -259,6 +263,8 @@ def _attention(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     """Attention of ``[B, H, T, D]`` queries, causal where there is no mask."""
+    if attention.suits(query, key):
+        return attention.attend(query, key, value, mask, scaling)
     shared = query.shape[1] // key.shape[1]
     if shared > 1 and query.is_cuda:
         # The kernel that takes masks there does not share heads; without one all scores would be held.
