@@ -26,8 +26,13 @@ from torchrl_grpo.config import ModelConfig
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.precision import has_fast_bfloat16
 
-# For runs of more than minutes, vLLM's compiled graphs pay on a CPU too; on a GPU they are the default.
-_OURS = {"inference_model.enforce_eager": False, "train_model.compile": True}
+# For runs of more than minutes, vLLM's compiled graphs pay on a CPU too; on a GPU they are the default. The
+# memory for larger micro-batches is there wherever both sides find room (docs/speed.md).
+_OURS = {
+    "inference_model.enforce_eager": False,
+    "train_model.compile": True,
+    "train.max_tokens_per_microbatch": 8192,
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from cli_calls import BEHAVE, SEEN, call, mistake, set_up, snapshot, write_run
 from torchrl_grpo import run_folder
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, ConfigError, DataError
+from torchrl_grpo.training import checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -221,3 +222,50 @@ def test_record_of_a_resumption_stays_once_it_has_done_something(workplace: Path
     folder = write_run(workplace / "run", 3)
     assert call("resume=run") == 2
     assert (folder / ".hydra" / "resume-1" / "config.yaml").is_file()
+
+
+def started(folder: Path, *words: str) -> Config:
+    """Start a run in ``folder`` that writes one checkpoint, after 4 steps."""
+
+    def save(cfg: Config, run_dir: Path) -> None:
+        checkpoint.save(run_dir, 4, cfg, lambda where: None, {}, 1)
+
+    BEHAVE["do"] = save
+    assert call(f"hydra.run.dir={folder.name}", *words) == 0
+    ((cfg, _),) = SEEN
+    SEEN.clear()
+    return cfg
+
+
+def test_a_run_that_was_started_otherwise_is_named_with_its_words(workplace: Path) -> None:
+    folder = workplace / "run"
+    cfg = started(
+        folder, "--config-name", "grpo_ifeval", "env.system_prompt='Be brief.'", "optimizer.lr=2e-5"
+    )
+    words = """--config-name=grpo_ifeval 'env.system_prompt='"'"'Be brief.'"'"'' optimizer.lr=2e-5"""
+    assert run_folder.started_with(folder) == words
+    assert checkpoint.how_to_continue(folder).endswith(f"the run was started with: {words}")
+    cfg.optimizer.lr = 1e-5
+    with pytest.raises(
+        CheckpointError, match=r"was started with optimizer\.lr=2e-05 \(its words were"
+    ) as raised:
+        checkpoint.check_same_run(folder / "checkpoints" / "4", cfg)
+    assert f"(its words were {words})" in str(raised.value)
+
+
+def test_a_run_whose_words_nobody_wrote_down_is_resumed_all_the_same(workplace: Path) -> None:
+    folder = write_run(workplace / "run", 3)
+    assert run_folder.started_with(folder) == ""
+    assert checkpoint.how_to_continue(folder).endswith("with the words that the run was started with")
+
+
+def test_dry_run_says_what_would_be_resumed(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    started(workplace / "run", "optimizer.lr=2e-5")
+    before = sorted(workplace.rglob("*"))
+    assert call("resume=run", "optimizer.lr=2e-5", "dry_run=true") == 0
+    assert capsys.readouterr().out.startswith("resumes run after step 4\n")
+    assert call("resume=run", "dry_run=true") == 2
+    assert "optimizer.lr=1e-06" in capsys.readouterr().err
+    assert call("resume=elsewhere", "dry_run=true") == 2
+    assert "resume=elsewhere: no complete checkpoint" in capsys.readouterr().err
+    assert SEEN == [] and sorted(workplace.rglob("*")) == before

@@ -256,7 +256,7 @@ def test_plain_lines_where_there_is_no_terminal():
     assert stream.getvalue().splitlines() == [
         "hello",
         "step 20/100  reward 0.250  accuracy 0.500  kl 0.0012  1,234 tokens/s  08:00 left",
-        "step 30/100  accuracy 0.500  07:00 left",
+        "step 30/100  accuracy 0.500 at step 20  07:00 left",
     ]
 
 
@@ -266,7 +266,7 @@ def test_hours_and_an_unknown_time_left():
         progress.update(0)
         clock.now = 10.0
         progress.update(1)
-    assert stream.getvalue().splitlines() == ["step 0/1000  ? left", "step 1/1000  2:46:30 left"]
+    assert stream.getvalue().splitlines() == ["step 0/1000", "step 1/1000  2:46:30 left"]
 
 
 def test_a_bar_on_a_terminal_with_notes_above():

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, DataError, ModelError, TrainingStopped, UserError
+from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.rewards.text import BareNumberReward
 from torchrl_grpo.training.run import run
 from torchrl_grpo.training.verify_resume import read
@@ -113,14 +114,21 @@ def test_a_resumed_run_continues_its_coefficients_and_its_reference(train: Runne
     assert resumed == whole
 
 
-def test_resuming_a_run_that_has_ended_leaves_its_figures(
-    train: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_resuming_a_run_that_has_ended_leaves_its_figures_and_starts_no_engine(
+    train: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = train("ended", train__total_dialog_turns=32, train__checkpoint_frequency=1)
     before = (tmp_path / "ended/summary.json").read_bytes()
+    monkeypatch.delattr(TransformersEngine, "__init__")
     assert train("ended", resume="auto") == whole
     assert (tmp_path / "ended/summary.json").read_bytes() == before
     assert "after step 2 of 2; it has already ended" in capsys.readouterr().err
+
+
+def test_another_configuration_is_refused_before_the_data_are_read(train: Runner) -> None:
+    train("run", train__total_dialog_turns=16, train__checkpoint_frequency=1)
+    with pytest.raises(CheckpointError, match=r"env\.data_path=.*nowhere"):
+        train("run", resume="auto", env__data_path="nowhere.jsonl")
 
 
 @pytest.mark.parametrize("frequency", [0, 1])

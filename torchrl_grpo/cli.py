@@ -207,7 +207,7 @@ class _Command:
             cfg = launch.resolved(parse(job.node))
             self.check(cfg)
             if cfg.dry_run and launch.rank() == 0:
-                self._show_plan(cfg, len(configs))
+                self._show_plan(cfg, len(configs), job)
             else:
                 check_installed(cfg)
             configs.append(cfg)
@@ -237,29 +237,42 @@ class _Command:
         for _ in configs:
             vars(importlib.import_module(module))["follow"]()
 
-    def _show_plan(self, cfg: Config, number: int) -> None:
+    def _show_plan(self, cfg: Config, number: int, job: Job) -> None:
         from torchrl_grpo import planning
 
         if self.sweep:
             sys.stdout.write(f"job {number}\n")
+        if (folder := self._to_resume(cfg, job)) is not None:
+            from torchrl_grpo.training import checkpoint
+
+            found = checkpoint.find(folder, str(cfg.resume))
+            checkpoint.check_same_run(found, cfg)
+            sys.stdout.write(f"resumes {folder} after step {found.name}\n")
         planning.report(cfg, self.asynchronous)
+
+    def _to_resume(self, cfg: Config, job: Job) -> Path | None:
+        if cfg.resume is None:
+            return None
+        if self.sweep:
+            raise ConfigError(
+                f"resume={cfg.resume}: a sweep cannot be resumed; "
+                "write resume=multirun/DATE/TIME/JOB without --multirun instead"
+            )
+        chosen = job.run_dir if self._chosen("hydra.run.dir") else None
+        return run_folder.folder_to_resume(cfg.resume, chosen)
+
+    def _chosen(self, key: str) -> bool:
+        return any(word.lstrip("+").startswith(f"{key}=") for word in self.asks.overrides)
 
     def _folder(self, job: Job, configs: list[Config]) -> tuple[list[str], Callable[[], None]]:
         """Choose the run folder: overrides that say so, and what takes the traces of a failed start away."""
         key = "hydra.sweep.dir" if self.sweep else "hydra.run.dir"
         folder = job.sweep_dir if self.sweep else job.run_dir
-        chosen = any(word.lstrip("+").startswith(f"{key}=") for word in self.asks.overrides)
-        resumes = [cfg.resume for cfg in configs if cfg.resume is not None]
-        if resumes and self.sweep:
-            raise ConfigError(
-                f"resume={resumes[0]}: a sweep cannot be resumed; "
-                "write resume=multirun/DATE/TIME/JOB without --multirun instead"
-            )
-        if resumes:
-            folder = run_folder.folder_to_resume(resumes[0], folder if chosen else None)
-            record = run_folder.ResumeRecord(folder)
-            return [f"{key}={_quote(str(folder))}", f"hydra.output_subdir={record.name}"], record.undo
-        if chosen:
+        for cfg in configs:
+            if (resumed := self._to_resume(cfg, job)) is not None:
+                record = run_folder.ResumeRecord(resumed)
+                return [f"{key}={_quote(str(resumed))}", f"hydra.output_subdir={record.name}"], record.undo
+        if self._chosen(key):
             run_folder.check_free(key, folder)
             return [], lambda: None
         created = run_folder.new_folder(folder)

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import yaml
 
 from torchrl_grpo.config_keys import bad_value
 from torchrl_grpo.errors import CheckpointError, ConfigError
@@ -94,6 +97,16 @@ def folder_to_resume(resume: str, chosen: Path | None, outputs: Path = Path("out
         wrong = f"a resumed run goes on in its own folder, and resume={resume} is of {folder}"
         raise bad_value("hydra.run.dir", chosen, wrong, "resume alone")
     return folder
+
+
+def started_with(run_dir: Path) -> str:
+    """The words that a run was started with, as Hydra recorded them; empty where there is no such record."""
+    record = run_dir / ".hydra"
+    if not all((record / name).is_file() for name in ("hydra.yaml", "overrides.yaml")):
+        return ""
+    name = yaml.safe_load((record / "hydra.yaml").read_text())["hydra"]["job"]["config_name"]
+    words = yaml.safe_load((record / "overrides.yaml").read_text())
+    return shlex.join([f"--config-name={name}", *words])
 
 
 @contextmanager

@@ -24,7 +24,8 @@ def text(row: Row, column: str, dataset: str) -> str:
         present = ", ".join(map(repr, row.values)) or "none"
         raise DataError(
             f"{dataset}: {row.where} has no column {column!r}; it has {present}. "
-            "Rename the column, or name yours with env.dataset=jsonl and env.fields"
+            "Rename the column, or name yours with env.dataset=jsonl and env.fields (for "
+            "python -m torchrl_grpo.rewards: --dataset jsonl --field question=COLUMN)"
         )
     value = row.values[column]
     if not isinstance(value, str):

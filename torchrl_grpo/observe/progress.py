@@ -52,7 +52,7 @@ class Progress:
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._started = clock()
-        self._accuracy: float | None = None
+        self._accuracy = ""
         self._bar: tqdm | None = None
         if enabled and self._stream.isatty() and _has_columns(self._stream):
             self._bar = tqdm(
@@ -87,28 +87,28 @@ class Progress:
         Args:
             step: optimiser steps done so far.
             reward: mean reward of the step's responses.
-            accuracy: held-out accuracy; the last one given stays in view between evaluations.
+            accuracy: held-out accuracy; between evaluations the last one stays in view, with its step.
             kl: divergence from the reference, or from the policy that generated.
             tokens_per_s: response tokens per second of the step.
         """
-        if accuracy is not None:
-            self._accuracy = accuracy
         if not self.enabled:
             return
-        parts = [
-            f"{name} {value:{form}}{unit}"
-            for name, value, form, unit in (
-                ("reward", reward, ".3f", ""),
-                ("accuracy", self._accuracy, ".3f", ""),
-                ("kl", kl, ".2g", ""),
-            )
-            if value is not None
-        ]
+        parts = [] if reward is None else [f"reward {reward:.3f}"]
+        if accuracy is not None:
+            self._accuracy = f"accuracy {accuracy:.3f}"
+        if self._accuracy:
+            parts.append(self._accuracy)
+        if accuracy is not None:
+            # From the next step on it is said how old it is.
+            self._accuracy += f" at step {step}"
+        if kl is not None:
+            parts.append(f"kl {kl:.2g}")
         if tokens_per_s is not None:
             parts.append(f"{tokens_per_s:,.0f} tokens/s")
-        parts.append(f"{self._left(step)} left")
+        if step > self._start_step:
+            parts.append(f"{self._left(step)} left")
         if self._bar is None:
-            print(f"step {step}/{self.total_steps}  " + "  ".join(parts), file=self._stream, flush=True)
+            print("  ".join([f"step {step}/{self.total_steps}", *parts]), file=self._stream, flush=True)
         else:
             self._bar.set_description_str(", ".join(parts), refresh=False)
             self._bar.n = step
@@ -129,10 +129,8 @@ class Progress:
 
     def _left(self, step: int) -> str:
         """Time to the end at the mean pace so far, as ``1:02:03`` or ``02:03``."""
-        done = step - self._start_step
-        if done <= 0:
-            return "?"
-        seconds = math.ceil((self._clock() - self._started) / done * max(0, self.total_steps - step))
+        pace = (self._clock() - self._started) / (step - self._start_step)
+        seconds = math.ceil(pace * max(0, self.total_steps - step))
         minutes, seconds = divmod(seconds, 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes:02d}:{seconds:02d}"

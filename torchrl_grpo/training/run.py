@@ -84,21 +84,21 @@ def _with_proximal(cfg: Config, automatic: str) -> Config:
 
 
 def _claim_and_train(cfg: Config, run_dir: Path, asynchronous: bool) -> dict[str, Any]:
-    problems = data.load(cfg)
     with claimed(run_dir):
+        resume_from = None
+        if cfg.resume is not None:
+            checkpoint.clean(run_dir)
+            resume_from = checkpoint.find(run_dir, cfg.resume)
+            checkpoint.check_same_run(resume_from, cfg)
+        problems = data.load(cfg)
         plan = planning.announce(cfg, asynchronous)
         collect = ("ray_workers" if asynchronous else "workers_in_turn") if plan.apart else "one_engine"
-        return _prepare_and_train(cfg, run_dir, problems, collect, plan)
+        return _prepare_and_train(cfg, run_dir, problems, resume_from, collect, plan)
 
 
 def _prepare_and_train(
-    cfg: Config, run_dir: Path, problems: data.Problems, collect: str, plan: Plan
+    cfg: Config, run_dir: Path, problems: data.Problems, resume_from: Path | None, collect: str, plan: Plan
 ) -> dict[str, Any]:
-    resume_from = None
-    if cfg.resume is not None:
-        checkpoint.clean(run_dir)
-        resume_from = checkpoint.find(run_dir, cfg.resume)
-        checkpoint.check_same_run(resume_from, cfg)
     reward_set = rewards.build(cfg)
     grader = rewards.grader(cfg, reward_set)
     try:
@@ -144,15 +144,18 @@ def _train(
         # Accelerate takes the GPU of the rank's number, which is not always the plan's.
         torch.cuda.set_device(plan.train_device)
     how = vars(build)[collect]
+    if resume_from is not None and (summary := report.of_ended_run(run_dir, int(resume_from.name))):
+        # Its figures are those of the whole run; measuring them again would overwrite them.
+        ranks.dismiss()
+        steps = summary["steps"]
+        sys.stderr.write(f"resumed {run_dir} after step {steps} of {steps}; it has already ended\n")
+        return summary
     try:
         session = Session(cfg, run_dir, problems, reward_set, grader, resume_from, how, plan, ranks)
     except BaseException:
         ranks.dismiss()
         raise
     try:
-        if session.finished and (run_dir / report.SUMMARY).exists():
-            # Its figures are those of the whole run; measuring them again would overwrite them.
-            return dict(json.loads((run_dir / report.SUMMARY).read_text()))
         with remembered() as check_interrupts:
             session.begin()
             try:
