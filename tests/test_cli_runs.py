@@ -265,7 +265,7 @@ def test_dry_run_says_what_would_be_resumed(workplace: Path, capsys: pytest.Capt
     assert call("resume=run", "optimizer.lr=2e-5", "dry_run=true") == 0
     assert capsys.readouterr().out.startswith("resumes run after step 4\n")
     assert call("resume=run", "dry_run=true") == 2
-    assert "optimizer.lr=1e-06" in capsys.readouterr().err
+    assert "optimizer.lr=1e-05: the run in run" in capsys.readouterr().err
     assert call("resume=elsewhere", "dry_run=true") == 2
     assert "resume=elsewhere: no complete checkpoint" in capsys.readouterr().err
     assert SEEN == [] and sorted(workplace.rglob("*")) == before
