@@ -13,9 +13,9 @@ from torchrl_grpo.cores import divide_cores
 from torchrl_grpo.devices import plan, request_of
 from torchrl_grpo.devices_plan import Plan
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.planning import with_proximal
 from torchrl_grpo.rollout.age import ages
 from torchrl_grpo.rounds import rounds, steps_per_round
-from torchrl_grpo.training.run import _with_proximal
 from torchrl_grpo.validation import validate
 from torchrl_grpo.validation_scripts import check_async, check_sync
 
@@ -130,10 +130,17 @@ def test_rounds_and_steps() -> None:
     assert (steps_per_round(cfg), rounds(cfg)) == (8, 10)
 
 
-@pytest.mark.parametrize("choice", ["engine", "trainer"])
-def test_the_proximal_policy_is_automatic_only_where_nobody_chose(choice: str) -> None:
-    assert _with_proximal(config(), choice).policy.proximal == choice
-    assert _with_proximal(config(policy__proximal="engine"), choice).policy.proximal == "engine"
+@pytest.mark.parametrize(
+    ("asynchronous", "age", "meant"), [(False, 1, "engine"), (True, 0, "engine"), (True, 1, "trainer")]
+)
+def test_the_proximal_policy_is_automatic_only_where_nobody_chose(
+    asynchronous: bool, age: int, meant: str
+) -> None:
+    cfg = config(collector__max_policy_age=age)
+    assert with_proximal(cfg, asynchronous).policy.proximal == meant
+    for choice in ("engine", "trainer"):
+        cfg.policy.proximal = choice
+        assert with_proximal(cfg, asynchronous) == cfg
 
 
 def test_ages_are_counted_in_rounds() -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from batches import make_batch, make_model
 from torch import Tensor
 
-from torchrl_grpo.models import attention, shared_prefix
+from torchrl_grpo.models import attention
+from torchrl_grpo.models.logprobs import TokenScorer
 
-HEADS, KEY_HEADS, D, E = 6, 2, 8, 4
+HEADS, KEY_HEADS, D = 6, 2, 8
 
 
 def by_hand(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: float) -> Tensor:
@@ -26,7 +30,7 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: fl
     return torch.stack(rows).view(*query.shape[:3], -1)
 
 
-def inputs(T: int, S: int, dtype: torch.dtype, rows: int = 3) -> tuple[list[Tensor], Tensor]:
+def inputs(T: int, S: int, dtype: torch.dtype, rows: int = 3, E: int = 4) -> tuple[list[Tensor], Tensor]:
     """Queries (as a transposed view, the way a model makes them), keys and values; and who sees whom."""
     generator = torch.Generator().manual_seed(T * 100 + S)
     query = torch.randn(rows, T, HEADS, D, generator=generator).to(dtype).transpose(1, 2)
@@ -47,7 +51,7 @@ def gradients(out: Tensor, wanted: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("scaling", [None, 0.3])
 @pytest.mark.parametrize(("T", "S", "causal"), [(5, 9, False), (1, 4, False), (7, 7, True)])
-@pytest.mark.parametrize("block_elements", [1, 2 * HEADS * 5 * 9, 2**20])
+@pytest.mark.parametrize("block_elements", [1, 2 * HEADS // KEY_HEADS * 5 * 9, 2**20])
 def test_results_and_gradients_are_those_of_a_loop(
     T: int, S: int, causal: bool, scaling: float | None, block_elements: int
 ) -> None:
@@ -71,63 +75,87 @@ def test_a_mask_without_rows_is_for_all_of_them() -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """As transformers' own models compute it."""
-    key, value = (x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in (key, value))
-    scores = (query @ key.mT * D**-0.5).masked_fill(~mask, -torch.inf)
-    return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value
-
-
-@pytest.mark.parametrize(("in_common", "allowed"), [(0.0, 2.0), (4.0, 1.0)])
-def test_in_bfloat16_it_errs_as_eager_attention_and_less_where_keys_are_alike(
-    in_common: float, allowed: float
-) -> None:
-    (query, key, value), seen = inputs(40, 90, torch.float32)
+@pytest.mark.parametrize("case", ["plain", "alike", "peaked", "sink"])
+def test_in_bfloat16_it_errs_no_more_than_the_library(case: str) -> None:
+    # Values as long as keys: PyTorch's kernel takes no others.
+    (query, key, value), seen = inputs(40, 90, torch.float32, E=D)
     generator = torch.Generator().manual_seed(0)
-    key, value = (
-        x + in_common * torch.randn(3, KEY_HEADS, 1, x.shape[-1], generator=generator) for x in (key, value)
-    )
+    if case == "alike":
+        key, value = (
+            x + 4 * torch.randn(3, KEY_HEADS, 1, x.shape[-1], generator=generator) for x in (key, value)
+        )
+    elif case == "peaked":
+        query, key = 3 * query, 3 * key
+    elif case == "sink":
+        key[:, :, 0] *= 8
+        value[:, :, 0] /= 16
     tensors, mask = [x.bfloat16() for x in (query, key, value)], seen[:, None]
     ours, theirs = ([x.detach().requires_grad_(True) for x in tensors] for _ in range(2))
     exact = [x.detach().double().requires_grad_(True) for x in tensors]
-    outs = attention.attend(*ours, mask), eager(*theirs, mask), by_hand(*exact, seen, D**-0.5)
-    found, usual, right = (
+    outs = (
+        attention.attend(*ours, mask),
+        F.scaled_dot_product_attention(*theirs, attn_mask=mask, enable_gqa=True),
+        by_hand(*exact, seen, D**-0.5),
+    )
+    found, library, right = (
         [out, *gradients(out, wanted)] for out, wanted in zip(outs, (ours, theirs, exact), strict=True)
     )
-    for mine, its, true in zip(found, usual, right, strict=True):
+    for mine, its, true in zip(found, library, right, strict=True):
         error, bound = ((x.double() - true).norm() / true.norm() for x in (mine, its))
-        assert error < allowed * bound and error < 0.01, (error, bound)
+        # Measured: 0.99 times at most, and 0.05 times for the gradient of queries where all keys are alike.
+        assert error < 1.2 * bound and error < 0.01, (error, bound)
 
 
-def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_pairs() -> None:
-    kept: list[int] = []
-    for T in (8, 16):
-        tensors, seen = inputs(T, 64, torch.float32)
-        sizes: list[int] = []
-
-        def note(x: Tensor, sizes: list[int] = sizes) -> Tensor:
-            sizes.append(x.numel())
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            attention.attend(*(x.requires_grad_(True) for x in tensors), seen[:, None])
-        kept.append(sum(sizes))
-    per_query = 3 * (HEADS * D + 64)  # a query's heads, and whom it sees, once for all heads
-    assert kept[1] - kept[0] == 8 * per_query
+def test_keys_that_nobody_sees_change_no_result() -> None:
+    tensors, seen = inputs(5, 9, torch.bfloat16)
+    more = [tensors[0], *(torch.cat([x, 100 * x[:, :, :3]], 2) for x in tensors[1:])]
+    hides = torch.cat([seen, torch.zeros(3, 5, 3, dtype=torch.bool)], -1)
+    found, expected = attention.attend(*more, hides[:, None]), attention.attend(*tensors, seen[:, None])
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-3)
 
 
-def test_it_is_taken_on_a_cpu_in_bfloat16_for_rows_of_bounded_size() -> None:
-    (query, key, _), _ = inputs(5, 9, torch.bfloat16)
-    assert attention.suits(query, key)
-    assert not attention.suits(query.float(), key.float())
-    assert not attention.suits(query[:, :, :0], key), "nothing to attend"
-    long = query.new_empty(1, 1, 1, D).expand(1, HEADS, 2048, D)
-    assert not attention.suits(long, key.new_empty(1, 1, 1, D).expand(1, KEY_HEADS, 2048, D))
+def test_what_is_kept_for_the_backward_pass_is_what_came_in() -> None:
+    tensors, seen = inputs(8, 64, torch.float32)
+    wanted, mask = [x.requires_grad_(True) for x in tensors], seen[:, None]
+    places: list[int] = []
+
+    def note(x: Tensor) -> Tensor:
+        places.append(x.data_ptr())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        attention.attend(*wanted, mask)
+    # The mask too: one for all layers.
+    assert places == [x.data_ptr() for x in (*wanted, mask)]
 
 
-@pytest.mark.parametrize(("dtype", "taken"), [(torch.bfloat16, True), (torch.float32, False)])
-def test_rows_of_groups_use_it_under_autocast(dtype: torch.dtype, taken: bool) -> None:
-    tensors, seen = inputs(4, 7, dtype)
-    wanted = [x.detach().requires_grad_(True) for x in tensors]
-    out = shared_prefix._attend(*wanted, seen[:, None], None)
-    assert (type(out.grad_fn).__name__ == "_AttentionBackward") == taken
+def test_it_is_taken_on_a_cpu_in_bfloat16_where_scores_fit_in_the_cache() -> None:
+    (query, key, _), _ = inputs(5, 9, torch.float32)
+    assert attention.suits(query, key, torch.bfloat16)
+    assert not attention.suits(query, key, torch.float32)
+    assert not attention.suits(query[:, :, :0], key, torch.bfloat16), "nothing to attend"
+    shared = HEADS // KEY_HEADS
+    for S, fits in ((2**18 // (64 * shared), True), (2**18 // (64 * shared) + 1, False)):
+        many = query.new_empty(1, 1, 1, D).expand(1, HEADS, 64, D)
+        assert (
+            attention.suits(many, key.new_empty(1, 1, 1, D).expand(1, KEY_HEADS, S, D), torch.bfloat16)
+            == fits
+        )
+
+
+@pytest.mark.parametrize(("autocast", "taken"), [(torch.bfloat16, True), (None, False)])
+def test_rows_of_groups_use_it_under_autocast(
+    autocast: torch.dtype | None, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.dtype] = []
+
+    def noted(query: Tensor, *rest: Any) -> Tensor:
+        seen.append(query.dtype)
+        return attend(query, *rest)
+
+    attend = attention.attend
+    monkeypatch.setattr(attention, "attend", noted)
+    batch = make_batch(P=2, G=2)
+    scorer = TokenScorer(make_model("llama"), autocast_dtype=autocast)
+    scorer(*(batch[name, part] for part in ("prompt", "response") for name in ("tokens", "masks")))
+    assert bool(seen) == taken and set(seen) <= {torch.bfloat16}

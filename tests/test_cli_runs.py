@@ -13,6 +13,7 @@ from cli_calls import BEHAVE, SEEN, call, mistake, set_up, snapshot, write_run
 from torchrl_grpo import run_folder
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, ConfigError, DataError
+from torchrl_grpo.planning import with_proximal
 from torchrl_grpo.training import checkpoint
 
 
@@ -228,7 +229,8 @@ def started(folder: Path, *words: str) -> Config:
     """Start a run in ``folder`` that writes one checkpoint, after 4 steps."""
 
     def save(cfg: Config, run_dir: Path) -> None:
-        checkpoint.save(run_dir, 4, cfg, lambda where: None, {}, 1)
+        # As the run would: in its checkpoints what was automatic has been decided.
+        checkpoint.save(run_dir, 4, with_proximal(cfg, asynchronous=False), lambda where: None, {}, 1)
 
     BEHAVE["do"] = save
     assert call(f"hydra.run.dir={folder.name}", *words) == 0
@@ -243,7 +245,7 @@ def test_a_run_that_was_started_otherwise_is_named_with_its_words(workplace: Pat
         folder, "--config-name", "grpo_ifeval", "env.system_prompt='Be brief.'", "optimizer.lr=2e-5"
     )
     words = """--config-name=grpo_ifeval 'env.system_prompt='"'"'Be brief.'"'"'' optimizer.lr=2e-5"""
-    assert run_folder.started_with(folder) == words
+    assert run_folder.words_of(folder) == words
     assert checkpoint.how_to_continue(folder).endswith(f"the run was started with: {words}")
     cfg.optimizer.lr = 1e-5
     with pytest.raises(
@@ -253,9 +255,29 @@ def test_a_run_that_was_started_otherwise_is_named_with_its_words(workplace: Pat
     assert f"(its words were {words})" in str(raised.value)
 
 
-def test_a_run_whose_words_nobody_wrote_down_is_resumed_all_the_same(workplace: Path) -> None:
-    folder = write_run(workplace / "run", 3)
-    assert run_folder.started_with(folder) == ""
+def test_the_folder_of_further_configurations_belongs_to_the_words(workplace: Path) -> None:
+    (workplace / "mine").mkdir()
+    (workplace / "mine" / "my_run.yaml").write_text("defaults: [grpo_gsm8k, _self_]\noptimizer: {lr: 3e-5}\n")
+    assert started(workplace / "run", "--config-dir=mine", "--config-name=my_run").optimizer.lr == 3e-5
+    words = f"--config-name=my_run --config-dir={workplace / 'mine'}"
+    assert run_folder.words_of(workplace / "run") == words
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("overrides.yaml", ""),
+        ("overrides.yaml", "[a=1"),
+        ("hydra.yaml", "hydra: {job: {}}"),
+        ("hydra.yaml", "x"),
+    ],
+)
+def test_a_run_whose_words_were_lost_is_resumed_all_the_same(workplace: Path, name: str, text: str) -> None:
+    folder = workplace / "run"
+    started(folder)
+    assert run_folder.words_of(folder) == "--config-name=grpo_gsm8k"
+    (folder / ".hydra" / name).write_text(text)
+    assert run_folder.words_of(folder) == run_folder.words_of(workplace / "nowhere") == ""
     assert checkpoint.how_to_continue(folder).endswith("with the words that the run was started with")
 
 

@@ -94,20 +94,20 @@ def test_a_run_goes_on_with_its_engine_in_another_process(
 def test_a_run_that_ran_ahead_does_not_go_on_in_turn(
     train: Runner, config: Any, tmp_path: Path, pools: list[LocalPool]
 ) -> None:
-    config.collector.max_policy_age, config.train.checkpoint_frequency = 1, 2
+    config.collector.max_policy_age, config.train.checkpoint_frequency, config.checkpoint.keep = 1, 2, 99
     config.policy.proximal = "engine"
     run_async(config, tmp_path / "run")
     for settings in ({}, ONE_WORKER):
         with pytest.raises(CheckpointError, match=r"grpo-async\.py"):
-            train("run", resume="auto", **settings)
+            train("run", resume=str(tmp_path / "run/checkpoints/2"), **settings)
 
 
 def test_a_run_that_was_in_turn_does_not_begin_to_run_ahead(
     train: Runner, config: Any, tmp_path: Path, pools: list[LocalPool]
 ) -> None:
     config.policy.proximal = "engine"
-    train("run", train__checkpoint_frequency=2, **ONE_WORKER)
-    config.resume, config.collector.max_policy_age = "auto", 1
+    train("run", train__checkpoint_frequency=2, checkpoint__keep=99, **ONE_WORKER)
+    config.resume, config.collector.max_policy_age = str(tmp_path / "run/checkpoints/2"), 1
     with pytest.raises(CheckpointError, match=r"started with grpo\.py"):
         run_async(config, tmp_path / "run")
 

@@ -28,6 +28,7 @@ from torchrl_grpo.observe import (
     summary,
     wilson,
 )
+from torchrl_grpo.observe.report import SUMMARY, of_ended_run
 from torchrl_grpo.observe.stats import cuda_in_use
 
 # --- statistics ------------------------------------------------------------------------------------
@@ -440,3 +441,13 @@ def test_wandb_records_offline_without_a_key(tmp_path, monkeypatch):
     for command_glob in [note.split("`")[1].removeprefix("wandb sync ") for note in loggers.notes]:
         parent, pattern = command_glob.rsplit("/", 1)
         assert list(Path(parent).glob(pattern)), command_glob
+
+
+@pytest.mark.parametrize(
+    ("text", "ended"),
+    [('{"steps": 5}', True), ('{"steps": 6}', False), ('{"st', False), ("[]", False), ("{}", False)],
+)
+def test_only_a_whole_summary_of_that_step_says_that_a_run_has_ended(tmp_path, text, ended):
+    assert of_ended_run(tmp_path, 5) is None
+    (tmp_path / SUMMARY).write_text(text)
+    assert of_ended_run(tmp_path, 5) == ({"steps": 5} if ended else None)

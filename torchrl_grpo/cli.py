@@ -246,7 +246,7 @@ class _Command:
             from torchrl_grpo.training import checkpoint
 
             found = checkpoint.find(folder, str(cfg.resume))
-            checkpoint.check_same_run(found, cfg)
+            checkpoint.check_same_run(found, planning.with_proximal(cfg, self.asynchronous))
             sys.stdout.write(f"resumes {folder} after step {found.name}\n")
         planning.report(cfg, self.asynchronous)
 

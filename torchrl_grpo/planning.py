@@ -7,7 +7,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchrl_grpo import devices, hardware, launch, memory, validation_scripts
@@ -80,6 +80,19 @@ def make(cfg: Config, asynchronous: bool, there: Hardware) -> Planned:
     shape = read_shape(cfg.model)
     prediction = None if shape is None else memory.predict(cfg, plan, shape, there.gpus)
     return Planned(plan, asynchronous, there, shape, prediction)
+
+
+def with_proximal(cfg: Config, asynchronous: bool) -> Config:
+    """``policy.proximal=auto`` as the script means it.
+
+    A clip around a policy that is some rounds old lets the present one move no further from it than the bound
+    in all these rounds together; around the trainer's own it bounds the step (AReaL, arXiv 2505.24298, sec.
+    5.2).
+    """
+    if cfg.policy.proximal != "auto":
+        return cfg
+    ahead = asynchronous and cfg.collector.max_policy_age > 0
+    return replace(cfg, policy=replace(cfg.policy, proximal="trainer" if ahead else "engine"))
 
 
 def announce(cfg: Config, asynchronous: bool) -> Plan:

@@ -99,14 +99,18 @@ def folder_to_resume(resume: str, chosen: Path | None, outputs: Path = Path("out
     return folder
 
 
-def started_with(run_dir: Path) -> str:
+def words_of(run_dir: Path) -> str:
     """The words that a run was started with, as Hydra recorded them; empty where there is no such record."""
     record = run_dir / ".hydra"
-    if not all((record / name).is_file() for name in ("hydra.yaml", "overrides.yaml")):
+    try:
+        hydra = yaml.safe_load((record / "hydra.yaml").read_text())["hydra"]
+        words = [f"--config-name={hydra['job']['config_name']}"]
+        sources = hydra["runtime"]["config_sources"]
+        words += [f"--config-dir={one['path']}" for one in sources if one["provider"] == "command-line"]
+        return shlex.join([*words, *yaml.safe_load((record / "overrides.yaml").read_text())])
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        # Part of messages about something else, which a record that was cut off must not replace.
         return ""
-    name = yaml.safe_load((record / "hydra.yaml").read_text())["hydra"]["job"]["config_name"]
-    words = yaml.safe_load((record / "overrides.yaml").read_text())
-    return shlex.join([f"--config-name={name}", *words])
 
 
 @contextmanager
@@ -158,10 +162,10 @@ class ResumeRecord:
             record.rmdir()
 
     def _results(self) -> dict[Path, tuple[int, int]]:
-        """Size and time of every file that is neither Hydra's nor a log."""
+        """Size and time of every file that is neither Hydra's nor a log nor the lock."""
         found = {}
         for path in self._run_dir.rglob("*"):
-            if path.is_file() and path.suffix != ".log" and ".hydra" not in path.parts:
+            if path.is_file() and path.suffix != ".log" and not {".hydra", LOCK} & set(path.parts):
                 found[path] = (path.stat().st_size, path.stat().st_mtime_ns)
         return found
 

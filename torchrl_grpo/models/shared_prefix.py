@@ -238,10 +238,9 @@ def _attention(
         )
     layout = prefix_layout
     layout.attended += 1
-    # They may come in two formats under autocast; half the bytes are to be moved in the shorter one.
-    kind = query.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    pieces = zip(*(x.to(dtype).split(layout.sizes, dim=2) for x in (query, key, value)), strict=True)
+    # Under autocast they may come in two formats, and are cast last: gradients of a prompt's keys add up in
+    # the longer one.
+    pieces = zip(*(x.split(layout.sizes, dim=2) for x in (query, key, value)), strict=True)
     of_prompts = [next(pieces) for _ in layout.classes]
     out, of_responses = [], []
     for one, (prompt_mask, run_masks), (q, k, v) in zip(
@@ -263,8 +262,10 @@ def _attention(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     """Attention of ``[B, H, T, D]`` queries, causal where there is no mask."""
-    if attention.suits(query, key):
-        return attention.attend(query, key, value, mask, scaling)
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    if attention.suits(query, key, dtype):
+        return attention.attend(query.to(dtype), key.to(dtype), value.to(dtype), mask, scaling)
     shared = query.shape[1] // key.shape[1]
     if shared > 1 and query.is_cuda:
         # The kernel that takes masks there does not share heads; without one all scores would be held.

@@ -91,8 +91,12 @@ def summary(
 def of_ended_run(run_dir: Path, step: int) -> dict[str, Any] | None:
     """The entries of ``summary.json`` if the run in ``run_dir`` ended with optimiser step ``step``."""
     path = run_dir / SUMMARY
-    entries = json.loads(path.read_text()) if path.is_file() else {"steps": None}
-    return dict(entries) if entries["steps"] == step else None
+    try:
+        entries = json.loads(path.read_text()) if path.is_file() else None
+    except ValueError:
+        # Not whole: the run goes on from its checkpoint and writes it anew.
+        return None
+    return entries if isinstance(entries, dict) and entries.get("steps") == step else None
 
 
 def closing_words(run_dir: str | os.PathLike[str], entries: Mapping[str, Any]) -> str:

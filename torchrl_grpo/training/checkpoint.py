@@ -26,7 +26,7 @@ from typing import Any
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError
-from torchrl_grpo.run_folder import MANIFEST, started_with
+from torchrl_grpo.run_folder import MANIFEST, words_of
 from torchrl_grpo.training.full_disk import says_no_room
 
 _ASIDE = ".writing-"
@@ -211,7 +211,7 @@ def how_to_continue(run_dir: Path) -> str:
     """What an interrupted run can be continued with, in a line."""
     if _complete(run_dir / "checkpoints"):
         words = "with the words that the run was started with"
-        which = f": {known}" if (known := started_with(run_dir)) else ""
+        which = f": {known}" if (known := words_of(run_dir)) else ""
         return f"resume={run_dir.resolve()} continues from its last checkpoint, {words}{which}"
     return f"{run_dir.resolve()} has no checkpoint yet to continue from"
 
@@ -247,7 +247,7 @@ def check_same_run(folder: Path, cfg: Config) -> None:
         if not any(key == free or key.startswith(free + ".") for free in _FREE_KEYS):
             weights = folder / ("merged" if (folder / "merged").is_dir() else "model")
             run_dir = folder.parent.parent
-            which = f" (its words were {known})" if (known := started_with(run_dir)) else ""
+            which = f" (its words were {known})" if (known := words_of(run_dir)) else ""
             raise CheckpointError(
                 f"{key}={now}: the run in {run_dir} was started with {key}={before}{which}; "
                 "resume with that, or start a new run from its weights with "

@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,12 @@ def run(cfg: Config, run_dir: Path) -> dict[str, Any]:
     Raises:
         UserError: data, checkpoint, model or training is at fault in a way the user can mend.
     """
-    return _claim_and_train(_with_proximal(cfg, "engine"), run_dir, asynchronous=False)
+    return _claim_and_train(cfg, run_dir, asynchronous=False)
 
 
 def run_async(cfg: Config, run_dir: Path) -> dict[str, Any]:
     """The same with rollout workers on Ray that generate while the trainer trains."""
-    ahead = cfg.collector.max_policy_age > 0
-    return _claim_and_train(_with_proximal(cfg, "trainer" if ahead else "engine"), run_dir, asynchronous=True)
+    return _claim_and_train(cfg, run_dir, asynchronous=True)
 
 
 def follow() -> None:
@@ -71,26 +69,17 @@ def follow() -> None:
         torch.cuda.empty_cache()
 
 
-def _with_proximal(cfg: Config, automatic: str) -> Config:
-    """``policy.proximal=auto`` as it is meant here.
-
-    A clip around a policy that is some rounds old lets the present one move no further from it than the bound
-    in all these rounds together; around the trainer's own it bounds the step (AReaL, arXiv 2505.24298, sec.
-    5.2).
-    """
-    if cfg.policy.proximal != "auto":
-        return cfg
-    return replace(cfg, policy=replace(cfg.policy, proximal=automatic))
-
-
 def _claim_and_train(cfg: Config, run_dir: Path, asynchronous: bool) -> dict[str, Any]:
+    cfg = planning.with_proximal(cfg, asynchronous)
+    # A new run has nothing to compare, and leaves nothing behind when its data cannot be read.
+    problems = data.load(cfg) if cfg.resume is None else None
     with claimed(run_dir):
         resume_from = None
         if cfg.resume is not None:
             checkpoint.clean(run_dir)
             resume_from = checkpoint.find(run_dir, cfg.resume)
             checkpoint.check_same_run(resume_from, cfg)
-        problems = data.load(cfg)
+        problems = problems or data.load(cfg)
         plan = planning.announce(cfg, asynchronous)
         collect = ("ray_workers" if asynchronous else "workers_in_turn") if plan.apart else "one_engine"
         return _prepare_and_train(cfg, run_dir, problems, resume_from, collect, plan)
