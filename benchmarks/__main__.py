@@ -26,8 +26,8 @@ from torchrl_grpo.config import ModelConfig
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.precision import has_fast_bfloat16
 
-# For runs of more than minutes, vLLM's compiled graphs pay on a CPU too; on a GPU they are the default. The
-# memory for larger micro-batches is there wherever both sides find room (docs/speed.md).
+# For runs of more than minutes compiled graphs pay on a CPU too; on a GPU they are vLLM's default. Wherever
+# both sides find room there is some for larger micro-batches (what they take: docs/speed.md).
 _OURS = {
     "inference_model.enforce_eager": False,
     "train_model.compile": True,
@@ -168,6 +168,7 @@ PARTS: dict[str, Run] = {
     "trl-64-no-checkpointing": _end_to_end("trl_grpo", 64, gradient_checkpointing=False),
     "torchrl-64": _end_to_end("torchrl_stock", 64),
     "torchrl-64-lean": _end_to_end("torchrl_stock", 64, entropy_bonus=False, prompt_log_probs=False),
+    "torchrl-64-float32": _end_to_end("torchrl_stock", 64, autocast="no"),
     "torchrl-16": _end_to_end("torchrl_stock", 16),
     "torchrl-256": _end_to_end("torchrl_stock", 256),
 }

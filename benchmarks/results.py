@@ -51,6 +51,7 @@ class Part:
 
 
 _MEMORY = "Peak memory is the process's, or what PyTorch reserved of the GPU where there is one."
+_FLOAT32 = " Not equal: the other side trains in float32, as its parts do outside of autocast."
 _OWN = {
     "trl_grpo": (
         "TRL's own: micro-batches of 8 sequences, gradient checkpointing (its default), generation by "
@@ -70,11 +71,14 @@ def _numbers(work: Workload) -> str:
 
 
 def _held(work: Workload) -> str:
+    """What both sides have, from the other side's workload, and what it has otherwise."""
+    unlike = work.autocast != "no" and work.settings.get("autocast") == "no"
     return (
         f"Held equal: {Path(work.model).name}, {work.prompts} prompts of {work.prompt_tokens} tokens or a "
         f"few more, {work.samples} responses each of exactly {work.response_tokens} tokens, "
         f"{_numbers(work)}, AdamW, no KL, every core; threads look for work for some microseconds before "
         "they sleep; before its step each side reads the memory that it holds, outside the measured time."
+        f"{_FLOAT32 if unlike else ''}"
     )
 
 

@@ -34,10 +34,10 @@ def set_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def call(*words: str) -> int:
+def call(*words: str, asynchronous: bool = False) -> int:
     """Run the command line and return its exit code."""
     try:
-        cli.main(f"{__name__}:run", "grpo_gsm8k", ROOT / "config", argv=words)
+        cli.main(f"{__name__}:run", "grpo_gsm8k", ROOT / "config", argv=words, asynchronous=asynchronous)
     except SystemExit as stop:
         assert isinstance(stop.code, int)
         return stop.code

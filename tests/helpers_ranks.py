@@ -166,16 +166,16 @@ class Runs:
         said = words(self.sums, self.model, folder, *more)
         return self._checked(folder, started_by(self.root, launcher), said)
 
-    def go_on(self, folder: Path, *more: str) -> None:
-        """Steps 11 to 20 again, from the checkpoint."""
-        first, *others = words(self.sums, self.model, folder, f"resume={folder}/checkpoints/10", *more)
+    def go_on(self, folder: Path, *more: str, step: int = 10) -> subprocess.CompletedProcess[str]:
+        """The steps after ``step`` again, from its checkpoint."""
+        first, *others = words(self.sums, self.model, folder, f"resume={folder}/checkpoints/{step}", *more)
         assert first.startswith("hydra.run.dir")
-        self._checked(folder, [sys.executable], others)
+        return self._checked(folder, [sys.executable], others)
 
-    def take_over(self, folder: Path, *more: str) -> None:
+    def take_over(self, folder: Path, *more: str, step: int = 10) -> subprocess.CompletedProcess[str]:
         """The same, from the checkpoint of one rank."""
         shutil.copytree(self.one_rank, folder)
-        self.go_on(folder, *more)
+        return self.go_on(folder, *more, step=step)
 
     def _checked(self, folder: Path, how: list[str], said: list[str]) -> subprocess.CompletedProcess[str]:
         done = command(self.root, how, said)

@@ -133,6 +133,21 @@ def section(title: str, seconds: str, counted: str) -> results.Part:
     return results.Part(title, "Held equal: all.", ["", "s"], [["us", seconds]], {"ratio": [1]}, counted)
 
 
+@pytest.mark.parametrize(
+    ("autocast", "settings", "said"),
+    [("bf16", {"autocast": "no"}, True), ("bf16", {}, False), ("no", {"autocast": "no"}, False)],
+)
+def test_numbers_that_are_not_equal_are_said(autocast: str, settings: dict[str, str], said: bool) -> None:
+    ours, theirs = (
+        Workload("model", autocast=autocast),
+        Workload("model", autocast=autocast, settings=settings),
+    )
+    step = {"seconds": 9.0, "generate": 3.0, "train": 5.0, "peak_gib": 1.0, "gemm_share": 0.5}
+    found = Comparison(("ours", "torchrl_stock"), [step], [step])
+    for part in (results.whole_step(ours, theirs, found, 1), results.training_phase(ours, theirs, found, 1)):
+        assert ("Not equal: the other side trains in float32" in part.held) == said
+
+
 def test_a_part_keeps_its_place_when_another_is_measured(tmp_path: Path) -> None:
     results.save("one", section("One", "1", "5 pairs"), "this machine", tmp_path)
     results.save("two", section("Two", "2", "3 pairs"), "this machine", tmp_path)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from cli_calls import BEHAVE, SEEN, call, mistake, set_up, snapshot, write_run
+from cli_calls import BEHAVE, ROOT, SEEN, call, mistake, set_up, snapshot, write_run
 
 from torchrl_grpo import run_folder
 from torchrl_grpo.config import Config
@@ -203,7 +204,8 @@ def test_folder_with_a_difficult_name(workplace: Path) -> None:
 
 def test_resumed_run_that_cannot_start_is_left_as_it_was(workplace: Path) -> None:
     def fail(cfg: Config, run_dir: Path) -> None:
-        raise CheckpointError("env.num_envs was 8; write env.num_envs=8 instead")
+        with run_folder.claimed(run_dir):
+            raise CheckpointError("env.num_envs was 8; write env.num_envs=8 instead")
 
     BEHAVE["do"] = fail
     folder = write_run(workplace / "run", 3)
@@ -211,7 +213,8 @@ def test_resumed_run_that_cannot_start_is_left_as_it_was(workplace: Path) -> Non
     (folder / "grpo.log").write_text("so far\n")
     before = snapshot(workplace)
     assert call("resume=run", "env.num_envs=4") == 2
-    assert SEEN and snapshot(workplace) == before
+    # A folder that was copied without it has none at first.
+    assert SEEN and snapshot(workplace) == {**before, "run/.lock": ""}
 
 
 def test_record_of_a_resumption_stays_once_it_has_done_something(workplace: Path) -> None:
@@ -225,15 +228,15 @@ def test_record_of_a_resumption_stays_once_it_has_done_something(workplace: Path
     assert (folder / ".hydra" / "resume-1" / "config.yaml").is_file()
 
 
-def started(folder: Path, *words: str) -> Config:
+def started(folder: Path, *words: str, asynchronous: bool = False) -> Config:
     """Start a run in ``folder`` that writes one checkpoint, after 4 steps."""
 
     def save(cfg: Config, run_dir: Path) -> None:
         # As the run would: in its checkpoints what was automatic has been decided.
-        checkpoint.save(run_dir, 4, with_proximal(cfg, asynchronous=False), lambda where: None, {}, 1)
+        checkpoint.save(run_dir, 4, with_proximal(cfg, asynchronous), lambda where: None, {}, 1)
 
     BEHAVE["do"] = save
-    assert call(f"hydra.run.dir={folder.name}", *words) == 0
+    assert call(f"hydra.run.dir={folder.name}", *words, asynchronous=asynchronous) == 0
     ((cfg, _),) = SEEN
     SEEN.clear()
     return cfg
@@ -244,7 +247,7 @@ def test_a_run_that_was_started_otherwise_is_named_with_its_words(workplace: Pat
     cfg = started(
         folder, "--config-name", "grpo_ifeval", "env.system_prompt='Be brief.'", "optimizer.lr=2e-5"
     )
-    words = """--config-name=grpo_ifeval 'env.system_prompt='"'"'Be brief.'"'"'' optimizer.lr=2e-5"""
+    words = """grpo.py --config-name=grpo_ifeval 'env.system_prompt='"'"'Be brief.'"'"'' optimizer.lr=2e-5"""
     assert run_folder.words_of(folder) == words
     assert checkpoint.how_to_continue(folder).endswith(f"the run was started with: {words}")
     cfg.optimizer.lr = 1e-5
@@ -259,35 +262,70 @@ def test_the_folder_of_further_configurations_belongs_to_the_words(workplace: Pa
     (workplace / "mine").mkdir()
     (workplace / "mine" / "my_run.yaml").write_text("defaults: [grpo_gsm8k, _self_]\noptimizer: {lr: 3e-5}\n")
     assert started(workplace / "run", "--config-dir=mine", "--config-name=my_run").optimizer.lr == 3e-5
-    words = f"--config-name=my_run --config-dir={workplace / 'mine'}"
+    words = f"grpo.py --config-name=my_run --config-dir={workplace / 'mine'}"
     assert run_folder.words_of(workplace / "run") == words
+
+
+def test_another_tree_of_configurations_and_words_for_hydra_belong_to_the_words(workplace: Path) -> None:
+    shutil.copytree(ROOT / "config", workplace / "mine")
+    more = ("--config-path=mine", "hydra.verbose=true", "optimizer.lr=3e-5")
+    assert started(workplace / "run", *more).optimizer.lr == 3e-5
+    words = f"grpo.py --config-name=grpo_gsm8k --config-path={workplace / 'mine'} hydra.verbose=true"
+    assert run_folder.words_of(workplace / "run") == f"{words} optimizer.lr=3e-5"
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("overrides.yaml", ""),
-        ("overrides.yaml", "[a=1"),
-        ("hydra.yaml", "hydra: {job: {}}"),
-        ("hydra.yaml", "x"),
+        ("overrides.yaml", b""),
+        ("overrides.yaml", b"[a=1"),
+        ("overrides.yaml", "- env.system_prompt=à".encode()[:-1]),
+        ("hydra.yaml", b"hydra: {job: {}}"),
+        ("hydra.yaml", b"x"),
     ],
 )
-def test_a_run_whose_words_were_lost_is_resumed_all_the_same(workplace: Path, name: str, text: str) -> None:
+def test_a_run_whose_words_were_lost_is_resumed_all_the_same(workplace: Path, name: str, text: bytes) -> None:
     folder = workplace / "run"
     started(folder)
-    assert run_folder.words_of(folder) == "--config-name=grpo_gsm8k"
-    (folder / ".hydra" / name).write_text(text)
+    assert run_folder.words_of(folder) == "grpo.py --config-name=grpo_gsm8k"
+    (folder / ".hydra" / name).write_bytes(text)
     assert run_folder.words_of(folder) == run_folder.words_of(workplace / "nowhere") == ""
     assert checkpoint.how_to_continue(folder).endswith("with the words that the run was started with")
 
 
-def test_dry_run_says_what_would_be_resumed(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    started(workplace / "run", "optimizer.lr=2e-5")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_dry_run_says_what_would_be_resumed(
+    workplace: Path, capsys: pytest.CaptureFixture[str], asynchronous: bool
+) -> None:
+    def dry_run(*words: str, asynchronous: bool = asynchronous) -> int:
+        return call(*words, "dry_run=true", asynchronous=asynchronous)
+
+    started(workplace / "run", "optimizer.lr=2e-5", asynchronous=asynchronous)
     before = sorted(workplace.rglob("*"))
-    assert call("resume=run", "optimizer.lr=2e-5", "dry_run=true") == 0
+    assert dry_run("resume=run", "optimizer.lr=2e-5") == 0
     assert capsys.readouterr().out.startswith("resumes run after step 4\n")
-    assert call("resume=run", "dry_run=true") == 2
+    assert dry_run("resume=run") == 2
     assert "optimizer.lr=1e-05: the run in run" in capsys.readouterr().err
-    assert call("resume=elsewhere", "dry_run=true") == 2
+    assert dry_run("resume=run", "optimizer.lr=2e-5", asynchronous=not asynchronous) == 2
+    assert "policy.proximal=" in capsys.readouterr().err
+    assert dry_run("resume=elsewhere") == 2
     assert "resume=elsewhere: no complete checkpoint" in capsys.readouterr().err
     assert SEEN == [] and sorted(workplace.rglob("*")) == before
+    (workplace / "run" / "summary.json").write_text('{"steps": 4}')
+    assert dry_run("resume=run", "optimizer.lr=2e-5") == 0
+    assert capsys.readouterr().out.startswith("resumes run after step 4, where it has ended: nothing is")
+
+
+def test_dry_run_reads_sizes_alone_of_a_checkpoint(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(workplace / "run")
+    (one,) = (workplace / "run" / "checkpoints" / "4").glob("trainer*")
+    size = one.stat().st_size
+    one.write_bytes(bytes(size))
+    assert call("resume=run", "dry_run=true") == 0
+    assert checkpoint.damage(one.parent, contents=False) is None
+    assert "checksum" in str(checkpoint.damage(one.parent))
+    one.write_bytes(bytes(size - 1))
+    assert call("resume=run", "dry_run=true") == 2
+    assert "no undamaged checkpoint" in capsys.readouterr().err

@@ -103,6 +103,11 @@ def test_a_run_on_two_ranks_follows_the_run_on_one_and_so_does_its_continuation_
     runs.go_on(tmp_path / "run")
 
 
+def test_two_ranks_are_dismissed_where_the_run_has_ended(runs: Runs, tmp_path: Path) -> None:
+    done = runs.take_over(tmp_path / "run", "train_model.num_devices=2", step=20)
+    assert done.stderr.count("after step 20 of 20; it has already ended") == 1
+
+
 def test_two_ranks_with_two_workers_follow_the_run_of_one_process(
     one_rank: Path, repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:

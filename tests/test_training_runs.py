@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, DataError, ModelError, TrainingStopped, UserError
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
+from torchrl_grpo.observe import report
 from torchrl_grpo.rewards.text import BareNumberReward
 from torchrl_grpo.training.run import run
 from torchrl_grpo.training.verify_resume import read
@@ -123,6 +124,25 @@ def test_resuming_a_run_that_has_ended_leaves_its_figures_and_starts_no_engine(
     assert train("ended", resume="auto") == whole
     assert (tmp_path / "ended/summary.json").read_bytes() == before
     assert "after step 2 of 2; it has already ended" in capsys.readouterr().err
+
+
+def test_a_summary_of_steps_that_are_taken_again_does_not_say_that_the_run_has_ended(
+    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train("run", train__total_dialog_turns=32, train__checkpoint_frequency=1, checkpoint__keep=9)
+    before = json.loads((tmp_path / "run/summary.json").read_text())
+
+    def fail(run_dir: Path) -> None:
+        raise RuntimeError("no fonts")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "plot", fail)
+        with pytest.raises(RuntimeError, match="no fonts"):
+            train("run", resume=str(tmp_path / "run/checkpoints/1"))
+    assert (tmp_path / "run/checkpoints/2").is_dir() and not (tmp_path / "run/summary.json").exists()
+    assert train("run", resume="auto") == whole
+    after = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (after["steps"], after["accuracy_after"]) == (2, before["accuracy_after"])
 
 
 def test_another_configuration_is_refused_before_the_data_are_read(train: Runner) -> None:

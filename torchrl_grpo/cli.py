@@ -243,11 +243,14 @@ class _Command:
         if self.sweep:
             sys.stdout.write(f"job {number}\n")
         if (folder := self._to_resume(cfg, job)) is not None:
+            from torchrl_grpo.observe import report
             from torchrl_grpo.training import checkpoint
 
-            found = checkpoint.find(folder, str(cfg.resume))
+            found = checkpoint.find(folder, str(cfg.resume), contents=False)
             checkpoint.check_same_run(found, planning.with_proximal(cfg, self.asynchronous))
-            sys.stdout.write(f"resumes {folder} after step {found.name}\n")
+            ended = report.of_ended_run(folder, int(found.name)) is not None
+            nothing = ", where it has ended: nothing is left to do" if ended else ""
+            sys.stdout.write(f"resumes {folder} after step {found.name}{nothing}\n")
         planning.report(cfg, self.asynchronous)
 
     def _to_resume(self, cfg: Config, job: Job) -> Path | None:

@@ -210,8 +210,9 @@ def kept_by_layer(shape: ModelShape, load: Workload, half: bool, device: str) ->
     Per token, with H the residual stream, F the feed-forward layer, Q and K all query and key heads: each of
     two norms keeps its input, what it normalised and its output (6 H); the feed-forward layer keeps gate,
     activation, the other half and their product (4 F); attention keeps queries, its output and the output's
-    rearranged copy (3 Q), keys and values (2 K), and those again as each response sees them (attended), on a
-    GPU repeated for every query head that shares them.
+    rearranged copy (3 Q; on a CPU in 16 bits it may keep no output, which is room to spare), keys and values
+    (2 K), and those again as each response sees them (attended), on a GPU repeated for every query head that
+    shares them.
     """
     h, f, q, k = shape.hidden, shape.mlp, shape.queries, shape.keys
     mlp = 4 * f if shape.gated else 5 * f

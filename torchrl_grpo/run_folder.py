@@ -21,6 +21,9 @@ from torchrl_grpo.errors import CheckpointError, ConfigError
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
+_CONFIG = Path(__file__).resolve().parents[1] / "config"
+# What this project's command line tells Hydra, and folders, which a resumed run has already.
+_OF_A_JOB = ("hydra.run.dir", "hydra.sweep.dir", "hydra.job.name", "hydra.output_subdir", "hydra.mode")
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
@@ -100,15 +103,20 @@ def folder_to_resume(resume: str, chosen: Path | None, outputs: Path = Path("out
 
 
 def words_of(run_dir: Path) -> str:
-    """The words that a run was started with, as Hydra recorded them; empty where there is no such record."""
+    """Script and words that a run was started with, as Hydra recorded them; empty without a record."""
     record = run_dir / ".hydra"
     try:
-        hydra = yaml.safe_load((record / "hydra.yaml").read_text())["hydra"]
-        words = [f"--config-name={hydra['job']['config_name']}"]
-        sources = hydra["runtime"]["config_sources"]
-        words += [f"--config-dir={one['path']}" for one in sources if one["provider"] == "command-line"]
-        return shlex.join([*words, *yaml.safe_load((record / "overrides.yaml").read_text())])
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        hydra = yaml.safe_load((record / "hydra.yaml").read_text(encoding="utf-8"))["hydra"]
+        words = [f"{hydra['job']['name']}.py", f"--config-name={hydra['job']['config_name']}"]
+        for one in hydra["runtime"]["config_sources"]:
+            if one["provider"] == "command-line":
+                words.append(f"--config-dir={one['path']}")
+            elif one["provider"] == "main" and Path(one["path"]) != _CONFIG:
+                words.append(f"--config-path={one['path']}")
+        words += [word for word in hydra["overrides"]["hydra"] if word.partition("=")[0] not in _OF_A_JOB]
+        words += yaml.safe_load((record / "overrides.yaml").read_text(encoding="utf-8"))
+        return shlex.join(words)
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         # Part of messages about something else, which a record that was cut off must not replace.
         return ""
 
@@ -154,7 +162,10 @@ class ResumeRecord:
         self.name = f".hydra/resume-{number}"
 
     def undo(self) -> None:
-        """Remove the record, unless the run has written anything since."""
+        """Remove the record, unless the run has written anything since.
+
+        The lock stays: another process may hold it by now, and one without a name would hold nobody off.
+        """
         record = self._run_dir / self.name
         if record.is_dir() and self._results() == self._before:
             for path in record.glob("*.yaml"):

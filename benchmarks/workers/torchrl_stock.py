@@ -16,6 +16,9 @@ expensive, and ``Workload.settings`` can switch them off:
   vocabulary at every position, prompt and padding included. It also changes the objective: with False the
   gradient is that of plain GRPO.
 
+``autocast`` ("no") trains in float32 whatever the workload says, as these parts do unless they are wrapped;
+vLLM keeps the workload's numbers.
+
 Phases: ``generate`` is what the collector does, environment and reward included; ``train`` is advantages,
 buffer and optimiser step. Publishing weights is in neither, since TorchRL's own updaters need GPUs.
 """
@@ -142,7 +145,8 @@ class _Trainer:
             transform=MCAdvantage(grpo_size=workload.samples),
             batch_size=min(_MICRO_BATCH, self._batch),
         )
-        self._autocast = torch.autocast("cpu", torch.bfloat16, enabled=workload.autocast == "bf16")
+        autocast = workload.settings.get("autocast", workload.autocast)
+        self._autocast = torch.autocast("cpu", torch.bfloat16, enabled=autocast == "bf16")
 
     def __call__(self, samples: TensorDictBase) -> None:
         """Train on ``samples``, a flat batch of P * G."""

@@ -24,6 +24,7 @@ from torchrl_grpo.models.build import weights_source
 from torchrl_grpo.observe import loggers
 from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
 from torchrl_grpo.observe.progress import Progress
+from torchrl_grpo.observe.report import SUMMARY
 from torchrl_grpo.observe.stats import peak_cuda_gib
 from torchrl_grpo.rewards.combine import RewardSet
 from torchrl_grpo.rewards.grading import CountingGrader
@@ -170,6 +171,8 @@ class Session:
         step = None if resume_from is None else int(resume_from.name)
         if step is not None:
             checkpoint.set_aside_after(self.run_dir, step)
+            # Of steps that are taken again; beside their last checkpoint it would say that the run has ended.
+            (self.run_dir / SUMMARY).unlink(missing_ok=True)
         self.metrics_writer = MetricsWriter(self.run_dir, step)
         self.rollout_writer = RolloutWriter(self.run_dir, step) if self.cfg.logging.rollouts else None
         self.loggers = loggers.build(self.cfg, self.run_dir, step)
