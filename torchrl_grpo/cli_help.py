@@ -42,6 +42,7 @@ keys most used (key=value; `--cfg job` shows all with their values, config/base.
   train.gradient_accumulation_steps
                                  micro-batches an optimiser step is cut into
   train.checkpoint_frequency     optimiser steps between checkpoints
+  seed                           of data order, sampling and engine
   resume                         auto, or the path of a run: continue it
   logging.backends               any of [csv,tensorboard,wandb]
   hydra.run.dir                  the run folder; outputs/YYYY-MM-DD/HH-MM-SS by itself
