@@ -15,7 +15,7 @@ from plan_cases import answer, dry_run, read
 
 from torchrl_grpo import hardware, validation
 from torchrl_grpo.devices import Request, Role, plan
-from torchrl_grpo.devices_plan import Plan, show_devices
+from torchrl_grpo.devices_plan import OWN_GPU, SHARED_GPU, Plan, show_devices
 from torchrl_grpo.errors import ConfigError
 
 CASES = read()
@@ -133,6 +133,33 @@ def test_names_that_a_run_reads() -> None:
     assert one.sleeps and one.colocated
     cpu = plan(Request(asynchronous=True), 0)
     assert (cpu.train_device, cpu.engine_device, cpu.worker_gpus) == ("cpu", "cpu", [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "share"),
+    [
+        ({}, 1, SHARED_GPU),
+        ({}, 2, OWN_GPU),
+        ({"asynchronous": True}, 2, OWN_GPU),
+        # With a list each, trainer and engine are together, or engine and reference.
+        (
+            {"train": Role("train_model", 1, (1,)), "inference": Role("inference_model", 1, (1,))},
+            2,
+            SHARED_GPU,
+        ),
+        (
+            {"inference": Role("inference_model", 1, (1,)), "reference": Role("ref_model", 1, (1,))},
+            2,
+            SHARED_GPU,
+        ),
+        # Which of a cluster's GPUs is the trainer's is not known.
+        ({"asynchronous": True, "cluster": True}, 2, SHARED_GPU),
+        ({"gpu_share": 0.6}, 1, 0.6),
+        ({"gpu_share": 0.6}, 2, 0.6),
+    ],
+)
+def test_the_share_that_vllm_takes_of_a_gpu(changes: dict[str, Any], gpus: int, share: float) -> None:
+    assert plan(replace(Request(uses_reference=True), **changes), gpus).gpu_share == share
 
 
 @pytest.mark.parametrize(

@@ -371,6 +371,15 @@ def test_what_depends_on_no_text_must_fit_whole(monkeypatch: pytest.MonkeyPatch)
                 planning.check_memory(cfg, plan)
 
 
+def test_vllm_takes_most_of_a_gpu_that_it_has_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "cuda_device_present", lambda: True)
+    for changes, share in (({}, 0.85), ({"inference_model__gpu_memory_utilization": 0.5}, 0.5)):
+        cfg, planned = a_7b(**changes)
+        plan = planned(400.0, 80.0, apart=True)
+        planning.check_memory(cfg, plan)
+        assert plan.prediction.need("cuda:1", "generate") == pytest.approx(GIB * (share * 80 + 0.7), rel=1e-3)
+
+
 def test_a_share_that_holds_no_more_than_the_weights_is_refused() -> None:
     cfg, planned = a_7b(inference_model__gpu_memory_utilization=0.15)
     with pytest.raises(ConfigError) as caught:

@@ -154,7 +154,7 @@ class InferenceModelConfig:
     num_devices: int | str = "auto"
     devices: list[int] | None = None
     dtype: str = "auto"
-    gpu_memory_utilization: float = 0.4
+    gpu_memory_utilization: float | None = None
     kv_cache_gib: int = 1
     block_size: int | None = None
     enforce_eager: bool | None = None

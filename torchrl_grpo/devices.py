@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torchrl_grpo.config_keys import bad_value
-from torchrl_grpo.devices_plan import Plan, RolePlan, counted, show_list, which
+from torchrl_grpo.devices_plan import Plan, RolePlan, counted, share_for_vllm, show_list, which
 from torchrl_grpo.objectives.control import needs_reference
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class Request:
         lora: only adapters are trained, so the reference is the same model without them.
         backend: ``inference_model.backend``.
         sleep: whether the engine gives its memory up while the trainer trains; None leaves it to the planner.
+        gpu_share: of a GPU's memory that vLLM takes; None leaves it to the planner.
         ranks: training ranks on all machines, where a launcher has started them.
         reference_ahead: a reference with devices of its own scores in processes of its own while the trainer
             trains. Not in turn with it, which would win nothing, and not where it follows the policy, which
@@ -70,6 +71,7 @@ class Request:
     lora: bool = False
     backend: str = "vllm"
     sleep: bool | None = None
+    gpu_share: float | None = None
     ranks: int = 1
     reference_ahead: bool = False
 
@@ -113,6 +115,7 @@ def request_of(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
         lora=cfg.train_model.lora.rank > 0,
         backend=cfg.inference_model.backend,
         sleep=cfg.inference_model.sleep,
+        gpu_share=cfg.inference_model.gpu_memory_utilization,
         ranks=ranks,
         reference_ahead=asynchronous
         and cfg.collector.max_policy_age > 0
@@ -172,6 +175,7 @@ def _plan_cpu(request: Request) -> Plan:
         _sleeps(request, apart, automatic=False),
         request.asynchronous,
         request.ranks_generate,
+        share_for_vllm(request.gpu_share, inference, reference),
     )
 
 
@@ -246,11 +250,7 @@ class _Deal:
         """The roles that need GPUs of this machine."""
         ask = self.request
         own_copy = ask.uses_reference and not ask.lora
-        return [
-            ask.train,
-            *([] if ask.cluster else [ask.inference]),
-            *([ask.reference] if own_copy else []),
-        ]
+        return [ask.train, *([] if ask.cluster else [ask.inference]), *([ask.reference] if own_copy else [])]
 
     def _left(self) -> list[int]:
         return [gpu for gpu in range(self.num_gpus) if gpu not in self.taken]
@@ -278,6 +278,7 @@ class _Deal:
             sleeps,
             ask.asynchronous,
             in_ranks,
+            share_for_vllm(ask.gpu_share, inference, reference),
         )
 
     def _take(self, role: Role, trainer: Sequence[int]) -> list[int]:

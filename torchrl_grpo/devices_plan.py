@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+# What vLLM takes of a GPU's memory: where the trainer or the reference needs some too, and where nobody does.
+# The rest of the latter is CUDA's own.
+SHARED_GPU, OWN_GPU = 0.4, 0.85
+
 
 @dataclass(frozen=True)
 class RolePlan:
@@ -38,6 +42,7 @@ class Plan:
         sleeps: the engine gives its memory up while the trainer trains.
         asynchronous: of grpo-async.py: engines work while the trainer does.
         engine_in_each_rank: each training rank has an engine in its process, which generates its share.
+        gpu_share: of a GPU's memory that vLLM takes where it runs on one.
     """
 
     train: RolePlan
@@ -48,6 +53,7 @@ class Plan:
     sleeps: bool
     asynchronous: bool = False
     engine_in_each_rank: bool = False
+    gpu_share: float = SHARED_GPU
 
     @property
     def colocated(self) -> bool:
@@ -102,6 +108,21 @@ class Plan:
         if self.idle:
             rows.append(("idle", show_devices(self.idle), "", "no role asks for them"))
         return aligned(rows)
+
+
+def share_for_vllm(asked: float | None, inference: RolePlan, reference: RolePlan) -> float:
+    """The share of a GPU's memory that vLLM takes.
+
+    Args:
+        asked: for, or None.
+        inference: where the engines are.
+        reference: where the reference is.
+    """
+    if asked is not None:
+        return asked
+    # A cluster may put a worker on the trainer's GPU: Ray does not know that it is taken.
+    alone = inference.placement == "separate" and not set(inference.devices) & set(reference.devices)
+    return OWN_GPU if alone else SHARED_GPU
 
 
 def _index(name: str) -> int:

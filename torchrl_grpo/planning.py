@@ -130,7 +130,7 @@ def check_memory(cfg: Config, planned: Planned) -> None:
     """
     if planned.prediction is None or planned.shape is None:
         return
-    _check_share(cfg, planned.prediction, planned.there)
+    _check_share(cfg, planned.plan, planned.prediction, planned.there)
     for device, there in _present(planned.plan, planned.there).items():
         if there is None:
             continue
@@ -153,13 +153,13 @@ def _tolerated(cfg: Config, plan: Plan, device: str, phase: str) -> float:
     return 1.0 if engine and device != "cpu" and phase == "generate" else _TOLERATED
 
 
-def _check_share(cfg: Config, prediction: Prediction, there: Hardware) -> None:
+def _check_share(cfg: Config, plan: Plan, prediction: Prediction, there: Hardware) -> None:
     """Check that the share of a GPU that vLLM takes holds more than the weights.
 
     Raises:
         ConfigError: it does not.
     """
-    share = cfg.inference_model.gpu_memory_utilization
+    share = plan.gpu_share
     if cfg.inference_model.backend != "vllm":
         return
     for row in prediction.rows:
@@ -244,7 +244,7 @@ def _ladders_of_vllm(cfg: Config, plan: Plan) -> Iterator[list[Change]]:
         yield [("inference_model", "sleep", True)]
     if plan.colocated and len(plan.inference.devices) > 1 and cfg.inference_model.num_devices == "auto":
         yield [("inference_model", "num_devices", 1)]
-    tenths = range(int(cfg.inference_model.gpu_memory_utilization * 20 - 1e-6), 1, -1)
+    tenths = range(int(plan.gpu_share * 20 - 1e-6), 1, -1)
     if tenths:
         yield [("inference_model", "gpu_memory_utilization", step / 20) for step in tenths]
 
@@ -256,7 +256,7 @@ def _fits(cfg: Config, planned: Planned, changes: tuple[Change, ...]) -> bool:
     other = make(trial, planned.asynchronous, planned.there)
     assert other.prediction is not None
     try:
-        _check_share(trial, other.prediction, other.there)
+        _check_share(trial, other.plan, other.prediction, other.there)
     except ConfigError:
         return False
     limits = _present(other.plan, other.there)

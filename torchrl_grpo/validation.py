@@ -143,7 +143,7 @@ def _check_each(cfg: Config) -> None:
             raise bad_value(key, value, "must be greater than 0", f"{key}={good}")
     for key, (largest, good) in AT_MOST.items():
         value = attrgetter(key)(cfg)
-        if value > largest:
+        if value is not None and value > largest:
             raise bad_value(key, value, f"must be at most {largest}", f"{key}={good}")
     for key in ("model.name", "logging.project"):
         if not attrgetter(key)(cfg).strip():

@@ -99,7 +99,7 @@ ABOVE_ZERO: dict[str, str] = {
     "policy.q_temperature": "1.0",
     "train_model.lora.alpha": "32.0",
     "ref_model.refresh_mix": "1.0",
-    "inference_model.gpu_memory_utilization": "0.4",
+    "inference_model.gpu_memory_utilization": "null",
     "inference_model.kv_cache_gib": "1",
     "inference_model.temperature": "1.0",
     "inference_model.max_logprob_gap": "null",
@@ -110,7 +110,7 @@ ABOVE_ZERO: dict[str, str] = {
 
 AT_MOST: dict[str, tuple[float, str]] = {
     "seed": (2**32 - 1, "0"),  # the random generators of the libraries below us take 32 bits
-    "inference_model.gpu_memory_utilization": (1, "0.4"),
+    "inference_model.gpu_memory_utilization": (1, "null"),
     "optimizer.min_lr_ratio": (1, "0.1"),
     "policy.clip_epsilon": (1, "0.2"),
     "ref_model.refresh_mix": (1, "1.0"),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.devices_plan import SHARED_GPU
 from torchrl_grpo.inference.protocol import SteppingEngine
 from torchrl_grpo.models.loading import load_model
 from torchrl_grpo.models.precision import resolve_dtype
@@ -20,6 +21,7 @@ def build_engine(
     pad_id: int,
     max_num_seqs: int,
     sleeps: bool = False,
+    gpu_share: float = SHARED_GPU,
 ) -> SteppingEngine:
     """The engine ``inference_model.backend`` names, on ``device``, holding the weights at ``source``.
 
@@ -31,6 +33,7 @@ def build_engine(
         pad_id: padding id.
         max_num_seqs: most responses decoded at a time.
         sleeps: it will be told to sleep.
+        gpu_share: of the GPU's memory that vLLM takes, where it has one.
     """
     options = cfg.inference_model
     dtype = resolve_dtype(options.dtype, device)
@@ -47,7 +50,7 @@ def build_engine(
         max_model_len=options.max_model_len,
         max_num_seqs=max_num_seqs,
         seed=cfg.seed,
-        gpu_memory_utilization=options.gpu_memory_utilization,
+        gpu_memory_utilization=gpu_share,
         kv_cache_gib=options.kv_cache_gib,
         block_size=options.block_size,
         enforce_eager=options.enforce_eager,

@@ -86,6 +86,7 @@ def one_engine(
         tokenizer.pad_token_id,
         _max_num_seqs(cfg),
         source.plan.sleeps,
+        source.plan.gpu_share,
     )
     collector = RolloutCollector(
         env,
@@ -126,6 +127,7 @@ def ray_workers(
         threads=divide_cores(cfg, source.plan, cores_to_divide(ranks), ranks)[1],
         on_gpu=on_gpu,
         gpus=source.plan.worker_gpus,
+        gpu_share=source.plan.gpu_share,
     )
     others = source.plan.reference_actors
     pool = RayPool(cfg, spec, count, others=others)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.cores import WAITING
+from torchrl_grpo.devices_plan import SHARED_GPU
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.protocol import SteppingEngine
 
@@ -46,6 +47,7 @@ class WorkerSpec:
         threads: CPU threads of its engine.
         on_gpu: whether it has a GPU.
         gpus: of this machine, for the processes of a Ray that is started here.
+        gpu_share: of its GPU's memory that vLLM takes.
     """
 
     cfg: Config
@@ -56,6 +58,7 @@ class WorkerSpec:
     threads: int
     on_gpu: bool
     gpus: Sequence[int] = ()
+    gpu_share: float = SHARED_GPU
 
 
 # A weight as Ray hands it over without copying it: bytes, number format, shape.
@@ -102,7 +105,15 @@ class RolloutActor:
         from torchrl_grpo.inference.build import build_engine
 
         device = torch.device("cuda:0" if spec.on_gpu else "cpu")
-        return build_engine(spec.cfg, spec.source, device, spec.end_ids, spec.pad_id, spec.max_num_seqs)
+        return build_engine(
+            spec.cfg,
+            spec.source,
+            device,
+            spec.end_ids,
+            spec.pad_id,
+            spec.max_num_seqs,
+            gpu_share=spec.gpu_share,
+        )
 
     def load(self, shipped: Shipped, *arguments: Any) -> Any:
         """See :meth:`RolloutWorker.load`."""
