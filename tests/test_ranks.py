@@ -157,6 +157,54 @@ def test_an_interrupt_ends_all_ranks_in_good_order(
     assert not psutil.wait_procs(family, timeout=30)[1]
 
 
+_LEAVING = """
+import os, signal, sys, time
+from pathlib import Path
+
+sys.path.insert(0, {root!r})
+if "RANK" not in os.environ:
+    from torchrl_grpo import launch
+
+    raise SystemExit(launch.launch(sys.argv[1:], 2))
+told = Path({told!r})
+if os.environ["RANK"] == "1":
+    while not told.exists():
+        time.sleep(0.05)
+    raise SystemExit(3)
+
+
+def leave(number, frame):
+    told.touch()
+    time.sleep(2)
+    print("all is saved", flush=True)
+    raise SystemExit({code})
+
+
+signal.signal(signal.SIGINT, leave)
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(("code", "ended"), [(130, -signal.SIGINT), (7, 7)])
+def test_a_rank_that_fails_while_it_leaves_does_not_cut_an_interrupted_one_short(
+    repo_root: Path, tmp_path: Path, code: int, ended: int
+) -> None:
+    script = tmp_path / "leaving.py"
+    script.write_text(_LEAVING.format(root=str(repo_root), told=str(tmp_path / "told"), code=code))
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
+    process = subprocess.Popen(
+        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert said == "all is saved\n"
+    # Nobody catches the interrupt in this script; the command line ends with 130.
+    assert process.returncode == ended
+
+
 def test_adapters_train_on_two_ranks_as_on_one(
     repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:

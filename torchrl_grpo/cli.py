@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torchrl_grpo.compose import Job
 
 USER_ERROR_CODE = 2
-INTERRUPTED_CODE = 130
+INTERRUPTED_CODE = launch.INTERRUPTED_CODE
 
 
 class _Parser(argparse.ArgumentParser):

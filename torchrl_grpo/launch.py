@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from torchrl_grpo.config import Config
@@ -22,6 +24,8 @@ from torchrl_grpo.validation_ranges import ZERO_STAGES
 
 # Which of the files in config/accelerate goes with each value.
 _FILES = {"ddp": "multi_gpu", "fsdp2": "fsdp2", **{kind: kind for kind in ZERO_STAGES}}
+# What a process ends with that was interrupted.
+INTERRUPTED_CODE = 130
 # What the launcher's process ends with when a rank was ended by a signal.
 _ENDED_BY_SIGNAL = 1
 # What an interrupted rank 0 has to finish what the ranks are in and to end in good order: minutes, for a step
@@ -157,6 +161,7 @@ def launch(words: Sequence[str], count: int) -> int:
         The exit code: that of the first rank that failed, 0 when none did.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
     common = {
         "WORLD_SIZE": str(count),
@@ -180,11 +185,16 @@ def launch(words: Sequence[str], count: int) -> int:
     try:
         result = ranks.wait()
     except KeyboardInterrupt:
+        assert isinstance(ranks, SubprocessContext), "of a script, not of a function"
+        main = ranks.subprocess_handlers[0].proc
         # Another interrupt ends all of them at once.
-        os.kill(ranks.pids()[0], signal.SIGINT)
-        result = ranks.wait(timeout=_FAREWELL_S)
-        if result is None or not result.failures:
+        main.send_signal(signal.SIGINT)
+        # For rank 0 alone: one that it has let go may fail while it leaves, which must not cut rank 0 short.
+        with suppress(subprocess.TimeoutExpired):
+            main.wait(timeout=_FAREWELL_S)
+        if main.returncode in (None, 0, INTERRUPTED_CODE):
             raise
+        result = ranks.wait()
     finally:
         ranks.close()
     assert result is not None
