@@ -168,13 +168,13 @@ if "RANK" not in os.environ:
     raise SystemExit(launch.launch(sys.argv[1:], 2))
 told = Path({told!r})
 if os.environ["RANK"] == "1":
-    while not told.exists():
-        time.sleep(0.05)
+    told.read_text()
     raise SystemExit(3)
 
 
 def leave(number, frame):
-    told.touch()
+    told.write_text("interrupted")
+    # Long enough for a launcher that ends all of them when one fails.
     time.sleep(2)
     print("all is saved", flush=True)
     raise SystemExit({code})
@@ -182,7 +182,7 @@ def leave(number, frame):
 
 signal.signal(signal.SIGINT, leave)
 print("ready", flush=True)
-time.sleep(100)
+signal.pause()
 """
 
 
@@ -191,6 +191,8 @@ def test_a_rank_that_fails_while_it_leaves_does_not_cut_an_interrupted_one_short
     repo_root: Path, tmp_path: Path, code: int, ended: int
 ) -> None:
     script = tmp_path / "leaving.py"
+    # Reading waits until the other rank writes.
+    os.mkfifo(tmp_path / "told")
     script.write_text(_LEAVING.format(root=str(repo_root), told=str(tmp_path / "told"), code=code))
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
     process = subprocess.Popen(

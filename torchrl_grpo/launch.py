@@ -158,7 +158,10 @@ def launch(words: Sequence[str], count: int) -> int:
         count: of ranks.
 
     Returns:
-        The exit code: that of the first rank that failed, 0 when none did.
+        The exit code: that of the first rank that failed, 0 when none did; after an interrupt rank 0's.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted, and rank 0 ended in good order or not in time.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -194,14 +197,18 @@ def launch(words: Sequence[str], count: int) -> int:
             main.wait(timeout=_FAREWELL_S)
         if main.returncode in (None, 0, INTERRUPTED_CODE):
             raise
-        result = ranks.wait()
+        return _shown(main.returncode)
     finally:
         ranks.close()
     assert result is not None
     if not result.failures:
         return 0
     first = min(result.failures.values(), key=lambda failure: failure.timestamp)
-    return first.exitcode if first.exitcode > 0 else _ENDED_BY_SIGNAL
+    return _shown(first.exitcode)
+
+
+def _shown(code: int) -> int:
+    return code if code > 0 else _ENDED_BY_SIGNAL
 
 
 def _free_port() -> int:
