@@ -20,7 +20,8 @@ from torch import Tensor
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference.protocol import Completion, Probe, Sampling
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
-from torchrl_grpo.training.publish import named_weights
+from torchrl_grpo.models.logprobs import TokenScorer
+from torchrl_grpo.training.publish import WeightPublisher, named_weights
 from torchrl_grpo.training.ranks import Ranks
 from torchrl_grpo.training.shared_engine import EngineShare, SharedEngine
 
@@ -46,9 +47,9 @@ class Noting(TransformersEngine):
         self.asked.append([list(prompt) for prompt in prompts])
         return super().generate(prompts, sampling)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         if not self.deaf:
-            super().load_weights(weights)
+            super().update(weights)
 
 
 @dataclass
@@ -104,7 +105,7 @@ def main(output: Path) -> None:
     shared = SharedEngine(member)  # type: ignore[arg-type]
     new = make_model("llama")
     alone = Noting(make_model("llama"))
-    probe = Probe(PROMPTS[:3], 4)
+    probe = Probe(PROMPTS[:3], 4, {name: tuple(tensor.shape) for name, tensor in named_weights(new)})
     published = shared.publish(named_weights(new), 3, probe)
     found = {"published": published, "version": shared.policy_version, **ask(shared)}
     found |= ask(alone, ", alone")
@@ -114,7 +115,10 @@ def main(output: Path) -> None:
     found["next, woken"] = shared.next_tokens(probe)
     found["asked"] = here.together(member, "asked")
     here.together(member, "deafen", here.size - 1)
-    found["refused"] = error_of(lambda: shared.load_weights(named_weights(new)), TrainingStopped)
+    publisher = WeightPublisher(new, TokenScorer(new), shared, PROMPTS[:3], 2, torch.float32, torch.float32)
+    with torch.no_grad():
+        new.lm_head.weight += 1
+    found["refused"] = error_of(lambda: publisher.publish(4), TrainingStopped)
     found["interrupted"] = error_of(lambda: here.together(member, "interrupted"), KeyboardInterrupt)
     # They are still in step.
     found["arrived"] = member.arrived, len(here.together(member, "asked"))

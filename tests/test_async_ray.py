@@ -330,7 +330,7 @@ def test_vllm_takes_weights_in_flight(repo_root: Path, tmp_path: Path) -> None:
     assert found["groups"]["trained"] == 24 and found["worker_restarts"] == 0
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert 1 <= max(line.get("policy/age_max", 0) for line in metrics) <= 2
-    gaps = [line["publish/gap"] for line in metrics if "publish/gap" in line]
+    gaps = [line["publish/logprob_diff_max"] for line in metrics if "publish/logprob_diff_max" in line]
     assert gaps and max(gaps) < 1e-3, "every worker was proven to hold the trainer's weights"
 
 

@@ -305,12 +305,12 @@ def test_a_worker_replaced_during_the_last_evaluation_is_proven_too(train: Async
     class Successor(TransformersEngine):
         """Once a worker has died, takes no weights."""
 
-        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
             if len(asked) < 3:
-                super().load_weights(weights)
+                super().update(weights)
 
     options = {"fault": dies_in_evaluation(asked, {3}), "engine_type": Successor}
-    with pytest.raises(TrainingStopped, match="were not published"):
+    with pytest.raises(TrainingStopped, match="tensors that it computes with are not the trainer's"):
         train("run", options, collector__max_policy_age=0)
     assert len(asked) == 4, "the successor has answered"
 
@@ -329,28 +329,28 @@ class Deaf(TransformersEngine):
 
     taken = 0
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.taken += 1
         if self.taken <= 3:
-            super().load_weights(weights)
+            super().update(weights)
 
 
-class Forgetful(Deaf):
-    """Takes every tensor into its hands, and does nothing with the later ones."""
+class Forgetful(TransformersEngine):
+    """Takes the first publications and then all tensors but one."""
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        super().load_weights(list(weights))
+    taken = 0
+
+    def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.taken += 1
+        super().update((name, w) for name, w in weights if self.taken <= 3 or "layers.1.mlp.up" not in name)
 
 
 @pytest.mark.parametrize("age", [0, 2])
-@pytest.mark.parametrize(
-    ("engine_type", "message"),
-    [(Deaf, "were not published"), (Forgetful, "did not arrive|still answers with the old weights")],
-)
+@pytest.mark.parametrize("engine_type", [Deaf, Forgetful])
 def test_a_worker_that_keeps_old_weights_stops_the_run(
-    train: AsyncRunner, age: int, engine_type: type, message: str
+    train: AsyncRunner, age: int, engine_type: type
 ) -> None:
-    with pytest.raises(TrainingStopped, match=message):
+    with pytest.raises(TrainingStopped, match="tensors that it computes with are not the trainer's"):
         train("run", {"engine_type": engine_type}, collector__max_policy_age=age)
 
 

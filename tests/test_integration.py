@@ -67,7 +67,7 @@ def test_gsm8k_trains_evaluates_saves_and_loads(
     metrics = lines(run / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [0, 1, 2, 3]
     assert {"eval/strict", "eval/flexible", "eval/accuracy_low"} <= metrics[0].keys()
-    assert all(line["publish/gap"] < ROUNDING for line in metrics[1:])
+    assert all(line["publish/logprob_diff_max"] < ROUNDING for line in metrics[1:])
     assert all(line["optimizer/grad_norm"] is not None for line in metrics[1:])
     rollouts = lines(run / "rollouts.jsonl")
     assert len(rollouts) == 24
@@ -92,7 +92,9 @@ def test_vllm_generates_for_two_training_ranks(repo_root: Path, tmp_path: Path) 
     assert "one worker, a process of its own" in printed
     metrics = lines(tmp_path / "run/metrics.jsonl")
     assert [line["step"] for line in metrics] == [0, 1, 2]
-    assert all(line["publish/gap"] < ROUNDING and line["policy/age_max"] == 0 for line in metrics[1:])
+    assert all(
+        line["publish/logprob_diff_max"] < ROUNDING and line["policy/age_max"] == 0 for line in metrics[1:]
+    )
     assert all(line["policy/log_prob_gap"] < ROUNDING for line in metrics[1:])
 
 

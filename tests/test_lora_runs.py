@@ -34,7 +34,7 @@ def test_a_run_with_adapters_moves_and_is_a_function_of_its_seed(train: Runner) 
     assert first == train("b")
     assert first != train("c", seed=1)
     assert first[1]["kl/reference"] == pytest.approx(0.0, abs=1e-6) and first[-1]["kl/reference"] > 1e-4
-    assert all(line["publish/gap"] < 1e-3 for line in first[1:])
+    assert all(line["publish/logprob_diff_max"] < 1e-3 for line in first[1:])
 
 
 def test_the_reference_is_the_base_and_not_a_second_model(

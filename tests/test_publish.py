@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -16,15 +15,11 @@ from transformers import PreTrainedModel
 
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference import NextTokens, Probe
+from torchrl_grpo.inference.checksums import Checksums, checksum, combine, row_sums
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.models.logprobs import TokenScorer
-from torchrl_grpo.training.publish import (
-    WeightPublisher,
-    checksum,
-    named_weights,
-    perturbed,
-    probe_prompts,
-)
+from torchrl_grpo.training import publish
+from torchrl_grpo.training.publish import WeightPublisher, named_weights, perturbed, probe_prompts
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -41,11 +36,12 @@ def make_publisher(
     family: str = "llama",
     dtype: torch.dtype = torch.float32,
     bound: float | None = None,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> WeightPublisher:
     # The engine starts with the weights of the trainer, as it does in a run.
     model = make_model(family)
     engine = engine_type(copy.deepcopy(model).to(dtype), [END], PAD)
-    return publisher_type(model, TokenScorer(model), engine, prompts(), PAD, dtype, bound)
+    return publisher_type(model, TokenScorer(model), engine, prompts(), PAD, dtype, dtype, bound, warn)
 
 
 def update(model: PreTrainedModel | Any, size: float, seed: int = 0) -> None:
@@ -56,33 +52,94 @@ def update(model: PreTrainedModel | Any, size: float, seed: int = 0) -> None:
             p.add_(size * p.abs().mean() * torch.randn(p.shape, generator=g))
 
 
-@pytest.mark.parametrize("family", ["llama", "llama_tied", "gpt2", "qwen3"])
-@pytest.mark.parametrize("size", [1e-7, 1e-5, 1e-3, 1e-1])
-def test_a_sound_engine_passes_twenty_publications(family: str, size: float) -> None:
-    publisher = make_publisher(family=family)
+@pytest.mark.parametrize("family", ["llama_tied", "gpt2", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1e-7, 1e-4, 1e-1])
+def test_a_sound_engine_passes_ten_publications(family: str, dtype: torch.dtype, size: float) -> None:
+    # Weights this large round far more than a real model's: the answers are apart, the weights are not.
+    publisher = make_publisher(family=family, dtype=dtype)
     publisher.prove_at_start(0)
-    for step in range(1, 21):
+    for step in range(1, 11):
         update(publisher.model, size, seed=step)
         metrics = publisher.publish(step)
-        assert metrics["publish/gap"] < 1e-3
+        if dtype is torch.float32:
+            assert metrics["publish/logprob_diff_max"] < 1e-3
         assert publisher.engine.policy_version == step
+    assert publisher.unread == []
 
 
-@pytest.mark.parametrize("size", [1e-5, 1e-3, 1e-2])
-def test_a_sound_engine_in_bfloat16_passes_too(size: float) -> None:
-    publisher = make_publisher(dtype=torch.bfloat16)
-    publisher.start_bound = publisher.bound = 2.0  # weights this large round far more than a real model's
+class KeepsAPart(TransformersEngine):
+    """An engine that keeps ``part`` of the tensor ``victim`` as it was, where there is a victim."""
+
+    victim: str | None = None
+    part = ""
+
+    def update(self, weights: Weights) -> None:
+        own = dict(self.model.named_parameters())
+        before = None if self.victim is None else own[self.victim].detach().clone()
+        super().update(weights)
+        if before is None or self.victim is None:
+            return
+        tensor = own[self.victim].detach()
+        rows, old = tensor.view(-1, tensor.shape[-1]), before.view(-1, tensor.shape[-1])
+        if self.part == "tensor":
+            rows.copy_(old)
+        elif self.part == "row":
+            rows[-1] = old[-1]
+        elif self.part == "element":
+            rows[len(rows) // 2, -1] = old[len(rows) // 2, -1]
+        else:
+            rows[[0, -1]] = rows[[-1, 0]]
+
+
+PARTS = ("tensor", "row", "element", "two rows swapped")
+
+
+def move_everything(model: Any, seed: int) -> None:
+    """So far that each number is another one in 16 bits too, those that were zero included."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_((0.1 + 0.1 * torch.rand(p.shape, generator=g)) * (-1) ** seed)
+
+
+@pytest.mark.parametrize(
+    "family,dtype",
+    [
+        ("llama_tied", torch.float32),
+        ("qwen2", torch.float32),
+        ("gpt2", torch.bfloat16),
+        ("gemma3", torch.bfloat16),
+        ("phi", torch.float16),
+    ],
+)
+@pytest.mark.parametrize("moment", ["start", "later"])
+def test_a_part_of_any_tensor_that_is_stale_is_found(family: str, dtype: torch.dtype, moment: str) -> None:
+    publisher = make_publisher(KeepsAPart, family=family, dtype=dtype)
+    tensors = dict(publisher.model.named_parameters())
+    engine: Any = publisher.engine
     publisher.prove_at_start(0)
-    for step in range(1, 21):
-        update(publisher.model, size, seed=step)
-        publisher.publish(step)
-    assert publisher.engine.policy_version == 20
+    step = publisher.publish if moment == "later" else publisher.prove_at_start
+    cases = [
+        (name, part)
+        for name, tensor in tensors.items()
+        for part in PARTS
+        if tensor.dim() > 1 or part != PARTS[3]
+    ]
+    # The start takes three times as long; one tensor in three there.
+    for number, (engine.victim, engine.part) in enumerate(cases if moment == "later" else cases[::3]):
+        move_everything(publisher.model, number)
+        with pytest.raises(
+            TrainingStopped, match=f"1 of {len(tensors)} tensors .* first is {engine.victim}: "
+        ):
+            step(1)
+    engine.victim = None
+    step(2)
 
 
-def test_a_generous_bound_still_lets_the_proof_at_the_start_work() -> None:
-    assert make_publisher(bound=50.0).prove_at_start(0)["publish/gap"] < 1e-3
-    with pytest.raises(TrainingStopped, match="moved by 0 nats"):
-        make_publisher(LoadsIntoACopy, bound=50.0).prove_at_start(0)
+def test_the_start_shows_that_published_weights_are_those_that_answer() -> None:
+    with pytest.raises(TrainingStopped, match="moved its log-probabilities by 0 nats"):
+        make_publisher(AnswersFromACopy, bound=50.0).prove_at_start(0)
 
 
 def test_publication_makes_the_engine_answer_like_the_trainer() -> None:
@@ -102,19 +159,79 @@ def test_the_perturbation_at_the_start_is_put_back_bit_for_bit(family: str) -> N
     engine: Any = publisher.engine
     original = copy.deepcopy(engine.model.state_dict())
     metrics = publisher.prove_at_start(3)
-    assert metrics["publish/perturbation"] > 0.02 and metrics["publish/gap"] < 1e-3
+    assert metrics["publish/perturbation"] > 0.02 and metrics["publish/logprob_diff_max"] < 1e-3
     for name, tensor in engine.model.state_dict().items():
         assert torch.equal(tensor.view(torch.int32), original[name].view(torch.int32)), name
     assert {name: checksum(p) for name, p in publisher.model.named_parameters()} == before
     assert engine.policy_version == 3
 
 
-def test_the_bound_follows_the_gap_seen_at_the_start_unless_it_is_given() -> None:
+def test_the_bound_follows_what_is_seen_at_the_start_unless_it_is_given() -> None:
     derived, given = make_publisher(), make_publisher(bound=0.5)
     derived.prove_at_start(0)
     given.prove_at_start(0)
     assert derived.bound == pytest.approx(1e-3)
     assert given.bound == 0.5
+    resumed, changed = make_publisher(), make_publisher(bound=0.7)
+    for publisher in (resumed, changed):
+        publisher.load_state_dict({"noise": 0.1, "bound": 0.3})
+        publisher.prove_at_start(4)
+    assert resumed.bound == 0.3, "judged as the run began"
+    assert changed.bound == 0.7, "what is written now counts"
+
+
+class AnswersElsewhere(TransformersEngine):
+    """Holds the right weights and answers something else by so many nats."""
+
+    off = 0.0
+
+    def next_tokens(self, probe: Probe) -> NextTokens:
+        answer = super().next_tokens(probe)
+        return NextTokens(answer.token_ids, answer.log_probs - self.off, 0)
+
+
+class CannotBeRead(AnswersElsewhere):
+    """An engine that computes with a tensor which cannot be read back."""
+
+    def checksums(self) -> tuple[Checksums, ...]:
+        (found,) = super().checksums()
+        hidden = "model.layers.1.mlp.down_proj.weight"
+        return (Checksums(found.dtype, {n: v for n, v in found.values.items() if n != hidden}),)
+
+
+def test_answers_far_from_the_trainers_are_a_warning_where_the_weights_are_known() -> None:
+    said: list[str] = []
+    publisher = make_publisher(AnswersElsewhere, warn=said.append)
+    publisher.prove_at_start(0)
+    publisher.engine.off = 0.3  # type: ignore[attr-defined]
+    for version in (1, 2):
+        assert publisher.publish(version)["publish/logprob_diff_mean"] == pytest.approx(0.3, abs=1e-3)
+    assert len(said) == 1 and "0.3 nats on average" in said[0] and "bit for bit" in said[0]
+
+
+def test_answers_are_what_counts_where_a_tensor_cannot_be_read() -> None:
+    publisher = make_publisher(CannotBeRead)
+    proof = publisher.prove_at_start(0)
+    assert publisher.unread == ["model.layers.1.mlp.down_proj.weight"]
+    assert "(1 cannot be read back, as model.layers.1.mlp.down_proj.weight)" in publisher.summary(proof)
+    update(publisher.model, 1e-2)
+    publisher.publish(1)
+    publisher.engine.off = 0.3  # type: ignore[attr-defined]
+    with pytest.raises(
+        TrainingStopped, match=r"cannot be read back.*inference_model.max_logprob_gap=0.6 with"
+    ):
+        publisher.publish(2)
+    raised = make_publisher(CannotBeRead, bound=0.6)
+    raised.prove_at_start(0)
+    raised.engine.off = 0.3  # type: ignore[attr-defined]
+    raised.publish(2)
+
+
+def test_engines_that_compute_in_another_format_are_told_from_stale_ones() -> None:
+    publisher = make_publisher()
+    publisher.engine.model.to(torch.bfloat16)  # type: ignore[attr-defined]
+    with pytest.raises(TrainingStopped, match="computes in bfloat16.*inference_model.dtype=bfloat16"):
+        publisher.prove_at_start(0)
 
 
 class ListSkips(WeightPublisher):
@@ -122,11 +239,12 @@ class ListSkips(WeightPublisher):
 
     sound = 0
 
-    def _load(self, weights: Weights, *rest: Any) -> Any:
+    def _listed(self, sums: Any) -> Any:
         self.sound -= 1
-        if self.sound >= 0:
-            return super()._load(weights, *rest)
-        return super()._load(((n, t) for n, t in weights if "layers.1.mlp.down_proj" not in n), *rest)
+        for name, tensor in super()._listed([]):
+            if self.sound >= 0 or "layers.1.mlp.down_proj" not in name:
+                sums.append((name, combine(row_sums(tensor))))
+                yield name, tensor
 
 
 class ListSkipsLater(ListSkips):
@@ -136,14 +254,14 @@ class ListSkipsLater(ListSkips):
 
 
 class EngineSwallows(TransformersEngine):
-    """Takes every tensor, so that the receipt is whole, and drops one of them."""
+    """Takes every tensor and drops one of them."""
 
     sound = 0
 
-    def load_weights(self, weights: Weights) -> None:
+    def update(self, weights: Weights) -> None:
         self.sound -= 1
         dropped = "layers.1.mlp.down_proj" if self.sound < 0 else "none"
-        super().load_weights((n, t) for n, t in weights if dropped not in n)
+        super().update((n, t) for n, t in weights if dropped not in n)
 
 
 class EngineSwallowsLater(EngineSwallows):
@@ -155,9 +273,9 @@ class EngineSwallowsLater(EngineSwallows):
 class EngineStopsEarly(TransformersEngine):
     """Does not read the list to its end."""
 
-    def load_weights(self, weights: Weights) -> None:
+    def update(self, weights: Weights) -> None:
         iterator = iter(weights)
-        super().load_weights(next(iterator) for _ in range(5))
+        super().update(next(iterator) for _ in range(5))
 
 
 class EngineIgnores(TransformersEngine):
@@ -165,10 +283,10 @@ class EngineIgnores(TransformersEngine):
 
     calls = 0
 
-    def load_weights(self, weights: Weights) -> None:
+    def update(self, weights: Weights) -> None:
         self.calls += 1
         if self.calls <= 2:
-            super().load_weights(weights)
+            super().update(weights)
         else:
             list(weights)
 
@@ -176,23 +294,66 @@ class EngineIgnores(TransformersEngine):
 class LoadsIntoACopy(TransformersEngine):
     """The weights go into a model that does not answer."""
 
-    def load_weights(self, weights: Weights) -> None:
+    def update(self, weights: Weights) -> None:
         own, self.model = self.model, copy.deepcopy(self.model)
-        super().load_weights(weights)
+        super().update(weights)
         self.model = own
+
+
+class AnswersFromACopy(TransformersEngine):
+    """Holds what was published, and answers with what it began with, as a graph of older memory would."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.first = copy.deepcopy(self.model)
+
+    def next_tokens(self, probe: Probe) -> NextTokens:
+        own, self.model = self.model, self.first
+        answer = super().next_tokens(probe)
+        self.model = own
+        return answer
 
 
 class ListsACopy(WeightPublisher):
     """Lists the weights of a copy of the model that was made before training began."""
 
-    def prove_at_start(self, version: int) -> dict[str, float]:
-        self.stale = self.model
+    def prove_at_start(self, version: int) -> dict[str, float]:  # type: ignore[override]
         metrics = super().prove_at_start(version)
-        self.stale = copy.deepcopy(self.model)
+        self.copy = copy.deepcopy(self.model)
         return metrics
 
-    def _load(self, weights: Weights, *rest: Any) -> Any:
-        return super()._load(named_weights(self.stale), *rest)
+    def _listed(self, sums: Any) -> Any:
+        if not hasattr(self, "copy"):
+            return super()._listed(sums)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(publish, "named_weights", lambda model: named_weights(self.copy))
+            return iter(list(super()._listed(sums)))
+
+
+class MistakesNames(TransformersEngine):
+    """Puts the gate of a layer where its other half belongs, always and consistently."""
+
+    swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+
+    def update(self, weights: Weights) -> None:
+        super().update((self._renamed(name), tensor) for name, tensor in weights)
+
+    def _held(self) -> Any:
+        return ((self._renamed(name), tensor) for name, tensor in super()._held())
+
+    def _renamed(self, name: str) -> str:
+        return ".".join(self.swap.get(part, part) for part in name.split("."))
+
+
+class SwapsRows(TransformersEngine):
+    """Every publication puts two embedding rows of tokens outside the probe into each other's place."""
+
+    def update(self, weights: Weights) -> None:
+        super().update(weights)
+        used = {token for prompt in prompts() for token in prompt}
+        first, second = [token for token in range(3, VOCAB) if token not in used][:2]
+        rows = self.model.get_input_embeddings().weight.detach()
+        rows[[first, second]] = rows[[second, first]]
 
 
 class Cached(TransformersEngine):
@@ -234,14 +395,14 @@ class ForgetsInSilence(Cached):
 
     def reset_cache(self) -> None:
         self.resets += 1
-        if self.resets <= 2:
+        if self.resets <= 3:
             super().reset_cache()
 
 
 class AnswersNaN(TransformersEngine):
     """Computes garbage from some moment on."""
 
-    healthy = 2
+    healthy = 3
 
     def next_tokens(self, probe: Probe) -> NextTokens:
         self.healthy -= 1
@@ -260,19 +421,19 @@ def train_and_publish(publisher: WeightPublisher, size: float) -> None:
 @pytest.mark.parametrize(
     "engine,publisher,size,message",
     [
-        (TransformersEngine, ListSkips, 1e-7, "perturbed .* do not all reach the model that answers"),
-        (TransformersEngine, ListSkipsLater, 1e-7, "1 tensors were not published, the first is .*down_proj"),
-        (EngineSwallows, WeightPublisher, 1e-7, "perturbed .* do not all reach the model that answers"),
-        (EngineSwallowsLater, WeightPublisher, 1e-2, "differ from the trainer's by up to .* load_weights"),
-        (EngineStopsEarly, WeightPublisher, 1e-7, "perturbed .* do not all reach the model that answers"),
-        (EngineIgnores, WeightPublisher, 1e-2, "differ from the trainer's by up to"),
-        (EngineIgnores, WeightPublisher, 1e-5, "nearer to earlier weights .* load_weights"),
-        (LoadsIntoACopy, WeightPublisher, 1e-7, "moved by 0 nats .* load_weights"),
-        (TransformersEngine, ListsACopy, 1e-7, r"\d+ tensors were stale, the first is "),
+        (TransformersEngine, ListSkips, 1e-7, "1 of 21 tensors were not published, the first is .*down_proj"),
+        (TransformersEngine, ListSkipsLater, 1e-7, "1 of 21 tensors were not published, .*down_proj"),
+        (EngineSwallows, WeightPublisher, 1e-7, "1 of 21 tensors .* are not the trainer's .*down_proj"),
+        (EngineSwallowsLater, WeightPublisher, 1e-7, "1 of 21 tensors .* are not the trainer's .*down_proj"),
+        (EngineStopsEarly, WeightPublisher, 1e-7, "16 of 21 tensors were not published"),
+        (EngineIgnores, WeightPublisher, 1e-7, "21 of 21 tensors .* are not the trainer's"),
+        (LoadsIntoACopy, WeightPublisher, 1e-7, "21 of 21 tensors .* are not the trainer's"),
+        (SwapsRows, WeightPublisher, 1e-7, "1 of 21 tensors .* are not .*embed_tokens"),
+        (MistakesNames, WeightPublisher, 1e-7, "puts published tensors where others belong"),
+        (AnswersFromACopy, WeightPublisher, 1e-7, "moved its log-probabilities by 0 nats .*enforce_eager"),
+        (TransformersEngine, ListsACopy, 1e-7, "listed for publication are stale, the first is "),
         (ForgetsToReset, WeightPublisher, 1e-7, "40 tokens of the probe came out of a prefix cache"),
-        (ForgetsInSilence, WeightPublisher, 1e-2, "differ from the trainer's by up to"),
-        (ForgetsInSilence, WeightPublisher, 1e-5, "nearer to earlier weights .* reset_cache"),
-        (AnswersNaN, WeightPublisher, 1e-7, "differ from the trainer's by up to nan"),
+        (AnswersNaN, WeightPublisher, 1e-7, "by nan nats .*not finite"),
     ],
 )
 def test_sabotage_is_found(
@@ -286,27 +447,10 @@ def test_sabotage_is_found(
     assert sabotaged.engine.policy_version < 3
 
 
-@pytest.mark.parametrize("engine,stopped", [(EngineIgnores, True), (TransformersEngine, False)])
-def test_updates_smaller_than_the_rounding_add_up_until_a_stale_engine_is_seen(
-    engine: type[TransformersEngine], stopped: bool
-) -> None:
-    publisher = make_publisher(engine)
-    publisher.prove_at_start(0)
-    # As in a 16-bit format: the bound is wide, and one update disappears in the noise.
-    update(publisher.model, 1e-5)
-    shift = float((publisher._trainer_view() - publisher._anchor).abs().max())
-    publisher.load_state_dict({"noise": shift, "bound": 10.0})
-    versions = iter(range(1, 200))
-    if stopped:
-        with pytest.raises(TrainingStopped, match="nearer to earlier weights"):
-            for version in versions:
-                update(publisher.model, 1e-5, seed=version)
-                publisher.publish(version)
-        assert 1 < next(versions) < 100
-    else:
-        for version in versions:
-            update(publisher.model, 1e-5, seed=version)
-            publisher.publish(version)
+def test_old_answers_that_nobody_reports_are_warned_of() -> None:
+    said: list[str] = []
+    train_and_publish(make_publisher(ForgetsInSilence, warn=said.append), 1e-2)
+    assert len(said) == 1 and "nats on average" in said[0]
 
 
 def test_the_engine_that_caches_and_resets_passes() -> None:
@@ -317,39 +461,9 @@ def test_the_engine_that_caches_and_resets_passes() -> None:
 
 def test_an_engine_that_answers_nan_at_the_start_is_found() -> None:
     publisher = make_publisher(AnswersNaN)
-    publisher.engine.healthy = 0  # type: ignore[attr-defined]
-    with pytest.raises(TrainingStopped, match="moved by nan nats"):
+    publisher.engine.healthy = 1  # type: ignore[attr-defined]
+    with pytest.raises(TrainingStopped, match="by nan nats on average .*not finite"):
         publisher.prove_at_start(0)
-
-
-def test_the_receipt_is_of_what_the_engine_took() -> None:
-    publisher = make_publisher()
-    live = {name: checksum(tensor) for name, tensor in publisher.model.named_parameters()}
-    receipt, _ = publisher._load(named_weights(publisher.model), 0, publisher.engine.publish)
-    assert receipt == live
-
-
-def by_hand(data: bytes) -> int:
-    """Words of eight bytes, and the bytes left over, as Python adds them."""
-    whole = len(data) // 8 * 8
-    words = sum(int.from_bytes(data[at : at + 8], sys.byteorder) for at in range(0, whole, 8)) % 2**64
-    return (words if words < 2**63 else words - 2**64) + sum(data[whole:])
-
-
-def test_a_checksum_is_a_sum_of_words_and_takes_no_copy() -> None:
-    for shape in ((), (0,), (3,), (2**12,), (3, 2**8 + 5)):
-        tensor = torch.randn(shape)
-        assert checksum(tensor) == by_hand(tensor.numpy().tobytes())
-    # Words of it begin in the middle of those of the tensor that it is a part of.
-    part = torch.randn(101)[1:]
-    assert checksum(part) == checksum(part.clone()) == by_hand(part.numpy().tobytes())
-    large = torch.randn(2**22).to(torch.bfloat16)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as seen:
-        checksum(large)
-    largest = max(event.cpu_memory_usage for event in seen.events())
-    assert largest < large.nbytes / 100
 
 
 def test_tied_weights_are_listed_once_and_nothing_is_copied() -> None:
@@ -381,15 +495,6 @@ def test_small_numbers_of_float16_come_back_too() -> None:
     with perturbed(model):
         assert {n: checksum(p) for n, p in model.named_parameters()} != before
     assert {n: checksum(p) for n, p in model.named_parameters()} == before
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_a_checksum_sees_one_bit_and_not_the_layout(dtype: torch.dtype) -> None:
-    tensor = torch.randn(6, 5).to(dtype)
-    other = tensor.clone()
-    other[3, 2] = torch.nextafter(other[3, 2], torch.tensor(9.0, dtype=dtype))
-    assert checksum(tensor) == checksum(tensor.clone()) == checksum(tensor.t().contiguous().t())
-    assert checksum(tensor) != checksum(other)
 
 
 @pytest.mark.parametrize("lengths", [[30], [3], [1], [50, 60, 70], [200] * 8])

@@ -95,14 +95,16 @@ def test_the_proof_of_weights_covers_a_quantised_base(folder: Path, monkeypatch:
     def publisher() -> WeightPublisher:
         model = quantized(folder, moved=0)
         engine = TransformersEngine(make_model("llama_tied", **SHAPE), [END], PAD)
-        return WeightPublisher(model, TokenScorer(model), engine, prompts(), PAD, torch.float32)
+        return WeightPublisher(
+            model, TokenScorer(model), engine, prompts(), PAD, torch.float32, torch.float32
+        )
 
     sound = publisher()
     before = {name: p.detach().clone() for name, p in sound.model.named_parameters()}
-    assert sound.prove_at_start(0)["publish/gap"] < 1e-3
+    assert sound.prove_at_start(0)["publish/logprob_diff_max"] < 1e-3
     assert all(torch.equal(p, before[name]) for name, p in sound.model.named_parameters())
     move(sound.model, 0.01)
-    assert sound.publish(1)["publish/gap"] < 1e-3
+    assert sound.publish(1)["publish/logprob_diff_max"] < 1e-3
     # The base as it was before it was quantised is not what the trainer computes with.
     full = dict(make_model("llama_tied", **SHAPE).named_parameters())
     left_out = "model.layers.1.mlp.up_proj"
@@ -118,7 +120,7 @@ def test_the_proof_of_weights_covers_a_quantised_base(folder: Path, monkeypatch:
             else honest(one)
         ),
     )
-    with pytest.raises(TrainingStopped, match="published weights do not all reach"):
+    with pytest.raises(TrainingStopped, match="not what matrix and adapter amount to"):
         sabotaged.prove_at_start(0)
 
 

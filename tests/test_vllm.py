@@ -24,12 +24,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 QUESTIONS = ("What is 3 + 4?", "Name a colour, please.", "Who wrote Hamlet? Answer in one word.")
 
 
-@pytest.fixture(scope="module")
-def engine(smollm2_dir: Path) -> Iterator[VLLMEngine]:
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16])
+def engine(smollm2_dir: Path, request: pytest.FixtureRequest) -> Iterator[VLLMEngine]:
     engine = VLLMEngine(
         str(smollm2_dir),
         device=torch.device("cpu"),
-        dtype=torch.float32,
+        dtype=request.param,
         max_model_len=256,
         max_num_seqs=16,
         seed=0,
@@ -62,7 +62,9 @@ def prompts(smollm2_dir: Path) -> list[list[int]]:
 
 
 def publisher_for(engine: VLLMEngine, model: PreTrainedModel, prompts: list[list[int]]) -> WeightPublisher:
-    return WeightPublisher(model, TokenScorer(model, 1.0), engine, probe_prompts(prompts), 2, torch.float32)
+    return WeightPublisher(
+        model, TokenScorer(model, 1.0), engine, probe_prompts(prompts), 2, torch.float32, engine.dtype
+    )
 
 
 def nudge(model: PreTrainedModel, size: float, seed: int = 0) -> None:
@@ -86,8 +88,9 @@ def test_log_probs_are_the_trainers_at_the_sampling_temperature(
     shape = (len(prompts), 4, -1)
     with torch.no_grad():
         scores = TokenScorer(model, 0.7)(prompt, prompt_mask, response.view(shape), mask.view(shape))
-    gap = (scores.log_probs - engine_log_probs.view(shape)).abs().max()
-    assert gap < 2e-3
+    gap = (scores.log_probs - engine_log_probs.view(shape)).abs()
+    assert gap.max() < (2e-3 if engine.dtype is torch.float32 else 1.0)
+    assert gap[mask.view(shape)].mean() < (1e-4 if engine.dtype is torch.float32 else 0.1)
     assert len({tuple(one.token_ids) for one in completions[0]}) > 1, "siblings must differ"
     assert all(one.finish_reason in ("stop", "length") for one in flat)
     engine.reset_cache()
@@ -99,25 +102,56 @@ def test_publications_pass_and_change_the_answers(
 ) -> None:
     publisher = publisher_for(engine, model, prompts)
     proof = publisher.prove_at_start(0)
-    assert proof["publish/gap"] < 1e-3 < 0.5 < proof["publish/perturbation"]
+    far = 1e-3 if engine.dtype is torch.float32 else 2.0
+    assert proof["publish/logprob_diff_max"] < far and proof["publish/perturbation"] > 0.5
+    assert publisher.unread == [], "every tensor can be read"
     for version in (1, 2):
         nudge(model, 1e-4, version)
-        assert publisher.publish(version)["publish/gap"] < publisher.bound
+        metrics = publisher.publish(version)
+        assert metrics["publish/logprob_diff_mean"] < publisher.bound
+        assert metrics["publish/logprob_diff_max"] < far
     assert engine.policy_version == 2
 
 
 class SkipsHead(VLLMEngine):
     """The tied output head keeps its packed copy of older weights."""
 
-    def _repack_tied_heads(self) -> None:
-        pass
+    def finish_update(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self._weights, "_repack_tied_heads", lambda: None)
+            super().finish_update()
 
 
 class LoadsIntoACopy(VLLMEngine):
     """Takes the weights, and answers with others."""
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         list(weights)
+
+
+class KeepsAnElement(VLLMEngine):
+    """One number in the middle of a fused matrix stays what it was."""
+
+    def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        super().update((name, self._spoiled(name, tensor)) for name, tensor in weights)
+
+    def _spoiled(self, name: str, tensor: Tensor) -> Tensor:
+        if name != "model.layers.7.self_attn.k_proj.weight":
+            return tensor
+        spoiled = tensor.clone()
+        spoiled[100, 300] = torch.nextafter(spoiled[100, 300], torch.tensor(9.0, dtype=tensor.dtype))
+        return spoiled
+
+
+class SwapsRows(KeepsAnElement):
+    """Two rows of the embedding, and so of the output head, change places."""
+
+    def _spoiled(self, name: str, tensor: Tensor) -> Tensor:
+        if name != "model.embed_tokens.weight":
+            return tensor
+        swapped = tensor.clone()
+        swapped[[40_000, 40_001]] = swapped[[40_001, 40_000]]
+        return swapped
 
 
 class ForgetsTheCache(VLLMEngine):
@@ -130,8 +164,10 @@ class ForgetsTheCache(VLLMEngine):
 @pytest.mark.parametrize(
     ("sabotage", "message"),
     [
-        (LoadsIntoACopy, "do not all reach|nearer to the previous|differ from the trainer"),
-        (SkipsHead, "do not all reach|nearer to the previous|differ from the trainer"),
+        (LoadsIntoACopy, "272 of 272 tensors that it computes with are not the trainer's"),
+        (SkipsHead, "1 of 272 tensors .* first is model.embed_tokens.weight"),
+        (KeepsAnElement, "1 of 272 tensors .* first is model.layers.7.self_attn.k_proj.weight"),
+        (SwapsRows, "1 of 272 tensors .* first is model.embed_tokens.weight"),
         (ForgetsTheCache, "prefix cache"),
     ],
 )
@@ -153,8 +189,6 @@ def test_a_sabotaged_engine_is_stopped(
         step = publisher.publish
     # The object is the healthy engine; only its behaviour is swapped, so that one engine serves all cases.
     monkeypatch.setattr(engine, "__class__", sabotage)
-    if sabotage is ForgetsTheCache and moment == "start":
-        message = "do not all reach|prefix cache"
     with pytest.raises(TrainingStopped, match=message):
         step(1)
 
@@ -177,13 +211,13 @@ def test_a_sabotaged_list_of_weights_is_stopped_however_small_the_update(
 
     def sabotaged(asked: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         listed.append(asked)
-        if len(listed) > 1:
-            yield from honest(asked)
-        elif kind == "stale":
+        if kind == "stale":
             yield from honest(old)
         else:
             yield from ((name, tensor) for name, tensor in honest(asked) if "layers.7.mlp.up" not in name)
 
     monkeypatch.setattr(publish, "named_weights", sabotaged)
-    with pytest.raises(TrainingStopped, match="1 tensors were not published" if kind == "skip" else "stale"):
+    with pytest.raises(
+        TrainingStopped, match="1 of 272 tensors were not published" if kind == "skip" else "stale"
+    ):
         publisher.publish(1)

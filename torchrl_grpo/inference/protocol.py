@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
+
+from torchrl_grpo.inference.checksums import Checksums
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,17 @@ class Completion:
 
 @dataclass(frozen=True)
 class Probe:
-    """A question whose answer shows which weights an engine holds: what comes after these prompts?
+    """A question whose answer shows which weights an engine holds, and how it computes with them.
 
     Attributes:
-        prompts: token ids; N of them.
+        prompts: token ids; N of them. What comes after each?
         top_k: K, how many of the likeliest next tokens are asked for.
+        shapes: of all published tensors by name. Engines read checksums of these.
     """
 
     prompts: Sequence[Sequence[int]]
     top_k: int
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,11 +92,17 @@ class NextTokens:
         token_ids: ``[N, K]`` int64, the K likeliest next tokens.
         log_probs: ``[N, K]`` float32, at temperature 1.
         cached_tokens: tokens of the first prompt that were served from a prefix cache.
+        checksums: of the weights that each engine computes with, one for each engine; none where
+            :meth:`Engine.next_tokens` was asked alone.
+        before: the answer of an engine that had taken no weights yet, but those it was built with; None
+            later.
     """
 
     token_ids: Tensor
     log_probs: Tensor
     cached_tokens: int
+    checksums: tuple[Checksums, ...] = ()
+    before: NextTokens | None = None
 
 
 class Inference(ABC):
@@ -117,7 +127,7 @@ class Inference(ABC):
     ) -> NextTokens:
         """Take the weights of ``version`` and answer a probe with them: see :meth:`Engine.next_tokens`.
 
-        The answers of several workers stand below one another.
+        The answers of several workers stand below one another, and each has its checksums.
         """
 
     @abstractmethod
@@ -128,13 +138,40 @@ class Inference(ABC):
 class Engine(Inference):
     """Generates with its own copy of the weights."""
 
+    _learned = False
+
     @abstractmethod
     def next_tokens(self, probe: Probe) -> NextTokens:
         """The likeliest next tokens after each prompt of ``probe``, through the cache of :meth:`generate`."""
 
     @abstractmethod
+    def start_update(self) -> None:
+        """Begin to replace the weights."""
+
+    @abstractmethod
+    def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take ``(name, tensor)`` pairs in the names of the Hugging Face model; called once or several times."""
+
+    @abstractmethod
+    def finish_update(self) -> None:
+        """End what :meth:`start_update` began; only now may the engine compute again."""
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights by ``(name, tensor)`` pairs in the names of the Hugging Face model."""
+        self.start_update()
+        self.update(weights)
+        self.finish_update()
+
+    @abstractmethod
+    def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Find out where published tensors of these names and shapes lie, at the first publication.
+
+        The engine may lose its weights by that; they are loaded afterwards.
+        """
+
+    @abstractmethod
+    def checksums(self) -> tuple[Checksums, ...]:
+        """Of the weights that this engine computes with, as they are now; one entry for each engine."""
 
     def publish(
         self,
@@ -143,11 +180,17 @@ class Engine(Inference):
         probe: Probe,
     ) -> NextTokens:
         """See :meth:`Inference.publish`."""
+        before = None
+        if not self._learned:
+            self.reset_cache()
+            before = self.next_tokens(probe)
+            self.learn(probe.shapes)
+            self._learned = True
         self.load_weights(weights)
         self.reset_cache()
         answer = self.next_tokens(probe)
         self.policy_version = version
-        return answer
+        return replace(answer, checksums=self.checksums(), before=before)
 
     @abstractmethod
     def reset_cache(self) -> None:

@@ -7,12 +7,14 @@ draws from a generator per sample, so a response depends on its seed and on noth
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from torchrl_grpo.inference.checksums import Checksums, checksums
+from torchrl_grpo.inference.layout import in_format
 from torchrl_grpo.inference.protocol import Completion, NextTokens, Probe, Request, SteppingEngine
 from torchrl_grpo.padding import pad_left
 from torchrl_grpo.workload import MAX_ROWS
@@ -37,6 +39,8 @@ class TransformersEngine(SteppingEngine):
         self.max_rows = max_rows
         self._device = next(model.parameters()).device
         self._asleep = False
+        # By name of a parameter, the name that its weights are published under.
+        self._published_as: dict[str, str] = {}
         self._waiting: list[Request] = []
         self._batch: _Batch | None = None
 
@@ -86,13 +90,37 @@ class TransformersEngine(SteppingEngine):
         top = torch.log_softmax(logits.float(), -1).topk(min(probe.top_k, logits.shape[-1]), dim=-1)
         return NextTokens(top.indices.cpu(), top.values.cpu(), cached_tokens=0)
 
-    @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See :meth:`Engine.load_weights`."""
+    def start_update(self) -> None:
+        """See :meth:`Engine.start_update`."""
         self.wake()
+
+    @torch.no_grad()
+    def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See :meth:`Engine.update`."""
         own = dict(self.model.named_parameters())
         for name, tensor in weights:
             own[name].copy_(tensor)
+
+    def finish_update(self) -> None:
+        """See :meth:`Engine.finish_update`."""
+
+    def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """See :meth:`Engine.learn`. The trainer's names are this model's own; tied ones are published once."""
+        first: dict[int, str] = {}
+        for name, tensor in self.model.named_parameters(remove_duplicate=False):
+            self._published_as[name] = first.setdefault(tensor.data_ptr(), name)
+
+    def checksums(self) -> tuple[Checksums, ...]:
+        """See :meth:`Engine.checksums`."""
+        return (checksums(self._held(), self.model.dtype),)
+
+    def _held(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that is computed with, by the name it is published under, each storage once."""
+        known = set()
+        for name, tensor in self.model.named_parameters(remove_duplicate=False):
+            if tensor.data_ptr() not in known:
+                known.add(tensor.data_ptr())
+                yield self._published_as[name], in_format(tensor, self.model.dtype)
 
     def reset_cache(self) -> None:
         """Nothing to forget: each call builds its own cache."""

@@ -10,7 +10,7 @@ import gc
 import itertools
 import logging
 import os
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from torchrl_grpo.errors import ConfigError, ModelError
+from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, NextTokens, Probe, Request, SteppingEngine
+from torchrl_grpo.inference.vllm_weights import VLLMWeights
 from torchrl_grpo.out_of_memory import stopping
 
 # vLLM's CPU attention kernel takes multiples of 32 only, and the smallest lets short prompts be shared.
@@ -118,10 +120,11 @@ class VLLMEngine(SteppingEngine):
             # vLLM takes this function away on a CPU, for itself and for everybody else in the process.
             torch.set_num_threads = set_num_threads
             torch.set_num_threads(threads)
-        self._on_cpu = on_cpu
+        worker = self.llm.llm_engine.model_executor.driver_worker.worker
+        self.dtype = dtype
+        self._weights = VLLMWeights(worker, dtype)
         self._names = itertools.count()
         self._running: dict[str, Hashable] = {}
-        self._dtype = dtype
         self._share = gpu_memory_utilization
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -203,28 +206,25 @@ class VLLMEngine(SteppingEngine):
         # on a CPU their C++ build takes 20 s of the first call.
         return torch.compiler.set_stance("force_eager" if self._eager else "default")
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See :meth:`Engine.load_weights`."""
-        self._worker().reload_weights(
-            weights_iterator=((name, tensor.to(self._dtype)) for name, tensor in weights)
-        )
-        if self._on_cpu:
-            self._repack_tied_heads()
+    def start_update(self) -> None:
+        """See :meth:`Engine.start_update`."""
+        self._weights.start()
 
-    def _repack_tied_heads(self) -> None:
-        """Pack shared output heads anew.
+    def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See :meth:`Engine.update`."""
+        self._weights.load(weights)
 
-        vLLM multiplies with a packed copy of each matrix and renews the copy of every layer it reloads;
-        a head that shares its matrix with the embedding is not reloaded and would answer with the old one.
-        """
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    def finish_update(self) -> None:
+        """See :meth:`Engine.finish_update`."""
+        self._weights.finish()
 
-        for module in self._worker().model_runner.get_model().modules():
-            if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-                module.quant_method.process_weights_after_loading(module)
+    def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """See :meth:`Engine.learn`."""
+        self._weights.learn(shapes, self.load_weights)
 
-    def _worker(self) -> Any:
-        return self.llm.llm_engine.model_executor.driver_worker.worker
+    def checksums(self) -> tuple[Checksums, ...]:
+        """See :meth:`Engine.checksums`."""
+        return (self._weights.checksums(),)
 
     def reset_cache(self) -> None:
         """See :meth:`Engine.reset_cache`."""

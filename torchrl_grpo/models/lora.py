@@ -126,6 +126,22 @@ def merged(layer: LoraLayer) -> Tensor:
 
 
 @torch.no_grad()
+def merge_error(layer: LoraLayer, matrix: Tensor) -> float:
+    """How far ``matrix`` is from what the layer amounts to, as a share of its output on a random input.
+
+    The layer is computed the other way: ``W v + s B (A v)``, without a product of ``A`` and ``B``.
+    """
+    weight = plain_weight(layer.get_base_layer()).float()
+    down, up = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+    generator = torch.Generator(weight.device).manual_seed(0)
+    v = torch.randn(down.shape[1], generator=generator, device=weight.device)
+    if layer.fan_in_fan_out:
+        weight, matrix = weight.T, matrix.T
+    expected = weight @ v + layer.scaling[_ADAPTER] * (up @ (down @ v))
+    return float((matrix.float() @ v - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+@torch.no_grad()
 def reach(model: nn.Module, move: float) -> Iterator[tuple[Tensor, Tensor]]:
     """What training changes of the model that is published, and how far at most, as long as that is little.
 

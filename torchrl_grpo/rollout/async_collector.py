@@ -13,7 +13,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.inference.protocol import Completion
-from torchrl_grpo.inference.receipts import Receipt
 from torchrl_grpo.padding import pad_right
 from torchrl_grpo.rewards.base import Scored
 from torchrl_grpo.rollout.collector import Round
@@ -82,7 +81,7 @@ class AsyncCollector:
         self._dispatcher = fleet.dispatcher
         self._ledger = fleet.dispatcher.scheduler.ledger
         self._clock = clock
-        self._unproven: list[tuple[Expectation, Receipt, Publication]] = []
+        self._unproven: list[tuple[Expectation, Publication]] = []
         self._publisher: WeightPublisher | None = None
         self._since = (clock(), self._labour())
         self._waited = 0.0
@@ -175,35 +174,33 @@ class AsyncCollector:
                 nothing can be generated before that anyway.
 
         Returns:
-            ``publish/gap`` of the workers that have answered since the last call, whichever weights they were
-            asked about; nothing where none has.
+            See :meth:`WeightPublisher.judge`: the largest of the workers that have answered since the last
+            call, whichever weights they were asked about; nothing where none has.
 
         Raises:
             TrainingStopped: a worker does not hold the weights it was given.
         """
         self._publisher = publisher
-        expectation = publisher.expect(version)
-        publication, sent = publisher.hand_over(version, self.fleet.offer)
+        publication, expectation = publisher.hand_over(version, self.fleet.offer)
         # Earlier ones stay: a slow worker may yet answer, and the newest are given to replaced workers too.
-        self._unproven = [*self._unproven[-8:], (expectation, sent, publication)]
+        self._unproven = [*self._unproven[-8:], (expectation, publication)]
         if wait or self._ledger.max_age == 0:
             publication.arrived.result()
-        gaps = self.check_proofs()
-        return {"publish/gap": max(gaps)} if gaps else {}
+        found = self.check_proofs()
+        return {name: max(one[name] for one in found) for name in (found[0] if found else ())}
 
-    def check_proofs(self) -> list[float]:
-        """Judge every answer that has come from the workers; the gaps in nats.
+    def check_proofs(self) -> list[dict[str, float]]:
+        """Judge every answer that has come from the workers; for each see :meth:`WeightPublisher.judge`.
 
         Raises:
             TrainingStopped: a worker does not hold the weights it was given.
         """
-        gaps = []
-        for expectation, sent, publication in self._unproven:
-            for answer, receipt in arrived(publication):
+        found = []
+        for expectation, publication in self._unproven:
+            for answer in arrived(publication):
                 assert self._publisher is not None
-                self._publisher.check_receipt(receipt, sent)
-                gaps.append(self._publisher.judge(expectation, answer))
-        return gaps
+                found.append(self._publisher.judge(expectation, answer))
+        return found
 
     def figures(self, round_: Round) -> dict[str, float]:
         """Metrics of what the workers did since the last call, for whichever rounds."""

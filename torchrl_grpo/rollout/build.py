@@ -18,6 +18,7 @@ from torchrl_grpo.devices_plan import Plan
 from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Engine, Inference
+from torchrl_grpo.models.precision import resolve_dtype
 from torchrl_grpo.rollout.async_collector import AsyncCollector, GroupScorer
 from torchrl_grpo.rollout.collector import RolloutCollector
 from torchrl_grpo.rollout.dispatcher import START_LIMIT_S, Dispatcher
@@ -118,8 +119,10 @@ def ray_workers(
     assert source.plan.apart, "workers see their own GPU as the first one"
     count, ranks = source.plan.workers, launch.local_world_size()
     on_gpu = source.device.type == "cuda"
+    # Decided here: a worker's machine may be fast in another format, and weights are cast before they leave.
+    dtype = str(resolve_dtype(cfg.inference_model.dtype, source.device)).removeprefix("torch.")
     spec = WorkerSpec(
-        cfg=cfg,
+        cfg=replace(cfg, inference_model=replace(cfg.inference_model, dtype=dtype)),
         source=source.model,
         end_ids=source.end_ids,
         pad_id=tokenizer.pad_token_id,

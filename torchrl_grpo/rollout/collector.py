@@ -99,7 +99,7 @@ class RolloutCollector:
         """Give the engine the present weights, proven: see :meth:`WeightPublisher.publish`."""
         return publisher.publish(version)
 
-    def check_proofs(self) -> list[float]:
+    def check_proofs(self) -> list[dict[str, float]]:
         """None is open: :meth:`publish` has judged its engine's answer."""
         return []
 

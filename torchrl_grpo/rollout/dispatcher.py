@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from torchrl_grpo.errors import UserError, WorkersLost
 from torchrl_grpo.inference.protocol import NextTokens
-from torchrl_grpo.inference.receipts import Receipt
 from torchrl_grpo.rollout.groups import Group
 from torchrl_grpo.rollout.labour import Labour, Pool, Publication, Reference, ScoredGroup
 from torchrl_grpo.rollout.scheduler import Call, Errand, Scheduler, Weights
@@ -249,12 +248,10 @@ class Dispatcher:
         self._allow(number, self._timeout_s)
         self._pool.call(number, call.method, arguments, handle)
 
-    def _loaded(
-        self, number: int, weights: Weights, answer: NextTokens, receipt: Receipt, cut: list[Group]
-    ) -> None:
+    def _loaded(self, number: int, weights: Weights, answer: NextTokens, cut: list[Group]) -> None:
         self.scheduler.loaded(number, weights, cut)
         publication: Publication = weights.content
-        publication.proofs.put((answer, receipt))
+        publication.proofs.put(answer)
         everywhere = all(seat.holds is weights for seat in self.scheduler.seats)
         if everywhere and not publication.arrived.done():
             publication.arrived.set_result(None)

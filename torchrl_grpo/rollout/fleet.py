@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torchrl_grpo.inference.protocol import Completion, Inference, NextTokens, Probe, Sampling
-from torchrl_grpo.inference.receipts import Receipt
 from torchrl_grpo.rollout.dispatcher import Dispatcher
 from torchrl_grpo.rollout.labour import Publication
 
@@ -60,7 +59,7 @@ class Fleet(Inference):
         """See :meth:`Inference.publish`; waits until every worker has answered."""
         publication = self.offer(weights, version, probe)
         publication.arrived.result()
-        return stacked(answer for answer, _ in arrived(publication))
+        return stacked(arrived(publication))
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         """See :meth:`Inference.generate`; every worker takes a share."""
@@ -78,8 +77,8 @@ class Fleet(Inference):
         self.dispatcher.close()
 
 
-def arrived(publication: Publication) -> Iterator[tuple[NextTokens, Receipt]]:
-    """The answers and receipts that have come and have not been handed out yet."""
+def arrived(publication: Publication) -> Iterator[NextTokens]:
+    """The answers that have come and have not been handed out yet."""
     while True:
         try:
             yield publication.proofs.get_nowait()
@@ -90,8 +89,11 @@ def arrived(publication: Publication) -> Iterator[tuple[NextTokens, Receipt]]:
 def stacked(answers: Iterable[NextTokens]) -> NextTokens:
     """Answers to the same probe, one below the other."""
     listed = list(answers)
+    before = [answer.before for answer in listed if answer.before is not None]
     return NextTokens(
         torch.cat([answer.token_ids for answer in listed]),
         torch.cat([answer.log_probs for answer in listed]),
         sum(answer.cached_tokens for answer in listed),
+        tuple(one for answer in listed for one in answer.checksums),
+        stacked(before) if len(before) == len(listed) else None,
     )

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torchrl_grpo.inference.protocol import NextTokens, Probe
-from torchrl_grpo.inference.receipts import Receipt
 from torchrl_grpo.rewards.base import Scored
 from torchrl_grpo.rollout.groups import Group
 
@@ -53,13 +52,13 @@ class Publication:
     Attributes:
         content: what a worker is handed.
         probe: what it answers with the new weights.
-        proofs: answer and receipt of each worker that has taken them, in the order they came.
+        proofs: the answer of each worker that has taken them, in the order they came.
         arrived: done when every worker has.
     """
 
     content: Any
     probe: Probe
-    proofs: queue.SimpleQueue[tuple[NextTokens, Receipt]] = field(default_factory=queue.SimpleQueue)
+    proofs: queue.SimpleQueue[NextTokens] = field(default_factory=queue.SimpleQueue)
     arrived: Future[None] = field(default_factory=Future)
 
 

@@ -20,7 +20,6 @@ from torchrl_grpo.inference.protocol import (
     SteppingEngine,
     requests_of,
 )
-from torchrl_grpo.inference.receipts import Receipt, signed
 from torchrl_grpo.rollout.groups import Group
 from torchrl_grpo.rollout.seeds import derive_seed
 
@@ -101,7 +100,7 @@ class RolloutWorker:
         version: int,
         probe: Probe,
         give_back: bool,
-    ) -> tuple[NextTokens, Receipt, list[Group]]:
+    ) -> tuple[NextTokens, list[Group]]:
         """Take new weights between two tokens.
 
         Args:
@@ -111,16 +110,15 @@ class RolloutWorker:
             give_back: return the groups that are cut, and do not go on with them here.
 
         Returns:
-            The answer to the probe, a receipt of what the engine took, and the groups given back.
+            The answer to the probe with checksums of what the engine holds, and the groups given back.
         """
         self._pause()
-        receipt: Receipt = {}
-        answer = self.engine.publish(signed(weights, receipt), version, probe)
+        answer = self.engine.publish(weights, version, probe)
         if give_back:
             cut, self._groups = list(self._groups.values()), {}
-            return answer, receipt, cut
+            return answer, cut
         self._submit(self._groups.values())
-        return answer, receipt, []
+        return answer, []
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]] | None:
         """See :meth:`Engine.generate`; running groups wait.

@@ -17,7 +17,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.host_memory import keep_freed_memory
 from torchrl_grpo.inference.build import build_engine
-from torchrl_grpo.inference.receipts import checksum
+from torchrl_grpo.inference.checksums import checksum
 from torchrl_grpo.launch import parallelism
 from torchrl_grpo.models.build import build_model
 from torchrl_grpo.models.logprobs import TokenScorer

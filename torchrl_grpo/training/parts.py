@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -74,6 +74,8 @@ def build_publisher(
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
     precision: torch.dtype,
+    engine_dtype: torch.dtype,
+    warn: Callable[[str], None],
 ) -> WeightPublisher:
     """The publisher, with a probe cut from the first training prompts.
 
@@ -84,6 +86,8 @@ def build_publisher(
         tokenizer: renders the prompts.
         examples: of training.
         precision: see :func:`coarser`.
+        engine_dtype: of the engine.
+        warn: where warnings go.
     """
     first = [examples[index] for index in range(min(8, len(examples)))]
     length = min(40, cfg.inference_model.max_model_len - 1)
@@ -95,5 +99,7 @@ def build_publisher(
         probe_prompts(prompts, length=length),
         tokenizer.pad_token_id,
         precision,
+        engine_dtype,
         cfg.inference_model.max_logprob_gap,
+        warn,
     )

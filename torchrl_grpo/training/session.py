@@ -21,6 +21,7 @@ from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Engine
 from torchrl_grpo.models import loading, saving
 from torchrl_grpo.models.build import weights_source
+from torchrl_grpo.models.precision import resolve_dtype
 from torchrl_grpo.observe import loggers
 from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
 from torchrl_grpo.observe.progress import Progress
@@ -165,6 +166,9 @@ class Session:
             self.tokenizer,
             problems.train,
             precision,
+            resolve_dtype(self.cfg.inference_model.dtype, engine_device),
+            # Looked up late: the progress bar is made last.
+            lambda text: self.progress.note(text),
         )
 
     def _open_logs(self, resume_from: Path | None) -> None:
@@ -198,8 +202,7 @@ class Session:
         for note in (
             f"this machine multiplies matrices at {self.speed.gemm_rate / 1e9:,.0f} GFLOP/s in the trainer's "
             "numbers",
-            f"weights proven: engine and trainer differ by at most {proof['publish/gap']:.2g} nats, "
-            f"a perturbed weight moves the engine by {proof['publish/perturbation']:.2g}",
+            self.publisher.summary(proof),
             rounding_warning(self.model, self.update_format, self.cfg.optimizer, self.total_steps),
         ):
             if note is not None:

@@ -7,7 +7,7 @@ it, but for the rounding of a batch of another size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.errors import TrainingStopped
+from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Probe, Sampling
-from torchrl_grpo.inference.receipts import Receipt, signed
 from torchrl_grpo.rollout.micro_batches import divide
 from torchrl_grpo.training.ranks import Ranks
 
@@ -40,9 +39,8 @@ class EngineShare:
         self.engine = engine
         self.ranks = ranks
         self.device = device
-        # On rank 0: the tensor that load() gives to all.
+        # On rank 0: the tensor that update() gives to all.
         self.outgoing: Tensor | None = None
-        self._receipt: Receipt = {}
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Answers:
         """See :meth:`Inference.generate`; every rank is asked for the same, and gets all of it."""
@@ -58,7 +56,15 @@ class EngineShare:
             by_prompt.update(zip(numbers, answers, strict=True))
         return [by_prompt[number] for number in range(len(prompts))]
 
-    def load(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
+    def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """See :meth:`Engine.learn`."""
+        self.engine.learn(shapes)
+
+    def start_update(self) -> None:
+        """See :meth:`Engine.start_update`."""
+        self.engine.start_update()
+
+    def update(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
         """Take rank 0's tensor of this name.
 
         Args:
@@ -68,12 +74,15 @@ class EngineShare:
         """
         own = self.outgoing
         tensor = torch.empty(shape, dtype=dtype, device=self.device) if own is None else own
-        self.engine.load_weights(signed([(name, self.ranks.broadcast(tensor))], self._receipt))
+        self.engine.update([(name, self.ranks.broadcast(tensor))])
 
-    def receipts(self) -> list[Receipt]:
-        """What each rank's engine has taken since it was asked last."""
-        found, self._receipt = self._receipt, {}
-        return self.ranks.gather(found)
+    def finish_update(self) -> None:
+        """See :meth:`Engine.finish_update`."""
+        self.engine.finish_update()
+
+    def checksums(self) -> tuple[Checksums, ...]:
+        """See :meth:`Engine.checksums`; one entry for each rank."""
+        return tuple(one for rank in self.ranks.gather(self.engine.checksums()) for one in rank)
 
     def next_tokens(self, probe: Probe) -> NextTokens:
         """See :meth:`Engine.next_tokens`; the ranks' answers stand below one another."""
@@ -118,25 +127,29 @@ class SharedEngine(Engine):
         answer: NextTokens = self._together("next_tokens", probe)
         return answer
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See :meth:`Engine.load_weights`; a tensor at a time goes from rank 0 to all.
+    def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """See :meth:`Engine.learn`."""
+        self._together("learn", shapes)
 
-        Raises:
-            TrainingStopped: another rank has not taken what rank 0 has.
-        """
+    def start_update(self) -> None:
+        """See :meth:`Engine.start_update`."""
+        self._together("start_update")
+
+    def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See :meth:`Engine.update`; a tensor at a time goes from rank 0 to all."""
         for name, tensor in weights:
             self._share.outgoing = tensor.to(self._share.device)
-            self._together("load", name, tensor.shape, tensor.dtype)
+            self._together("update", name, tensor.shape, tensor.dtype)
         self._share.outgoing = None
-        own, *others = self._together("receipts")
-        for rank, receipt in enumerate(others, start=1):
-            wrong = sorted(name for name in own.keys() | receipt.keys() if own.get(name) != receipt.get(name))
-            if wrong:
-                raise TrainingStopped(
-                    f"the engine of training rank {rank} has not taken {len(wrong)} of the tensors that rank "
-                    f"0 published, the first is {wrong[0]}; with inference_model.num_devices=1 rank 0 "
-                    "generates alone"
-                )
+
+    def finish_update(self) -> None:
+        """See :meth:`Engine.finish_update`."""
+        self._together("finish_update")
+
+    def checksums(self) -> tuple[Checksums, ...]:
+        """See :meth:`Engine.checksums`; one entry for each rank."""
+        found: tuple[Checksums, ...] = self._together("checksums")
+        return found
 
     def reset_cache(self) -> None:
         """See :meth:`Engine.reset_cache`."""

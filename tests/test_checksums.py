@@ -1,0 +1,116 @@
+"""Checksums that see every bit and its place, and layouts learned from fingerprints."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchrl_grpo.inference.checksums import checksum, checksums, combine, row_sums
+from torchrl_grpo.inference.layout import Seen, fingerprint, in_format, learn
+
+CPU = torch.device("cpu")
+FORMATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", [*FORMATS, torch.float64])
+@pytest.mark.parametrize("shape", [(6, 5), (4, 8), (3, 7, 3), (9,), (16,)])
+def test_a_checksum_sees_one_bit_and_the_order_and_not_the_layout(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    tensor = torch.randn(shape).to(dtype)
+    assert checksum(tensor) == checksum(tensor.clone())
+    for at in range(tensor.numel()):
+        other = tensor.clone()
+        flat = other.view(-1)
+        flat[at] = torch.nextafter(flat[at], torch.tensor(9.0, dtype=dtype))
+        assert checksum(other) != checksum(tensor)
+    assert checksum(tensor.flip(-1)) != checksum(tensor)
+    if tensor.dim() > 1:
+        assert checksum(tensor.flip(0)) != checksum(tensor)
+        turned = tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+        assert not turned.is_contiguous() and checksum(turned) == checksum(tensor)
+
+
+def by_hand(tensor: torch.Tensor) -> int:
+    """The same sums over Python's own integers, from the definition."""
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    words = rows.contiguous().view(torch.int64)
+    columns = row_sums(torch.eye(words.shape[1], dtype=torch.int64)).tolist()
+    lines = [combine(torch.eye(len(words), dtype=torch.int64)[r]).item() for r in range(len(words))]
+    total = sum(
+        lines[r] * columns[j] * int(words[r, j]) for r in range(len(words)) for j in range(words.shape[1])
+    )
+    total %= 2**64
+    return total - 2**64 if total >= 2**63 else total
+
+
+def test_a_checksum_is_the_sum_that_its_docstring_says() -> None:
+    for tensor in (torch.randn(5, 6), torch.randn(3, 8).bfloat16(), torch.randn(2, 3, 4)):
+        assert checksum(tensor) == by_hand(tensor)
+    multipliers = row_sums(torch.eye(64, dtype=torch.int64))
+    assert bool((multipliers % 2 == 1).all()) and len(multipliers.unique()) == 64
+
+
+def test_copies_of_a_name_are_listed_one_by_one() -> None:
+    one, other = torch.randn(2, 4), torch.randn(3)
+    found = checksums([("a", one), ("b", other), ("a", one)], torch.float32)
+    assert found.values == {"a": (checksum(one),) * 2, "b": (checksum(other),)}
+    assert found.dtype == "float32" and checksums([], torch.float16).values == {}
+
+
+SHAPES = {
+    "q": (8, 16),
+    "k": (4, 16),
+    "v": (4, 16),
+    "q.bias": (8,),
+    "k.bias": (8,),
+    "turned": (6, 10),
+    "experts": (3, 4, 8),
+    "heads": (12, 16),
+    "scale": (1,),
+    "lost": (5, 16),
+}
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_layout_is_learned_whatever_the_engine_does_with_rows(dtype: torch.dtype) -> None:
+    order = torch.tensor([0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11])
+
+    def engine(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            "qkv": torch.cat([given["q"], given["k"], given["v"]]),
+            "qkv.bias": torch.cat([given["q.bias"], given["k.bias"]]).float(),
+            "conv": given["turned"].T.contiguous(),
+            "w13": torch.cat([given["experts"], torch.zeros(1, 4, 8, dtype=dtype)]),
+            "mixed": given["heads"][order],
+            "mixed_again": given["heads"],
+            "scale": given["scale"],
+            "computed": -given["lost"].float().exp().to(dtype),
+        }
+
+    prints = {name: fingerprint(name, shape, dtype, CPU) for name, shape in SHAPES.items()}
+    seen = {key: Seen.of(in_format(tensor, dtype)) for key, tensor in engine(prints).items()}
+    layout = learn(SHAPES, dtype, seen, CPU)
+    assert layout.unread(SHAPES) == ["lost"]
+    weights = {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
+
+    def read(held: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for key, tensor in held.items():
+            for name, value in layout.read(key, tensor):
+                found.setdefault(name, []).append(int(value))
+        return found
+
+    expected = {name: [checksum(tensor)] for name, tensor in weights.items() if name != "lost"}
+    expected["heads"] *= 2
+    assert read(engine(weights)) == expected
+    for name in expected:
+        spoiled = {**weights, name: weights[name].clone()}
+        spoiled[name].view(-1)[-1] += 1
+        wrong = {other for other, values in read(engine(spoiled)).items() if values != expected[other]}
+        assert wrong == {name}
+    # What float32 holds beyond the published format is another number too.
+    held = engine(weights)
+    held["qkv.bias"] = held["qkv.bias"] + 1e-4
+    if dtype is not torch.float32:
+        assert read(held)["q.bias"] != expected["q.bias"]

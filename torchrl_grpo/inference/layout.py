@@ -1,0 +1,204 @@
+"""Which rows of which engine tensor hold a published tensor: learned once, from weights that cannot be mistaken.
+
+An engine may fuse matrices, put heads into another order, tie, pad or transpose. Instead of knowing how each
+of its models does that, it is made to load fingerprints: random numbers, a different row everywhere. Where
+their rows turn up is where the weights will be. Left out: a tensor that an engine spreads over several of
+its own or computes with, which cannot be read back this way and is reported as such.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from torchrl_grpo.inference.checksums import combine, row_sums
+
+Shape = tuple[int, ...]
+
+# Shorter vectors are too likely to turn up somewhere by chance.
+_LEAST_BYTES = 8
+_CHUNKS = (64, 32, 16, 8, 4)
+# (bits of the integer of the same width, bias of the exponent, bits of the fraction)
+_FORMATS = {
+    torch.float32: (torch.int32, 127, 23),
+    torch.bfloat16: (torch.int16, 127, 7),
+    torch.float16: (torch.int16, 15, 10),
+}
+
+
+def fingerprint(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random positive numbers between 2^-7 and 2^7 of all bit patterns, a function of ``name`` and ``shape``."""
+    word, bias, fraction = _FORMATS[dtype]
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    low, high = (bias - 7) << fraction, (bias + 7) << fraction
+    return torch.randint(low, high, shape, generator=generator, device=device, dtype=word).view(dtype)
+
+
+@dataclass
+class Seen:
+    """An engine tensor that was loaded with fingerprints.
+
+    Attributes:
+        rows: sums ``[R]`` of its rows.
+        turned: those of the tensor with its last two dimensions swapped; None for a vector.
+        content: the bytes of a vector; empty for others.
+        itemsize: bytes of an element.
+    """
+
+    rows: Tensor
+    turned: Tensor | None
+    content: bytes
+    itemsize: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Seen:
+        """Look at ``tensor``, which is in the format of the fingerprints."""
+        if tensor.dim() < 2:
+            content = tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()
+            return cls(row_sums(tensor), None, content, tensor.element_size())
+        return cls(row_sums(tensor), row_sums(tensor.transpose(-1, -2)), b"", tensor.element_size())
+
+
+@dataclass(frozen=True)
+class _Place:
+    name: str
+    # Of the engine tensor: its rows, or the elements of a vector, in the order of the published tensor.
+    where: slice | Tensor
+    vector: bool
+    turned: bool = False
+
+
+@dataclass
+class Layout:
+    """Where published tensors lie in the tensors of an engine.
+
+    Attributes:
+        dtype: number format of the engine.
+        places: by key of an engine tensor, what it holds.
+    """
+
+    dtype: torch.dtype
+    places: dict[str, list[_Place]] = field(default_factory=dict)
+
+    def unread(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` that lie nowhere."""
+        known = {place.name for places in self.places.values() for place in places}
+        return [name for name in names if name not in known]
+
+    def read(self, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Names and checksums (scalars on the device) of all that engine tensor ``key`` holds."""
+        places = self.places.get(key)
+        if places is None:
+            return
+        tensor = in_format(tensor, self.dtype)
+        by_side: dict[bool, Tensor] = {}
+        for place in places:
+            if place.vector:
+                yield place.name, combine(row_sums(tensor.reshape(-1)[place.where]))
+                continue
+            if place.turned not in by_side:
+                by_side[place.turned] = row_sums(tensor.transpose(-1, -2) if place.turned else tensor)
+            yield place.name, combine(by_side[place.turned][place.where])
+
+
+def in_format(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor`` in ``dtype``; NaN where it holds more than that format does.
+
+    An engine keeps some tensors in float32 whatever its format is; what they hold was published in ``dtype``.
+    """
+    if tensor.dtype is dtype:
+        return tensor
+    cast = tensor.to(dtype)
+    return torch.where(cast.to(tensor.dtype) == tensor, cast, torch.nan)
+
+
+def learn(
+    shapes: Mapping[str, Shape], dtype: torch.dtype, seen: Mapping[str, Seen], device: torch.device
+) -> Layout:
+    """Find every fingerprint in what an engine holds.
+
+    Args:
+        shapes: of the published tensors by name.
+        dtype: of the fingerprints.
+        seen: the engine's tensors by key.
+        device: where the fingerprints were made.
+    """
+    layout = Layout(dtype)
+    vectors = {name: shape for name, shape in shapes.items() if len(shape) < 2}
+    _find_rows({name: shape for name, shape in shapes.items() if len(shape) > 1}, seen, layout, device)
+    for name, shape in vectors.items():
+        _find_vector(name, fingerprint(name, shape, dtype, device), seen, layout)
+    return layout
+
+
+def _find_rows(
+    shapes: Mapping[str, Shape], seen: Mapping[str, Seen], layout: Layout, device: torch.device
+) -> None:
+    names = list(shapes)
+    if not names:
+        return
+    sums = [row_sums(fingerprint(name, shapes[name], layout.dtype, device)) for name in names]
+    counts = torch.tensor([len(one) for one in sums])
+    owner = torch.arange(len(names)).repeat_interleave(counts).to(device)
+    row = torch.cat([torch.arange(count) for count in counts.tolist()]).to(device)
+    known, order = torch.cat(sums).sort()
+    owner, row = owner[order], row[order]
+    for key, one in seen.items():
+        for turned, found in ((False, one.rows), (True, one.turned)):
+            if found is None or one.content:
+                continue
+            at = torch.searchsorted(known, found).clamp(max=len(known) - 1)
+            hits = known[at] == found
+            for number in owner[at[hits]].unique().tolist():
+                inside = (hits & (owner[at] == number)).nonzero().flatten()
+                place, order_of_rows = row[at[inside]].sort()
+                if len(place) == counts[number] and bool((place.diff() == 1).all()):
+                    where = _run(inside[order_of_rows])
+                    layout.places.setdefault(key, []).append(_Place(names[number], where, False, turned))
+
+
+def _find_vector(name: str, vector: Tensor, seen: Mapping[str, Seen], layout: Layout) -> None:
+    sent = Seen.of(vector)
+    size, length = sent.itemsize, len(sent.content)
+    for key, one in seen.items():
+        if not one.content:
+            continue
+        if length < _LEAST_BYTES:
+            # Too short to be known by what it holds; the same tensor in the engine has the same name.
+            if key.partition(":")[0] == name and len(one.content) == length:
+                layout.places.setdefault(key, []).append(_Place(name, slice(0, length // size), True))
+            continue
+        where = _find(sent.content, one.content, size)
+        if where is None:
+            # Heads in another order: the pieces are there, elsewhere.
+            pieces = next(
+                (c for c in _CHUNKS if (length // size) % c == 0 and c * size >= _LEAST_BYTES), None
+            )
+            where = None if pieces is None else _find_pieces(sent.content, one.content, size, pieces)
+        if where is not None:
+            layout.places.setdefault(key, []).append(_Place(name, _run(where), True))
+
+
+def _find(wanted: bytes, content: bytes, size: int) -> Tensor | None:
+    at = content.find(wanted)
+    while at >= 0 and at % size:
+        at = content.find(wanted, at + 1)
+    return None if at < 0 else torch.arange(at // size, (at + len(wanted)) // size)
+
+
+def _find_pieces(wanted: bytes, content: bytes, size: int, length: int) -> Tensor | None:
+    step = length * size
+    found = [_find(wanted[start : start + step], content, size) for start in range(0, len(wanted), step)]
+    known = [one for one in found if one is not None]
+    return torch.cat(known) if len(known) == len(found) else None
+
+
+def _run(indices: Tensor) -> slice | Tensor:
+    """A slice where the indices are one after the other."""
+    if len(indices) and bool((indices.diff() == 1).all()):
+        return slice(int(indices[0]), int(indices[-1]) + 1)
+    return indices

@@ -1,0 +1,213 @@
+"""Weights into a running vLLM, and what it multiplies with read back out of it.
+
+vLLM fuses and packs what it loads. A parameter that stays readable is read where the kernels read it. Of a
+matrix that is packed for a CPU and then freed (or quantized) the checksum is taken of the very tensor that is
+packed, at the moment of packing, and kept with the function that multiplies with the result; some columns
+of the packed matrix are multiplied out and compared, which is exact: a one times a number, plus zeros.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_grpo.errors import ModelError
+from torchrl_grpo.inference.checksums import Checksums, gathered, row_sums
+from torchrl_grpo.inference.layout import Layout, Seen, Shape, fingerprint, in_format, learn
+
+# Columns of a packed matrix that are multiplied out: of each one when the layout is learned, and of one matrix
+# in so many at a publication.
+_LEARNED_COLUMNS, _ONE_IN = 8, 16
+
+
+@dataclass
+class _Packed:
+    """What a layer packed last.
+
+    Attributes:
+        sums: checksums by name of the published tensor.
+        multiply: the function that multiplies with the packed copy, where the layer has one.
+        sound: whether the packed copy gave back the columns that it was asked for.
+    """
+
+    sums: list[tuple[str, Tensor]]
+    multiply: Any
+    sound: bool
+
+
+class VLLMWeights:
+    """The weights of one vLLM worker.
+
+    Args:
+        worker: of vLLM; it holds the whole model.
+        dtype: number format of the model.
+    """
+
+    def __init__(self, worker: Any, dtype: torch.dtype) -> None:
+        self._worker = worker
+        self.dtype = dtype
+        self.layout: Layout | None = None
+        # While the layout is learned: engine tensors as they were before they were processed.
+        self._seen: dict[str, Seen] | None = None
+        self._packed: dict[str, _Packed] = {}
+        self._packed_keys: set[str] = set()
+        self._turn = itertools.count()
+        self._generator = torch.Generator().manual_seed(0)
+        self._watch()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that answers."""
+        model: nn.Module = self._worker.model_runner.get_model()
+        return model
+
+    def start(self) -> None:
+        """Begin an update: :meth:`load` may then be called several times."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        with self._inside():
+            initialize_layerwise_reload(self.model)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Hand weights, in the names of the Hugging Face model, to vLLM's own loader."""
+        with self._inside():
+            self.model.load_weights((name, tensor.to(self.dtype)) for name, tensor in weights)  # type: ignore[operator]
+
+    def finish(self) -> None:
+        """End an update: what was loaded is processed, and what was computed with older weights forgotten."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        runner = self._worker.model_runner
+        with self._inside():
+            finalize_layerwise_reload(self.model, runner.model_config)
+            runner.reset_encoder_cache()
+            runner.reset_mm_cache()
+        self._repack_tied_heads()
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        from vllm.config import set_current_vllm_config
+
+        with torch.no_grad(), set_current_vllm_config(self._worker.vllm_config):
+            yield
+
+    def _repack_tied_heads(self) -> None:
+        """Pack shared output heads anew.
+
+        On a CPU vLLM multiplies with a packed copy of each matrix and renews the copy of every layer it
+        reloads; a head that shares its matrix with the embedding is not reloaded and would answer with the old
+        one.
+        """
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+                module.quant_method.process_weights_after_loading(module)
+
+    def learn(
+        self, shapes: Mapping[str, Shape], update: Callable[[Iterable[tuple[str, Tensor]]], None]
+    ) -> None:
+        """Find out which tensor of vLLM holds which published one. Afterwards weights must be loaded.
+
+        Args:
+            shapes: of the published tensors by name.
+            update: loads weights as publications do.
+        """
+        device = self._worker.device
+        self._seen, self._packed, self._packed_keys = {}, {}, set()
+        update((name, fingerprint(name, shape, self.dtype, device)) for name, shape in shapes.items())
+        seen, self._seen = self._seen, None
+        self._packed_keys = {key for key, one in seen.items() if not self._stays(key, one)}
+        for key, tensor in self._readable():
+            if key in self._packed_keys:
+                # The copy that is looked up, as of an embedding, beside the one that is multiplied with.
+                key = f"{key}:plain"
+            seen[key] = Seen.of(in_format(tensor, self.dtype))
+        self.layout = learn(shapes, self.dtype, seen, device)
+
+    def checksums(self) -> Checksums:
+        """Of all that the model computes with."""
+        assert self.layout is not None
+        sums: list[tuple[str, Tensor]] = []
+        for key, tensor in self._readable():
+            sums += self.layout.read(f"{key}:plain" if key in self._packed_keys else key, tensor)
+        modules = dict(self.model.named_modules())
+        wrong = torch.tensor(-1, device=self._worker.device)
+        for key, packed in self._packed.items():
+            module = modules[key.rpartition(".")[0]]
+            sound = packed.sound and vars(module).get("cpu_linear") is packed.multiply
+            sums += [(name, value if sound else wrong) for name, value in packed.sums]
+        return gathered(sums, self.dtype)
+
+    def _readable(self) -> Iterator[tuple[str, Tensor]]:
+        """Keys and tensors of parameters and buffers that are there, each storage once."""
+        known = set()
+        for name, tensor in itertools.chain(self.model.named_parameters(), self.model.named_buffers()):
+            if tensor.numel() and tensor.is_floating_point() and tensor.data_ptr() not in known:
+                known.add(tensor.data_ptr())
+                yield name, tensor
+
+    def _stays(self, key: str, before: Seen) -> bool:
+        """Whether a tensor is after processing what it was before, and is multiplied with as it is."""
+        path, _, leaf = key.rpartition(".")
+        module = self.model.get_submodule(path)
+        tensor = dict(module.named_parameters(recurse=False)).get(leaf)
+        if tensor is None or "cpu_linear" in vars(module) or tensor.dtype is not self.dtype:
+            return False
+        return len(before.rows) == len(sums := row_sums(tensor)) and bool((sums == before.rows).all())
+
+    def _watch(self) -> None:
+        """See every tensor that vLLM processes, in the moment before it does."""
+        paths = {module: path for path, module in self.model.named_modules()}
+        methods = {id(m.quant_method): m.quant_method for m in paths if hasattr(m, "quant_method")}
+        for method in methods.values():
+            if hasattr(method, "process_weights_after_loading"):
+                method.process_weights_after_loading = self._watched(
+                    method.process_weights_after_loading, paths
+                )
+
+    def _watched(self, process: Callable[..., None], paths: Mapping[nn.Module, str]) -> Callable[..., None]:
+        def watched(module: nn.Module, *arguments: Any) -> None:
+            path = paths[module]
+            before = {
+                f"{path}.{leaf}": parameter.detach()
+                for leaf, parameter in module.named_parameters(recurse=False)
+                if parameter.is_floating_point()
+            }
+            if self._seen is not None:
+                self._seen |= {key: Seen.of(in_format(tensor, self.dtype)) for key, tensor in before.items()}
+                process(module, *arguments)
+                if not self._gives_back(module, path, before, _LEARNED_COLUMNS):
+                    raise ModelError(
+                        f"inference_model.backend=vllm: vLLM multiplies with other numbers than it was given for "
+                        f"{path}; write inference_model.backend=transformers"
+                    )
+                return
+            noted = {}
+            for key in before.keys() & self._packed_keys:
+                assert self.layout is not None
+                noted[key] = list(self.layout.read(key, before[key]))
+            columns = 1 if next(self._turn) % _ONE_IN == 0 else 0
+            process(module, *arguments)
+            sound = not columns or not noted or self._gives_back(module, path, before, columns)
+            multiply = vars(module).get("cpu_linear")
+            self._packed |= {key: _Packed(sums, multiply, sound) for key, sums in noted.items()}
+
+        return watched
+
+    def _gives_back(self, module: nn.Module, path: str, before: Mapping[str, Tensor], columns: int) -> bool:
+        """Whether a matrix packed for a CPU holds some columns, drawn at random, of what it was packed from."""
+        matrix = before.get(f"{path}.weight")
+        if "cpu_linear" not in vars(module) or matrix is None or matrix.dim() != 2:
+            return True
+        chosen = torch.randint(matrix.shape[1], (columns,), generator=self._generator)
+        ones = torch.zeros(columns, matrix.shape[1], dtype=matrix.dtype)
+        ones[torch.arange(columns), chosen] = 1
+        found = module.cpu_linear(ones, matrix, None)  # type: ignore[operator]
+        return bool((found == matrix[:, chosen].t()).all())
