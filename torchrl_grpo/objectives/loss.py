@@ -276,7 +276,8 @@ class GroupPolicyLoss(LossModule):
 
     def _metrics(self, new: Tensor, sampled: Tensor, mean: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         log_ratio = new - sampled
-        ratio = exp_bounded(log_ratio)
+        # Doubles: the effective sample size compares the square of the mean with the mean of the squares.
+        ratio = exp_bounded(log_ratio).double()
         return {
             "kl_approx": mean(kl_estimate(sampled, new, "k3")),
             "ratio": mean(ratio),
