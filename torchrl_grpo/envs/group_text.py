@@ -63,7 +63,7 @@ class GroupTextEnv(EnvBase):
         max_prompt_tokens: longest prompt that still leaves room for an answer.
         part_names: reward parts that get an entry in the tensordict, the reward set's names when left out;
             whatever is chosen, all parts are in ``scored``.
-        with_tokens: put ``tokens`` and ``masks`` into the tensordict, which takes milliseconds an answer;
+        with_tokens: put ``tokens`` and ``masks`` into the tensordict, which takes 1 to 2 ms an answer;
             ``prompt_ids`` is there anyway. Left out, that depends on whether ``input_mode`` is ``tokens``.
         chat_template: Jinja text in place of the tokenizer's own template. A policy that reads ``history``
             renders it by a template of its own.
