@@ -145,6 +145,19 @@ BAD: list[tuple[str, str]] = [
     ("policy.aggregation_length=3", "write policy.aggregation=constant"),
     ("policy.kl_coef=0.1 policy.kl_in=weights", "policy.kl_in=loss"),
     ("policy=maxent policy.kl_in=loss", "policy.kl_in=weights"),
+    (
+        "policy.tau=0.5",
+        "only read with policy.advantage_estimator=maxent; write policy=maxent policy.tau=0.5",
+    ),
+    ("policy=dapo policy.q_temperature=0.5", "write policy=maxent policy.q_temperature=0.5, or"),
+    ("policy.q_epsilon=0.01", "policy.q_epsilon=1e-06"),
+    ("policy.length_normalize_ref=false", "or policy.length_normalize_ref=true instead"),
+    ("policy.correction_cap=3.0", "write policy.proximal=trainer policy.correction=truncate policy.corr"),
+    ("policy.correction_level=sequence", "only read with a policy.correction"),
+    ("policy.kl_coef=0.1 policy.kl_horizon=500", "only read with a policy.kl_target"),
+    ("policy.entropy_coef=0.1 policy.entropy_delta=0.1", "only read with a policy.entropy_target"),
+    ("policy.entropy_coef_max=0.1", "only read with a policy.entropy_target"),
+    ("policy.max_refills=5", "write policy.constant_groups=refill policy.max_refills=5"),
     ("policy=maxent policy.tau=0 policy.kl_coef=0", "policy.tau=0.1"),
     ("policy=maxent policy.tau=-1", "at least 0"),
     ("policy=maxent policy.q_temperature=0", "greater than 0"),
@@ -166,6 +179,8 @@ BAD: list[tuple[str, str]] = [
     ("inference_model.dtype=fp8", "bfloat16"),
     ("inference_model.backend=sglang", "vllm, transformers"),
     ("inference_model.temperature=0", "greater than 0"),
+    ("inference_model.temperature=0.005", "write inference_model.temperature=0.01 instead"),
+    ("eval.temperature=0.0099", "at least 0.01 with inference_model.backend=vllm"),
     ("inference_model.gpu_memory_utilization=1.5", "at most 1"),
     ("inference_model.gpu_memory_utilization=0", "greater than 0"),
     ("inference_model.max_new_tokens=0", "at least 1"),
@@ -257,6 +272,28 @@ def test_mistake(
         assert words[-1].lstrip("+~").split("=")[0].rsplit(".", 1)[-1] in message
     assert snapshot(workplace) == before, "a mistake leaves no folder and touches no run"
     assert earlier.exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "policy=maxent policy.tau=0.5 policy.q_temperature=0.5 policy.q_epsilon=0.01",
+        "policy=maxent policy.length_normalize_ref=false",
+        "policy.proximal=trainer policy.correction=truncate policy.correction_cap=3.0",
+        "policy.proximal=trainer policy.correction=mask policy.correction_level=sequence",
+        "policy.init_kl_coeff=0.1 policy.kl_target=0.1 policy.kl_horizon=500",
+        "policy.entropy_target=1.0 policy.entropy_delta=0.1 policy.entropy_coef_max=0.1",
+        "policy.constant_groups=refill policy.max_refills=5",
+        "inference_model.temperature=0.01 eval.temperature=0.01",
+        "inference_model.backend=transformers inference_model.temperature=0.005 eval.temperature=0.005",
+        *(
+            f"policy={path.stem}"
+            for path in sorted((Path(__file__).parents[1] / "config/policy").glob("*.yaml"))
+        ),
+    ],
+)
+def test_what_the_messages_advise_works(line: str) -> None:
+    assert call(*line.split()) == 0
 
 
 def test_there_are_enough_mistakes() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_grpo.data.example import Example
@@ -188,3 +189,85 @@ def test_derived_seeds_are_stable_distinct_and_leave_room_for_samples() -> None:
     # Fixed for ever: a run resumed under a later version must draw the same.
     assert derive_seed(0, "rollout", 0, 0) == 144290650004261
     assert derive_seed(1, "1") != derive_seed(11, "")
+
+
+# --- calls of TorchRL's LLMCollector ----------------------------------------------------------------
+
+
+def test_tensordicts_come_one_by_one_and_from_the_iterator(make: Any) -> None:
+    whole = list(make(turns=2 * P * G))
+    for found in (list(make(turns=2 * P * G).iterator()), list(iter(make(turns=2 * P * G).next, None))):
+        assert len(found) == 2
+        for groups, round_ in zip(found, whole, strict=True):
+            assert groups.batch_size == (P,)
+            for key in round_.groups.keys(True, True):
+                assert torch.equal(groups[key], round_.groups[key]), key
+    collector = make(turns=P * G)
+    assert collector.next() is not None and collector.next() is None and collector.next() is None
+
+
+def test_a_postproc_sees_every_tensordict_and_there_is_one(make: Any) -> None:
+    collector = make(turns=2 * P * G)
+    collector.set_postproc(lambda groups: groups.set("mine", groups["next", "reward"] * 2))
+    for groups in collector.iterator():
+        assert torch.equal(groups["mine"], groups["next", "reward"] * 2)
+    with pytest.raises(RuntimeError, match="postproc already"):
+        collector.set_postproc(lambda groups: groups)
+
+
+def test_a_seed_makes_a_collector_what_one_built_with_it_is(make: Any) -> None:
+    collector, other = make(seed=0), make(seed=5)
+    before = list(collector)
+    assert collector.set_seed(5, static_seed=True) == 5
+    after, expected = list(collector), list(other)
+    assert len(before) == len(after) == len(expected) == 3
+    for one, two in zip(after, expected, strict=True):
+        assert_same_rounds(one, two)
+    assert [one.responses for one in before] != [one.responses for one in after]
+
+
+@pytest.mark.parametrize("form", ["model", "policy", "dict", "tensordict", "nested"])
+def test_weights_that_are_given_sample_the_next_round(make: Any, form: str) -> None:
+    collector, other = make(), make()
+    model = other.engine.model
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+    named = dict(model.named_parameters())
+    given = {
+        "model": ((model,), {}),
+        "policy": ((), {"policy": model}),
+        "dict": ((named,), {}),
+        "tensordict": ((), {"weights": TensorDict(named)}),
+        "nested": ((TensorDict(named).unflatten_keys("."),), {}),
+    }[form]
+    assert collector.get_policy_version() == 0
+    collector.update_policy_weights_(*given[0], **given[1])
+    assert collector.get_policy_version() == collector.policy_version == 1
+    one, expected = collector.rollout(), other.rollout()
+    assert one.responses == expected.responses and one.responses != make().rollout().responses
+    torch.testing.assert_close(one.groups["log_probs", "response"], expected.groups["log_probs", "response"])
+    assert one.groups["policy_version"].eq(1).all()
+
+
+def test_weights_are_given_once(make: Any) -> None:
+    collector = make()
+    for arguments in ((), (collector.engine.model,)):
+        options = {} if not arguments else {"policy": collector.engine.model}
+        with pytest.raises(ValueError, match="one model"):
+            collector.update_policy_weights_(*arguments, **options)
+    assert collector.policy_version == 0
+
+
+def test_the_environment_knows_what_hit_the_length_bound(make: Any) -> None:
+    collector = make()
+    ended = Completion([5, 2], [-1.0, -1.0], "stop")
+    cut = Completion([5, 6], [-1.0, -1.0], "length")
+    collector.engine.script = [[ended, cut, ended], [cut, cut, ended]]
+    seen: list[Any] = []
+    step = collector.env.step
+    collector.env.step = lambda state: seen.append(step(state)) or seen[-1]
+    groups = collector.rollout().groups
+    assert seen[0]["next", "truncated"][..., 0].tolist() == [[False, True, False], [True, True, False]]
+    assert torch.equal(seen[0]["next", "truncated"], groups["truncated"])
+    assert torch.equal(seen[0]["next", "terminated"], ~groups["truncated"])

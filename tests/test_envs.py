@@ -71,7 +71,7 @@ class Lengths:
 
 
 def make(tokenizer, rows: int = 5, prompts: int = 2, repeats: int = 3, **options) -> GroupTextEnv:
-    options = {"max_prompt_tokens": 200, "part_names": ("mine", "rare")} | options
+    options = {"max_prompt_tokens": 200, "part_names": ("mine", "rare"), "with_tokens": True} | options
     stream = PromptStream([example(i) for i in range(rows)], seed=0, shuffle=False)
     return GroupTextEnv(stream, tokenizer, Lengths(), num_envs=prompts, repeats=repeats, **options)
 
@@ -197,10 +197,10 @@ def test_reset_repeats_each_prompt_and_pads_on_the_left(tokenizer):
     assert data["group_id"].tolist() == [[0] * 3, [1] * 3]
     for p in range(2):
         for g in range(3):
-            mask = data["masks", "prompt"][p, g]
+            mask = data["masks", "all_attention_mask"][p, g]
             assert data["tokens", "prompt"][p, g][mask].tolist() == env.prompt_ids[p]
             assert mask.tolist() == sorted(mask.tolist())
-    assert (data["tokens", "prompt"][~data["masks", "prompt"]] == tokenizer.pad_token_id).all()
+    assert (data["tokens", "prompt"][~data["masks", "all_attention_mask"]] == tokenizer.pad_token_id).all()
     assert len(env.prompt_ids[0]) < len(env.prompt_ids[1])
     assert not data["done"].any()
 

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from torchrl_grpo.models.logprobs import TokenScorer
-from torchrl_grpo.objectives.advantage import group_advantage
+from torchrl_grpo.objectives.advantage import decoupled_advantage, group_advantage, is_constant
 from torchrl_grpo.objectives.aggregate import totals_of
 from torchrl_grpo.objectives.kl import kl_estimate
 from torchrl_grpo.objectives.loss import GroupPolicyLoss
@@ -227,11 +227,6 @@ def test_a_group_of_equal_rewards_contributes_exactly_nothing() -> None:
     assert any(g.any() for g in gradients(model).values())
 
 
-def test_the_loss_does_not_own_the_model() -> None:
-    # The optimiser and the checkpoints know the parameters by the model's own names.
-    assert not list(make_loss(make_model()).parameters())
-
-
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 def test_the_clip_takes_the_gradient_only_where_the_paper_says(advantage: float) -> None:
     ratio = torch.tensor([0.5, 0.79, 0.81, 1.0, 1.27, 1.29, 3.0], dtype=torch.float64)
@@ -291,6 +286,48 @@ def test_advantage_by_the_formula(std: str, divisor: int | None) -> None:
 def test_equal_rewards_give_exactly_zero(std: str, value: float, samples: int) -> None:
     # 0.1 + ... + 0.1 divided by 7 is not 0.1, and eps may be 0.
     assert group_advantage(torch.full((2, samples), value), std, 0.0).tolist() == [[0.0] * samples] * 2
+
+
+@pytest.mark.parametrize("std", ["population", "unbiased", "batch", "none"])
+@pytest.mark.parametrize("leave_one_out", [False, True])
+@pytest.mark.parametrize("value", [0.3, 1.0, -1000.0, 1e-6, 1e30])
+def test_rewards_that_differ_by_rounding_only_are_equal(std: str, leave_one_out: bool, value: float) -> None:
+    next_up = torch.nextafter(torch.tensor(value), torch.tensor(math.inf))
+    rewards = torch.full((2, 4), value)
+    rewards[:, 1] = next_up
+    rewards[1, 2] = torch.nextafter(next_up, torch.tensor(math.inf))
+    assert rewards.unique().numel() == 3
+    assert is_constant(rewards).all()
+    assert not group_advantage(rewards, std, 0.0, leave_one_out).any()
+    # Ten times as far apart they are rewards of their own.
+    rewards[0, 1] = value + abs(value) * 2e-6
+    assert is_constant(rewards).tolist() == [False, True]
+    assert group_advantage(rewards, std, 0.0, leave_one_out)[0].abs().min() > 0
+
+
+def test_sums_of_the_same_rewards_in_another_order_are_equal() -> None:
+    rewards = torch.tensor([[0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6, 0.6]])
+    doubles = torch.tensor([[0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6, 0.6]], dtype=torch.float64)
+    assert doubles.unique().numel() > 1
+    for one in (rewards, doubles):
+        assert not group_advantage(one, "unbiased", 0.0).any()
+
+
+def test_rewards_that_cancel_leave_nothing() -> None:
+    reward = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
+    rewards = torch.stack([reward] * 3, -1)
+    found = decoupled_advantage(rewards, (0.1, 0.2, -0.3), "unbiased", 0.0, False)
+    assert not found.any()
+    rewards[0, :, 2] = torch.tensor([0.0, 1.0, 0.0, 1.0])
+    found = decoupled_advantage(rewards, (0.1, 0.2, -0.3), "unbiased", 0.0, False)
+    assert found[0].any() and not found[1:].any()
+    assert float(found.std()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_rewards_that_are_no_numbers_are_no_constant_unless_equal(value: float) -> None:
+    rewards = torch.tensor([[value] * 3, [value, 1.0, 2.0]])
+    assert is_constant(rewards).tolist() == [math.isinf(value), False]
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,17 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from batches import make_batch, make_model, make_objective, no_budget, split
+from batches import FixedScorer, make_batch, make_model, make_objective, no_budget, split
 from tensordict import TensorDict
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchrl_grpo.config import OptimizerConfig
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.models.logprobs import TokenScorer
-from torchrl_grpo.objectives.aggregate import BatchTotals
+from torchrl_grpo.objectives.aggregate import BatchTotals, totals_of
 from torchrl_grpo.objectives.control import EntropyCoefficient, KLCoefficient
 from torchrl_grpo.rollout.micro_batches import TokenBudget
-from torchrl_grpo.training.optimise import OptimiserStep, learning_rate_factor, parameter_groups
+from torchrl_grpo.training.optimise import (
+    OptimiserStep,
+    _effective_share,
+    learning_rate_factor,
+    parameter_groups,
+)
 
 # A schedule that moves although the very first step was refused is meant here, and no reason to warn.
 pytestmark = pytest.mark.filterwarnings("error:Detected call of .lr_scheduler.step")
@@ -134,8 +140,10 @@ def test_a_gradient_below_the_bound_is_not_scaled() -> None:
         ("constant", 0, 0.0, [1.0] * 8),
         ("constant", 3, 0.0, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
         ("linear", 0, 0.0, [1 - i / 8 for i in range(8)]),
-        ("linear", 4, 0.2, [0.2, 0.4, 0.6, 0.8, 1.0, 0.8, 0.6, 0.4]),
-        ("cosine", 0, 0.1, [0.1 + 0.45 * (1 + math.cos(math.pi * i / 8)) for i in range(8)]),
+        ("cosine", 0, 0.0, [(1 + math.cos(math.pi * i / 8)) / 2 for i in range(8)]),
+        # A decay that does not end in 0 ends in the last step.
+        ("linear", 4, 0.1, [0.2, 0.4, 0.6, 0.8, 1.0, 0.7, 0.4, 0.1]),
+        ("cosine", 0, 0.1, [0.1 + 0.45 * (1 + math.cos(math.pi * i / 7)) for i in range(8)]),
     ],
 )
 def test_schedules(schedule: str, warmup: int, ratio: float, expected: list[float]) -> None:
@@ -156,6 +164,83 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert decayed["weight_decay"] == 0.1 and plain["weight_decay"] == 0.0
     assert all(p.ndim >= 2 for p in decayed["params"]) and all(p.ndim == 1 for p in plain["params"])
     assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("steps,warmup", [(1, 0), (2, 0), (10, 0), (10, 4), (10, 9)])
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_decay_ends_in_the_last_step_and_never_in_a_step_at_rate_0(
+    steps: int, warmup: int, schedule: str
+) -> None:
+    cfg = OptimizerConfig(schedule=schedule, warmup_steps=warmup, min_lr_ratio=0.25)
+    factors = [learning_rate_factor(step, steps, cfg) for step in range(steps)]
+    # One step after warm-up is both the first and the last; it has the whole rate.
+    assert factors[-1] == pytest.approx(0.25 if steps - warmup > 1 else 1.0)
+    assert factors[warmup] == 1.0
+    cfg.min_lr_ratio = 0.0
+    assert all(learning_rate_factor(step, steps, cfg) > 0 for step in range(steps))
+
+
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "kind,changes,plain_matrices",
+    [
+        ("gpt_oss", _EXPERTS, ["down_proj_bias", "gate_up_proj_bias"]),
+        ("cohere", {"use_qk_norm": True}, ["k_norm.weight", "q_norm.weight"]),
+        ("stablelm", {"qk_layernorm": True}, []),
+        ("qwen3", {}, []),
+    ],
+)
+def test_biases_and_norms_that_are_matrices_do_not_decay(
+    kind: str, changes: dict[str, Any], plain_matrices: list[str]
+) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**_SMALL, **changes}))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, plain = parameter_groups(model, 0.1)
+    assert not [names[id(p)] for p in decayed["params"] if "norm" in names[id(p)] or "bias" in names[id(p)]]
+    matrices = sorted(names[id(p)] for p in plain["params"] if p.ndim > 1)
+    assert len(matrices) == len(plain_matrices)
+    assert all(name.endswith(end) for name, end in zip(matrices, plain_matrices, strict=True))
+    # Everything else that is a matrix, embeddings among them.
+    assert len(decayed["params"]) == sum(p.ndim > 1 for p in model.parameters()) - len(plain_matrices)
+    assert len(decayed["params"]) + len(plain["params"]) == len(names)
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 8])
+def test_the_effective_sample_size_is_never_above_1(pieces: int) -> None:
+    found = []
+    for seed in range(20):
+        batch = make_batch(P=8, G=4, T=6, seed=seed)
+        gap = 1e-3 * torch.randn((), generator=torch.Generator().manual_seed(seed))
+        loss, _ = make_objective(FixedScorer(batch["log_probs", "response"] + gap))
+        sums: dict[str, float] = {}
+        for piece in split(batch, 8, pieces):
+            loss.actor_network = FixedScorer(piece["log_probs", "response"] + gap)
+            terms = loss(piece, totals=totals_of(batch["masks", "loss"]))
+            for name in ("ratio", "ratio_squared"):
+                sums[name] = sums.get(name, 0.0) + float(terms[name])
+        # All ratios are equal, to rounding of the log-probabilities.
+        exact = sums["ratio"] ** 2 / sums["ratio_squared"]
+        assert exact == pytest.approx(1.0, abs=1e-12)
+        found.append(_effective_share(sums["ratio"], sums["ratio_squared"]))
+    assert max(found) <= 1.0 and min(found) > 1 - 1e-12
+
+
+def test_the_effective_sample_size_of_ratios_that_differ() -> None:
+    assert _effective_share(1.0, 1.0 - 1e-9) == 1.0
+    assert _effective_share(0.5, 0.5) == 0.5
+    assert math.isnan(_effective_share(0.0, 0.0)) and math.isnan(_effective_share(math.nan, 1.0))
 
 
 def real_step(**changes: Any) -> tuple[nn.Module, OptimiserStep]:

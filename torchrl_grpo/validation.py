@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 from torchrl_grpo.config_keys import bad_value, show
 from torchrl_grpo.validation_lora import check_lora
 from torchrl_grpo.validation_policy import check_policy
-from torchrl_grpo.validation_ranges import ABOVE_ZERO, AT_LEAST, AT_MOST, CHOICES, DATASETS, ZERO_STAGES
+from torchrl_grpo.validation_ranges import (
+    ABOVE_ZERO,
+    AT_LEAST,
+    AT_MOST,
+    CHOICES,
+    DATASETS,
+    VLLM_LEAST_TEMPERATURE,
+    ZERO_STAGES,
+)
 
 if TYPE_CHECKING:
     from torchrl_grpo.config import (
@@ -317,6 +325,12 @@ def _check_inference(cfg: Config) -> None:
     if inference.sleep and inference.backend == "vllm" and not cuda_device_present():
         wrong = "vLLM can sleep only on a CUDA device, and there is none here"
         raise bad_value("inference_model.sleep", True, wrong, "inference_model.sleep=false")
+    for key in ("inference_model.temperature", "eval.temperature"):
+        value = attrgetter(key)(cfg)
+        if inference.backend == "vllm" and value < VLLM_LEAST_TEMPERATURE:
+            least = VLLM_LEAST_TEMPERATURE
+            wrong = f"must be at least {least} with inference_model.backend=vllm, which samples at no less"
+            raise bad_value(key, value, wrong, f"{key}={least}")
 
 
 def _check_logging(cfg: Config) -> None:

@@ -7,12 +7,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchrl_grpo.config_keys import bad_value
+from torchrl_grpo.config_keys import bad_value, show
 from torchrl_grpo.objectives.control import kl_start, needs_reference
 from torchrl_grpo.objectives.surrogates import options
 
 if TYPE_CHECKING:
-    from torchrl_grpo.config import Config
+    from torchrl_grpo.config import Config, PolicyConfig
+
+# What a part of the objective reads alone: the part, how to switch it on, and its keys.
+_READ_BY = (
+    (
+        "policy.advantage_estimator=maxent",
+        "policy=maxent",
+        ("tau", "q_temperature", "q_epsilon", "length_normalize_ref"),
+    ),
+    (
+        "a policy.correction",
+        "policy.proximal=trainer policy.correction=truncate",
+        ("correction_level", "correction_cap"),
+    ),
+    ("a policy.kl_target", "policy.init_kl_coeff=0.1 policy.kl_target=0.1", ("kl_horizon",)),
+    ("a policy.entropy_target", "policy.entropy_target=1.0", ("entropy_delta", "entropy_coef_max")),
+    ("policy.constant_groups=refill", "policy.constant_groups=refill", ("max_refills",)),
+)
 
 
 def check_policy(cfg: Config) -> None:
@@ -40,6 +57,7 @@ def check_policy(cfg: Config) -> None:
             raise bad_value(
                 f"policy.surrogate_args.{name}", value, "must be greater than 0", str(known[name])
             )
+    _check_unread(policy)
     _check_coefficients(cfg)
     _check_off_policy(cfg)
     _check_maxent(cfg)
@@ -56,6 +74,23 @@ def check_policy(cfg: Config) -> None:
     if buffer is not None and buffer > length:
         wrong = f"is longer than a response, inference_model.max_new_tokens={length}"
         raise bad_value("policy.overlong_buffer", buffer, wrong, "policy.overlong_buffer=null")
+
+
+def _check_unread(policy: PolicyConfig) -> None:
+    used = (
+        policy.advantage_estimator == "maxent",
+        policy.correction != "none",
+        policy.kl_target is not None,
+        policy.entropy_target is not None,
+        policy.constant_groups == "refill",
+    )
+    defaults = vars(type(policy)())
+    for (part, switch, names), on in zip(_READ_BY, used, strict=True):
+        for name in names:
+            value, default = vars(policy)[name], defaults[name]
+            if not on and value != default:
+                good = f"{switch} policy.{name}={show(value)}, or policy.{name}={show(default)}"
+                raise bad_value(f"policy.{name}", value, f"is only read with {part}", good)
 
 
 def _check_coefficients(cfg: Config) -> None:

@@ -108,6 +108,9 @@ ABOVE_ZERO: dict[str, str] = {
     "eval.temperature": "0.8",
 }
 
+# Below it vLLM samples at this temperature instead, and log-probabilities would be of another distribution.
+VLLM_LEAST_TEMPERATURE = 0.01
+
 AT_MOST: dict[str, tuple[float, str]] = {
     "seed": (2**32 - 1, "0"),  # the random generators of the libraries below us take 32 bits
     "inference_model.gpu_memory_utilization": (1, "null"),

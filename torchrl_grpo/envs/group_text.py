@@ -1,7 +1,6 @@
 """A single-turn TorchRL environment: P problems, G answers to each, one reward an answer.
 
-TorchRL's own collection path spends 18 ms of overhead on every answer (measured, 128 answers); here each
-prompt is rendered once for its group, and a batch is scored in one call. Left out: several turns, tools,
+Each prompt is rendered once for its group, and a batch is scored in one call. Left out: several turns, tools,
 and any step after the answer; a reset always replaces the whole batch.
 """
 
@@ -13,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
-from torchrl.data import Binary, Composite, NonTensor, Unbounded
+from torchrl.data import Binary, Categorical, Composite, NonTensor, Unbounded
+from torchrl.data.llm import History
 from torchrl.envs import EnvBase
 
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import check_length, check_lengths, render
+from torchrl_grpo.envs.responses import INPUT_MODES, hit_length_bound, response_texts
 from torchrl_grpo.envs.stream import PromptStream
 
 if TYPE_CHECKING:
@@ -29,12 +30,22 @@ if TYPE_CHECKING:
 class GroupTextEnv(EnvBase):
     """Problems in, rewards out, with batch size ``[P, G]``.
 
-    ``reset`` draws the next P examples and gives ``("text", "prompt")``; ``("tokens", "prompt")``, int64
-    ``[P, G, T]``, padded on the left; ``("masks", "prompt")``, bool of that shape, False on padding;
-    ``"group_id"``, int64 ``[P, G]``, counting the problems drawn since the run began; ``"example_id"``.
-    ``step`` reads ``("text", "response")``, cuts special tokens off its end (stock policies decode them),
-    and writes ``("next", "reward")`` and ``("next", "reward_parts", <name>)``, float32 ``[P, G, 1]``, and
-    ``done`` and ``terminated``, always True. A part that an answer has no value for is NaN.
+    ``reset`` draws the next P examples and gives ``("text", "prompt")``; ``"group_id"``, int64 ``[P, G]``,
+    counting the problems drawn since the run began; ``"example_id"``; and, for policies that read them,
+
+    * ``("tokens", "prompt")``, int64 ``[P, G, L]``, padded on the left, and
+      ``("masks", "all_attention_mask")``, bool of that shape, False on padding, with ``with_tokens``;
+    * ``("history", "prompt")``, a ``History`` ``[P, G, messages]``, with ``input_mode="history"``.
+
+    ``step`` reads the policy's answers (:mod:`~torchrl_grpo.envs.responses`), cuts special tokens off their
+    ends (stock policies decode them), and writes ``("next", "reward")`` and
+    ``("next", "reward_parts", <name>)``, float32 ``[P, G, 1]``. A part without a value for an answer is NaN.
+    ``done`` is always True; ``truncated`` is True where the length bound ended the answer, as far as the
+    policy's tokens tell, and ``terminated`` is True elsewhere.
+
+    Every entry of the batch ends in the same step, so ``LLMCollector`` yields completed trajectories anyway.
+    Its ``yield_completed_trajectories`` is for entries that end at different times; it refuses a batch of two
+    dimensions.
 
     Attributes:
         examples: the P examples drawn last.
@@ -52,13 +63,17 @@ class GroupTextEnv(EnvBase):
         max_prompt_tokens: longest prompt that still leaves room for an answer.
         part_names: reward parts that get an entry in the tensordict, the reward set's names when left out;
             whatever is chosen, all parts are in ``scored``.
-        with_tokens: ``False`` leaves ``tokens`` and ``masks`` out of the tensordict (``prompt_ids`` stays).
-            A stock policy with ``pad_output=False`` needs that: tensordict cannot merge its ragged answers
-            into a ``tokens`` that is already there.
-        chat_template: Jinja text in place of the tokenizer's own template.
+        with_tokens: put ``tokens`` and ``masks`` into the tensordict, which takes 1 to 2 ms an answer;
+            ``prompt_ids`` is there anyway. Left out, that depends on whether ``input_mode`` is ``tokens``.
+        chat_template: Jinja text in place of the tokenizer's own template. A policy that reads ``history``
+            renders it by a template of its own.
         device: where the tensors go; TorchRL's default when left out.
+        input_mode: ``text``, ``tokens`` or ``history``, as in TorchRL's wrappers: what the policy reads, and
+            whose answer is the action.
+        max_new_tokens: length bound of an answer, for ``truncated``; without it the end token decides alone.
 
     Raises:
+        ValueError: another ``input_mode``, or one of tokens without tokens.
         DataError: an example's prompt is longer than ``max_prompt_tokens``.
         ModelError: there is no chat template, or it cannot render an example.
     """
@@ -73,10 +88,17 @@ class GroupTextEnv(EnvBase):
         repeats: int,
         max_prompt_tokens: int,
         part_names: Sequence[str] | None = None,
-        with_tokens: bool = True,
+        with_tokens: bool | None = None,
         chat_template: str | None = None,
         device: torch.device | str | None = None,
+        input_mode: str = "text",
+        max_new_tokens: int | None = None,
     ) -> None:
+        if input_mode not in INPUT_MODES:
+            raise ValueError(f"input_mode={input_mode!r} is none of {', '.join(INPUT_MODES)}")
+        with_tokens = input_mode == "tokens" if with_tokens is None else with_tokens
+        if input_mode == "tokens" and not with_tokens:
+            raise ValueError("input_mode='tokens' needs with_tokens=True: there would be nothing to read")
         super().__init__(device=device, batch_size=torch.Size([num_envs, repeats]))
         self.stream = stream
         self.tokenizer = tokenizer
@@ -85,6 +107,8 @@ class GroupTextEnv(EnvBase):
         self.part_names = tuple(reward_set.names if part_names is None else part_names)
         self.with_tokens = with_tokens
         self.chat_template = chat_template
+        self.input_mode = input_mode
+        self.max_new_tokens = max_new_tokens
         self.examples: list[Example] = []
         self.prompt_texts: list[str] = []
         self.prompt_ids: list[list[int]] = []
@@ -120,13 +144,30 @@ class GroupTextEnv(EnvBase):
         if self.with_tokens:
             wide = torch.Size([*shape, -1])  # as wide as the longest prompt of the batch
             observation["tokens"] = nest(prompt=Unbounded(shape=wide, dtype=torch.int64, device=device))
-            observation["masks"] = nest(prompt=Binary(shape=wide, dtype=torch.bool, device=device))
+            # The one name in "masks" that wrappers of TorchRL have room for. Without this entry they would
+            # take pad tokens for padding, also those that end a message.
+            mask = Binary(shape=wide, dtype=torch.bool, device=device)
+            observation["masks"] = nest(all_attention_mask=mask)
+        if self.input_mode == "history":
+            wide = torch.Size([*shape, -1])  # messages
+            fields = {"role": "user", "content": "a string", "is_complete": True}
+            messages = Composite(
+                {name: NonTensor(shape=wide, example_data=data) for name, data in fields.items()},
+                shape=shape,
+                device=device,
+                data_cls=History,
+            )
+            observation["history"] = nest(prompt=messages)
         if self.part_names:
             # Observations and not rewards: with a second reward key, stock transforms that ask for
             # "the" reward key refuse the environment.
             observation["reward_parts"] = nest(**{name: part() for name in self.part_names})
         self.full_observation_spec = observation
-        self.full_action_spec = nest(text=nest(response=text()))
+        if self.input_mode == "tokens":
+            ids = Categorical(len(self.tokenizer), shape=torch.Size([*shape, -1]), device=device)
+            self.full_action_spec = nest(tokens=nest(response=ids))
+        else:
+            self.full_action_spec = nest(text=nest(response=text()))
         self.full_reward_spec = nest(reward=part())
         done = Binary(n=1, shape=(*shape, 1), dtype=torch.bool, device=device)
         self.full_done_spec = nest(done=done, terminated=done.clone(), truncated=done.clone())
@@ -163,7 +204,7 @@ class GroupTextEnv(EnvBase):
         """Rewards of answers to ``examples``, one each, special tokens at their ends left out."""
         return list(self.reward_set.score([self._without_end(text) for text in texts], examples))
 
-    def _observe(self, parts: Sequence[Sequence[float]]) -> TensorDict:
+    def _observe(self, parts: Sequence[Sequence[float]]) -> TensorDictBase:
         """The observation of the current examples, with the given values of the reward parts."""
         prompts, repeats = self.batch_size
         groups_P = torch.arange(self._first_group, self._first_group + prompts)
@@ -179,10 +220,19 @@ class GroupTextEnv(EnvBase):
         if self.with_tokens:
             tokens_PT, mask_PT = self._pad_prompts()
             observation["tokens", "prompt"] = tokens_PT[:, None].repeat(1, repeats, 1)
-            observation["masks", "prompt"] = mask_PT[:, None].repeat(1, repeats, 1)
+            observation["masks", "all_attention_mask"] = mask_PT[:, None].repeat(1, repeats, 1)
+        if self.input_mode == "history":
+            chats = [
+                [{"role": message["role"], "content": message["content"]} for message in example.messages]
+                for example in self.examples
+            ]
+            observation["history", "prompt"] = History.from_chats([[chat] * repeats for chat in chats])
         for name, values in zip(self.part_names, parts, strict=True):
             observation["reward_parts", name] = self._column(values)
-        return observation
+        if not self.with_tokens:
+            return observation
+        # Tensordict can merge answers of several lengths into tokens that are there if all is stacked lazily.
+        return lazy_stack([lazy_stack(list(group.unbind(0))) for group in observation.unbind(0)])
 
     def _pad_prompts(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids of the P prompts side by side, padded on the left, and where they are no padding."""
@@ -209,15 +259,15 @@ class GroupTextEnv(EnvBase):
                 f"These answers belong to group {int(asked[0, 0])}, but the environment has moved on to "
                 f"group {self._first_group}: step before the next reset."
             )
-        responses = tensordict.get(("text", "response")).tolist()
         truths = [example for example in self.examples for _ in range(self.batch_size[1])]
-        self.scored = self.score([text for group in responses for text in group], truths)
+        self.scored = self.score(response_texts(tensordict, self.tokenizer, self.input_mode), truths)
         parts = [[scored.parts.get(name, math.nan) for scored in self.scored] for name in self.part_names]
         result = self._observe(parts)
         result["reward"] = self._column([scored.total for scored in self.scored])
-        done = torch.ones(*self.batch_size, 1, dtype=torch.bool, device=self.device)
-        result["done"], result["terminated"] = done, done.clone()
-        result["truncated"] = torch.zeros_like(done)
+        cut_off = hit_length_bound(tensordict, self.tokenizer, self.max_new_tokens)
+        truncated = torch.tensor(cut_off, device=self.device).view(*self.batch_size, 1)
+        result["done"] = torch.ones_like(truncated)
+        result["terminated"], result["truncated"] = ~truncated, truncated
         return result
 
     def _without_end(self, text: str) -> str:

@@ -14,6 +14,9 @@ from torchrl_grpo.objectives.control import KLCoefficient
 from torchrl_grpo.objectives.kl import kl_estimate
 from torchrl_grpo.objectives.maxent import listwise_weights
 
+# A weighted sum that is shifted and scaled is rounded four times, to half a unit in the last place each.
+_ROUNDING = 4.0
+
 
 def shape_rewards(rewards: Tensor, shift: float, scale: float, clip: float | None) -> Tensor:
     """``clip((r + shift) scale, -clip, clip)``, of any shape."""
@@ -49,7 +52,7 @@ def group_advantage(rewards: Tensor, std: str, eps: float, leave_one_out: bool =
         leave_one_out: which baseline.
 
     Returns:
-        ``[P, G]``. A group of equal rewards gets exactly zero.
+        ``[P, G]``. A group of equal rewards gets exactly zero, see :func:`is_constant`.
 
     Raises:
         ValueError: another name for ``std``.
@@ -64,7 +67,7 @@ def group_advantage(rewards: Tensor, std: str, eps: float, leave_one_out: bool =
         centred = centred / (rewards.std(-1, keepdim=True, correction=int(std == "unbiased")) + eps)
     elif std != "none":
         raise ValueError(f"advantage std {std!r} is none of population, unbiased, batch, none")
-    # The mean of equal floats can differ from them in the last bit, and a tiny std would blow that up.
+    # Equal floats can differ from their mean in the last bit, and a tiny std would blow that up.
     return centred.masked_fill(is_constant(rewards)[:, None], 0.0)
 
 
@@ -83,18 +86,28 @@ def decoupled_advantage(
         leave_one_out: likewise.
 
     Returns:
-        ``[P, G]``. A batch whose sums are all equal gets zero.
+        ``[P, G]``. A batch whose sums are all equal gets zero, and so does a sum that is rounding only.
     """
     total = torch.zeros_like(rewards[..., 0])
+    size = torch.zeros_like(total)
     for reward, weight in zip(rewards.unbind(-1), weights, strict=True):
-        total += weight * group_advantage(reward, std, eps, leave_one_out)
+        share = weight * group_advantage(reward, std, eps, leave_one_out)
+        total += share
+        size += share.abs()
+    # What rewards that cancel leave behind would be blown up by a standard deviation as small.
+    total = total.masked_fill(total.abs() <= _ROUNDING * torch.finfo(total.dtype).eps * size, 0.0)
     # The groups' means are zero already; centring over the batch would only add rounding.
     return total / (total.std() + eps) if total.any() else total
 
 
 def is_constant(rewards: Tensor) -> Tensor:
-    """``[P]`` bool: groups ``[P, G]`` whose rewards are all the same."""
-    return (rewards == rewards[:, :1]).all(-1)
+    """``[P]`` bool: groups ``[P, G]`` whose rewards are all the same, or differ by no more than rounding.
+
+    0.1 + 0.2 and 0.3 are the same reward. Their difference is compared with the largest of the group.
+    """
+    spread = rewards.amax(-1) - rewards.amin(-1)
+    rounding = _ROUNDING * torch.finfo(rewards.dtype).eps * rewards.abs().amax(-1)
+    return (spread.isfinite() & (spread <= rounding)) | (rewards == rewards[:, :1]).all(-1)
 
 
 class GroupAdvantage(Transform):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
+
 from torchrl_grpo.config import PolicyConfig
-from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.objectives.advantage import GroupAdvantage
 from torchrl_grpo.objectives.control import EntropyCoefficient, KLCoefficient, kl_start
 from torchrl_grpo.objectives.loss import GroupPolicyLoss
@@ -13,7 +15,7 @@ from torchrl_grpo.objectives.loss import GroupPolicyLoss
 
 def build_objective(
     cfg: PolicyConfig,
-    actor: TokenScorer,
+    actor: nn.Module,
     reward_weights: Sequence[float],
     max_new_tokens: int,
     proximal_given: bool = True,
@@ -22,7 +24,7 @@ def build_objective(
 
     Args:
         cfg: the ingredients.
-        actor: scores responses with the model that is trained.
+        actor: scores responses with the model that is trained; what it may be, :class:`GroupPolicyLoss` says.
         reward_weights: of the rewards in ``("next", "reward_parts")``.
         max_new_tokens: length bound of a response.
         proximal_given: see :class:`GroupPolicyLoss`.
@@ -31,7 +33,8 @@ def build_objective(
     entropy = EntropyCoefficient(
         cfg.entropy_coef, cfg.entropy_target, cfg.entropy_delta, cfg.entropy_coef_max
     )
-    actor.entropy_gradient = entropy.in_use
+    if not isinstance(actor, TensorDictModuleBase):
+        actor.entropy_gradient = entropy.in_use  # type: ignore[assignment]
     constant_length = max_new_tokens if cfg.aggregation_length is None else cfg.aggregation_length
     loss = GroupPolicyLoss(
         actor,

@@ -18,6 +18,7 @@ from torchrl_grpo.rewards.base import Scored
 from torchrl_grpo.rollout.collector import Round
 from torchrl_grpo.rollout.fleet import Fleet, arrived
 from torchrl_grpo.rollout.groups import Group
+from torchrl_grpo.rollout.interface import CollectorInterface
 from torchrl_grpo.rollout.labour import Publication, ScoredGroup
 from torchrl_grpo.rollout.ledger import started_with
 from torchrl_grpo.rollout.schema import build_batch
@@ -54,8 +55,12 @@ class GroupScorer:
         )
 
 
-class AsyncCollector:
-    """Collects rounds of P x G responses from a fleet, with the interface of TorchRL's ``LLMCollector``.
+class AsyncCollector(CollectorInterface):
+    """Collects rounds of P x G responses from a fleet, with calls of TorchRL's ``LLMCollector``.
+
+    Those are in :mod:`~torchrl_grpo.rollout.interface`. There is no ``update_policy_weights_``: workers
+    take weights through :meth:`publish` alone, which proves that they arrived. There is no ``set_seed``:
+    workers run ahead on the seed they began with.
 
     Args:
         env: problems and rewards, batch size ``[P, G]``.

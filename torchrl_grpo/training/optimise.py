@@ -303,25 +303,40 @@ def _as_floats(terms: TensorDictBase, loss: Tensor, weight: float) -> dict[str, 
 
 
 def _effective_share(mean: float, mean_square: float) -> float:
-    """Kish's effective sample size of importance weights, as a share of the tokens."""
-    return mean**2 / mean_square if mean_square > 0 else math.nan
+    """Kish's effective sample size of importance weights, as a share of the tokens; at most 1."""
+    # Equal ratios are squared and summed one by one: rounding must not make them more than all.
+    return min(mean**2 / mean_square, 1.0) if mean_square > 0 else math.nan
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; biases and norms, which are vectors, do not."""
+    """Matrices decay; biases and norms do not, also those that are kept as matrices.
+
+    GPT-OSS has biases of all experts in one matrix, and Cohere's norms have a row for each head.
+    """
+    kept = {
+        id(parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim < 2 or "bias" in name or "norm" in type(module).__name__.lower()
+    }
     trained = [p for p in model.parameters() if p.requires_grad]
     return [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if id(p) not in kept], "weight_decay": weight_decay},
+        {"params": [p for p in trained if id(p) in kept], "weight_decay": 0.0},
     ]
 
 
 def learning_rate_factor(step: int, total_steps: int, cfg: OptimizerConfig) -> float:
-    """What ``optimizer.lr`` is multiplied by at ``step`` (0-based): linear warm-up, then the schedule."""
+    """What ``optimizer.lr`` is multiplied by at ``step`` (0-based): linear warm-up, then the schedule.
+
+    A decay ends in the last step. One to 0 would end in the step after it, because a step at rate 0 wastes a
+    round; so do the linear and the cosine schedule of transformers.
+    """
     if step < cfg.warmup_steps:
         return (step + 1) / (cfg.warmup_steps + 1)
     if cfg.schedule == "constant":
         return 1.0
-    done = min(1.0, (step - cfg.warmup_steps) / max(1, total_steps - cfg.warmup_steps))
+    last = total_steps - 1 if cfg.min_lr_ratio > 0 else total_steps
+    done = min(1.0, (step - cfg.warmup_steps) / max(1, last - cfg.warmup_steps))
     shape = 1 - done if cfg.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape

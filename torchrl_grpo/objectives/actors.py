@@ -1,0 +1,147 @@
+"""TorchRL modules as the actor of the loss: what each kind reads, and where its log-probabilities are.
+
+The project's own :class:`~torchrl_grpo.models.logprobs.TokenScorer` is called with tensors and needs nothing
+of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+
+# What TorchRL's wrappers of language models read when they score token ids.
+FULL_TOKENS = ("tokens", "full")
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class ActorKeys(NamedTuple):
+    """Where an actor that is a ``TensorDictModule`` writes.
+
+    Attributes:
+        log_prob: log-probabilities of the response tokens.
+        full_log_prob: those of prompt and response in one row, of an actor that reads ``("tokens", "full")``.
+        entropy: entropies of the response tokens; an actor may leave them out.
+    """
+
+    log_prob: NestedKey
+    full_log_prob: NestedKey
+    entropy: NestedKey
+
+
+def check_actor(actor: nn.Module) -> None:
+    """Refuse an actor that cannot score the token ids of a batch.
+
+    Raises:
+        ValueError: it generates, or reads text that would have to be tokenized again.
+    """
+    if not isinstance(actor, TensorDictModuleBase):
+        return
+    name = type(actor).__name__
+    if getattr(actor, "generate", False) is True:
+        raise ValueError(
+            f"The actor {name} generates responses instead of scoring them: build it with generate=False"
+        )
+    for key in actor.in_keys:
+        if isinstance(key, tuple) and key[0] in ("text", "history"):
+            raise ValueError(
+                f"The actor {name} reads {key}, but text that is tokenized again need not give the tokens "
+                "that were sampled: build it with input_mode='tokens'"
+            )
+
+
+def actor_in_keys(actor: nn.Module, scored: list[NestedKey]) -> list[NestedKey]:
+    """What has to be in a batch so that ``actor`` can score it.
+
+    Args:
+        actor: any kind of actor.
+        scored: keys of prompt, prompt mask, response and response mask.
+    """
+    if isinstance(actor, TensorDictModuleBase) and not _reads_rows(actor):
+        return list(actor.in_keys)
+    return scored
+
+
+def score(
+    actor: nn.Module,
+    tensordict: TensorDictBase,
+    inputs: Callable[[], Inputs],
+    mask: Tensor,
+    keys: ActorKeys,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of the responses, and entropies where the actor gives them, each ``[P, G, T]``.
+
+    Args:
+        actor: a module called with four tensors, like a ``TokenScorer``; or a ``TensorDictModule`` that reads
+            keys of the batch and writes ``keys.log_prob`` ``[P, G, T]``; or one that reads
+            ``("tokens", "full")``, like TorchRL's ``TransformersWrapper``, and scores one row a response.
+        tensordict: the batch ``[P]``. It stays as it is.
+        inputs: gives prompt ``[P, L]``, its mask, response ``[P, G, T]`` and its mask.
+        mask: ``[P, G, T]`` bool, the tokens that count; values elsewhere become zero.
+        keys: where the actor writes.
+
+    Raises:
+        ValueError: the actor wrote no log-probabilities, or some of another shape.
+    """
+    if not isinstance(actor, TensorDictModuleBase):
+        log_probs, entropy = actor(*inputs())
+        return log_probs, entropy
+    if _reads_rows(actor):
+        return _score_rows(actor, *inputs(), keys.full_log_prob), None
+    written = actor(tensordict.select(*actor.in_keys))
+    log_probs = written.get(keys.log_prob, None)
+    entropy = written.get(keys.entropy, None)
+    for name, found in ((keys.log_prob, log_probs), (keys.entropy, entropy)):
+        if found is not None and found.shape != mask.shape:
+            raise ValueError(
+                f"The actor {type(actor).__name__} wrote {name!r} of shape {list(found.shape)}; the "
+                f"responses have shape {list(mask.shape)}"
+            )
+    if log_probs is None:
+        raise ValueError(
+            f"The actor {type(actor).__name__} wrote no {keys.log_prob!r}: give it that out_key, or name its "
+            "own with set_keys(actor_log_prob=...)"
+        )
+    # Such a module may leave anything in the padding.
+    outside = ~mask.to(log_probs.device)
+    log_probs = log_probs.masked_fill(outside, 0.0)
+    return log_probs, None if entropy is None else entropy.masked_fill(outside, 0.0)
+
+
+def _reads_rows(actor: TensorDictModuleBase) -> bool:
+    return FULL_TOKENS in actor.in_keys
+
+
+def _score_rows(
+    actor: TensorDictModuleBase,
+    prompt: Tensor,
+    prompt_mask: Tensor,
+    response: Tensor,
+    response_mask: Tensor,
+    key: NestedKey,
+) -> Tensor:
+    """Log-probabilities ``[P, G, T]`` by an actor that takes prompt and response as one row, not padded."""
+    rows = []
+    for ids, ids_mask, group, group_mask in zip(prompt, prompt_mask, response, response_mask, strict=True):
+        for one, one_mask in zip(group, group_mask, strict=True):
+            full = torch.cat([ids[ids_mask], one[one_mask]])
+            mask = torch.ones_like(full, dtype=torch.bool)
+            rows.append(TensorDict({"tokens": {"full": full}, "masks": {"all_attention_mask": mask}}))
+    found = actor(lazy_stack(rows)).get(key, None, as_list=True)
+    if found is None:
+        raise ValueError(
+            f"The actor {type(actor).__name__} wrote no {key!r}: name its own with "
+            "set_keys(actor_full_log_prob=...)"
+        )
+    lengths = response_mask.sum(-1).flatten().tolist()
+    # The response is at the end, also of rows that the actor padded on the left.
+    parts = [row[len(row) - length :] for row, length in zip(found, lengths, strict=True)]
+    log_probs = torch.cat(parts)
+    zeros = log_probs.new_zeros(response.shape)
+    return zeros.masked_scatter(response_mask.to(zeros.device), log_probs)
