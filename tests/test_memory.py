@@ -331,6 +331,15 @@ def test_copies_of_weights_that_a_pass_computes_with() -> None:
     assert kept[0] - kept[1] == 2 * whole - 2 * (SEVEN_B.outer + 2 * SEVEN_B.layer)
 
 
+def test_the_reference_is_held_as_the_policy_computes() -> None:
+    cfg = config(policy__kl_coef=0.1, ref_model__dtype="auto")
+    matrices = SEVEN_B.parameters - SEVEN_B.outer
+    for autocast, mix, element in (("no", 1.0, 4), ("bf16", 1.0, 2), ("bf16", 0.5, 4)):
+        cfg.train_model.autocast, cfg.ref_model.refresh_mix = autocast, mix
+        found = row(predicted(cfg), "reference", "score").weights
+        assert found == 4 * SEVEN_B.outer + element * matrices
+
+
 def test_a_gpu_without_bfloat16_computes_in_float32() -> None:
     cfg = config(train_model__autocast="auto", inference_model__dtype="auto")
     plan = devices.plan(devices.request_of(cfg, False), 1)
