@@ -573,6 +573,21 @@ def test_dry_run_of_a_sweep_shows_every_job(tmp_path: Path, tiny_model_dir: Path
     assert "job 0\n" in result.stdout and "job 1\n" in result.stdout and "reference  score" in result.stdout
 
 
+def test_a_sweep_that_cannot_run_is_refused_by_its_dry_run_too(tmp_path: Path, tiny_model_dir: Path) -> None:
+    words = [
+        f"model.name={tiny_model_dir}",
+        "train_model.num_devices=1,2",
+        "inference_model.backend=transformers",
+    ]
+    said = []
+    for dry in ("true", "false"):
+        result = dry_run("grpo.py", tmp_path, "--multirun", *words, f"dry_run={dry}")
+        assert result.returncode == 2
+        said.append(next(line for line in result.stderr.splitlines() if line.startswith("error: ")))
+    assert said[0] == said[1] and "train_model.num_devices=[1,2]: all jobs of a sweep" in said[0]
+    assert list(tmp_path.iterdir()) == []
+
+
 # Measured
 
 QUESTIONS = [

@@ -60,3 +60,9 @@ def _check_reference(cfg: Config) -> None:
     if reference.devices is not None and reference.devices != (cfg.train_model.devices or [0]):
         wrong = f"{why}, and runs where the trainer does"
         raise bad_value("ref_model.devices", reference.devices, wrong, "ref_model.devices=null")
+    trained = cfg.train_model
+    ranks = 1 if trained.devices is None else len(trained.devices)
+    ranks = ranks if trained.num_devices == "auto" else int(trained.num_devices)
+    if reference.num_devices not in ("auto", 1, ranks):
+        wrong = f"{why}, and runs where the trainer does"
+        raise bad_value("ref_model.num_devices", reference.num_devices, wrong, "ref_model.num_devices=auto")
