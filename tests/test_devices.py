@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from plan_cases import answer, dry_run, read
 
-from torchrl_grpo import hardware, validation
+from torchrl_grpo import hardware, planning, validation
+from torchrl_grpo.config import Config
 from torchrl_grpo.devices import Request, Role, plan
 from torchrl_grpo.devices_plan import OWN_GPU, SHARED_GPU, Plan, show_devices
 from torchrl_grpo.errors import ConfigError
@@ -223,6 +224,10 @@ def test_vllm_is_in_the_trainers_process_where_it_finds_its_gpu_and_no_ranks(
     [
         (["inference_model.num_devices=9", "env.num_envs=8"], r"only env.num_envs=8 groups.*num_devices=8 "),
         (
+            ["inference_model.devices=[0,1,2]", "env.num_envs=2", "train.total_dialog_turns=64"],
+            r"inference_model.devices=\[0,1,2\]: a round has only .*write inference_model.devices=\[0,1\] ",
+        ),
+        (
             ["inference_model.num_devices=2", "train.weight_update_frequency=2"],
             r"weight_update_frequency=2: .*processes of their own.*frequency=1 ",
         ),
@@ -321,6 +326,20 @@ def test_gpus_that_compute_fast_in_bfloat16(
     found = hardware.present()
     assert found.gpus == (16.0,)
     assert found.has_fast_bfloat16(["cuda:0"]) is fast
+
+
+def test_a_vllm_for_gpus_is_not_run_without_one(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi(tmp_path, "580.65.06", "9.0", monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cfg = Config()
+    cfg.model.name = str(tiny_model_dir)
+    for prepare in (planning.report, planning.announce):
+        with pytest.raises(ConfigError, match=r"backend=vllm: .*no GPU is visible.*backend=transformers"):
+            prepare(cfg, False)
+    cfg.inference_model.backend = "transformers"
+    planning.report(cfg, False)
 
 
 def test_gpus_are_not_used_by_a_vllm_for_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

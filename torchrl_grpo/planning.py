@@ -122,6 +122,7 @@ def announce(cfg: Config, asynchronous: bool) -> Plan:
         ConfigError: devices or memory that are asked for are not there.
     """
     planned = make(cfg, asynchronous, hardware.present())
+    _check_vllm(planned)
     check_memory(planned)
     lines = [*planned.peaks(), *hints(planned)]
     sys.stdout.write(planned.plan.table() + "".join(f"{line}\n" for line in lines))
@@ -136,6 +137,8 @@ def report(cfg: Config, asynchronous: bool, there: Hardware | None = None) -> No
         ConfigError: what is asked for is not there, or there is too little memory.
     """
     planned = make(cfg, asynchronous, there or hardware.present())
+    if there is None:
+        _check_vllm(planned)
     sys.stdout.write(f"{planned.plan.table()}\n")
     if planned.prediction is not None:
         sys.stdout.write(f"{planned.prediction.table()}\n")
@@ -143,6 +146,19 @@ def report(cfg: Config, asynchronous: bool, there: Hardware | None = None) -> No
     sys.stdout.flush()
     check_memory(planned)
     sys.stdout.write("".join(f"{line}\n" for line in hints(planned)))
+
+
+def _check_vllm(planned: Planned) -> None:
+    """Check that the vLLM that is installed runs on this machine.
+
+    Raises:
+        ConfigError: it is one for GPUs, and its engines are to run on the CPU.
+    """
+    on_cpu = "cpu" in planned.plan.inference.devices
+    if planned.cfg.inference_model.backend == "vllm" and on_cpu and hardware.vllm_needs_gpu():
+        wrong = "the vLLM that is installed is one for GPUs, and no GPU is visible here"
+        good = "inference_model.backend=transformers, or make setup ACCELERATOR=cpu and the same,"
+        raise bad_value("inference_model.backend", "vllm", wrong, good)
 
 
 def check_memory(planned: Planned) -> None:

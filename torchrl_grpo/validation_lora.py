@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchrl_grpo.config_keys import bad_value
+from torchrl_grpo.config_keys import bad_value, show
 
 if TYPE_CHECKING:
     from torchrl_grpo.config import Config
@@ -41,7 +41,8 @@ def check_lora(cfg: Config) -> None:
     for name, value in vars(lora).items():
         if value != vars(default)[name]:
             wrong = "is only read with a train_model.lora.rank above 0"
-            good = f"train_model.lora.rank=16 and the same, or train_model.lora.{name}={vars(default)[name]}"
+            usual = show(vars(default)[name])
+            good = f"train_model.lora.rank=16 and the same, or train_model.lora.{name}={usual}"
             raise bad_value(f"train_model.lora.{name}", value, wrong, good)
 
 
