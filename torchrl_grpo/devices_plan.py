@@ -43,6 +43,7 @@ class Plan:
         asynchronous: of grpo-async.py: engines work while the trainer does.
         engine_in_each_rank: each training rank has an engine in its process, which generates its share.
         gpu_share: of a GPU's memory that vLLM takes where it runs on one.
+        notes: what was asked for and is not done.
     """
 
     train: RolePlan
@@ -54,6 +55,7 @@ class Plan:
     asynchronous: bool = False
     engine_in_each_rank: bool = False
     gpu_share: float = SHARED_GPU
+    notes: tuple[str, ...] = ()
 
     @property
     def colocated(self) -> bool:
@@ -101,13 +103,13 @@ class Plan:
         return [name for name in names if name not in used]
 
     def table(self) -> str:
-        """The plan as aligned lines."""
+        """The plan as aligned lines, and what was asked for and is not done."""
         roles = (("train", self.train), ("inference", self.inference), ("reference", self.reference))
         rows = [("role", "devices", "placement", "why")]
         rows += [(name, show_devices(role.devices), role.placement, role.why) for name, role in roles]
         if self.idle:
             rows.append(("idle", show_devices(self.idle), "", "no role asks for them"))
-        return aligned(rows)
+        return aligned(rows) + "".join(f"note: {note}\n" for note in self.notes)
 
 
 def share_for_vllm(asked: float | None, inference: RolePlan, reference: RolePlan) -> float:

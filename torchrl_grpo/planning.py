@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torchrl_grpo import devices, hardware, launch, memory, validation_scripts
+from torchrl_grpo.advice import advise
 from torchrl_grpo.config import Config
-from torchrl_grpo.config_keys import bad_value, show
+from torchrl_grpo.config_keys import bad_value
 from torchrl_grpo.devices_plan import Plan
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.hardware import Hardware
 from torchrl_grpo.memory import GIB, PHASES, Prediction
-from torchrl_grpo.model_shape import ModelShape, read_shape
-from torchrl_grpo.workload import token_budget
+from torchrl_grpo.model_shape import ModelShape, Unknown, read_shape
+from torchrl_grpo.validation import validate
+from torchrl_grpo.workload import workload_of
 
-_SUGGESTIONS = 3
 # Predicted is the longest that is allowed, to within 20 %: what is short by less may well fit.
 _TOLERATED = 1.2
-# Nobody is told to make prompts or evaluations shorter than this.
-_LEAST_PROMPT, _LEAST_PROBLEMS = 128, 50
+_NOTHING_ELSE = "model (no budget, cache or length, no adapters and no shards would be enough)"
 _WHILE = {"generate": "generating", "score": "scoring", "optimise": "optimising"}
-
-# Section, key, value.
-Change = tuple[str, str, Any]
 
 
 @dataclass(frozen=True)
@@ -36,23 +29,47 @@ class Planned:
     """A plan and what it takes.
 
     Attributes:
+        cfg: what was planned.
         plan: who runs where.
         asynchronous: of grpo-async.py.
         there: the devices it was made for.
-        shape: of the model; None where it is not on this machine yet.
+        shape: of the model, or why it is not known.
         prediction: the memory; None without a shape.
     """
 
+    cfg: Config
     plan: Plan
     asynchronous: bool
     there: Hardware
-    shape: ModelShape | None
+    shape: ModelShape | Unknown
     prediction: Prediction | None
+
+    @property
+    def vllm_on_gpus(self) -> list[tuple[float, float, float]]:
+        """Of each GPU with vLLM and a known size: GiB, bytes of weights, bytes that it needs to start."""
+        vllm = self.cfg.inference_model.backend == "vllm"
+        if self.prediction is None or isinstance(self.shape, Unknown) or not vllm:
+            return []
+        found, load = [], workload_of(self.cfg)
+        for row in self.prediction.rows:
+            for name in row.devices if (row.role, row.phase) == ("inference", "generate") else ():
+                gib = self.there.gpus[int(name.removeprefix("cuda:"))] if name != "cpu" else None
+                if gib is not None:
+                    least = memory.least_for_vllm(self.shape, load, row.weights, gib)
+                    found.append((gib, row.weights, least))
+        return found
+
+    @property
+    def least_share(self) -> float | None:
+        """The smallest share of its GPUs, in twentieths, that vLLM starts with; None where there is none."""
+        shares = [math.ceil(20 * least / (gib * GIB)) / 20 for gib, _, least in self.vllm_on_gpus]
+        return max(shares) if shares and max(shares) < 1 else None
 
     def peaks(self) -> list[str]:
         """A line for each device: how much it takes, of how much."""
         if self.prediction is None:
-            return ["memory: unknown until the model is on this machine"]
+            assert isinstance(self.shape, Unknown)
+            return [f"memory: not predicted: {self.shape.why}"]
         lines = []
         for device, there in _present(self.plan, self.there).items():
             need, phase = self.prediction.peak(device)
@@ -72,14 +89,17 @@ def make(cfg: Config, asynchronous: bool, there: Hardware) -> Planned:
     Raises:
         ConfigError: what is asked for is not there.
     """
+    return _made(cfg, asynchronous, there, read_shape(cfg.model))
+
+
+def _made(cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape | Unknown) -> Planned:
     plan = devices.plan(devices.request_of(cfg, asynchronous, launch.world_size()), len(there.gpus))
     if plan.apart and not asynchronous:
         validation_scripts.check_in_turn(cfg)
     if plan.sleeps:
         validation_scripts.check_sleep(cfg)
-    shape = read_shape(cfg.model)
-    prediction = None if shape is None else memory.predict(cfg, plan, shape, there.gpus)
-    return Planned(plan, asynchronous, there, shape, prediction)
+    prediction = memory.predict(cfg, plan, shape, there) if isinstance(shape, ModelShape) else None
+    return Planned(cfg, plan, asynchronous, there, shape, prediction)
 
 
 def with_proximal(cfg: Config, asynchronous: bool) -> Config:
@@ -102,8 +122,10 @@ def announce(cfg: Config, asynchronous: bool) -> Plan:
         ConfigError: devices or memory that are asked for are not there.
     """
     planned = make(cfg, asynchronous, hardware.present())
-    check_memory(cfg, planned)
-    sys.stdout.write(planned.plan.table() + "".join(f"{line}\n" for line in planned.peaks()))
+    _check_vllm(planned)
+    check_memory(planned)
+    lines = [*planned.peaks(), *hints(planned)]
+    sys.stdout.write(planned.plan.table() + "".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
     return planned.plan
 
@@ -115,27 +137,61 @@ def report(cfg: Config, asynchronous: bool, there: Hardware | None = None) -> No
         ConfigError: what is asked for is not there, or there is too little memory.
     """
     planned = make(cfg, asynchronous, there or hardware.present())
+    if there is None:
+        _check_vllm(planned)
     sys.stdout.write(f"{planned.plan.table()}\n")
     if planned.prediction is not None:
         sys.stdout.write(f"{planned.prediction.table()}\n")
     sys.stdout.write("".join(f"{line}\n" for line in planned.peaks()))
-    check_memory(cfg, planned)
+    sys.stdout.flush()
+    check_memory(planned)
+    sys.stdout.write("".join(f"{line}\n" for line in hints(planned)))
 
 
-def check_memory(cfg: Config, planned: Planned) -> None:
+def _check_vllm(planned: Planned) -> None:
+    """Check that the vLLM that is installed runs on this machine.
+
+    Raises:
+        ConfigError: it is one for GPUs, and its engines are to run on the CPU.
+    """
+    on_cpu = "cpu" in planned.plan.inference.devices
+    if planned.cfg.inference_model.backend == "vllm" and on_cpu and hardware.vllm_needs_gpu():
+        wrong = "the vLLM that is installed is one for GPUs, and no GPU is visible here"
+        good = "inference_model.backend=transformers, or make setup ACCELERATOR=cpu and the same,"
+        raise bad_value("inference_model.backend", "vllm", wrong, good)
+
+
+def check_memory(planned: Planned) -> None:
     """Check that every device has the memory that is predicted for it, as far as predictions go.
 
     Raises:
         ConfigError: one has not; the message names overrides with which all would fit.
     """
-    if planned.prediction is None or planned.shape is None:
+    short = _small_share(planned) or _shortage(planned)
+    if short is None:
         return
-    _check_share(cfg, planned.plan, planned.prediction, planned.there)
+    key, value, wrong = short
+    instead = " or ".join(_advice(planned))
+    raise bad_value(key, value, wrong, instead or f"a smaller {_NOTHING_ELSE}")
+
+
+def hints(planned: Planned) -> list[str]:
+    """Lines that say what takes less memory, where the longest texts need a little more than there is."""
+    if planned.prediction is None or _fits(planned) or _small_share(planned):
+        return []
+    advice = " or ".join(_advice(planned, mild=True))
+    return [f"memory: the longest texts may not fit; {advice} takes less"] if advice else []
+
+
+def _shortage(planned: Planned) -> tuple[str, object, str] | None:
+    """Key, value and what is wrong where a device has clearly less than is needed."""
+    if planned.prediction is None:
+        return None
     for device, there in _present(planned.plan, planned.there).items():
         if there is None:
             continue
         needs = [(planned.prediction.need(device, phase), phase) for phase in PHASES]
-        over = [one for one in needs if one[0] > _tolerated(cfg, planned.plan, device, one[1]) * there * GIB]
+        over = [one for one in needs if one[0] > _tolerated(planned, device, one[1]) * there * GIB]
         if not over:
             continue
         need, phase = max(over)
@@ -144,38 +200,27 @@ def check_memory(cfg: Config, planned: Planned) -> None:
             f"{need / GIB:.2f} GiB are needed on {device} while {_WHILE[phase]}, most of it for "
             f"{largest.role} ({largest.phase}: {largest.total / GIB:.2f} GiB), and {there:.2f} GiB are there"
         )
-        raise bad_value("model.name", cfg.model.name, wrong, " or ".join(_mends(cfg, planned)))
+        return "model.name", planned.cfg.model.name, wrong
+    return None
 
 
-def _tolerated(cfg: Config, plan: Plan, device: str, phase: str) -> float:
-    engine = cfg.inference_model.backend == "vllm" and device in plan.inference.devices
+def _tolerated(planned: Planned, device: str, phase: str) -> float:
+    engine = planned.cfg.inference_model.backend == "vllm" and device in planned.plan.inference.devices
     # There nothing depends on lengths: weights, moments, and the share that vLLM takes in any case.
     return 1.0 if engine and device != "cpu" and phase == "generate" else _TOLERATED
 
 
-def _check_share(cfg: Config, plan: Plan, prediction: Prediction, there: Hardware) -> None:
-    """Check that the share of a GPU that vLLM takes holds more than the weights.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    share = plan.gpu_share
-    if cfg.inference_model.backend != "vllm":
-        return
-    for row in prediction.rows:
-        if row.role != "inference" or row.phase != "generate":
-            continue
-        for gib in (there.gpus[int(name.removeprefix("cuda:"))] for name in row.devices if name != "cpu"):
-            if gib is None or share * gib * GIB > row.weights:
-                continue
-            enough = math.ceil(20 * 1.1 * row.weights / (gib * GIB)) / 20
-            raise bad_value(
-                "inference_model.gpu_memory_utilization",
-                share,
+def _small_share(planned: Planned) -> tuple[str, object, str] | None:
+    """Key, value and what is wrong where vLLM's share of a GPU holds no more than the weights."""
+    share = planned.plan.gpu_share
+    for gib, weights, _ in planned.vllm_on_gpus:
+        if share * gib * GIB <= weights:
+            wrong = (
                 f"{share * gib:.2f} GiB of {gib:.2f} leave no room for keys and values beside weights of "
-                f"{row.weights / GIB:.2f} GiB",
-                f"{enough:.2f}" if enough < 1 else "a smaller model.name",
+                f"{weights / GIB:.2f} GiB"
             )
+            return "inference_model.gpu_memory_utilization", share, wrong
+    return None
 
 
 def _present(plan: Plan, there: Hardware) -> dict[str, float | None]:
@@ -188,78 +233,26 @@ def _present(plan: Plan, there: Hardware) -> dict[str, float | None]:
     }
 
 
-def _mends(cfg: Config, planned: Planned) -> list[str]:
-    """Overrides with which the prediction fits; each was tried."""
-    found = itertools.islice(_fitting(cfg, planned), _SUGGESTIONS)
-    return list(found) or ["a smaller model (no budget, cache or length would be enough)"]
-
-
-def _fitting(cfg: Config, planned: Planned) -> Iterator[str]:
-    ladders = list(_ladders(cfg, planned.plan))
-    # One key, the mildest change of it that is enough; then two at a time, and so on.
-    fitted: set[str] = set()
-    for number in range(1, len(ladders) + 1):
-        for chosen in itertools.combinations(ladders, number):
-            if any(ladder[0][1] in fitted for ladder in chosen):
-                continue
-            changes = next((one for one in _rungs(chosen) if _fits(cfg, planned, one)), None)
-            if changes is not None:
-                fitted |= {key for _, key, _ in changes}
-                yield " ".join(f"{section}.{key}={show(value)}" for section, key, value in changes)
-
-
-def _rungs(ladders: tuple[list[Change], ...]) -> Iterator[tuple[Change, ...]]:
-    """Steps down several ladders at the same time, the shorter ones waiting at their ends."""
-    for step in range(max(map(len, ladders))):
-        yield tuple(ladder[min(step, len(ladder) - 1)] for ladder in ladders)
-
-
-def _ladders(cfg: Config, plan: Plan) -> Iterator[list[Change]]:
-    """What takes less memory, the mildest change of a key first; keys that change no number before others."""
-    longest, budget = cfg.inference_model.max_model_len, token_budget(cfg)
-    budgets = [budget // 2**step for step in range(1, 20) if budget // 2**step > longest]
-    if budget > longest:
-        yield [("train", "max_tokens_per_microbatch", tokens) for tokens in [*budgets, longest]]
-    if not cfg.train_model.gradient_checkpointing:
-        yield [("train_model", "gradient_checkpointing", True)]
-    if cfg.inference_model.backend == "vllm":
-        yield from _ladders_of_vllm(cfg, plan)
-    least = cfg.inference_model.max_new_tokens + _LEAST_PROMPT
-    lengths = [length for length in (longest // 2, longest // 4) if length >= least]
-    if lengths:
-        yield [("inference_model", "max_model_len", length) for length in lengths]
-    if plan.reference_actors > 1:
-        yield [("ref_model", "num_devices", count) for count in range(plan.reference_actors - 1, 0, -1)]
-    if cfg.eval.num_problems > _LEAST_PROBLEMS:
-        yield [("eval", "num_problems", _LEAST_PROBLEMS)]
-
-
-def _ladders_of_vllm(cfg: Config, plan: Plan) -> Iterator[list[Change]]:
-    if plan.num_gpus == 0:
-        if cfg.inference_model.kv_cache_gib > 1:
-            less = range(cfg.inference_model.kv_cache_gib - 1, 0, -1)
-            yield [("inference_model", "kv_cache_gib", gib) for gib in less]
-        return
-    if plan.colocated and not plan.apart and not plan.sleeps and validation_scripts.may_sleep(cfg):
-        yield [("inference_model", "sleep", True)]
-    if plan.colocated and len(plan.inference.devices) > 1 and cfg.inference_model.num_devices == "auto":
-        yield [("inference_model", "num_devices", 1)]
-    tenths = range(int(plan.gpu_share * 20 - 1e-6), 1, -1)
-    if tenths:
-        yield [("inference_model", "gpu_memory_utilization", step / 20) for step in tenths]
-
-
-def _fits(cfg: Config, planned: Planned, changes: tuple[Change, ...]) -> bool:
-    trial = copy.deepcopy(cfg)
-    for section, key, value in changes:
-        setattr(vars(trial)[section], key, value)
-    other = make(trial, planned.asynchronous, planned.there)
-    assert other.prediction is not None
-    try:
-        _check_share(trial, other.plan, other.prediction, other.there)
-    except ConfigError:
-        return False
-    limits = _present(other.plan, other.there)
-    return all(
-        there is None or other.prediction.peak(device)[0] <= there * GIB for device, there in limits.items()
+def _fits(planned: Planned) -> bool:
+    """Whether all of what is predicted is there."""
+    assert planned.prediction is not None
+    prediction = planned.prediction
+    return _small_share(planned) is None and all(
+        there is None or prediction.peak(device)[0] <= there * GIB
+        for device, there in _present(planned.plan, planned.there).items()
     )
+
+
+def _advice(planned: Planned, mild: bool = False) -> list[str]:
+    """Overrides with which the prediction fits; each was tried. See :func:`~torchrl_grpo.advice.advise`."""
+    check = validation_scripts.check_async if planned.asynchronous else validation_scripts.check_sync
+
+    def plan(changed: Config) -> Planned | None:
+        try:
+            validate(changed)
+            check(changed)
+            return _made(launch.resolved(changed), planned.asynchronous, planned.there, planned.shape)
+        except ConfigError:
+            return None
+
+    return advise(planned.cfg, plan, _fits, mild)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchrl_grpo.config_keys import bad_value
+from torchrl_grpo.config_keys import bad_value, show
 
 if TYPE_CHECKING:
     from torchrl_grpo.config import Config
@@ -41,7 +41,8 @@ def check_lora(cfg: Config) -> None:
     for name, value in vars(lora).items():
         if value != vars(default)[name]:
             wrong = "is only read with a train_model.lora.rank above 0"
-            good = f"train_model.lora.rank=16 and the same, or train_model.lora.{name}={vars(default)[name]}"
+            usual = show(vars(default)[name])
+            good = f"train_model.lora.rank=16 and the same, or train_model.lora.{name}={usual}"
             raise bad_value(f"train_model.lora.{name}", value, wrong, good)
 
 
@@ -60,3 +61,9 @@ def _check_reference(cfg: Config) -> None:
     if reference.devices is not None and reference.devices != (cfg.train_model.devices or [0]):
         wrong = f"{why}, and runs where the trainer does"
         raise bad_value("ref_model.devices", reference.devices, wrong, "ref_model.devices=null")
+    trained = cfg.train_model
+    ranks = 1 if trained.devices is None else len(trained.devices)
+    ranks = ranks if trained.num_devices == "auto" else int(trained.num_devices)
+    if reference.num_devices not in ("auto", 1, ranks):
+        wrong = f"{why}, and runs where the trainer does"
+        raise bad_value("ref_model.num_devices", reference.num_devices, wrong, "ref_model.num_devices=auto")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from torchrl_grpo.config import Config
-from torchrl_grpo.config_keys import bad_value
+from torchrl_grpo.config import Config, InferenceModelConfig, TrainModelConfig
+from torchrl_grpo.config_keys import bad_value, show
 from torchrl_grpo.devices import num_devices
+from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rounds import steps_per_round
 
 
@@ -104,12 +105,8 @@ def _check_rounds(cfg: Config, age: int, allowed: str) -> None:
 def _check_workers(cfg: Config) -> None:
     workers = num_devices(cfg.inference_model)
     if workers > cfg.env.num_envs:
-        raise bad_value(
-            "inference_model.num_devices",
-            workers,
-            f"a round has only env.num_envs={cfg.env.num_envs} groups, and a group is not divided",
-            f"inference_model.num_devices={cfg.env.num_envs}",
-        )
+        wrong = f"a round has only env.num_envs={cfg.env.num_envs} groups, and a group is not divided"
+        raise _too_many("inference_model", cfg.inference_model, wrong, cfg.env.num_envs)
 
 
 def _check_ranks(cfg: Config) -> None:
@@ -117,9 +114,18 @@ def _check_ranks(cfg: Config) -> None:
     ranks = num_devices(cfg.train_model)
     groups = (cfg.train.optim_batch_size or cfg.env.num_envs * cfg.env.repeats) // cfg.env.repeats
     if ranks > groups:
-        raise bad_value(
-            "train_model.num_devices",
-            ranks,
-            f"an optimiser batch has only {groups} groups, and a group is trained on one rank",
-            f"train_model.num_devices={groups}",
-        )
+        wrong = f"an optimiser batch has only {groups} groups, and a group is trained on one rank"
+        raise _too_many("train_model", cfg.train_model, wrong, groups)
+
+
+def _too_many(
+    name: str, section: TrainModelConfig | InferenceModelConfig, wrong: str, most: int
+) -> ConfigError:
+    """The error for more devices of a role than can work, in the words that they were asked for in."""
+    if section.devices is None:
+        return bad_value(f"{name}.num_devices", num_devices(section), wrong, f"{name}.num_devices={most}")
+    fewer = section.devices[:most]
+    good = f"{name}.devices={show(fewer)}"
+    if section.num_devices != "auto":
+        good += f" {name}.num_devices={most}"
+    return bad_value(f"{name}.devices", section.devices, wrong, good)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.models import loading
@@ -23,17 +25,37 @@ def load_reference(
         cfg: ``ref_model``, ``model``, ``train_model.fused_head`` and the sampling temperature are read.
         source: folder or hub name of the model.
         device: where it is loaded.
-        autocast_dtype: the trainer's number format, used where the reference is in float32 as well.
+        autocast_dtype: that the trainer computes matrix products in, as the reference does unless it is held
+            in 16 bits throughout; None is float32.
         shares_prefix: whether a prompt is run once per group.
     """
-    dtype = resolve_dtype(cfg.ref_model.dtype, device)
-    if cfg.ref_model.dtype == "auto" and cfg.ref_model.refresh_mix < 1:
-        # In 16 bits, most steps of a slow average round to nothing.
-        dtype = torch.float32
+    # Equal weights must have no divergence: auto computes as the policy does, in float32 under its autocast.
+    auto = cfg.ref_model.dtype == "auto"
+    dtype = torch.float32 if auto else resolve_dtype(cfg.ref_model.dtype, device)
     model = loading.load_model(source, cfg.model, device, dtype).requires_grad_(False)
     autocast = autocast_dtype if dtype == torch.float32 else None
+    # In 16 bits, most steps of a slow average round to nothing.
+    if auto and autocast is not None and cfg.ref_model.refresh_mix == 1:
+        hold_as_computed(model, autocast)
     scorer = TokenScorer(model, cfg.inference_model.temperature, autocast, shares_prefix)
     if cfg.train_model.fused_head:
         # As the policy: two ways to round would be a divergence of equal models.
         scorer.fuse_head()
     return scorer
+
+
+def hold_as_computed(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Hold the matrices of a frozen float32 model in the format that autocast casts them to for each product.
+
+    The numbers stay the same to the last bit, at half the memory. What is not only multiplied with (norms,
+    embeddings) stays in float32, and so does the output head, which the loss computes in a way of its own.
+
+    Args:
+        model: in float32; changed in place.
+        dtype: autocast's.
+    """
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        # A subclass may do more than multiply.
+        if type(module) is nn.Linear and module is not head:
+            module.to(dtype)

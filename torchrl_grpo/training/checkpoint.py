@@ -45,6 +45,7 @@ _FREE_KEYS = (
     "train.max_tokens_per_microbatch",
     "train_model.gradient_checkpointing",
     "inference_model.gpu_memory_utilization",
+    "inference_model.kv_cache_gib",
     # Rounding only.
     "train_model.compile",
     "train_model.fused_head",
@@ -62,6 +63,11 @@ _FREE_KEYS = (
     "inference_model.sleep",
     "ray",
 )
+
+
+def may_change(key: str) -> bool:
+    """Whether a resumed run may have another value of a key."""
+    return any(key == free or key.startswith(f"{free}.") for free in _FREE_KEYS)
 
 
 def save(
