@@ -18,8 +18,8 @@ from transformers import (
     BloomConfig,
     BloomForCausalLM,
     GenerationConfig,
-    GraniteConfig,
-    GraniteForCausalLM,
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
     OPTConfig,
     OPTForCausalLM,
 )
@@ -267,11 +267,11 @@ def test_gradient_checkpointing_recomputes_the_layers() -> None:
     assert len(calls) == 2
 
 
-def test_a_model_whose_logits_are_scaled_is_refused() -> None:
+def test_a_model_with_more_than_a_matrix_behind_its_backbone_is_refused() -> None:
     settings = {k: v for k, v in FAMILIES["llama"][1].items() if k != "head_dim"}
-    model = GraniteForCausalLM(GraniteConfig(**settings, logits_scaling=8.0)).eval()
+    model = ModernBertDecoderForCausalLM(ModernBertDecoderConfig(**settings)).eval()
     with pytest.raises(
-        ModelError, match=r"GraniteForCausalLM: its logits differ .* choose another model.name"
+        ModelError, match=r"ModernBertDecoderForCausalLM: its logits differ .* choose another model.name"
     ):
         prepare_for_training(model, TrainModelConfig())
 

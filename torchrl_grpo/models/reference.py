@@ -7,7 +7,7 @@ import torch
 from torchrl_grpo.config import Config
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.logprobs import TokenScorer
-from torchrl_grpo.models.precision import resolve_dtype
+from torchrl_grpo.models.precision import forgo_cudnn_attention, resolve_dtype, resolve_head
 
 
 def load_reference(
@@ -20,20 +20,25 @@ def load_reference(
     """A scorer around a frozen copy of the model.
 
     Args:
-        cfg: ``ref_model``, ``model``, ``train_model.fused_head`` and the sampling temperature are read.
+        cfg: ``ref_model``, ``model``, ``train_model.fused_head``, ``train_model.head_dtype`` and the sampling
+            temperature are read.
         source: folder or hub name of the model.
         device: where it is loaded.
         autocast_dtype: the trainer's number format, used where the reference is in float32 as well.
         shares_prefix: whether a prompt is run once per group.
     """
+    forgo_cudnn_attention()
     dtype = resolve_dtype(cfg.ref_model.dtype, device)
     if cfg.ref_model.dtype == "auto" and cfg.ref_model.refresh_mix < 1:
         # In 16 bits, most steps of a slow average round to nothing.
         dtype = torch.float32
     model = loading.load_model(source, cfg.model, device, dtype).requires_grad_(False)
     autocast = autocast_dtype if dtype == torch.float32 else None
-    scorer = TokenScorer(model, cfg.inference_model.temperature, autocast, shares_prefix)
+    # As the policy's head: two ways to round would be a divergence of equal models.
+    head_dtype = resolve_head(cfg.train_model.head_dtype)
+    temperature = cfg.inference_model.temperature
+    scorer = TokenScorer(model, temperature, autocast, shares_prefix, head_dtype=head_dtype)
     if cfg.train_model.fused_head:
-        # As the policy: two ways to round would be a divergence of equal models.
+        # Likewise.
         scorer.fuse_head()
     return scorer
