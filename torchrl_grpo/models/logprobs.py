@@ -9,7 +9,7 @@ Axes: ``P`` prompts, ``G`` responses of a prompt, ``L`` prompt tokens, ``T`` res
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torchrl_grpo.models.precision import autocast
 
 # What models multiply their logits by, after the product with the output head.
 _FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 # Granite, whose name it is, divides.
 _LOGITS_SCALING_MULTIPLIES = ("hyperclovax",)
 
@@ -172,9 +173,8 @@ def backbone(model: PreTrainedModel) -> nn.Module:
     """
     found: nn.Module = model.base_model
     if found is model:
-        # Llama 4's text model names a part that only the model with images has.
-        decoder: Any = model.get_decoder
-        found = decoder()
+        # Llama 4's text model names as its base a part that only the model with images has.
+        found = dict(model.named_children()).get("model", model)
     if found is model:
         raise ValueError("its backbone is not a module of its own")
     return found
@@ -193,8 +193,9 @@ def output_head(model: PreTrainedModel) -> nn.Linear:
 
 
 def _softcap(model: PreTrainedModel) -> float | None:
-    cap = model.config.get_text_config().to_dict().get("final_logit_softcapping")
-    return None if cap is None else float(cap)
+    settings = model.config.get_text_config().to_dict()
+    caps = [settings[name] for name in _CAPS if settings.get(name) is not None]
+    return float(caps[0]) if caps else None
 
 
 def _scale(model: PreTrainedModel) -> float:

@@ -80,7 +80,9 @@ class Learner:
                 "folder that all of them see"
             )
         prepare_for_training(self.model, cfg.train_model)
-        self.shares_prefix = cfg.train_model.shared_prefix and shares_prefix(self.model)
+        self.shares_prefix = shares_prefix(
+            self.model, cfg.train_model.shared_prefix, cfg.inference_model.max_model_len
+        )
         self.autocast_dtype = resolve_autocast(cfg.train_model.autocast, device)
         self.steps_per_round = steps_per_round(cfg)
         self.total_steps = rounds(cfg) * self.steps_per_round
