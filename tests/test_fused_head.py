@@ -23,12 +23,15 @@ KEYS = (("tokens", "prompt"), ("masks", "prompt"), ("tokens", "response"), ("mas
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-def test_it_computes_what_blocks_compute_with_gradients(temperature: float, entropy_gradient: bool) -> None:
+def test_it_computes_what_blocks_compute_with_gradients(
+    temperature: float, entropy_gradient: bool, scale: float
+) -> None:
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(700, 24, generator=g), torch.randn(301, 24, generator=g)
     targets, slopes = torch.randint(0, 301, (700,), generator=g), torch.randn(2, 700, generator=g)
-    options = HeadOptions(temperature, entropy_gradient=entropy_gradient)
+    options = HeadOptions(temperature, entropy_gradient=entropy_gradient, scale=scale)
     found = []
     for score in (
         lambda h, w: score_tokens(h, targets, w, None, options, 5000),

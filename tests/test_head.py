@@ -22,7 +22,7 @@ def problem(n: int, width: int, vocab: int, *, bias: bool = False, seed: int = 0
 
 def full(hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> Any:
     """The definition, with all logits at once."""
-    logits = hidden @ weight.T + (0 if bias is None else bias)
+    logits = options.scale * (hidden @ weight.T + (0 if bias is None else bias))
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
     log_p = torch.log_softmax(logits / options.temperature, -1)
@@ -45,12 +45,14 @@ def with_gradients(score: Any, inputs: list[Tensor | None], by_entropy: bool) ->
 @pytest.mark.parametrize("block", [1, 7, 64, 500, 10**7])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-@pytest.mark.parametrize("temperature,softcap", [(1.0, None), (0.6, None), (1.3, 4.0)])
+@pytest.mark.parametrize(
+    "temperature,softcap,scale", [(1.0, None, 1.0), (0.6, None, 0.25), (1.3, 4.0, 1.0), (1.3, 4.0, 0.5)]
+)
 def test_blocks_equal_full_logits_to_1e_6_with_gradients(
-    block: int, bias: bool, entropy_gradient: bool, temperature: float, softcap: float | None
+    block: int, bias: bool, entropy_gradient: bool, temperature: float, softcap: float | None, scale: float
 ) -> None:
     inputs = problem(9, 6, 23, bias=bias)
-    options = HeadOptions(temperature, softcap, entropy_gradient=entropy_gradient)
+    options = HeadOptions(temperature, softcap, entropy_gradient=entropy_gradient, scale=scale)
     exact = [t.double() if t is not None and t.is_floating_point() else t for t in inputs]
     values, gradients = with_gradients(lambda *args: full(*args, options), exact, entropy_gradient)
     found, slopes = with_gradients(
@@ -141,3 +143,17 @@ def test_bfloat16_operands_are_summed_in_float32() -> None:
     rough, _ = score_tokens(*inputs, options=HeadOptions(dtype=torch.bfloat16))
     gap = (rough.double() - exact).abs()
     assert rough.dtype == torch.float32 and 1e-4 < float(gap.max()) < 0.2
+
+
+def test_a_float32_head_rounds_nothing_of_states_and_weights_in_bfloat16() -> None:
+    inputs = [
+        t.bfloat16().float() if t is not None and t.is_floating_point() else t for t in problem(16, 32, 200)
+    ]
+    exact = [t.double() if t is not None and t.is_floating_point() else t for t in inputs]
+    values, gradients = with_gradients(lambda *args: full(*args, HeadOptions()), exact, False)
+    for dtype, exactly in ((torch.float32, True), (torch.bfloat16, False)):
+        options = HeadOptions(dtype=dtype)
+        found, slopes = with_gradients(lambda *args, o=options: score_tokens(*args, o, 700), inputs, False)
+        assert (float((found[0] - values[0]).abs().max()) < 1e-5) == exactly
+        for mine, right in zip(slopes, gradients, strict=True):
+            assert (float((mine - right).norm() / right.norm()) < 1e-6) == exactly

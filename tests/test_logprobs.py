@@ -311,13 +311,80 @@ def test_check_head_knows_these_families(family: str) -> None:
     assert check_head(make_model(family)) < 1e-4
 
 
-def test_check_head_sees_a_forward_that_does_more() -> None:
-    # Granite divides its logits by a constant after the head, Cohere multiplies them.
-    settings = {k: v for k, v in FAMILIES["llama"][1].items() if k != "head_dim"}
-    from transformers import GraniteConfig, GraniteForCausalLM
+_NO_HEAD_DIM = {k: v for k, v in FAMILIES["llama"][1].items() if k != "head_dim"}
 
-    model = GraniteForCausalLM(GraniteConfig(**settings, logits_scaling=8.0)).eval()
+
+def test_check_head_sees_a_forward_that_does_more() -> None:
+    model = make_model("llama")
+    head = model.lm_head
+    head.register_forward_hook(lambda *call: call[2] + 0.5)
     assert check_head(model) > 0.05
+
+
+# Granite divides its logits by a number, the others multiply them, Falcon-H1 and Cohere by default.
+SCALED: dict[str, dict[str, Any]] = {
+    "granite": {"logits_scaling": 4.0},
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {"logit_scale": 3.0, "sliding_window": 4},
+    "hyperclovax": {"logits_scaling": 0.25},
+}
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "plain"])
+@pytest.mark.parametrize("kind", SCALED)
+def test_logits_that_a_model_scales(kind: str, shared: bool) -> None:
+    config = AutoConfig.for_model(kind, **_NO_HEAD_DIM, **SCALED[kind])
+    model, batch = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), make_batch(P=2, G=2)
+    prepare_for_training(model, TrainModelConfig())
+    assert check_head(model) < 1e-4
+    model.zero_grad()
+    expected, entropy = by_hand(model, batch, 0.7)
+    weight = torch.linspace(-1, 1, expected.numel()).view_as(expected)
+    (expected * weight).sum().backward()
+    right = gradients(model)
+    model.zero_grad()
+    scorer = TokenScorer(model, 0.7, shares_prefix=shared)
+    assert scorer.shares_prefix == shared
+    found = scorer(*inputs(batch))
+    (found.log_probs * weight).sum().backward()
+    torch.testing.assert_close(found.log_probs, expected, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(found.entropy, entropy.detach(), atol=2e-5, rtol=1e-5)
+    assert_same_gradients(gradients(model), right)
+    ids = batch["tokens", "prompt"][:, -1:]
+    own = torch.log_softmax(model(input_ids=ids).logits[:, -1], -1)
+    torch.testing.assert_close(scorer.next_token_log_probs(ids, torch.ones_like(ids).bool()), own)
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "plain"])
+def test_a_float32_head_under_mixed_precision_rounds_nothing_after_the_last_hidden_state(
+    shared: bool, weights: torch.dtype
+) -> None:
+    model, batch = make_model("gemma2" if not shared else "llama").to(weights), make_batch(P=2, G=2)
+    autocast = torch.bfloat16 if weights == torch.float32 else None
+    kept: list[Tensor] = []
+    backbone = model.base_model
+    backbone.register_forward_hook(lambda *call: kept.append(call[2].last_hidden_state.detach()))
+    weight = model.lm_head.weight.detach().double()
+    cap = model.config.to_dict().get("final_logit_softcapping")
+
+    def gaps(head_dtype: torch.dtype | None) -> tuple[float, float]:
+        """To float64 logits of the same hidden states: of log-probabilities and of the next token's."""
+        kept.clear()
+        scorer = TokenScorer(model, 0.7, autocast, shared, head_dtype=head_dtype)
+        log_probs = scorer(*inputs(batch)).log_probs.detach()
+        following = scorer.next_token_log_probs(*inputs(batch)[:2]).detach()
+        everything, last = (hidden.double() @ weight.T for hidden in kept)
+        if cap is not None:
+            everything, last = (cap * torch.tanh(logits / cap) for logits in (everything, last))
+        right = torch.log_softmax(everything / 0.7, -1)
+        # The first response token of the first group is predicted by its prompt's last token.
+        first = batch["tokens", "response"][0, 0, 0]
+        nearest = (right[..., first] - log_probs[0, 0, 0]).abs().min()
+        return float(nearest), float((torch.log_softmax(last[:, -1], -1) - following).abs().max())
+
+    assert max(gaps(torch.float32)) < 1e-5
+    assert gaps(None)[1] > 1e-3
 
 
 def test_autocast_computes_in_bfloat16_and_returns_float32() -> None:

@@ -18,8 +18,8 @@ from transformers import (
     BloomConfig,
     BloomForCausalLM,
     GenerationConfig,
-    GraniteConfig,
-    GraniteForCausalLM,
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
     OPTConfig,
     OPTForCausalLM,
 )
@@ -249,10 +249,18 @@ def test_dropout_that_is_kept_as_a_number_is_switched_off_and_what_cannot_be_is_
     model, batch = OPTForCausalLM(config).eval(), make_batch(P=2, G=2)
     expected = TokenScorer(model)(*inputs(batch)).log_probs
     prepare_for_training(model, TrainModelConfig(gradient_checkpointing=True))
-    assert model.training
+    assert any(layer.training for layer in model.model.decoder.layers), "nothing would be recomputed"
     torch.testing.assert_close(TokenScorer(model)(*inputs(batch)).log_probs, expected, atol=1e-5, rtol=1e-5)
+    hidden = make_model()
+    hidden.model.norm = nn.Sequential(hidden.model.norm, Hidden()).eval()
+    expected = TokenScorer(hidden)(*inputs(batch)).log_probs
+    prepare_for_training(hidden, TrainModelConfig(gradient_checkpointing=True))
+    torch.testing.assert_close(TokenScorer(hidden)(*inputs(batch)).log_probs, expected, atol=1e-5, rtol=1e-5)
+    # What is recomputed has to be in training mode itself.
     noisy = make_model()
-    noisy.model.norm = nn.Sequential(noisy.model.norm, Hidden())
+    noisy.model.layers[1].register_forward_hook(
+        lambda layer, _, out: nn.functional.dropout(out, 0.5, layer.training)
+    )
     with pytest.raises(ModelError, match=r"LlamaForCausalLM: in training mode.*gradient_checkpointing=false"):
         prepare_for_training(noisy, TrainModelConfig(gradient_checkpointing=True))
 
@@ -267,11 +275,11 @@ def test_gradient_checkpointing_recomputes_the_layers() -> None:
     assert len(calls) == 2
 
 
-def test_a_model_whose_logits_are_scaled_is_refused() -> None:
+def test_a_model_with_more_than_a_matrix_behind_its_backbone_is_refused() -> None:
     settings = {k: v for k, v in FAMILIES["llama"][1].items() if k != "head_dim"}
-    model = GraniteForCausalLM(GraniteConfig(**settings, logits_scaling=8.0)).eval()
+    model = ModernBertDecoderForCausalLM(ModernBertDecoderConfig(**settings)).eval()
     with pytest.raises(
-        ModelError, match=r"GraniteForCausalLM: its logits differ .* choose another model.name"
+        ModelError, match=r"ModernBertDecoderForCausalLM: its logits differ .* choose another model.name"
     ):
         prepare_for_training(model, TrainModelConfig())
 

@@ -126,6 +126,7 @@ class TrainModelConfig:
     devices: list[int] | None = None
     parallelism: str = "auto"
     autocast: str = "auto"
+    head_dtype: str = "auto"
     gradient_checkpointing: bool = False
     shared_prefix: bool = True
     attn_implementation: str = "auto"

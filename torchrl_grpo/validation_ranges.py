@@ -28,6 +28,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "policy.correction_level": LEVELS,
     "train_model.parallelism": ("auto", "ddp", "fsdp2", *ZERO_STAGES),
     "train_model.autocast": ("auto", "no", "bf16", "fp16"),
+    "train_model.head_dtype": ("auto", "float32"),
     "train_model.attn_implementation": ("auto", "sdpa", "eager", "flash_attention_2"),
     "train_model.quantization": ("none", "nf4"),
     "train_model.lora.base_dtype": ("auto", "float32", "bfloat16", "float16"),

@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from torchrl_grpo.inference.checksums import Checksums, checksums
 from torchrl_grpo.inference.layout import in_format
 from torchrl_grpo.inference.protocol import Completion, NextTokens, Probe, Request, SteppingEngine
+from torchrl_grpo.models.precision import forgo_cudnn_attention
 from torchrl_grpo.padding import pad_left
 from torchrl_grpo.workload import MAX_ROWS
 
@@ -33,6 +34,7 @@ class TransformersEngine(SteppingEngine):
     def __init__(
         self, model: PreTrainedModel, end_ids: Sequence[int], pad_id: int, max_rows: int = MAX_ROWS
     ) -> None:
+        forgo_cudnn_attention()
         self.model = model
         self.end_ids = torch.tensor(list(end_ids))
         self.pad_id = pad_id

@@ -59,7 +59,7 @@ def score_tokens(
 
     operands = hidden.to(options.dtype), weight.to(options.dtype), targets
     surprise, entropy = LigerFusedLinearScaledCrossEntropyFunction.apply(
-        *operands, options.temperature, return_entropy=True
+        *operands, options.temperature / options.scale, return_entropy=True
     )
     return -surprise, (entropy if options.entropy_gradient else entropy.detach()).float()
 

@@ -27,15 +27,24 @@ class HeadOptions(NamedTuple):
 
     Attributes:
         temperature: logits are divided by it, last.
-        softcap: ``softcap * tanh(logits / softcap)`` first, or None (Gemma 2, arXiv 2408.00118, sec. 2).
-        dtype: the product's operands are cast to it; sums, exponentials and results are float32.
+        softcap: ``softcap * tanh(logits / softcap)`` before, or None (Gemma 2, arXiv 2408.00118, sec. 2).
+        dtype: the product's operands are cast to it and its sums rounded to it, in the backward pass too; all
+            that follows, and the results, are float32.
         entropy_gradient: let gradients flow through the entropy.
+        scale: logits are multiplied by it, first (Granite, Cohere).
     """
 
     temperature: float = 1.0
     softcap: float | None = None
     dtype: torch.dtype = torch.float32
     entropy_gradient: bool = False
+    scale: float = 1.0
+
+
+def finished_logits(product: Tensor, options: HeadOptions) -> Tensor:
+    """Float32 logits at temperature 1 from ``hidden @ weight.T + bias``."""
+    logits = product.float() * options.scale
+    return logits if options.softcap is None else options.softcap * torch.tanh(logits / options.softcap)
 
 
 def score_tokens(
@@ -140,10 +149,12 @@ class _Head:
 
     def _logits(self, hidden: Tensor, words: slice) -> tuple[Tensor, Tensor | None]:
         """Final logits ``[n, v]`` of ``words`` and, with a cap, the cap's derivative."""
-        dtype, softcap = self.options.dtype, self.options.softcap
+        dtype, softcap, scale = self.options.dtype, self.options.softcap, self.options.scale
         bias = None if self.bias is None else self.bias[words].to(dtype)
         logits = F.linear(hidden.to(dtype), self.weight[words].to(dtype), bias).float()
         slope = None
+        if scale != 1:
+            logits = logits.mul_(scale)
         if softcap is not None:
             bent = torch.tanh(logits / softcap)
             logits, slope = softcap * bent, 1 - bent.square()
@@ -213,6 +224,8 @@ class _Head:
                 d_logits /= self.options.temperature
             if slope is not None:
                 d_logits *= slope
+            if self.options.scale != 1:
+                d_logits *= self.options.scale
             if d_bias is not None:
                 d_bias[words] += d_logits.sum(0)
             d_logits = d_logits.to(dtype)

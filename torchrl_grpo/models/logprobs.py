@@ -17,8 +17,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchrl_grpo.models import fused_head, shared_prefix
-from torchrl_grpo.models.head import HeadOptions, score_tokens
+from torchrl_grpo.models.head import HeadOptions, finished_logits, score_tokens
 from torchrl_grpo.models.precision import autocast
+
+# What models multiply their logits by, after the product with the output head.
+_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+# Granite, whose name it is, divides.
+_LOGITS_SCALING_MULTIPLIES = ("hyperclovax",)
 
 
 class TokenScores(NamedTuple):
@@ -43,6 +49,7 @@ class TokenScorer(nn.Module):
         shares_prefix: run each prompt once per group; False runs it once per response.
         block_elements: how many logits are in memory at a time; None chooses by device.
         entropy_gradient: let gradients flow through the entropy.
+        head_dtype: dtype of the output head's products, None for ``autocast_dtype`` or else the weights' own.
 
     Attributes:
         fused_head: compute the head with :mod:`~torchrl_grpo.models.fused_head`; :meth:`fuse_head` decides.
@@ -56,6 +63,7 @@ class TokenScorer(nn.Module):
         shares_prefix: bool = True,
         block_elements: int | None = None,
         entropy_gradient: bool = False,
+        head_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -63,6 +71,7 @@ class TokenScorer(nn.Module):
         self.autocast_dtype = autocast_dtype
         self.block_elements = block_elements
         self.entropy_gradient = entropy_gradient
+        self.head_dtype = head_dtype
         self.fused_head = False
         self.shares_prefix = shares_prefix and _can_share_prefix(model)
 
@@ -86,7 +95,7 @@ class TokenScorer(nn.Module):
         with autocast(self.autocast_dtype, device):
             if self.shares_prefix:
                 layout = shared_prefix.PrefixLayout(prompt, prompt_mask, response, response_mask)
-                hidden = shared_prefix.hidden_states(self.model, layout)
+                hidden = shared_prefix.hidden_states(backbone(self.model), layout)
             else:
                 hidden = self._hidden_plain(prompt, prompt_mask, response, response_mask)
         log_probs, entropy = self._score(hidden, response[response_mask])
@@ -103,21 +112,21 @@ class TokenScorer(nn.Module):
         device = next(self.model.parameters()).device
         prompt, prompt_mask = prompt.to(device), prompt_mask.to(device)
         with autocast(self.autocast_dtype, device):
-            output = self.model(
+            output = backbone(self.model)(
                 input_ids=prompt,
                 attention_mask=prompt_mask.long(),
                 position_ids=_positions(prompt_mask),
-                logits_to_keep=1,
                 use_cache=False,
             )
-        return F.log_softmax(output.logits[:, -1].float(), dim=-1)
+        logits = _logits(self.model, output.last_hidden_state[:, -1], self._head_options())
+        return F.log_softmax(logits, dim=-1)
 
     def _hidden_plain(self, prompt: Tensor, prompt_mask: Tensor, response: Tensor, mask: Tensor) -> Tensor:
         """Hidden states ``[M, H]`` of the M response tokens, each response carrying its own prompt."""
         (P, L), (_, G, T) = prompt.shape, response.shape
         ids = torch.cat([prompt.repeat_interleave(G, 0), response.reshape(P * G, T)], dim=1)
         attention = torch.cat([prompt_mask.repeat_interleave(G, 0), mask.reshape(P * G, T)], dim=1)
-        output = self.model.base_model(
+        output = backbone(self.model)(
             input_ids=ids,
             attention_mask=attention.long(),
             position_ids=_positions(attention),
@@ -133,8 +142,9 @@ class TokenScorer(nn.Module):
         return score_tokens(hidden, targets, head.weight, head.bias, options, self.block_elements)
 
     def _head_options(self) -> HeadOptions:
-        dtype = self.autocast_dtype or output_head(self.model).weight.dtype
-        return HeadOptions(self.temperature, _softcap(self.model), dtype, self.entropy_gradient)
+        dtype = self.head_dtype or self.autocast_dtype or output_head(self.model).weight.dtype
+        scale, softcap = _scale(self.model), _softcap(self.model)
+        return HeadOptions(self.temperature, softcap, dtype, self.entropy_gradient, scale)
 
     def fuse_head(self) -> None:
         """Take Liger's fused kernel for the head where it suits; warns where that does not work out."""
@@ -155,6 +165,21 @@ def _positions(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
+def backbone(model: PreTrainedModel) -> nn.Module:
+    """The part of ``model`` that ends with the last hidden state, before the output head.
+
+    Raises:
+        ValueError: it is no module of its own.
+    """
+    found: nn.Module = model.base_model
+    if found is model:
+        # Llama 4's text model names as its base a part that only the model with images has.
+        found = dict(model.named_children()).get("model", model)
+    if found is model:
+        raise ValueError("its backbone is not a module of its own")
+    return found
+
+
 def output_head(model: PreTrainedModel) -> nn.Linear:
     """The layer that turns hidden states into logits.
 
@@ -168,8 +193,33 @@ def output_head(model: PreTrainedModel) -> nn.Linear:
 
 
 def _softcap(model: PreTrainedModel) -> float | None:
-    cap = model.config.get_text_config().to_dict().get("final_logit_softcapping")
-    return None if cap is None else float(cap)
+    settings = model.config.get_text_config().to_dict()
+    caps = [settings[name] for name in _CAPS if settings.get(name) is not None]
+    return float(caps[0]) if caps else None
+
+
+def _scale(model: PreTrainedModel) -> float:
+    """What the model multiplies its logits by, before a cap; :func:`check_head` compares with its forward."""
+    config = model.config.get_text_config()
+    settings = config.to_dict()
+    scale = 1.0
+    for name in _FACTORS:
+        if isinstance(value := settings.get(name), int | float):
+            divides = name == "logits_scaling" and config.model_type not in _LOGITS_SCALING_MULTIPLIES
+            scale *= 1 / value if divides else value
+    return scale
+
+
+def _logits(model: PreTrainedModel, hidden: Tensor, options: HeadOptions) -> Tensor:
+    """All logits ``[..., V]`` in float32, at temperature 1, of hidden states ``[..., H]``."""
+    head = output_head(model)
+    weight = head.weight
+    if options.dtype.itemsize > weight.dtype.itemsize:
+        bias = None if head.bias is None else head.bias.to(options.dtype)
+        return finished_logits(F.linear(hidden.to(options.dtype), weight.to(options.dtype), bias), options)
+    # Called as a module, which gathers weights that are in shards.
+    with autocast(options.dtype if options.dtype != weight.dtype else None, weight.device):
+        return finished_logits(head(hidden.to(weight.dtype)), options)
 
 
 def _can_share_prefix(model: PreTrainedModel) -> bool:
@@ -191,8 +241,8 @@ def warn_about_prefix(model: PreTrainedModel, reason: str) -> None:
 def check_head(model: PreTrainedModel) -> float:
     """Largest gap between the model's own logits and those :class:`TokenScorer` computes, on a few tokens.
 
-    A model whose forward does more than backbone and head (logit scaling, say) shows up here
-    instead of in a wrong loss.
+    A model whose forward does more than backbone, head, scale and cap shows up here instead of in a wrong
+    loss.
 
     Raises:
         ValueError: the head is not one matrix product.
@@ -202,8 +252,8 @@ def check_head(model: PreTrainedModel) -> float:
     ids = torch.arange(1, 9, device=device)[None] % model.config.get_text_config().vocab_size
     with torch.no_grad():
         own = model(input_ids=ids, use_cache=False).logits[0].float()
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-        ours = F.linear(hidden.to(head.weight.dtype), head.weight, head.bias).float()
-    if (cap := _softcap(model)) is not None:
-        ours = torch.tanh(ours / cap) * cap
+        hidden = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
+        options = HeadOptions(softcap=_softcap(model), dtype=head.weight.dtype, scale=_scale(model))
+        # As it is scored, and not by calling the head, which may do more.
+        ours = finished_logits(F.linear(hidden.to(options.dtype), head.weight, head.bias), options)
     return float((own - ours).abs().max())

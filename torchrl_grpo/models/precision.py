@@ -35,9 +35,23 @@ def resolve_autocast(name: str, device: torch.device) -> torch.dtype | None:
     return None if name == "no" else _AUTOCAST[name]
 
 
+def resolve_head(name: str) -> torch.dtype | None:
+    """The dtype of the output head for ``auto`` or ``float32``; None means that of the other products."""
+    return None if name == "auto" else _DTYPES[name]
+
+
 def autocast(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
     """A context in which matrix products run in ``dtype``; does nothing when ``dtype`` is None."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def forgo_cudnn_attention() -> None:
+    """Switch off cuDNN's attention in this process, which takes about a second for every new shape.
+
+    On an H100 and later PyTorch prefers it. It keeps a plan for each size it has seen, and the sizes of
+    micro-batches and of decoding change with every call.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from torchrl_grpo.config import Config
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.logprobs import TokenScorer
-from torchrl_grpo.models.precision import resolve_dtype
+from torchrl_grpo.models.precision import forgo_cudnn_attention, resolve_dtype, resolve_head
 
 
 def load_reference(
@@ -22,13 +22,15 @@ def load_reference(
     """A scorer around a frozen copy of the model.
 
     Args:
-        cfg: ``ref_model``, ``model``, ``train_model.fused_head`` and the sampling temperature are read.
+        cfg: ``ref_model``, ``model``, ``train_model.fused_head``, ``train_model.head_dtype`` and the sampling
+            temperature are read.
         source: folder or hub name of the model.
         device: where it is loaded.
         autocast_dtype: that the trainer computes matrix products in, as the reference does unless it is held
             in 16 bits throughout; None is float32.
         shares_prefix: whether a prompt is run once per group.
     """
+    forgo_cudnn_attention()
     # Equal weights must have no divergence: auto computes as the policy does, in float32 under its autocast.
     auto = cfg.ref_model.dtype == "auto"
     dtype = torch.float32 if auto else resolve_dtype(cfg.ref_model.dtype, device)
@@ -37,9 +39,12 @@ def load_reference(
     # In 16 bits, most steps of a slow average round to nothing.
     if auto and autocast is not None and cfg.ref_model.refresh_mix == 1:
         hold_as_computed(model, autocast)
-    scorer = TokenScorer(model, cfg.inference_model.temperature, autocast, shares_prefix)
+    # As the policy's head: two ways to round would be a divergence of equal models.
+    head_dtype = resolve_head(cfg.train_model.head_dtype)
+    temperature = cfg.inference_model.temperature
+    scorer = TokenScorer(model, temperature, autocast, shares_prefix, head_dtype=head_dtype)
     if cfg.train_model.fused_head:
-        # As the policy: two ways to round would be a divergence of equal models.
+        # Likewise.
         scorer.fuse_head()
     return scorer
 

@@ -305,15 +305,19 @@ def enable(model: PreTrainedModel) -> str | None:
     return None
 
 
-def hidden_states(model: PreTrainedModel, layout: PrefixLayout) -> Tensor:
+def hidden_states(backbone: nn.Module, layout: PrefixLayout) -> Tensor:
     """Last hidden states ``[M, H]`` that predict the M response tokens, in the order the mask lists them.
+
+    Args:
+        backbone: of a model that :func:`enable` has seen, without its head.
+        layout: of the tokens.
 
     Raises:
         ValueError: the model's attention does not go through transformers' attention interface.
     """
     # A mask of four axes is passed through as it is, so no mask of N x N is built.
     nothing = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=layout.ids.device)
-    output = model.base_model(
+    output = backbone(
         input_ids=layout.ids,
         attention_mask=nothing,
         position_ids=layout.positions,

@@ -21,7 +21,7 @@ from torchrl_grpo.inference.checksums import checksum
 from torchrl_grpo.launch import parallelism
 from torchrl_grpo.models.build import build_model
 from torchrl_grpo.models.logprobs import TokenScorer
-from torchrl_grpo.models.precision import resolve_autocast
+from torchrl_grpo.models.precision import forgo_cudnn_attention, resolve_autocast, resolve_head
 from torchrl_grpo.models.prepare import compile_layers, prepare_for_training, shares_prefix
 from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.rollout.log_probs import LogProbScorer
@@ -70,6 +70,7 @@ class Learner:
         self.engine: EngineShare | None = None
         # The run has a progress bar of its own; one per loaded file would bury it.
         disable_progress_bar()
+        forgo_cudnn_attention()
         if device.type == "cpu":
             keep_freed_memory()
         self.model: PreTrainedModel = build_model(cfg, weights, device, resume_from)
@@ -79,7 +80,9 @@ class Learner:
                 "folder that all of them see"
             )
         prepare_for_training(self.model, cfg.train_model)
-        self.shares_prefix = cfg.train_model.shared_prefix and shares_prefix(self.model)
+        self.shares_prefix = shares_prefix(
+            self.model, cfg.train_model.shared_prefix, cfg.inference_model.max_model_len
+        )
         self.autocast_dtype = resolve_autocast(cfg.train_model.autocast, device)
         self.steps_per_round = steps_per_round(cfg)
         self.total_steps = rounds(cfg) * self.steps_per_round
@@ -87,7 +90,11 @@ class Learner:
             cfg.train.optim_batch_size or cfg.env.num_envs * cfg.env.repeats
         ) // cfg.env.repeats
         self.scorer = TokenScorer(
-            self.model, cfg.inference_model.temperature, self.autocast_dtype, self.shares_prefix
+            self.model,
+            cfg.inference_model.temperature,
+            self.autocast_dtype,
+            self.shares_prefix,
+            head_dtype=resolve_head(cfg.train_model.head_dtype),
         )
         if cfg.train_model.compile:
             compile_layers(self.model, self.scorer)

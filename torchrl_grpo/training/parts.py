@@ -43,7 +43,8 @@ def build_reference(
     temperature = cfg.inference_model.temperature
     if cfg.train_model.lora.rank > 0:
         policy = learner.model
-        scorer = TokenScorer(policy, temperature, learner.autocast_dtype, learner.shares_prefix)
+        form = learner.autocast_dtype, learner.shares_prefix
+        scorer = TokenScorer(policy, temperature, *form, head_dtype=learner.scorer.head_dtype)
         off = partial(lora.adapters_off, policy)
         return LogProbScorer(scorer, "reference", learner.make_budget(), off)
     form = learner.autocast_dtype, learner.shares_prefix
