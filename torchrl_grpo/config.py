@@ -163,6 +163,7 @@ class InferenceModelConfig:
     max_new_tokens: int = 256
     temperature: float = 1.0
     max_logprob_gap: float | None = None
+    engine_args: dict[str, Any] = field(default_factory=dict)
     num_threads: int | None = None
 
 

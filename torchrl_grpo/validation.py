@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.config_keys import bad_value, show
+from torchrl_grpo.validation_engine import check_engine_args
 from torchrl_grpo.validation_lora import check_lora
 from torchrl_grpo.validation_policy import check_policy
 from torchrl_grpo.validation_ranges import ABOVE_ZERO, AT_LEAST, AT_MOST, CHOICES, DATASETS, ZERO_STAGES
@@ -70,6 +71,7 @@ def validate(cfg: Config) -> None:
     check_lora(cfg)
     _check_attention(cfg)
     _check_inference(cfg)
+    check_engine_args(cfg)
     _check_logging(cfg)
 
 
