@@ -33,6 +33,8 @@ class EnvConfig:
     eval_data_path: str | None = None
     hub_name: str | None = None
     hub_subset: str | None = None
+    train_split: str | None = None
+    eval_split: str | None = None
     fields: dict[str, str] = field(default_factory=dict)
     num_envs: int = 8
     repeats: int = 8

@@ -224,6 +224,16 @@ def _check_task(cfg: Config) -> None:
     for key, hub in (("env.hub_name", env.hub_name), ("env.hub_subset", env.hub_subset)):
         if generated and hub is not None:
             raise bad_value(key, hub, "dataset reasoning_gym is generated and reads no hub", f"{key}=null")
+    for key, split in (("env.train_split", env.train_split), ("env.eval_split", env.eval_split)):
+        if split is None:
+            continue
+        if generated:
+            raise bad_value(key, split, "dataset reasoning_gym is generated and has no splits", f"{key}=null")
+        if not split.strip():
+            raise bad_value(key, "''", "must not be empty", f"{key}=NAME or {key}=null")
+    if env.train_split is not None and env.dataset == "ifeval":
+        wrong = "the benchmark's rows are those of env.eval_split, and training prompts are composed"
+        raise bad_value("env.train_split", env.train_split, wrong, "env.train_split=null")
     if env.train_on_ifeval and env.dataset != "ifeval":
         wrong = f"means nothing for dataset {env.dataset}"
         raise bad_value("env.train_on_ifeval", True, wrong, "env.train_on_ifeval=false or env.dataset=ifeval")
