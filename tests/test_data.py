@@ -370,6 +370,28 @@ def test_jsonl_takes_the_columns_of_env_fields(tmp_path: Path) -> None:
         load(config("jsonl"))
 
 
+def test_answers_may_be_numbers(tmp_path: Path) -> None:
+    numbers = [3, -4.0, 0.5, 1e300, 12345678901234567890]
+    rows = [{"question": f"q{n}", "problem": f"q{n}", "answer": value} for n, value in enumerate(numbers)]
+    path = str(write(tmp_path / "a.jsonl", rows))
+    for dataset in ("jsonl", "math"):
+        found = load(config(dataset, num_problems=0, data_path=path))
+        assert [e.truth["answer"] for e in found.train] == [
+            "3",
+            "-4",
+            "0.5",
+            "1e+300",
+            "12345678901234567890",
+        ]
+    for value in (True, float("nan"), None, [3]):
+        row = {"question": "q", "answer": value}
+        path = str(write(tmp_path / "b.jsonl", [row]))
+        with pytest.raises(DataError, match=r"column 'answer' is .* not a string"):
+            load(config("jsonl", num_problems=0, data_path=path))
+    with pytest.raises(DataError, match="column 'question' is int"):
+        load(config("jsonl", data_path=str(write(tmp_path / "c.jsonl", [{"question": 3, "answer": 3}]))))
+
+
 # --- prompts ----------------------------------------------------------------------------------------
 
 
