@@ -230,6 +230,8 @@ BAD: list[tuple[str, str]] = [
     ("env=reasoning_gym env.data_path=.", "reads no file"),
     ("env=reasoning_gym env.hub_name=a/b", "reads no hub"),
     ("env=reasoning_gym env.eval_split=test", "write env.eval_split=null instead"),
+    ("env.overlong_prompts=truncate", "error, drop, truncate_left, truncate_right, truncate_middle"),
+    ("env=reasoning_gym env.overlong_prompts=drop", "write env.overlong_prompts=error or truncate_right"),
     ("env.train_split=''", "must not be empty"),
     ("env=ifeval env.train_split=train", "env.eval_split, and training prompts are composed"),
     ("env.dataset=jsonl", "needs a file"),

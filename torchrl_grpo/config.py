@@ -41,6 +41,7 @@ class EnvConfig:
     system_prompt: str | None = None
     prompt_template: str = "{question}"
     answer_format: str = "tags"
+    overlong_prompts: str = "error"
     shuffle: bool = True
     train_on_ifeval: bool = False
 

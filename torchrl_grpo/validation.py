@@ -234,6 +234,10 @@ def _check_task(cfg: Config) -> None:
     if env.train_split is not None and env.dataset == "ifeval":
         wrong = "the benchmark's rows are those of env.eval_split, and training prompts are composed"
         raise bad_value("env.train_split", env.train_split, wrong, "env.train_split=null")
+    if env.overlong_prompts == "drop" and generated:
+        wrong = "problems of reasoning_gym are generated when they are drawn, not known before"
+        good = "env.overlong_prompts=error or truncate_right"
+        raise bad_value("env.overlong_prompts", env.overlong_prompts, wrong, good)
     if env.train_on_ifeval and env.dataset != "ifeval":
         wrong = f"means nothing for dataset {env.dataset}"
         raise bad_value("env.train_on_ifeval", True, wrong, "env.train_on_ifeval=false or env.dataset=ifeval")

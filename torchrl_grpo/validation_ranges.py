@@ -13,6 +13,7 @@ ZERO_STAGES = {"deepspeed_zero2": 2, "deepspeed_zero3": 3}
 CHOICES: dict[str, tuple[str, ...]] = {
     "env.dataset": DATASETS,
     "env.answer_format": ("tags", "plain", "equation"),
+    "env.overlong_prompts": ("error", "drop", "truncate_left", "truncate_right", "truncate_middle"),
     "policy.surrogate": tuple(SURROGATES),
     "policy.ratio": LEVELS,
     "policy.aggregation": ("token", "sequence", "constant"),

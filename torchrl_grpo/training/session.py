@@ -16,7 +16,7 @@ from torchrl_grpo import devices
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.devices_plan import Plan
-from torchrl_grpo.envs import GroupTextEnv, PromptStream
+from torchrl_grpo.envs import GroupTextEnv, PromptStream, lengths
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Engine
 from torchrl_grpo.models import loading, saving
@@ -86,6 +86,7 @@ class Session:
         source = loading.resolve(cfg.model)
         self.tokenizer: PreTrainedTokenizerBase = loading.load_tokenizer(source, cfg.model)
         loading.check_context(source, cfg)
+        problems, self._fitted = lengths.fit(problems, self.tokenizer, cfg)
         env = self._environment(problems, reward_set)
         self.evaluator = Evaluator(problems.held_out, self.tokenizer, grader, cfg)
 
@@ -180,8 +181,9 @@ class Session:
         if step is not None:
             end = "; it has already ended" if self.finished else ""
             self.progress.note(f"resumed {self.run_dir} after step {step} of {self.total_steps}{end}")
-        for note in self.loggers.notes:
-            self.progress.note(note)
+        for note in (self._fitted, *self.loggers.notes):
+            if note is not None:
+                self.progress.note(note)
 
     @property
     def finished(self) -> bool:
