@@ -215,6 +215,12 @@ BAD: list[tuple[str, str]] = [
     # combinations
     ("train.total_dialog_turns=100", "a multiple of one collection round, 8 prompts"),
     ("train.total_dialog_turns=0", "at least 1"),
+    ("train.num_epochs=2", "write train.total_dialog_turns=null train.num_epochs=2.0 instead"),
+    ("train.total_dialog_turns=null", "write train.num_epochs=1 or train.total_dialog_turns=64000 instead"),
+    ("train.total_dialog_turns=null train.num_epochs=0", "greater than 0"),
+    ("total_train_epochs=5", "write train.num_epochs=5 instead"),
+    ("eval_steps=50", "write eval.frequency=50 instead"),
+    ("temperature=0.7", "write inference_model.temperature=0.7 instead"),
     ("train.optim_batch_size=12", "a multiple of env.repeats=8"),
     ("train.optim_batch_size=24", "one of 8, 16, 32, 64"),
     ("train.optim_batch_size=128", "divide one collection round"),

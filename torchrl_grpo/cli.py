@@ -252,6 +252,11 @@ class _Command:
             nothing = ", where it has ended: nothing is left to do" if ended else ""
             sys.stdout.write(f"resumes {folder} after step {found.name}{nothing}\n")
         planning.report(cfg, self.asynchronous)
+        if cfg.train.num_epochs is not None:
+            from torchrl_grpo import data, rounds
+
+            dropped = ", less what is left out" if cfg.env.overlong_prompts == "drop" else ""
+            sys.stdout.write(f"{rounds.length(cfg, len(data.load(cfg).train))}{dropped}\n")
 
     def _to_resume(self, cfg: Config, job: Job) -> Path | None:
         if cfg.resume is None:

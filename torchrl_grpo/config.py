@@ -207,7 +207,8 @@ class OptimizerConfig:
 class TrainConfig:
     """How long and in which batches training runs."""
 
-    total_dialog_turns: int = 64_000
+    total_dialog_turns: int | None = 64_000
+    num_epochs: float | None = None
     optim_batch_size: int | None = None
     gradient_accumulation_steps: int = 1
     max_tokens_per_microbatch: int | None = None

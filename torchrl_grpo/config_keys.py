@@ -65,6 +65,14 @@ ALSO_CALLED = {
     "max_completion_length": "inference_model.max_new_tokens",
     "max_tokens": "inference_model.max_new_tokens",
     "batch_size": "train.optim_batch_size",
+    "num_train_epochs": "train.num_epochs",
+    "total_train_epochs": "train.num_epochs",
+    "total_epochs": "train.num_epochs",
+    "temperature": "inference_model.temperature",
+    "eval_steps": "eval.frequency",
+    "save_steps": "train.checkpoint_frequency",
+    "filter_overlong_prompts": "env.overlong_prompts",
+    "truncation": "env.overlong_prompts",
 }
 
 

@@ -66,6 +66,7 @@ def validate(cfg: Config) -> None:
     _check_devices(cfg)
     _check_task(cfg)
     _check_rewards(cfg)
+    _check_length(cfg)
     _check_batches(cfg)
     check_policy(cfg)
     check_lora(cfg)
@@ -280,25 +281,41 @@ def _check_rewards(cfg: Config) -> None:
         raise bad_value("reward.weights", weights, "every weight is 0", "at least one weight that is not 0")
 
 
+def _check_length(cfg: Config) -> None:
+    train, round_size = cfg.train, cfg.env.num_envs * cfg.env.repeats
+    turns = train.total_dialog_turns
+    if (turns is None) == (train.num_epochs is None):
+        wrong = "one of train.total_dialog_turns and train.num_epochs says how long a run is"
+        good = "train.num_epochs=1 or train.total_dialog_turns=64000"
+        if turns is not None:
+            good = f"train.total_dialog_turns=null train.num_epochs={show(train.num_epochs)}"
+        raise bad_value("train.num_epochs", train.num_epochs, wrong, good)
+    if turns is not None and turns % round_size:
+        rounds = max(1, round(turns / round_size))
+        raise bad_value(
+            "train.total_dialog_turns",
+            turns,
+            f"must be a multiple of one collection round, {_round(cfg)}",
+            f"train.total_dialog_turns={rounds * round_size}",
+        )
+
+
+def _round(cfg: Config) -> str:
+    env = cfg.env
+    size = env.num_envs * env.repeats
+    return f"{env.num_envs} prompts (env.num_envs) x {env.repeats} samples (env.repeats) = {size}"
+
+
 def _check_batches(cfg: Config) -> None:
     env, train = cfg.env, cfg.train
     round_size = env.num_envs * env.repeats
-    shape = f"{env.num_envs} prompts (env.num_envs) x {env.repeats} samples (env.repeats) = {round_size}"
-    if train.total_dialog_turns % round_size:
-        rounds = max(1, round(train.total_dialog_turns / round_size))
-        raise bad_value(
-            "train.total_dialog_turns",
-            train.total_dialog_turns,
-            f"must be a multiple of one collection round, {shape}",
-            f"train.total_dialog_turns={rounds * round_size}",
-        )
     batch = round_size if train.optim_batch_size is None else train.optim_batch_size
     if batch % env.repeats or round_size % batch:
         sizes = [str(n * env.repeats) for n in range(1, env.num_envs + 1) if env.num_envs % n == 0]
         raise bad_value(
             "train.optim_batch_size",
             batch,
-            f"must be a multiple of env.repeats={env.repeats} and divide one collection round, {shape}",
+            f"must be a multiple of env.repeats={env.repeats} and divide one collection round, {_round(cfg)}",
             f"one of {', '.join(sizes)}, or null for the whole round,",
         )
     steps, groups = train.gradient_accumulation_steps, batch // env.repeats

@@ -106,6 +106,7 @@ ABOVE_ZERO: dict[str, str] = {
     "inference_model.max_logprob_gap": "null",
     "optimizer.eps": "1e-8",
     "optimizer.max_grad_norm": "1.0",
+    "train.num_epochs": "1",
     "eval.temperature": "0.8",
 }
 

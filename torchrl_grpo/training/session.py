@@ -33,6 +33,7 @@ from torchrl_grpo.rollout.build import Collect, Source, one_engine
 from torchrl_grpo.rollout.collector import Round
 from torchrl_grpo.rollout.records import rollout_rows
 from torchrl_grpo.rollout.seeds import derive_seed
+from torchrl_grpo.rounds import length, with_turns
 from torchrl_grpo.training import checkpoint, due
 from torchrl_grpo.training.evaluate import Evaluator
 from torchrl_grpo.training.learner import Learner
@@ -86,11 +87,14 @@ class Session:
         source = loading.resolve(cfg.model)
         self.tokenizer: PreTrainedTokenizerBase = loading.load_tokenizer(source, cfg.model)
         loading.check_context(source, cfg)
-        problems, self._fitted = lengths.fit(problems, self.tokenizer, cfg)
+        problems, fitted = lengths.fit(problems, self.tokenizer, cfg)
+        self._notes = (fitted, length(cfg, len(problems.train)) if cfg.train.num_epochs else None)
         env = self._environment(problems, reward_set)
         self.evaluator = Evaluator(problems.held_out, self.tokenizer, grader, cfg)
 
         weights = weights_source(cfg, source, resume_from)
+        # A checkpoint keeps the length as it was asked for.
+        cfg = with_turns(cfg, len(problems.train))
         start = (cfg, weights, resume_from, reward_set.weights)
         with ranks.united():
             # The other ranks build theirs from the same.
@@ -181,7 +185,7 @@ class Session:
         if step is not None:
             end = "; it has already ended" if self.finished else ""
             self.progress.note(f"resumed {self.run_dir} after step {step} of {self.total_steps}{end}")
-        for note in (self._fitted, *self.loggers.notes):
+        for note in (*self._notes, *self.loggers.notes):
             if note is not None:
                 self.progress.note(note)
 
