@@ -103,7 +103,7 @@ BAD: list[tuple[str, str]] = [
     ),
     ("policy.kl_target=0.1", "policy.init_kl_coeff=0.1"),
     ("policy.kl_coef=0.1 policy.kl_target=0", "greater than 0"),
-    ("policy.init_kl_coeff=0.1", "policy.kl_coef instead"),
+    ("policy.init_kl_coeff=0.1", "write policy.kl_coef=0.1 instead"),
     ("policy.kl_horizon=0", "greater than 0"),
     ("policy.kl_coef=0.1 policy.kl_target=0.1 policy.kl_horizon=63", "64 responses"),
     ("policy.kl_inference_coef=-1", "at least 0"),
@@ -195,6 +195,9 @@ BAD: list[tuple[str, str]] = [
     ("checkpoint.keep=0", "at least 1"),
     ("logging.backends=[csv,mlflow]", "csv, tensorboard, wandb"),
     ("logging.backends=[csv,csv]", "twice"),
+    ("logging.entity=''", "must not be empty"),
+    ("logging.tags=['']", "1 to 64 characters"),
+    ("logging.tags=night", "a list of names in square brackets"),
     # devices
     (
         "train_model.num_devices=2 train_model.parallelism=fsdp2 train_model.autocast=fp16",
@@ -258,6 +261,10 @@ BAD: list[tuple[str, str]] = [
     ("--multirun policy=grpo,ppo", "policy=ppo"),
     ("--multirun env.repeats=8,3", "a multiple of one collection round"),
     ("--multirun optimizer.lr=interval(0,1)", "takes lists only"),
+    ("policy=glob(*)", "write --multirun policy=glob(*) instead"),
+    ("--multirun policy=glob(x*)", "matches none of cispo, dapo"),
+    ("--multirun optimizer.lr=glob(*)", "write --multirun optimizer.lr=VALUE,VALUE instead"),
+    ("train_model.devices=0,1", "write train_model.devices=[0,1] instead"),
 ]
 
 

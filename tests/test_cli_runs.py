@@ -316,6 +316,15 @@ def test_dry_run_says_what_would_be_resumed(
     assert capsys.readouterr().out.startswith("resumes run after step 4, where it has ended: nothing is")
 
 
+def test_a_glob_sweeps_over_the_files_of_a_group(workplace: Path) -> None:
+    assert call("--multirun", "policy=glob(*)", "optimizer.lr=1e-4") == 0
+    assert len(SEEN) == len(list((ROOT / "config" / "policy").glob("*.yaml")))
+    assert len({(cfg.policy.surrogate, cfg.policy.advantage_estimator) for cfg, _ in SEEN}) > 3
+    SEEN.clear()
+    assert call("--multirun", "policy=glob(*,exclude=[maxent,s*])") == 0
+    assert "maxent" not in {cfg.policy.advantage_estimator for cfg, _ in SEEN}
+
+
 def test_dry_run_says_how_long_a_run_in_epochs_is(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

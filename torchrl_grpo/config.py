@@ -245,6 +245,9 @@ class LoggingConfig:
     backends: list[str] = field(default_factory=list)
     project: str = "torchrl-grpo"
     experiment: str | None = None
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
     rollouts: bool = True
     progress: bool = True
 

@@ -50,6 +50,8 @@ REWARD_READS: dict[str, tuple[str, ...]] = {
     "ifeval": ("ifeval",),
 }
 
+# W&B's own bound.
+_TAG_LENGTH = 64
 _LOGGER_PACKAGES = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb"}
 
 
@@ -354,6 +356,12 @@ def _check_inference(cfg: Config) -> None:
 
 def _check_logging(cfg: Config) -> None:
     backends = cfg.logging.backends
+    for key, value in (("logging.entity", cfg.logging.entity), ("logging.group", cfg.logging.group)):
+        if value is not None and not value.strip():
+            raise bad_value(key, "''", "must not be empty", f"{key}=NAME or {key}=null")
+    if not all(0 < len(tag.strip()) <= _TAG_LENGTH for tag in cfg.logging.tags):
+        wrong = f"a tag has 1 to {_TAG_LENGTH} characters"
+        raise bad_value("logging.tags", cfg.logging.tags, wrong, "for example logging.tags=[baseline]")
     for name in backends:
         if name not in _LOGGER_PACKAGES:
             wrong = f"{show(name)} is not one of {', '.join(_LOGGER_PACKAGES)}"
