@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchrl_grpo import launch, run_folder
+from torchrl_grpo import launch, model_kind, run_folder
 from torchrl_grpo.cli_help import help_text, primary_configs
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.errors import ConfigError, UserError
@@ -206,6 +206,7 @@ class _Command:
         for job in self._jobs():
             cfg = launch.resolved(parse(job.node))
             self.check(cfg)
+            model_kind.check_kind(cfg.model)
             if cfg.dry_run and launch.rank() == 0:
                 self._show_plan(cfg, len(configs), job)
             else:

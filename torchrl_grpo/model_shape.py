@@ -57,7 +57,7 @@ def read_shape(cfg: ModelConfig) -> ModelShape | None:
     Raises:
         ModelError: its files are damaged.
     """
-    folder = _folder(cfg)
+    folder = local_folder(cfg)
     if folder is None:
         return _SMOLLM2 if cfg.name == smollm2.NAME else None
     try:
@@ -70,8 +70,11 @@ def read_shape(cfg: ModelConfig) -> ModelShape | None:
         ) from error
 
 
-def _folder(cfg: ModelConfig) -> Path | None:
-    """As :func:`torchrl_grpo.models.loading.resolve`, which also converts and downloads."""
+def local_folder(cfg: ModelConfig) -> Path | None:
+    """The folder of the model, where it is on this machine already.
+
+    As :func:`torchrl_grpo.models.loading.resolve`, which also converts and downloads.
+    """
     if cfg.name == smollm2.NAME:
         root = Path(cfg.cache_dir) if cfg.cache_dir is not None else smollm2.default_cache_dir()
         found = root / smollm2.NAME / "config.json"
