@@ -220,6 +220,8 @@ class _Command:
             return
         if ranks > 1 and not launch.launched():
             raise SystemExit(launch.launch(self.words, ranks))
+        if (warning := launch.left_alone()) is not None:
+            sys.stderr.write(f"{warning}\n")
         extra, undo = self._folder(job, configs)
         name = Path(sys.argv[0]).stem or "grpo"
         overrides = [f"hydra.job.name={_quote(name)}", *self._overrides(), *extra]
