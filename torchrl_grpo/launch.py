@@ -95,8 +95,8 @@ def left_alone() -> str | None:
         return None
     return (
         f"warning: accelerate launch was asked for {asked} processes and has started one, as it does without "
-        "a GPU; write --multi_gpu or --config_file config/accelerate/multi_gpu.yaml for the launcher, or start "
-        f"the script without it and with train_model.num_devices={asked}"
+        "a GPU; write --multi_gpu or --config_file config/accelerate/multi_gpu.yaml for the launcher, or "
+        f"start the script without it and with train_model.num_devices={asked}"
     )
 
 
