@@ -50,7 +50,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1, captured.err
-    assert "write " in captured.err
+    assert "write " in captured.err and "instead instead" not in captured.err
     assert SEEN == []
     return captured.err
 

@@ -15,7 +15,7 @@ from torchrl_grpo.devices_plan import Plan
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning import with_proximal
 from torchrl_grpo.rollout.age import ages
-from torchrl_grpo.rounds import rounds, steps_per_round
+from torchrl_grpo.rounds import length, rounds, steps_per_round, with_turns
 from torchrl_grpo.validation import validate
 from torchrl_grpo.validation_scripts import check_async, check_sync
 
@@ -128,6 +128,33 @@ def planned(cfg: Config, on_gpu: bool = False, asynchronous: bool = True) -> Pla
 def test_rounds_and_steps() -> None:
     cfg = config(train__optim_batch_size=16, train__epochs=2, train__total_dialog_turns=640)
     assert (steps_per_round(cfg), rounds(cfg)) == (8, 10)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "problems", "expected"),
+    [
+        (1.0, 64, 8),
+        (1.0, 65, 9),
+        (2.0, 63, 16),
+        (0.1, 30, 1),
+        (0.5, 48, 3),
+        (0.001, 10, 1),
+        (3.0, 7473, 2803),
+    ],
+)
+def test_epochs_are_as_many_rounds_as_ask_every_problem(epochs: float, problems: int, expected: int) -> None:
+    cfg = config(train__total_dialog_turns=None, train__num_epochs=epochs)
+    whole = with_turns(cfg, problems)
+    validate(whole)
+    assert rounds(whole) == expected
+    assert whole.train.total_dialog_turns == expected * 64 and whole.train.num_epochs is None
+    assert cfg.train.num_epochs == epochs, "what was asked for stays as it was"
+    assert f"{expected} rounds of 8 problems x 8 samples" in length(cfg, problems)
+
+
+def test_a_length_in_samples_stays() -> None:
+    cfg = config()
+    assert with_turns(cfg, 3) is cfg
 
 
 @pytest.mark.parametrize(

@@ -316,6 +316,27 @@ def test_dry_run_says_what_would_be_resumed(
     assert capsys.readouterr().out.startswith("resumes run after step 4, where it has ended: nothing is")
 
 
+def test_a_glob_sweeps_over_the_files_of_a_group(workplace: Path) -> None:
+    assert call("--multirun", "policy=glob(*)", "optimizer.lr=1e-4") == 0
+    assert len(SEEN) == len(list((ROOT / "config" / "policy").glob("*.yaml")))
+    assert len({(cfg.policy.surrogate, cfg.policy.advantage_estimator) for cfg, _ in SEEN}) > 3
+    SEEN.clear()
+    assert call("--multirun", "policy=glob(*,exclude=[maxent,s*])") == 0
+    assert "maxent" not in {cfg.policy.advantage_estimator for cfg, _ in SEEN}
+
+
+def test_dry_run_says_how_long_a_run_in_epochs_is(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f'{{"question": "What is {n} + {n}?", "answer": {2 * n}}}' for n in range(30)]
+    (workplace / "sums.jsonl").write_text("\n".join(rows))
+    words = ["env=jsonl", "env.data_path=sums.jsonl", "eval.num_problems=5", "train.optim_batch_size=8"]
+    words += ["train.total_dialog_turns=null", "train.num_epochs=2", "dry_run=true"]
+    assert call(*words, "env.num_envs=4") == 0
+    said = "length: 13 rounds of 4 problems x 8 samples, 52 optimiser steps, 2.08 times 25 problems\n"
+    assert capsys.readouterr().out.endswith(said)
+
+
 def test_dry_run_reads_sizes_alone_of_a_checkpoint(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

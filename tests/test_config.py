@@ -27,6 +27,7 @@ NOT_READERS = {
     "config.py",
     "config_keys.py",
     "validation.py",
+    "validation_engine.py",
     "validation_lora.py",
     "validation_policy.py",
     "compose.py",
@@ -273,6 +274,16 @@ def test_a_missing_package_is_named_before_the_run(monkeypatch: pytest.MonkeyPat
     cfg.logging.backends = ["wandb"]
     with pytest.raises(ConfigError, match="wandb is not installed"):
         validation.check_installed(cfg)
+
+
+def test_arguments_of_the_engine_pass_as_they_are() -> None:
+    words = "inference_model.engine_args={tensor_parallel_size: 1, compilation_config: {level: 0}}"
+    cfg = composed(words, "inference_model.engine_args.max_num_batched_tokens=8192")
+    assert cfg.inference_model.engine_args == {
+        "tensor_parallel_size": 1,
+        "compilation_config": {"level": 0},
+        "max_num_batched_tokens": 8192,
+    }
 
 
 def test_sleep_is_allowed_where_there_is_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:

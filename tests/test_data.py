@@ -13,6 +13,7 @@ import pytest
 from torchrl_grpo.config import Config, EnvConfig
 from torchrl_grpo.data import Example, codec, load, problems, prompts, sources
 from torchrl_grpo.data.latex import last_boxed
+from torchrl_grpo.data.problems import question_key
 from torchrl_grpo.errors import ConfigError, DataError, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -188,7 +189,9 @@ def test_missing_files_splits_and_kinds(tmp_path: Path) -> None:
         load(config(data_path=path, eval_data_path="nowhere.jsonl"))
     folder = tmp_path / "folder"
     write(folder / "tests.jsonl", gsm8k_rows(1))
-    with pytest.raises(DataError, match=r"no train split; it holds tests\.jsonl"):
+    with pytest.raises(
+        DataError, match=r"no train split; it holds tests; write for example env\.train_split=tests"
+    ):
         load(config(data_path=str(folder)))
     with pytest.raises(DataError, match=r"'\.csv' file; give \.jsonl"):
         load(config(data_path=text_file(tmp_path / "a.csv", "question,answer")))
@@ -227,28 +230,97 @@ def test_an_unreachable_hub_names_env_data_path(monkeypatch: pytest.MonkeyPatch)
 def test_the_hub_is_asked_for_the_right_names(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    asked: list[tuple[str, str | None, str]] = []
+    asked: list[tuple[str, str | None]] = []
 
-    def answer(name: str, subset: str | None, split: str) -> list[dict[str, str]]:
-        asked.append((name, subset, split))
-        start = len(asked) * 100
-        return [
-            {"problem": f"p{n}", "solution": f"\\boxed{{{n}}}"} | r
-            for n, r in enumerate(gsm8k_rows(3, start))
-        ]
+    def answer(name: str, subset: str | None) -> dict[str, list[dict[str, str]]]:
+        asked.append((name, subset))
+        return {
+            split: [
+                {"problem": f"p{n}", "solution": f"\\boxed{{{n}}}"} | row
+                for n, row in enumerate(gsm8k_rows(3, start))
+            ]
+            for split, start in (("train", 100), ("test", 200))
+        }
 
     monkeypatch.setattr(datasets, "load_dataset", answer)
     load(config(num_problems=2))
-    assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
-    asked.clear()
     load(config(hub_name="me/mine"))
-    assert asked[0] == ("me/mine", None, "train")
-    asked.clear()
     load(config(hub_subset="socratic"))
-    assert asked[0] == ("openai/gsm8k", "socratic", "train")
-    asked.clear()
     load(config("jsonl", hub_name="me/mine", hub_subset="s"))
-    assert asked == [("me/mine", "s", "train"), ("me/mine", "s", "test")]
+    assert asked == [
+        ("openai/gsm8k", "main"),
+        ("me/mine", None),
+        ("openai/gsm8k", "socratic"),
+        ("me/mine", "s"),
+    ]
+    asked.clear()
+    with pytest.raises(DataError, match="nothing is left"):
+        load(config("math"))
+    assert len(asked) == 7
+
+
+def on_hub(folder: Path, parquet: bool = False, first: int = 0, **splits: int) -> str:
+    """A data set as the datasets library reads it from the hub: a folder with a file for each split."""
+    import datasets
+
+    for number, (split, count) in enumerate(splits.items()):
+        rows = datasets.Dataset.from_list(gsm8k_rows(count, first + 100 * number))
+        folder.mkdir(exist_ok=True)
+        if parquet:
+            rows.to_parquet(folder / f"{split}-00000-of-00001.parquet")
+        else:
+            rows.to_json(folder / f"{split}.jsonl")
+    return str(folder)
+
+
+@pytest.fixture
+def library_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("library_cache")
+@pytest.mark.parametrize("parquet", [False, True])
+def test_a_hub_dataset_without_a_test_split_is_split(tmp_path: Path, parquet: bool) -> None:
+    name = on_hub(tmp_path / "only_train", parquet, train=12)
+    cfg = config(hub_name=name)
+    found = load(cfg)
+    cfg.seed = 7
+    assert (len(found.train), len(found.held_out)) == (7, 5)
+    assert not {question_key(e) for e in found.train} & {question_key(e) for e in found.held_out}
+    assert found == load(cfg), "the same rows whatever the seed"
+    assert len(load(config(hub_name=name, num_problems=0)).train) == 12
+
+
+@pytest.mark.usefixtures("library_cache")
+@pytest.mark.parametrize("hub", [False, True])
+def test_splits_are_chosen(tmp_path: Path, hub: bool) -> None:
+    folder = on_hub(tmp_path / "rows", train=9, test=8, validation=7)
+    place: dict[str, Any] = {"hub_name": folder} if hub else {"data_path": folder}
+
+    def sizes(num_problems: int = 99, **env: Any) -> tuple[int, int]:
+        found = load(config(num_problems=num_problems, **place, **env))
+        return len(found.train), len(found.held_out)
+
+    assert sizes() == (9, 8)
+    assert sizes(eval_split="validation") == (9, 7)
+    assert sizes(train_split="test") == (8, 7), "a split that is trained on is not taken to hold out"
+    assert sizes(num_problems=4, train_split="validation", eval_split="validation") == (3, 4)
+    assert sizes(num_problems=0, eval_split="nowhere") == (9, 0)
+    for key in ("train_split", "eval_split"):
+        with pytest.raises(DataError, match=rf"env\.{key}=dev: .*such split; it holds .*env\.{key}="):
+            sizes(**{key: "dev"})
+    held_out = on_hub(tmp_path / "other", first=1000, test=3, hard=2)
+    assert sizes(eval_data_path=held_out) == (9, 3)
+    assert sizes(eval_data_path=held_out, eval_split="hard") == (9, 2)
+
+
+def test_a_file_has_no_splits_to_choose(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "a.jsonl", gsm8k_rows(9)))
+    for key in ("train_split", "eval_split"):
+        with pytest.raises(DataError, match=rf"env\.{key}=test: .*no splits; write env\.{key}=null"):
+            load(config(data_path=path, **{key: "test"}))
 
 
 # --- math and jsonl ---------------------------------------------------------------------------------
@@ -296,6 +368,28 @@ def test_jsonl_takes_the_columns_of_env_fields(tmp_path: Path) -> None:
         load(config("jsonl", data_path=path, fields={"frage": "question"}))
     with pytest.raises(ConfigError, match=r"set env\.data_path"):
         load(config("jsonl"))
+
+
+def test_answers_may_be_numbers(tmp_path: Path) -> None:
+    numbers = [3, -4.0, 0.5, 1e300, 12345678901234567890]
+    rows = [{"question": f"q{n}", "problem": f"q{n}", "answer": value} for n, value in enumerate(numbers)]
+    path = str(write(tmp_path / "a.jsonl", rows))
+    for dataset in ("jsonl", "math"):
+        found = load(config(dataset, num_problems=0, data_path=path))
+        assert [e.truth["answer"] for e in found.train] == [
+            "3",
+            "-4",
+            "0.5",
+            "1e+300",
+            "12345678901234567890",
+        ]
+    for value in (True, float("nan"), None, [3]):
+        row = {"question": "q", "answer": value}
+        path = str(write(tmp_path / "b.jsonl", [row]))
+        with pytest.raises(DataError, match=r"column 'answer' is .* not a string"):
+            load(config("jsonl", num_problems=0, data_path=path))
+    with pytest.raises(DataError, match="column 'question' is int"):
+        load(config("jsonl", data_path=str(write(tmp_path / "c.jsonl", [{"question": 3, "answer": 3}]))))
 
 
 # --- prompts ----------------------------------------------------------------------------------------

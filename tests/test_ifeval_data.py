@@ -92,12 +92,24 @@ def test_eval_data_path_is_held_out_instead(tmp_path: Path) -> None:
     assert [one.messages[-1]["content"][:6] for one in problems.held_out] == ["My own", "My own"]
 
 
-@pytest.mark.parametrize("split", ["test", "train"])
+# The last is what IFEval's authors call their file.
+@pytest.mark.parametrize("split", ["test", "train", "input_data"])
 def test_a_folder_with_one_split_will_do(tmp_path: Path, split: str) -> None:
     cfg = _config(tmp_path, _rows(10))
     (tmp_path / "rows.jsonl").rename(tmp_path / f"{split}.jsonl")
     cfg.env.data_path = str(tmp_path)
     assert len(ifeval.load(cfg).held_out) == 4
+
+
+def test_the_split_of_the_benchmark_is_chosen(tmp_path: Path) -> None:
+    cfg = _config(tmp_path, _rows(10), eval_split="mine")
+    (tmp_path / "rows.jsonl").rename(tmp_path / "mine.jsonl")
+    (tmp_path / "test.jsonl").write_text("no JSON")
+    cfg.env.data_path = str(tmp_path)
+    assert len(ifeval.load(cfg).held_out) == 4
+    cfg.env.eval_split = "theirs"
+    with pytest.raises(DataError, match=r"env\.eval_split=theirs: .*holds mine, test"):
+        ifeval.load(cfg)
 
 
 @pytest.mark.parametrize(

@@ -427,6 +427,23 @@ def test_tensorboard_logger_and_its_resume(tmp_path):
     ]
 
 
+def test_wandb_is_told_entity_group_and_tags(tmp_path, monkeypatch):
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "nights")
+    cfg = config("wandb")
+    cfg.logging.entity, cfg.logging.tags = "my-team", ["baseline", "small"]
+    for name, group, expected in (("a", None, "nights"), ("b", "sweep 1", "sweep 1")):
+        cfg.logging.group = group
+        loggers = build(cfg, tmp_path / name)
+        run = wandb.run
+        assert run is not None
+        assert (run.entity, run.group, run.tags) == ("my-team", expected, ("baseline", "small"))
+        assert run.project == cfg.logging.project
+        loggers.close()
+
+
 def test_wandb_records_offline_without_a_key(tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)

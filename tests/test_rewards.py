@@ -464,6 +464,69 @@ def test_math_verify(math_reward: MathVerifyReward, completion: str, truth: str,
     assert in_thread(lambda: math_reward(completion, example(truth))) == value
 
 
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("I think 16+16 is something else entirely.", "32"),
+        ("What is 16+16?", "32"),
+        (r"\boxed{16+16}", "32"),
+        ("16+16=5", "32"),
+        ("5=16+16", "32"),
+        ("x=16+16", "32"),
+        ("4*8", "32"),
+        ("64/2", "32"),
+        ("(64)/(2)", "32"),
+        ("I think 64/2 is something else entirely.", "32"),
+        (r"$64 \div 2$", "32"),
+        (r"\frac{64}{2}", "32"),
+        ("2^5", "32"),
+        (r"\sqrt{1024}", "32"),
+        (r"\binom{5}{2}", "10"),
+        ("5!", "120"),
+        ("$(10^9)!$", "120"),
+        (r"\log_2 8", "3"),
+        (r"\sqrt8+\sqrt2", r"3\sqrt{2}"),
+        (r"\frac13+\frac13", r"\frac{2}{3}"),
+        ("(1+1,2)", "(2,2)"),
+    ],
+)
+def test_math_verify_does_not_pay_for_the_question(
+    math_reward: MathVerifyReward, answer: str, truth: str
+) -> None:
+    assert math_reward(answer, example(truth)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("16+16=32", "32"),
+        ("The sum 16+16 is 32.", "32"),
+        ("It is 5 cm", "5"),
+        ("$x=2+3=5$", "5"),
+        ("32.0", "32"),
+        ("10/4", "2.5"),
+        (r"2\frac{1}{2}", r"\frac{5}{2}"),
+        (r"1/\sqrt{3}", r"\frac{\sqrt{3}}{3}"),
+        (r"3 \times 10^5", "300000"),
+        ("50%", r"50\%"),
+        (r"90^\circ", "90"),
+        ("3:4", r"\frac{3}{4}"),
+        ("x^2+2x+1", "(x+1)^2"),
+        (r"\sqrt2+1", r"1+\sqrt{2}"),
+        # What the truth leaves undone, an answer may.
+        ("2^{100}", "2^{100}"),
+        ("10!", "10!"),
+        ("1024", "2^{10}"),
+        (r"\infty", r"\infty"),
+        ("no solution", r"\text{no solution}"),
+    ],
+)
+def test_math_verify_pays_for_what_is_worked_out(
+    math_reward: MathVerifyReward, answer: str, truth: str
+) -> None:
+    assert math_reward(answer, example(truth)) == 1.0
+
+
 def test_math_verify_with_an_unreadable_truth_is_an_error_and_not_a_zero(
     math_reward: MathVerifyReward,
 ) -> None:
@@ -645,6 +708,42 @@ def test_graders_say_what_they_measure() -> None:
     ifeval = rewards.grader(config("ifeval"))
     assert ifeval.primary == "prompt_strict"
     assert set(ifeval.metrics) == {"prompt_strict", "prompt_loose", "instruction_strict", "instruction_loose"}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "weights", "name"),
+    [
+        ("gsm8k", {}, "gsm8k"),
+        ("math", {}, "math_verify"),
+        ("jsonl", {}, "exact_match"),
+        ("jsonl", {"format": 1.0}, "exact_match"),
+        ("jsonl", {"math_verify": 1.0, "format": 1.0}, "math_verify"),
+        ("jsonl", {"gsm8k": 0.5, "math_verify": 1.0}, "math_verify"),
+        ("jsonl", {"math_verify": 1.0, "exact_match": 1.0}, "exact_match"),
+        ("jsonl", {"math_verify": 1.0, "exact_match": 0.0}, "math_verify"),
+        ("math", {"gsm8k": 1.0}, "gsm8k"),
+        ("gsm8k", {"math_verify": 1.0}, "math_verify"),
+        ("reasoning_gym", {"closeness": 3.0}, "reasoning_gym"),
+        ("ifeval", {"format": 1.0}, "ifeval"),
+    ],
+)
+def test_evaluation_is_judged_as_training_is(dataset: str, weights: dict[str, float], name: str) -> None:
+    assert rewards.judge(config(dataset, weights)) == name
+
+
+def test_the_same_rows_are_graded_the_same_whatever_reads_them() -> None:
+    cfg = config("jsonl", {"math_verify": 1.0, "format": 1.0})
+    cfg.reward.timeout_s = 20.0
+    built = rewards.build(cfg)
+    grader = rewards.grader(cfg, built)
+    try:
+        problem = example(r"\frac{1}{2}")
+        for completion in ("<think>.</think><answer>0.5</answer>", r"It is $\frac{2}{4}$.", "It is 3."):
+            [scored] = built.score([completion], [problem])
+            assert grader.grade(completion, problem) == {"accuracy": scored.parts["math_verify"]}
+    finally:
+        grader.close()
+        built.close()
 
 
 def test_an_error_in_grading_is_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:

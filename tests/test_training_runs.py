@@ -74,6 +74,22 @@ def test_a_resumed_run_in_the_middle_of_a_round_is_the_uninterrupted_run(
     assert (broken / "checkpoints/9.set-aside").is_dir() and (broken / "checkpoints/16").is_dir()
 
 
+def test_a_run_in_epochs_is_the_run_of_as_many_samples(
+    train: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"optimizer__schedule": "linear", "train__checkpoint_frequency": 1, "checkpoint__keep": 9}
+    whole = train("samples", train__total_dialog_turns=48, **settings)
+    capsys.readouterr()
+    # A third of the 30 problems that are not held out, 4 a round.
+    found = train("epochs", train__total_dialog_turns=None, train__num_epochs=0.33)
+    assert found == whole and whole[-1]["step"] == 3
+    said = "length: 3 rounds of 4 problems x 4 samples, 3 optimiser steps, 0.4 times 30 problems"
+    assert said in capsys.readouterr().err
+    assert train("epochs", resume=str(tmp_path / "epochs/checkpoints/1")) == whole
+    with pytest.raises(CheckpointError, match=r"started with train\.num_epochs=0\.33"):
+        train("epochs", train__total_dialog_turns=48, train__num_epochs=None, resume="auto")
+
+
 @pytest.mark.parametrize("settings", [{}, {"train__optim_batch_size": 4}], ids=["a step a round", "four"])
 def test_publications_that_do_not_keep_to_rounds_resume_too(
     train: Runner, tmp_path: Path, settings: dict[str, Any]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchrl_grpo import launch, run_folder
+from torchrl_grpo import launch, model_kind, run_folder
 from torchrl_grpo.cli_help import help_text, primary_configs
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.errors import ConfigError, UserError
@@ -206,6 +206,7 @@ class _Command:
         for job in self._jobs():
             cfg = launch.resolved(parse(job.node))
             self.check(cfg)
+            model_kind.check_kind(cfg.model)
             if cfg.dry_run and launch.rank() == 0:
                 self._show_plan(cfg, len(configs), job)
             else:
@@ -220,6 +221,8 @@ class _Command:
             return
         if ranks > 1 and not launch.launched():
             raise SystemExit(launch.launch(self.words, ranks))
+        if (warning := launch.left_alone()) is not None:
+            sys.stderr.write(f"{warning}\n")
         extra, undo = self._folder(job, configs)
         name = Path(sys.argv[0]).stem or "grpo"
         overrides = [f"hydra.job.name={_quote(name)}", *self._overrides(), *extra]
@@ -253,6 +256,11 @@ class _Command:
             nothing = ", where it has ended: nothing is left to do" if ended else ""
             sys.stdout.write(f"resumes {folder} after step {found.name}{nothing}\n")
         planning.report(cfg, self.asynchronous)
+        if cfg.train.num_epochs is not None:
+            from torchrl_grpo import data, rounds
+
+            dropped = ", less what is left out" if cfg.env.overlong_prompts == "drop" else ""
+            sys.stdout.write(f"{rounds.length(cfg, len(data.load(cfg).train))}{dropped}\n")
 
     def _to_resume(self, cfg: Config, job: Job) -> Path | None:
         if cfg.resume is None:

@@ -37,7 +37,8 @@ keys most used (key=value; `--cfg job` shows all with their values, config/base.
   policy.kl_coef                 weight of the KL divergence to the reference model
   optimizer.lr                   learning rate
   optimizer.weight_decay         weight decay
-  train.total_dialog_turns       samples over the whole run
+  train.total_dialog_turns       samples over the whole run; null with train.num_epochs=2, which
+                                 goes through the training problems that often
   train.optim_batch_size         samples in one optimiser step
   train.gradient_accumulation_steps
                                  micro-batches an optimiser step is cut into

@@ -89,10 +89,12 @@ class Composer:
             if not override.is_sweep_override():
                 choices[override.get_key_element()] = [line]
             elif not sweep:
-                raise ConfigError(f"{line}: several values make a sweep; write --multirun {line} instead")
+                raise _several_values(override)
             elif override.is_discrete_sweep():
                 key = override.get_key_element()
                 choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+                if not choices[key]:
+                    raise self._no_choice(override)
             elif not sweepers:
                 raise ConfigError(
                     f"{line}: Hydra's basic sweeper takes lists only; write --multirun "
@@ -136,7 +138,10 @@ class Composer:
 
     def _parse(self, word: str) -> Override:
         try:
-            return self._parser.parse_override(word)
+            override = self._parser.parse_override(word)
+            # glob(*) asks it which options a group has; parse_override() leaves it out.
+            override.config_loader = self._loader
+            return override
         except HydraException as error:
             if "=" not in word:
                 known = word in keys().leaves or keys().free_form_parent(word) is not None
@@ -149,6 +154,15 @@ class Composer:
                 f"{word}: cannot be read ({first_line(error)}); write \"{key}='{quoted}'\" "
                 "with the quotes instead, or close every bracket and quote"
             ) from error
+
+    def _no_choice(self, override: Override) -> ConfigError:
+        """Say what a glob could have matched, which has matched nothing."""
+        key, line = override.key_or_group, str(override.input_line)
+        options = self._loader.get_group_options(key)
+        if options:
+            return ConfigError(f"{line}: matches none of {', '.join(options)}; write {key}=glob(*) instead")
+        mend = f"--multirun {key}=VALUE,VALUE" if keys().knows(key) else "a group that --help lists"
+        return ConfigError(f"{line}: glob chooses among the files of a group; write {mend} instead")
 
     def _check(self, override: Override) -> None:
         key, line = override.key_or_group, str(override.input_line)
@@ -190,6 +204,15 @@ class Composer:
             close = difflib.get_close_matches(str(name), options, n=1)
             mend = f"{group}={close[0]}" if close else f"{group}= and one of {', '.join(options)}"
             raise ConfigError(f"{line}: config/{group} has no such file; write {mend} instead")
+
+
+def _several_values(override: Override) -> ConfigError:
+    """Say what several values without --multirun most likely were: a list, or a sweep."""
+    key, line = override.key_or_group, str(override.input_line)
+    if keys().is_list(key):
+        value = line.split("=", 1)[1]
+        return ConfigError(f"{line}: a list stands in square brackets; write {key}=[{value}] instead")
+    return ConfigError(f"{line}: several values make a sweep; write --multirun {line} instead")
 
 
 def open_free_form(word: str) -> str:

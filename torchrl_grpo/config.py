@@ -33,12 +33,15 @@ class EnvConfig:
     eval_data_path: str | None = None
     hub_name: str | None = None
     hub_subset: str | None = None
+    train_split: str | None = None
+    eval_split: str | None = None
     fields: dict[str, str] = field(default_factory=dict)
     num_envs: int = 8
     repeats: int = 8
     system_prompt: str | None = None
     prompt_template: str = "{question}"
     answer_format: str = "tags"
+    overlong_prompts: str = "error"
     shuffle: bool = True
     train_on_ifeval: bool = False
 
@@ -164,6 +167,7 @@ class InferenceModelConfig:
     max_new_tokens: int = 256
     temperature: float = 1.0
     max_logprob_gap: float | None = None
+    engine_args: dict[str, Any] = field(default_factory=dict)
     num_threads: int | None = None
 
 
@@ -204,7 +208,8 @@ class OptimizerConfig:
 class TrainConfig:
     """How long and in which batches training runs."""
 
-    total_dialog_turns: int = 64_000
+    total_dialog_turns: int | None = 64_000
+    num_epochs: float | None = None
     optim_batch_size: int | None = None
     gradient_accumulation_steps: int = 1
     max_tokens_per_microbatch: int | None = None
@@ -241,6 +246,9 @@ class LoggingConfig:
     backends: list[str] = field(default_factory=list)
     project: str = "torchrl-grpo"
     experiment: str | None = None
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
     rollouts: bool = True
     progress: bool = True
 

@@ -65,6 +65,17 @@ ALSO_CALLED = {
     "max_completion_length": "inference_model.max_new_tokens",
     "max_tokens": "inference_model.max_new_tokens",
     "batch_size": "train.optim_batch_size",
+    "num_train_epochs": "train.num_epochs",
+    "total_train_epochs": "train.num_epochs",
+    "total_epochs": "train.num_epochs",
+    "temperature": "inference_model.temperature",
+    "eval_steps": "eval.frequency",
+    "save_steps": "train.checkpoint_frequency",
+    "filter_overlong_prompts": "env.overlong_prompts",
+    "truncation": "env.overlong_prompts",
+    "wandb_entity": "logging.entity",
+    "wandb_project": "logging.project",
+    "run_name": "logging.experiment",
 }
 
 
@@ -104,6 +115,11 @@ class KeyBook:
     def knows(self, key: str) -> bool:
         """Return whether ``key`` is a key, a section, or lies under a free-form key."""
         return key in self.leaves or key in self.sections or self.free_form_parent(key) is not None
+
+    def is_list(self, key: str) -> bool:
+        """Return whether ``key`` holds a list, or a list or null."""
+        hint = self.leaves.get(key)
+        return any(typing.get_origin(option) is list for option in (hint, *typing.get_args(hint)))
 
     def nearest(self, key: str) -> str | None:
         """Return the existing key a misspelt ``key`` most likely meant, or None."""

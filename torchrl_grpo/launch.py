@@ -7,6 +7,7 @@ Reading the environment imports no torch.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config_keys import bad_value
@@ -75,6 +77,45 @@ def ranks_wanted(configs: Sequence[Config]) -> int:
             f"train_model.num_devices={counts[0]}, and a sweep of its own for {counts[1]}",
         )
     return counts[0]
+
+
+def left_alone() -> str | None:
+    """What to tell somebody whose launcher was asked for several ranks and has started this process alone.
+
+    Without a GPU, and without a word about how, ``accelerate launch --num_processes 2`` does so. It does not
+    say what it was asked for; its command line does.
+
+    Returns:
+        A line, or None.
+    """
+    if launched() or "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        return None
+    asked = _processes_asked_for(_words_of_parent())
+    if asked < 2:
+        return None
+    return (
+        f"warning: accelerate launch was asked for {asked} processes and has started one, as it does without "
+        "a GPU; write --multi_gpu or --config_file config/accelerate/multi_gpu.yaml for the launcher, or "
+        f"start the script without it and with train_model.num_devices={asked}"
+    )
+
+
+def _words_of_parent() -> list[str]:
+    """The command line of the process that started this one; nothing where the system does not show it."""
+    try:
+        text = Path(f"/proc/{os.getppid()}/cmdline").read_text()
+    except OSError:
+        return []
+    return text.split("\0")
+
+
+def _processes_asked_for(words: Sequence[str]) -> int:
+    """The number behind ``--num_processes`` in a launcher's words, 1 without one."""
+    for word, following in itertools.pairwise([*words, ""]):
+        name, _, value = word.partition("=")
+        if name.replace("-", "_") == "__num_processes" and (value or following).isdecimal():
+            return int(value or following)
+    return 1
 
 
 def resolved(cfg: Config) -> Config:

@@ -92,7 +92,7 @@ def read_shape(cfg: ModelConfig) -> ModelShape | Unknown:
     Raises:
         ModelError: its files are damaged.
     """
-    folder = _folder(cfg)
+    folder = local_folder(cfg)
     if folder is None and cfg.name == smollm2.NAME:
         return _SMOLLM2
     if folder is None and _is_path(cfg.name):
@@ -113,8 +113,11 @@ def read_shape(cfg: ModelConfig) -> ModelShape | Unknown:
         ) from error
 
 
-def _folder(cfg: ModelConfig) -> Path | None:
-    """As :func:`torchrl_grpo.models.loading.resolve`, which also converts and downloads."""
+def local_folder(cfg: ModelConfig) -> Path | None:
+    """The folder of the model, where it is on this machine already.
+
+    As :func:`torchrl_grpo.models.loading.resolve`, which also converts and downloads.
+    """
     if cfg.name == smollm2.NAME:
         root = Path(cfg.cache_dir) if cfg.cache_dir is not None else smollm2.default_cache_dir()
         found = root / smollm2.NAME / "config.json"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.config_keys import bad_value, show
+from torchrl_grpo.validation_engine import check_engine_args
 from torchrl_grpo.validation_lora import check_lora
 from torchrl_grpo.validation_policy import check_policy
 from torchrl_grpo.validation_ranges import (
@@ -57,6 +58,8 @@ REWARD_READS: dict[str, tuple[str, ...]] = {
     "ifeval": ("ifeval",),
 }
 
+# W&B's own bound.
+_TAG_LENGTH = 64
 _LOGGER_PACKAGES = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb"}
 
 
@@ -73,11 +76,13 @@ def validate(cfg: Config) -> None:
     _check_devices(cfg)
     _check_task(cfg)
     _check_rewards(cfg)
+    _check_length(cfg)
     _check_batches(cfg)
     check_policy(cfg)
     check_lora(cfg)
     _check_attention(cfg)
     _check_inference(cfg)
+    check_engine_args(cfg)
     _check_logging(cfg)
 
 
@@ -230,6 +235,20 @@ def _check_task(cfg: Config) -> None:
     for key, hub in (("env.hub_name", env.hub_name), ("env.hub_subset", env.hub_subset)):
         if generated and hub is not None:
             raise bad_value(key, hub, "dataset reasoning_gym is generated and reads no hub", f"{key}=null")
+    for key, split in (("env.train_split", env.train_split), ("env.eval_split", env.eval_split)):
+        if split is None:
+            continue
+        if generated:
+            raise bad_value(key, split, "dataset reasoning_gym is generated and has no splits", f"{key}=null")
+        if not split.strip():
+            raise bad_value(key, "''", "must not be empty", f"{key}=NAME or {key}=null")
+    if env.train_split is not None and env.dataset == "ifeval":
+        wrong = "the benchmark's rows are those of env.eval_split, and training prompts are composed"
+        raise bad_value("env.train_split", env.train_split, wrong, "env.train_split=null")
+    if env.overlong_prompts == "drop" and generated:
+        wrong = "problems of reasoning_gym are generated when they are drawn, not known before"
+        good = "env.overlong_prompts=error or truncate_right"
+        raise bad_value("env.overlong_prompts", env.overlong_prompts, wrong, good)
     if env.train_on_ifeval and env.dataset != "ifeval":
         wrong = f"means nothing for dataset {env.dataset}"
         raise bad_value("env.train_on_ifeval", True, wrong, "env.train_on_ifeval=false or env.dataset=ifeval")
@@ -272,25 +291,41 @@ def _check_rewards(cfg: Config) -> None:
         raise bad_value("reward.weights", weights, "every weight is 0", "at least one weight that is not 0")
 
 
+def _check_length(cfg: Config) -> None:
+    train, round_size = cfg.train, cfg.env.num_envs * cfg.env.repeats
+    turns = train.total_dialog_turns
+    if (turns is None) == (train.num_epochs is None):
+        wrong = "one of train.total_dialog_turns and train.num_epochs says how long a run is"
+        good = "train.num_epochs=1 or train.total_dialog_turns=64000"
+        if turns is not None:
+            good = f"train.total_dialog_turns=null train.num_epochs={show(train.num_epochs)}"
+        raise bad_value("train.num_epochs", train.num_epochs, wrong, good)
+    if turns is not None and turns % round_size:
+        rounds = max(1, round(turns / round_size))
+        raise bad_value(
+            "train.total_dialog_turns",
+            turns,
+            f"must be a multiple of one collection round, {_round(cfg)}",
+            f"train.total_dialog_turns={rounds * round_size}",
+        )
+
+
+def _round(cfg: Config) -> str:
+    env = cfg.env
+    size = env.num_envs * env.repeats
+    return f"{env.num_envs} prompts (env.num_envs) x {env.repeats} samples (env.repeats) = {size}"
+
+
 def _check_batches(cfg: Config) -> None:
     env, train = cfg.env, cfg.train
     round_size = env.num_envs * env.repeats
-    shape = f"{env.num_envs} prompts (env.num_envs) x {env.repeats} samples (env.repeats) = {round_size}"
-    if train.total_dialog_turns % round_size:
-        rounds = max(1, round(train.total_dialog_turns / round_size))
-        raise bad_value(
-            "train.total_dialog_turns",
-            train.total_dialog_turns,
-            f"must be a multiple of one collection round, {shape}",
-            f"train.total_dialog_turns={rounds * round_size}",
-        )
     batch = round_size if train.optim_batch_size is None else train.optim_batch_size
     if batch % env.repeats or round_size % batch:
         sizes = [str(n * env.repeats) for n in range(1, env.num_envs + 1) if env.num_envs % n == 0]
         raise bad_value(
             "train.optim_batch_size",
             batch,
-            f"must be a multiple of env.repeats={env.repeats} and divide one collection round, {shape}",
+            f"must be a multiple of env.repeats={env.repeats} and divide one collection round, {_round(cfg)}",
             f"one of {', '.join(sizes)}, or null for the whole round,",
         )
     steps, groups = train.gradient_accumulation_steps, batch // env.repeats
@@ -335,6 +370,12 @@ def _check_inference(cfg: Config) -> None:
 
 def _check_logging(cfg: Config) -> None:
     backends = cfg.logging.backends
+    for key, value in (("logging.entity", cfg.logging.entity), ("logging.group", cfg.logging.group)):
+        if value is not None and not value.strip():
+            raise bad_value(key, "''", "must not be empty", f"{key}=NAME or {key}=null")
+    if not all(0 < len(tag.strip()) <= _TAG_LENGTH for tag in cfg.logging.tags):
+        wrong = f"a tag has 1 to {_TAG_LENGTH} characters"
+        raise bad_value("logging.tags", cfg.logging.tags, wrong, "for example logging.tags=[baseline]")
     for name in backends:
         if name not in _LOGGER_PACKAGES:
             wrong = f"{show(name)} is not one of {', '.join(_LOGGER_PACKAGES)}"

@@ -104,7 +104,8 @@ def _check_coefficients(cfg: Config) -> None:
         raise bad_value("policy.init_kl_coeff", policy.init_kl_coeff, wrong, "one of the two")
     if policy.kl_target is None and policy.init_kl_coeff is not None:
         wrong = "is where an adapted coefficient starts, and without policy.kl_target none is adapted"
-        raise bad_value("policy.init_kl_coeff", policy.init_kl_coeff, wrong, "policy.kl_coef instead")
+        good = f"policy.kl_coef={policy.init_kl_coeff:g}"
+        raise bad_value("policy.init_kl_coeff", policy.init_kl_coeff, wrong, good)
     if policy.reward_combination == "apart" and policy.kl_in == "reward" and needs_reference(policy):
         wrong = "with policy.reward_combination=apart the normalisation would take its coefficient out again"
         raise bad_value("policy.kl_in", "reward", wrong, "policy.kl_in=loss")

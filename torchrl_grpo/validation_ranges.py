@@ -13,6 +13,7 @@ ZERO_STAGES = {"deepspeed_zero2": 2, "deepspeed_zero3": 3}
 CHOICES: dict[str, tuple[str, ...]] = {
     "env.dataset": DATASETS,
     "env.answer_format": ("tags", "plain", "equation"),
+    "env.overlong_prompts": ("error", "drop", "truncate_left", "truncate_right", "truncate_middle"),
     "policy.surrogate": tuple(SURROGATES),
     "policy.ratio": LEVELS,
     "policy.aggregation": ("token", "sequence", "constant"),
@@ -106,6 +107,7 @@ ABOVE_ZERO: dict[str, str] = {
     "inference_model.max_logprob_gap": "null",
     "optimizer.eps": "1e-8",
     "optimizer.max_grad_norm": "1.0",
+    "train.num_epochs": "1",
     "eval.temperature": "0.8",
 }
 

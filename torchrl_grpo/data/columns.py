@@ -1,6 +1,8 @@
-"""Taking text out of a row, with a message that helps when it is not there."""
+"""Taking text and answers out of a row, with a message that helps when they are not there."""
 
 from __future__ import annotations
+
+import math
 
 from torchrl_grpo.data.sources import Row
 from torchrl_grpo.errors import DataError
@@ -36,3 +38,26 @@ def text(row: Row, column: str, dataset: str) -> str:
     if not value.strip():
         raise DataError(f"{dataset}: {row.where}: column {column!r} is empty; fill it or remove the row")
     return value
+
+
+def answer(row: Row, column: str, dataset: str) -> str:
+    """The answer in a column: text, or a number as text.
+
+    Args:
+        row: the row.
+        column: the column's name.
+        dataset: the data set, for messages.
+
+    Returns:
+        The text without outer spaces; a whole number without a decimal point, whatever its type, because
+        tables with a gap in such a column hold floats.
+
+    Raises:
+        DataError: the column is missing, or neither text nor a finite number.
+    """
+    value = row.values.get(column)
+    if isinstance(value, float) and math.isfinite(value):
+        return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return text(row, column, dataset).strip()

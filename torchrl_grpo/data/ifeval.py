@@ -39,7 +39,9 @@ def load(cfg: Config) -> problems.Problems:
     if env.task_size < 1:
         raise ConfigError(f"env.task_size={env.task_size} composes no training prompt; write 1 or more")
     known = [] if env.data_path is None and env.eval_data_path is not None else _benchmark(env)
-    rows = known if env.eval_data_path is None else sources.read_held_out(env.eval_data_path)
+    rows = known
+    if env.eval_data_path is not None:
+        rows = sources.read_held_out(env.eval_data_path, env.eval_split)
     held_out = problems.choose(_examples(rows, env, "test"), cfg.eval.num_problems)
     avoid = [columns.text(row, "prompt", "ifeval") for row in [*known, *rows]]
     composed = compose(env.task_size, cfg.seed, avoid)
@@ -73,23 +75,28 @@ def _train_on_ifeval(cfg: Config) -> problems.Problems:
     train = _examples(_benchmark(env), env, "train")
     if env.eval_data_path is None:
         return problems.split_off(train, cfg.eval.num_problems, source)
-    held_out = _examples(sources.read_held_out(env.eval_data_path), env, "test")
+    held_out = _examples(sources.read_held_out(env.eval_data_path, env.eval_split), env, "test")
     return problems.separate(train, problems.choose(held_out, cfg.eval.num_problems), source)
 
 
 def _benchmark(env: EnvConfig) -> list[sources.Row]:
-    """IFEval's rows. It has one split, which is called ``train`` on the hub."""
+    """IFEval's rows. Its one split is called ``train`` on the hub, and its own file ``input_data.jsonl``."""
     if env.data_path is None:
         name = env.hub_name if env.hub_name is not None else HUB_NAME
-        return sources.read_hub(sources.Hub(name, (env.hub_subset,)), "train")
-    for split in ("test", "train"):
-        rows = sources.read_path(env.data_path, split, "env.data_path")
-        if rows is not None:
-            return rows
-    raise DataError(
-        f"env.data_path={env.data_path!r} has neither a test nor a train split; name IFEval's JSONL file, "
-        "or a folder with a file such as test.jsonl"
-    )
+        source = sources.open_hub(sources.Hub(name, (env.hub_subset,)))
+    else:
+        source = sources.open_path(env.data_path, "env.data_path")
+    split = env.eval_split if env.eval_data_path is None else None
+    if split is not None:
+        source.check("env.eval_split", split)
+        return source.read(split)
+    found = source.first("test", "train", "input_data")
+    if source.names and found is None:
+        raise DataError(
+            f"{source.label} has neither a test nor a train split; it holds {', '.join(source.names)}; "
+            f"write for example env.eval_split={source.names[0]}, or name IFEval's JSONL file"
+        )
+    return source.read(found or "")
 
 
 def _examples(rows: list[sources.Row], env: EnvConfig, split: str) -> list[Example]:

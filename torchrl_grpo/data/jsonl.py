@@ -42,9 +42,9 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
 
     Raises:
         ConfigError: ``env.fields`` has unknown keys.
-        DataError: a column is missing or not text.
+        DataError: a column is missing, the question is not text, or the answer neither text nor a number.
     """
     names = field_names(env)
     question = columns.text(row, names["question"], "jsonl")
-    answer = columns.text(row, names["answer"], "jsonl")
-    return Example(id, prompts.messages(env, "jsonl", question), {"answer": answer.strip()})
+    answer = columns.answer(row, names["answer"], "jsonl")
+    return Example(id, prompts.messages(env, "jsonl", question), {"answer": answer})

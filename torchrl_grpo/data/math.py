@@ -36,7 +36,7 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
     """
     question = columns.text(row, "problem", "math")
     if "answer" in row.values:
-        answer: str | None = columns.text(row, "answer", "math").strip()
+        answer: str | None = columns.answer(row, "answer", "math")
     elif "solution" in row.values:
         solution = columns.text(row, "solution", "math")
         answer = last_boxed(solution)

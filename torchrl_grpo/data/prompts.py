@@ -55,6 +55,12 @@ def messages(env: EnvConfig, dataset: str, question: str) -> list[dict[str, str]
     return turns
 
 
+def frame(env: EnvConfig, dataset: str) -> tuple[str, str]:
+    """What stands before and after the question in the user's turn; where it stands twice, around both."""
+    content = messages(env, dataset, "\0")[-1]["content"]
+    return content[: content.index("\0")], content[content.rindex("\0") + 1 :]
+
+
 def asks_for_tags(env: EnvConfig, dataset: str) -> bool:
     """Whether the default request for tags is added to the questions of this data set."""
     untouched = env.prompt_template == PLAIN_TEMPLATE and env.system_prompt is None

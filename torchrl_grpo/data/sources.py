@@ -7,7 +7,8 @@ columns mean is left to the modules of the single data sets.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from torchrl_grpo.errors import DataError
 
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _TEST_NAMES = ("test", "validation", "valid", "dev", "eval")
+# How the hub names the pieces of a split.
+_PIECE = re.compile(r"(train|test|validation|valid|dev|eval|\w+(?=-\d+-of-\d+))-.*\.parquet")
+# What lies beside rows in folders of the datasets library.
+_NO_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
 
 @dataclass(frozen=True)
@@ -56,82 +61,173 @@ class Splits:
     train_source: str
 
 
+@dataclass(frozen=True)
+class Source:
+    """A place that holds rows.
+
+    Attributes:
+        key: the configuration key that named it, or ``""``.
+        label: what it is called in messages.
+        names: of its splits; empty where its rows are in no splits.
+        read: the rows of a split, given its name, or all rows where there are no splits.
+    """
+
+    key: str
+    label: str
+    names: tuple[str, ...]
+    read: Callable[[str], list[Row]]
+
+    def first(self, *names: str) -> str | None:
+        """The first of the names that is a split here; None where none is."""
+        return next((name for name in names if name in self.names), None)
+
+    def check(self, key: str, split: str) -> None:
+        """Refuse a split that is not here.
+
+        Raises:
+            DataError: it names ``key``, and the splits that there are.
+        """
+        if not self.names:
+            raise DataError(
+                f"{key}={split}: {self.label} has no splits; write {key}=null, which takes rows of it"
+            )
+        if split not in self.names:
+            raise DataError(f"{key}={split}: {self.label} has no such split; {_has(self.names, key)}")
+
+
 def resolve(cfg: Config, hub: Hub) -> Splits:
     """Read the rows that the configuration names.
 
     Args:
-        cfg: ``env.data_path``, ``env.eval_data_path``, ``env.hub_name`` and ``env.hub_subset`` are read.
+        cfg: the keys of ``env`` that name files, data sets on the hub and splits are read, and
+            ``eval.num_problems``: with 0 no held-out rows are looked for.
         hub: the data set's own place on the hub, used when ``env.data_path`` is not set.
 
     Returns:
-        The splits; ``env.eval_data_path`` takes the place of a test split.
+        The splits; ``env.eval_data_path`` takes the place of a test split. There is none where
+        ``env.eval_split`` is the split that is trained on.
 
     Raises:
         DataError: something is missing, malformed or empty, or the hub cannot be reached.
     """
     env = cfg.env
-    test: list[Row] | None
     if env.data_path is not None:
-        source = env.data_path
-        train = read_path(env.data_path, "train", "env.data_path")
-        if train is None:
-            raise DataError(
-                f"env.data_path={env.data_path!r} has no train split; {_holds(Path(env.data_path))}"
-            )
-        test = None if env.eval_data_path is not None else read_path(env.data_path, "test", "env.data_path")
+        source = open_path(env.data_path, "env.data_path")
     else:
-        hub = _overridden(hub, env.hub_name, env.hub_subset)
-        source = hub.name
-        train = read_hub(hub, "train")
-        test = None if env.eval_data_path is not None else read_hub(hub, "test")
-    if env.eval_data_path is not None:
-        test = read_held_out(env.eval_data_path)
-    return Splits(train=train, test=test, train_source=source)
+        source = open_hub(_overridden(hub, env.hub_name, env.hub_subset))
+    train = "train" if env.train_split is None else env.train_split
+    if env.train_split is not None:
+        source.check("env.train_split", train)
+    elif source.names and train not in source.names:
+        raise DataError(f"{source.label} has no train split; {_has(source.names, 'env.train_split')}")
+    test: list[Row] | None = None
+    if cfg.eval.num_problems > 0 and env.eval_data_path is not None:
+        test = read_held_out(env.eval_data_path, env.eval_split)
+    elif cfg.eval.num_problems > 0:
+        split = env.eval_split
+        if split is None:
+            split = source.first(*(name for name in _TEST_NAMES if name != train))
+        else:
+            source.check("env.eval_split", split)
+        test = None if split in (None, train) else source.read(split)
+    return Splits(train=source.read(train), test=test, train_source=source.label)
 
 
-def read_held_out(path: str) -> list[Row]:
-    """The rows of ``env.eval_data_path``: a file, or the test split of a folder (else its train split)."""
-    rows = _whole(path, "env.eval_data_path")
-    if rows is None:
-        rows = read_path(path, "test", "env.eval_data_path") or read_path(path, "train", "env.eval_data_path")
-    if rows is None:
-        raise DataError(f"env.eval_data_path={path!r} has no test split; {_holds(Path(path))}")
-    return rows
+def read_held_out(path: str, split: str | None = None) -> list[Row]:
+    """The rows of ``env.eval_data_path``: a file, or a split of a folder.
+
+    Args:
+        path: see :func:`open_path`.
+        split: its name; None takes the test split, else the train split.
+
+    Raises:
+        DataError: there is no such path or split, or a row is malformed.
+    """
+    source = open_path(path, "env.eval_data_path")
+    if split is not None:
+        source.check("env.eval_split", split)
+        return source.read(split)
+    found = source.first(*_TEST_NAMES, "train")
+    if source.names and found is None:
+        raise DataError(f"{source.label} has no test split; {_has(source.names, 'env.eval_split')}")
+    return source.read(found or "")
 
 
-def read_path(path: str, split: str, key: str) -> list[Row] | None:
-    """Read one split of a local source.
+def open_path(path: str, key: str) -> Source:
+    """A local source.
 
     Args:
         path: a ``.jsonl``, ``.json`` or ``.parquet`` file, a folder with one such file a split
-            (``train.jsonl``, ``test.jsonl``), or a folder written by ``datasets`` ``save_to_disk``;
-            relative to the working directory.
-        split: ``"train"`` or ``"test"``; a lone file is all train.
+            (``train.jsonl``, ``test.jsonl``; ``data/train-00000-of-00001.parquet``, as the hub names
+            pieces), or a folder written by ``datasets`` ``save_to_disk``; relative to the working directory.
         key: the configuration key that named the path, for messages.
 
-    Returns:
-        The rows, or None where the source has no such split.
+    Raises:
+        DataError: the path does not exist, or is a folder without rows.
+    """
+    place = Path(path)
+    if not place.exists():
+        raise DataError(
+            f"{key}={path!r} does not exist (working directory {Path.cwd()}); name a file or folder"
+        )
+    if place.is_file():
+        return Source(key, path, (), lambda _: read_file(place))
+    if (place / "state.json").is_file() and (place / "dataset_info.json").is_file():
+        import datasets
+
+        saved = datasets.load_from_disk(str(place))
+        return Source(key, path, (), lambda _: _number((dict(row) for row in saved), path))
+    label = f"{key}={path!r}"
+    if (place / "dataset_dict.json").is_file():
+        import datasets
+
+        splits = datasets.load_from_disk(str(place))
+        return Source(
+            key, label, tuple(splits), lambda name: _number(map(dict, splits[name]), f"{path}/{name}")
+        )
+    files = _split_files(place)
+    if not files:
+        entries = ", ".join(sorted(entry.name for entry in place.iterdir())[:10]) or "nothing"
+        raise DataError(
+            f"{label} has neither a test nor a train split; it holds {entries}; a split is a file such as "
+            "train.jsonl or test.jsonl"
+        )
+    return Source(
+        key, label, tuple(files), lambda name: _read_pieces(files[name], f"{place}/{name}-*.parquet")
+    )
+
+
+def open_hub(hub: Hub) -> Source:
+    """A data set on the hub, its subsets one after the other; a name may be a local folder, too.
 
     Raises:
-        DataError: the path does not exist, a row is malformed, or the split is empty.
+        DataError: the hub cannot be reached or has no such data set or subset.
     """
-    whole = _whole(path, key)
-    if whole is not None:
-        return whole if split == "train" else None
-    folder = Path(path)
-    names = (split,) if split == "train" else _TEST_NAMES
-    if (folder / "dataset_dict.json").is_file():
-        return _read_saved_dict(folder, names)
-    for name in names:
-        for suffix in _SUFFIXES:
-            if (folder / f"{name}{suffix}").is_file():
-                return read_file(folder / f"{name}{suffix}")
-        parts = sorted(folder.glob(f"{name}-*.parquet"))  # how the hub names the pieces of a split
-        if parts:
-            return _number(
-                (row.values for part in parts for row in read_file(part)), f"{folder}/{name}-*.parquet"
-            )
-    return None
+    import datasets  # heavy, and only wanted for the hub
+
+    subsets = []
+    for subset in hub.subsets:
+        try:
+            # Without a split: only what comes back says which there are, and all are fetched in any case.
+            subsets.append(datasets.load_dataset(hub.name, subset))
+        except Exception as error:  # the hub client raises dozens of kinds; the mend is the same for all
+            label = hub.name if subset is None else f"{hub.name} ({subset})"
+            raise DataError(
+                f"cannot load {label} from the Hugging Face hub: "
+                f"{type(error).__name__}: {str(error)[:300]}; set env.data_path to a JSONL file, "
+                "a folder of splits or a saved data set, or check env.hub_name and env.hub_subset"
+            ) from error
+    names = tuple(name for name in subsets[0] if all(name in splits for splits in subsets))
+    if not names:
+        have = "; ".join(
+            f"{subset}: {', '.join(splits)}" for subset, splits in zip(hub.subsets, subsets, strict=True)
+        )
+        raise DataError(f"{hub.name}: its subsets share no split ({have}); choose one with env.hub_subset")
+
+    def read(name: str) -> list[Row]:
+        return _number((dict(row) for splits in subsets for row in splits[name]), f"{hub.name}/{name}")
+
+    return Source("env.hub_name", hub.name, names, read)
 
 
 def read_file(path: Path) -> list[Row]:
@@ -160,28 +256,6 @@ def read_file(path: Path) -> list[Row]:
     return _not_empty(rows, str(path))
 
 
-def read_hub(hub: Hub, split: str) -> list[Row]:
-    """One split of a hub data set, its subsets one after the other.
-
-    Raises:
-        DataError: the hub cannot be reached or has no such data set, subset or split.
-    """
-    import datasets  # heavy, and only wanted for the hub
-
-    rows: list[dict[str, Any]] = []
-    for subset in hub.subsets:
-        try:
-            rows.extend(dict(row) for row in datasets.load_dataset(hub.name, subset, split=split))
-        except Exception as error:  # the hub client raises dozens of kinds; the mend is the same for all
-            label = hub.name if subset is None else f"{hub.name} ({subset})"
-            raise DataError(
-                f"cannot load the {split} split of {label} from the Hugging Face hub: "
-                f"{type(error).__name__}: {str(error)[:300]}; set env.data_path to a JSONL file, "
-                "a folder of splits or a saved data set, or check env.hub_name and env.hub_subset"
-            ) from error
-    return _number(rows, f"{hub.name}/{split}")
-
-
 def _overridden(hub: Hub, name: str | None, subset: str | None) -> Hub:
     """The hub place after the overrides; another name forgets the default subsets."""
     if name is not None:
@@ -189,30 +263,25 @@ def _overridden(hub: Hub, name: str | None, subset: str | None) -> Hub:
     return hub if subset is None else Hub(hub.name, (subset,))
 
 
-def _whole(path: str, key: str) -> list[Row] | None:
-    """The rows of a source that has no splits (a file, a saved ``Dataset``); None for a folder of splits."""
-    place = Path(path)
-    if not place.exists():
-        raise DataError(
-            f"{key}={path!r} does not exist (working directory {Path.cwd()}); name a file or folder"
-        )
-    if place.is_file():
-        return read_file(place)
-    if (place / "state.json").is_file() and (place / "dataset_info.json").is_file():
-        import datasets
+def _split_files(folder: Path) -> dict[str, list[Path]]:
+    """The files of each split of a folder, and of its folder ``data``, by the split's name."""
+    found: dict[str, list[Path]] = {}
+    for suffix in _SUFFIXES:
+        for path in sorted(folder.glob(f"*{suffix}")):
+            if not _PIECE.fullmatch(path.name) and path.name not in _NO_ROWS:
+                found.setdefault(path.stem, [path])
+    whole = set(found)
+    for path in sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")]):
+        piece = _PIECE.fullmatch(path.name)
+        if piece is not None and piece[1] not in whole:
+            found.setdefault(piece[1], []).append(path)
+    return found
 
-        return _number((dict(row) for row in datasets.load_from_disk(str(place))), path)
-    return None
 
-
-def _read_saved_dict(folder: Path, names: tuple[str, ...]) -> list[Row] | None:
-    import datasets
-
-    saved = datasets.load_from_disk(str(folder))
-    for name in names:
-        if name in saved:
-            return _number((dict(row) for row in saved[name]), f"{folder}/{name}")
-    return None
+def _read_pieces(files: list[Path], source: str) -> list[Row]:
+    if len(files) == 1 and not _PIECE.fullmatch(files[0].name):
+        return read_file(files[0])
+    return _number((row.values for file in files for row in read_file(file)), source)
 
 
 def _read_parquet(path: Path) -> list[Row]:
@@ -259,10 +328,8 @@ def _not_empty(rows: list[Row], source: str) -> list[Row]:
     return rows
 
 
-def _holds(folder: Path) -> str:
-    names = sorted(entry.name for entry in folder.iterdir())[:10]
-    found = ", ".join(names) if names else "nothing"
-    return f"it holds {found}; a split is a file such as train.jsonl or test.jsonl"
+def _has(names: Sequence[str], key: str) -> str:
+    return f"it holds {', '.join(names)}; write for example {key}={names[0]}"
 
 
 def _short(text: str) -> str:

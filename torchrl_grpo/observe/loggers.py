@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from torchrl_grpo.config import Config
+from torchrl_grpo.config import Config, LoggingConfig
 from torchrl_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def build(cfg: Config, run_dir: str | os.PathLike[str], resume_step: int | None 
         elif name == "tensorboard":
             logger = _tensorboard(root / name, experiment, resume_step)
         else:
-            logger = _wandb(root / name, experiment, cfg.logging.project, notes)
+            logger = _wandb(root / name, experiment, cfg.logging, notes)
         logger.log_hparams(hparams)
         loggers.append(logger)
     return Loggers(loggers, places, notes)
@@ -141,7 +141,7 @@ def _tensorboard(folder: Path, experiment: str, resume_step: int | None) -> Logg
     return logger
 
 
-def _wandb(folder: Path, experiment: str, project: str, notes: list[str]) -> Logger:
+def _wandb(folder: Path, experiment: str, logging: LoggingConfig, notes: list[str]) -> Logger:
     from torchrl.record.loggers import WandbLogger
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -149,14 +149,16 @@ def _wandb(folder: Path, experiment: str, project: str, notes: list[str]) -> Log
     id_file = folder / "run_id"
     if not id_file.exists():
         id_file.write_text(uuid.uuid4().hex[:12])
-    options: dict[str, Any] = {}
+    # What is not given stays out, for W&B's own variables in the environment to say.
+    given = {"entity": logging.entity, "group": logging.group, "tags": logging.tags}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value}
     if "WANDB_MODE" not in os.environ and not _wandb_key():
         options["mode"] = "offline"
         notes.append(
             f"W&B has no key and records offline; upload with `wandb sync {folder}/wandb/offline-run-*`."
         )
     return WandbLogger(
-        exp_name=experiment, save_dir=folder, id=id_file.read_text(), project=project, **options
+        exp_name=experiment, save_dir=folder, id=id_file.read_text(), project=logging.project, **options
     )
 
 

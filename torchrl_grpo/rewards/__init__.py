@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torchrl_grpo.rewards.base import Grader, Reward, Scored
 from torchrl_grpo.rewards.combine import RewardSet
-from torchrl_grpo.rewards.registry import DEFAULT_WEIGHTS, REWARDS, build, check_weights, grader
+from torchrl_grpo.rewards.registry import DEFAULT_WEIGHTS, REWARDS, build, check_weights, grader, judge
 
 __all__ = [
     "DEFAULT_WEIGHTS",
@@ -20,4 +20,5 @@ __all__ = [
     "build",
     "check_weights",
     "grader",
+    "judge",
 ]

@@ -1,4 +1,4 @@
-"""Right or wrong, for evaluation: one grader a data set."""
+"""Right or wrong, for evaluation: one grader for each way to judge."""
 
 from __future__ import annotations
 

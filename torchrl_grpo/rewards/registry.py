@@ -1,4 +1,4 @@
-"""Rewards by name, each data set's default weights, and each data set's grader."""
+"""Rewards by name, each data set's default weights, and the grader that goes with a run's rewards."""
 
 from __future__ import annotations
 
@@ -97,15 +97,38 @@ def build(cfg: Config) -> RewardSet:
     return RewardSet(pairs, cfg.reward.on_error, cfg.reward.workers)
 
 
-#: The reward that grades, for the data sets whose grader is a reward's "right or wrong".
-_GRADED_BY = {"math": "math_verify", "reasoning_gym": "reasoning_gym", "jsonl": "exact_match"}
+#: The rewards that say right or wrong, and the one that grades where none of them has a weight.
+JUDGES = ("gsm8k", "math_verify", "exact_match", "reasoning_gym", "ifeval")
+_OWN_JUDGE = {
+    "gsm8k": "gsm8k",
+    "math": "math_verify",
+    "reasoning_gym": "reasoning_gym",
+    "jsonl": "exact_match",
+    "ifeval": "ifeval",
+}
+
+
+def judge(cfg: Config) -> str:
+    """The reward whose verdict evaluation reports: of the judges rewarded, the one with the largest weight.
+
+    Args:
+        cfg: ``reward.weights`` and ``env.dataset`` are read.
+
+    Returns:
+        Its name; the data set's own judge where none is rewarded, or where it ties with another.
+    """
+    weights = cfg.reward.weights or DEFAULT_WEIGHTS[cfg.env.dataset]
+    own = _OWN_JUDGE[cfg.env.dataset]
+    rewarded = {name: weight for name, weight in weights.items() if name in JUDGES and weight > 0}
+    heaviest = [name for name, weight in rewarded.items() if weight == max(rewarded.values())]
+    return own if own in heaviest or not heaviest else heaviest[0]
 
 
 def grader(cfg: Config, shared: RewardSet | None = None) -> CountingGrader:
-    """The grader of a run's data set; it may start worker processes, so close it.
+    """The grader of a run, which follows its rewards (:func:`judge`); it may start workers, so close it.
 
     Args:
-        cfg: ``env.dataset``, ``env.answer_format``, ``reward.timeout_s`` and ``reward.workers`` are read.
+        cfg: ``env.dataset``, ``env.answer_format`` and ``reward`` are read.
         shared: the run's rewards. Where the grader needs a reward that is among them, it uses that one and
             its worker processes instead of starting its own; close the grader before the rewards.
 
@@ -113,12 +136,12 @@ def grader(cfg: Config, shared: RewardSet | None = None) -> CountingGrader:
         A grader that counts its errors.
     """
     inner: Grader
-    if cfg.env.dataset == "gsm8k":
+    name = judge(cfg)
+    if name == "gsm8k":
         inner = Gsm8kGrader()
-    elif cfg.env.dataset == "ifeval":
+    elif name == "ifeval":
         inner = IFEvalGrader()
     else:
-        name = _GRADED_BY[cfg.env.dataset]
         reward = shared.get(name) if shared is not None else None
         inner = AccuracyGrader(reward or REWARDS[name](cfg), owned=reward is None)
     return CountingGrader(inner)

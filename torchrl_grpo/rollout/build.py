@@ -26,7 +26,7 @@ from torchrl_grpo.rollout.fleet import Fleet
 from torchrl_grpo.rollout.labour import Pool, Reference
 from torchrl_grpo.rollout.ledger import Ledger
 from torchrl_grpo.rollout.scheduler import Scheduler
-from torchrl_grpo.rounds import rounds, steps_per_round
+from torchrl_grpo.rounds import rounds, steps_per_round, total_turns
 
 if TYPE_CHECKING:
     from torchrl_grpo.rollout.ray_pool import RayPool, WorkerSpec
@@ -95,7 +95,7 @@ def one_engine(
         tokenizer,
         max_new_tokens=cfg.inference_model.max_new_tokens,
         temperature=cfg.inference_model.temperature,
-        total_dialog_turns=cfg.train.total_dialog_turns,
+        total_dialog_turns=total_turns(cfg),
         seed=cfg.seed,
         clock=time.perf_counter,
     )
@@ -198,4 +198,4 @@ def with_workers(
         reference=reference,
     )
     fleet = Fleet(dispatcher, ship)
-    return fleet, AsyncCollector(env, fleet, tokenizer, total_dialog_turns=cfg.train.total_dialog_turns)
+    return fleet, AsyncCollector(env, fleet, tokenizer, total_dialog_turns=total_turns(cfg))

@@ -15,7 +15,7 @@ from torchrl_grpo.training.speed import rest_of
 
 
 def train(run: Session, check_interrupts: Callable[[], None]) -> None:
-    """Train until ``train.total_dialog_turns`` responses have been used.
+    """Train until the run is as long as ``train.total_dialog_turns`` or ``train.num_epochs`` says.
 
     Args:
         run: prepared.

@@ -16,6 +16,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.cores import WAITING
 from torchrl_grpo.devices_plan import Plan
 from torchrl_grpo.errors import CheckpointError, TrainingStopped, WorkersLost
+from torchrl_grpo.optional_packages import quieten_unused
 from torchrl_grpo.rewards.grading import CountingGrader
 from torchrl_grpo.run_folder import claimed
 from torchrl_grpo.training import checkpoint
@@ -45,7 +46,7 @@ def run_async(cfg: Config, run_dir: Path) -> dict[str, Any]:
 
 def follow() -> None:
     """What a training rank other than the first does: hold its part of the model and do as rank 0 does."""
-    _prepare_process()
+    _prepare_process(None)
     import torch
 
     from torchrl_grpo.training.learner import Learner
@@ -115,7 +116,7 @@ def _train(
     collect: str,
     plan: Plan,
 ) -> dict[str, Any]:
-    _prepare_process()
+    _prepare_process(cfg)
     import torch
 
     from torchrl_grpo.observe import report
@@ -175,6 +176,7 @@ def _train(
     return dict(json.loads(path.read_text()))
 
 
-def _prepare_process() -> None:
+def _prepare_process(cfg: Config | None) -> None:
+    quieten_unused(cfg)
     if not WAITING.keys() & os.environ.keys():
         os.environ.update(WAITING)

@@ -16,7 +16,7 @@ from torchrl_grpo import devices
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.devices_plan import Plan
-from torchrl_grpo.envs import GroupTextEnv, PromptStream
+from torchrl_grpo.envs import GroupTextEnv, PromptStream, lengths
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Engine
 from torchrl_grpo.models import loading, saving
@@ -34,6 +34,7 @@ from torchrl_grpo.rollout.build import Collect, Source, one_engine
 from torchrl_grpo.rollout.collector import Round
 from torchrl_grpo.rollout.records import rollout_rows
 from torchrl_grpo.rollout.seeds import derive_seed
+from torchrl_grpo.rounds import length, with_turns
 from torchrl_grpo.training import checkpoint, due
 from torchrl_grpo.training.evaluate import Evaluator
 from torchrl_grpo.training.learner import Learner
@@ -87,10 +88,14 @@ class Session:
         source = loading.resolve(cfg.model)
         self.tokenizer: PreTrainedTokenizerBase = loading.load_tokenizer(source, cfg.model)
         loading.check_context(source, cfg)
+        problems, fitted = lengths.fit(problems, self.tokenizer, cfg)
+        self._notes = (fitted, length(cfg, len(problems.train)) if cfg.train.num_epochs else None)
         env = self._environment(problems, reward_set)
         self.evaluator = Evaluator(problems.held_out, self.tokenizer, grader, cfg)
 
         weights = weights_source(cfg, source, resume_from)
+        # A checkpoint keeps the length as it was asked for.
+        cfg = with_turns(cfg, len(problems.train))
         start = (cfg, weights, resume_from, reward_set.weights)
         with ranks.united():
             # The other ranks build theirs from the same.
@@ -184,8 +189,9 @@ class Session:
         if step is not None:
             end = "; it has already ended" if self.finished else ""
             self.progress.note(f"resumed {self.run_dir} after step {step} of {self.total_steps}{end}")
-        for note in self.loggers.notes:
-            self.progress.note(note)
+        for note in (*self._notes, *self.loggers.notes):
+            if note is not None:
+                self.progress.note(note)
 
     @property
     def finished(self) -> bool:
