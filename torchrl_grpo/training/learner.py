@@ -190,9 +190,15 @@ class Learner:
             with writable(parameter) as values:
                 values[..., ::8] *= factor
 
-    def resume(self, folder: str) -> None:
-        """Optimiser, schedule and coefficients as a checkpoint has them; each rank reads it."""
-        self.optimise.load_state_dict(checkpoint.load_state(Path(folder))["optimise"])
+    def resume(self, folder: str) -> dict[str, Any]:
+        """Optimiser, schedule and coefficients as a checkpoint has them; each rank reads its part.
+
+        Returns:
+            The rest of the checkpoint's state.
+        """
+        state = checkpoint.load_state(Path(folder))
+        self.optimise.load_state_dict(state.pop("optimise"))
+        return state
 
     def optimiser_state(self) -> dict[str, Any]:
         """See :meth:`OptimiserStep.state_dict`."""
