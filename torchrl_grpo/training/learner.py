@@ -24,6 +24,7 @@ from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.models.precision import resolve_autocast
 from torchrl_grpo.models.prepare import compile_layers, prepare_for_training, shares_prefix
 from torchrl_grpo.objectives.build import build_objective
+from torchrl_grpo.out_of_memory import stopping
 from torchrl_grpo.rollout.log_probs import LogProbScorer
 from torchrl_grpo.rollout.micro_batches import MicroBatch, TokenBudget, divide
 from torchrl_grpo.rounds import rounds, steps_per_round
@@ -33,6 +34,12 @@ from torchrl_grpo.training.parallel import distribute, resting, sharded, whole, 
 from torchrl_grpo.training.ranks import Ranks
 from torchrl_grpo.training.shared_engine import EngineShare
 from torchrl_grpo.workload import token_budget
+
+_NO_ROOM = (
+    "memory ran out while the model was made ready for training: divide it among more devices with "
+    "train_model.num_devices and train_model.parallelism=fsdp2, or start a new run with "
+    "train_model.lora.rank=16 or a smaller model.name"
+)
 
 
 class Learner:
@@ -51,8 +58,10 @@ class Learner:
 
     Raises:
         ModelError: the model cannot be loaded, or not everywhere the same.
+        TrainingStopped: memory ran out.
     """
 
+    @stopping(_NO_ROOM)
     def __init__(
         self,
         cfg: Config,
