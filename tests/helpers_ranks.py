@@ -75,6 +75,17 @@ def check_same_state(found: dict[str, Any], alone: dict[str, Any]) -> None:
             )
 
 
+def check_kept_and_loaded(found: dict[str, Any], ranks: int) -> None:
+    """Rank 0 alone holds the moments it saves, and from them each rank gets its part back, bit for bit."""
+    moments = sum(len(entry) for entry in found["state"]["optimizer"]["state"].values())
+    assert found["kept"] == [moments] + [0] * (ranks - 1) and moments > 0
+    saved, again = found["state"]["optimizer"], found["reloaded"]["optimizer"]
+    assert again["param_groups"] == saved["param_groups"] and again["state"].keys() == saved["state"].keys()
+    for index, entry in saved["state"].items():
+        for name, value in entry.items():
+            assert torch.equal(again["state"][index][name], value), (index, name)
+
+
 def check_follows(folder: Path, one_rank: Path) -> None:
     """The run in ``folder`` has the metrics of the one in one rank."""
     expected = metrics(one_rank)

@@ -5,6 +5,7 @@ RANK=0 WORLD_SIZE=2 ... python tests/rank_program.py OUTPUT KIND ...
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,6 +81,7 @@ def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
     step.update.drop_gradients()
     metrics = [step(batch), step(batch)]
     weights = {name: whole(p).clone() for name, p in model.named_parameters()}
+    state = step.state_dict()
     with torch.no_grad(), resting(step.network):
         probe = _probe(step, batch)
     return {
@@ -88,9 +90,23 @@ def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
         "metrics": metrics,
         "weights": weights,
         "probe": probe,
-        "state": step.state_dict(),
+        "state": state,
+        "kept": ranks.gather(sum(len(entry) for entry in state["optimizer"]["state"].values())),
+        "reloaded": _reloaded(case, kind, ranks, state),
         "tokens": float(totals_of(batch["masks", "loss"]).tokens),
     }
+
+
+def _reloaded(case: str, kind: str, ranks: Ranks, state: dict[str, Any]) -> dict[str, Any]:
+    """What is saved again by those who have loaded what rank 0 saved."""
+    given = copy.deepcopy(ranks.gather(state)[0])
+    step, _ = build(case, kind, ranks)
+    step.load_state_dict(given)
+    for moments in given["optimizer"]["state"].values():
+        for value in moments.values():
+            # What was given is no longer needed: it may lie in a file.
+            value.fill_(-1.0)
+    return step.state_dict()
 
 
 def _gradient(parameter: torch.nn.Parameter) -> Tensor:

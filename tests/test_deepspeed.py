@@ -15,6 +15,7 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from helpers_ranks import (
     Runs,
+    check_kept_and_loaded,
     check_same_numbers,
     check_same_state,
     in_ranks,
@@ -62,6 +63,16 @@ def test_the_optimiser_s_state_is_the_same_for_all_layouts(
     by_ranks: dict[int, Any], case: str, count: int, kind: str
 ) -> None:
     check_same_state(by_ranks[count][case, kind]["state"], measured_alone(case)["state"])
+
+
+@installed
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [2, 3])
+def test_moments_are_kept_by_the_rank_that_saves_them_and_loaded_in_parts(
+    by_ranks: dict[int, Any], count: int, kind: str
+) -> None:
+    for case in CASES:
+        check_kept_and_loaded(by_ranks[count][case, kind], count)
 
 
 @installed

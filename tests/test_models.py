@@ -62,6 +62,24 @@ def test_the_model_is_loaded_in_evaluation_mode_and_the_format_asked_for(tiny_mo
         assert not model.training
 
 
+def test_a_model_is_made_on_its_device_and_not_moved_there(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[set[str]] = []
+    read = AutoModelForCausalLM.from_pretrained
+
+    def reading(*arguments: Any, **options: Any) -> Any:
+        model = read(*arguments, **options)
+        made.append({tensor.device.type for tensor in (*model.parameters(), *model.buffers())})
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", reading)
+    # The only other device that every machine has.
+    for device in ("cpu", "meta"):
+        loading.load_model(str(tiny_model_dir), ModelConfig(), torch.device(device), torch.float32)
+    assert made == [{"cpu"}, {"meta"}]
+
+
 @pytest.mark.parametrize("what", ["model", "tokenizer", "configuration"])
 def test_a_hub_name_that_cannot_be_had_is_one_clear_line(what: str) -> None:
     name = "nobody/has-this-model"

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_runs import Runner, config, train  # noqa: F401  fixtures
+from transformers import AutoModelForCausalLM
 
+from torchrl_grpo.config import Config
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
+from torchrl_grpo.models.build import build_model
+from torchrl_grpo.models.loading import load_model
+from torchrl_grpo.models.reference import load_reference
 from torchrl_grpo.out_of_memory import ran_out_of_memory, stopping
 
 # As torch, cuBLAS, vLLM's allocator, torch on a CPU and Python say it.
@@ -47,3 +54,46 @@ def test_an_engine_that_finds_its_memory_taken_says_which_share_to_lower() -> No
     engine.llm, engine._share = Full(), 0.55
     with pytest.raises(TrainingStopped, match=r"inference_model\.gpu_memory_utilization=0\.55"):
         engine.wake()
+
+
+@pytest.mark.parametrize(
+    ("role", "key"),
+    [
+        ("trainer", "train_model.lora.rank=16"),
+        ("adapters", "train_model.quantization=nf4"),
+        ("reference", "ref_model.dtype=bfloat16"),
+        ("any", "model.name"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_named_with_what_to_change(
+    role: str, key: str, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OUT[0]
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
+    cfg, device = Config(), torch.device("cpu")
+    cfg.model.name = folder = str(tiny_model_dir)
+    cfg.train_model.lora.rank = 4 if role == "adapters" else 0
+    cfg.train_model.autocast, cfg.ref_model.dtype = "no", "float32"
+    with pytest.raises(TrainingStopped) as caught:
+        if role == "reference":
+            load_reference(cfg, folder, device, None, True)
+        elif role == "any":
+            load_model(folder, cfg.model, device, torch.float32)
+        else:
+            build_model(cfg, folder, device, None)
+    said = str(caught.value)
+    assert said.startswith(f"model.name={folder}: memory ran out while it was loaded on cpu in float32: ")
+    assert key in said.partition("float32: ")[2]
+
+
+def test_a_model_that_fits_but_cannot_be_made_ready_is_one_message(
+    train: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OUT[2]
+
+    monkeypatch.setattr("torchrl_grpo.training.learner.distribute", full)
+    with pytest.raises(TrainingStopped, match=r"made ready for training: .*train_model\.parallelism=fsdp2"):
+        train("run")

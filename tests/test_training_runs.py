@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import signal
@@ -19,6 +20,7 @@ from torchrl_grpo.errors import CheckpointError, DataError, ModelError, Training
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.observe import report
 from torchrl_grpo.rewards.text import BareNumberReward
+from torchrl_grpo.training import checkpoint
 from torchrl_grpo.training.run import run
 from torchrl_grpo.training.verify_resume import read
 
@@ -88,6 +90,32 @@ def test_a_run_in_epochs_is_the_run_of_as_many_samples(
     assert train("epochs", resume=str(tmp_path / "epochs/checkpoints/1")) == whole
     with pytest.raises(CheckpointError, match=r"started with train\.num_epochs=0\.33"):
         train("epochs", train__total_dialog_turns=48, train__num_epochs=None, resume="auto")
+
+
+def test_a_resumed_run_reads_its_state_once_and_keeps_nothing_in_the_file(
+    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train("run", train__checkpoint_frequency=2, checkpoint__keep=9)
+    loads: list[dict[str, Any]] = []
+    load, save = torch.load, checkpoint.save
+
+    def loading(path: Path, **options: Any) -> Any:
+        loads.append({"name": path.name, **options})
+        return load(path, **options)
+
+    mapped: list[bool] = []
+
+    def saving(*arguments: Any, **options: Any) -> Path:
+        gc.collect()
+        mapped.append("trainer.pt" in Path("/proc/self/maps").read_text())
+        return save(*arguments, **options)
+
+    monkeypatch.setattr(torch, "load", loading)
+    monkeypatch.setattr(checkpoint, "save", saving)
+    train("run", resume=str(tmp_path / "run/checkpoints/2"))
+    assert loads == [{"name": "trainer.pt", "map_location": "cpu", "weights_only": True, "mmap": True}]
+    # The file may be removed, or lie on another machine.
+    assert mapped == [False]
 
 
 @pytest.mark.parametrize("settings", [{}, {"train__optim_batch_size": 4}], ids=["a step a round", "four"])

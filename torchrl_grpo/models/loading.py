@@ -14,6 +14,7 @@ from torchrl_grpo.config import Config, ModelConfig
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models import smollm2
 from torchrl_grpo.models.quantization import loading_options
+from torchrl_grpo.out_of_memory import stopping
 
 
 def resolve(cfg: ModelConfig) -> str:
@@ -117,26 +118,43 @@ def _one_set_of_factors(config: PreTrainedConfig) -> int | None:
 
 
 def load_model(
-    source: str, cfg: ModelConfig, device: torch.device, dtype: torch.dtype, quantized: str = "none"
+    source: str,
+    cfg: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantized: str = "none",
+    instead: str = "take a smaller model.name",
 ) -> PreTrainedModel:
     """The causal language model at ``source`` on ``device`` in ``dtype``, in evaluation mode.
 
-    With ``quantized``, see :mod:`~torchrl_grpo.models.quantization`, its matrices are not in ``dtype``.
+    Args:
+        source: folder or hub name.
+        cfg: its name, as the user wrote it, and whether its own code may run.
+        device: where its tensors are made, one after the other; the host's memory never holds all of them.
+        dtype: of its weights.
+        quantized: see :mod:`~torchrl_grpo.models.quantization`; its matrices are then not in ``dtype``.
+        instead: what to change where it does not fit.
 
     Raises:
         ModelError: it cannot be loaded.
+        TrainingStopped: memory ran out.
     """
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=dtype,
-            trust_remote_code=cfg.trust_remote_code,
-            use_safetensors=True,
-            **loading_options(quantized, device, dtype),
-        )
-    except (OSError, ValueError) as error:
-        raise _cannot_load("model", cfg, error) from error
-    return (model if quantized != "none" else model.to(device)).eval()
+    options = {"device_map": {"": device}, **loading_options(quantized, device, dtype)}
+    form = str(dtype).removeprefix("torch.")
+    with stopping(
+        f"model.name={cfg.name}: memory ran out while it was loaded on {device} in {form}: {instead}"
+    ):
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=dtype,
+                trust_remote_code=cfg.trust_remote_code,
+                use_safetensors=True,
+                **options,
+            )
+        except (OSError, ValueError) as error:
+            raise _cannot_load("model", cfg, error) from error
+        return model.eval()
 
 
 def end_token_ids(model_or_source: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -34,7 +34,8 @@ def load_reference(
     # Equal weights must have no divergence: auto computes as the policy does, in float32 under its autocast.
     auto = cfg.ref_model.dtype == "auto"
     dtype = torch.float32 if auto else resolve_dtype(cfg.ref_model.dtype, device)
-    model = loading.load_model(source, cfg.model, device, dtype).requires_grad_(False)
+    instead = "write ref_model.dtype=bfloat16, or give it a device of its own with ref_model.devices"
+    model = loading.load_model(source, cfg.model, device, dtype, instead=instead).requires_grad_(False)
     autocast = autocast_dtype if dtype == torch.float32 else None
     # In 16 bits, most steps of a slow average round to nothing.
     if auto and autocast is not None and cfg.ref_model.refresh_mix == 1:

@@ -268,10 +268,26 @@ def check_same_run(folder: Path, cfg: Config) -> None:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """The trainer's state in a checkpoint; tensors on the CPU."""
+    """The trainer's state in a checkpoint.
+
+    Returns:
+        Plain values, and tensors that lie in the file and are read where they are touched: several ranks of a
+        machine share its pages, and none holds the moments of others. Copy what is kept.
+    """
     import torch
 
-    return torch.load(folder / _TRAINER, map_location="cpu", weights_only=True)
+    return torch.load(folder / _TRAINER, map_location="cpu", weights_only=True, mmap=True)
+
+
+def in_memory(state: Any) -> Any:
+    """A copy of what :func:`load_state` returned, or of a part of it, with no tensor in the file."""
+    import torch
+
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {key: in_memory(value) for key, value in state.items()}
+    return type(state)(map(in_memory, state)) if isinstance(state, list | tuple) else state
 
 
 def _complete(root: Path) -> list[Path]:

@@ -24,6 +24,7 @@ from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.models.precision import forgo_cudnn_attention, resolve_autocast, resolve_head
 from torchrl_grpo.models.prepare import compile_layers, prepare_for_training, shares_prefix
 from torchrl_grpo.objectives.build import build_objective
+from torchrl_grpo.out_of_memory import stopping
 from torchrl_grpo.rollout.log_probs import LogProbScorer
 from torchrl_grpo.rollout.micro_batches import MicroBatch, TokenBudget, divide
 from torchrl_grpo.rounds import rounds, steps_per_round
@@ -33,6 +34,12 @@ from torchrl_grpo.training.parallel import distribute, resting, sharded, whole, 
 from torchrl_grpo.training.ranks import Ranks
 from torchrl_grpo.training.shared_engine import EngineShare
 from torchrl_grpo.workload import token_budget
+
+_NO_ROOM = (
+    "memory ran out while the model was made ready for training: divide it among more devices with "
+    "train_model.num_devices and train_model.parallelism=fsdp2, or start a new run with "
+    "train_model.lora.rank=16 or a smaller model.name"
+)
 
 
 class Learner:
@@ -51,8 +58,10 @@ class Learner:
 
     Raises:
         ModelError: the model cannot be loaded, or not everywhere the same.
+        TrainingStopped: memory ran out.
     """
 
+    @stopping(_NO_ROOM)
     def __init__(
         self,
         cfg: Config,
@@ -197,9 +206,15 @@ class Learner:
             with writable(parameter) as values:
                 values[..., ::8] *= factor
 
-    def resume(self, folder: str) -> None:
-        """Optimiser, schedule and coefficients as a checkpoint has them; each rank reads it."""
-        self.optimise.load_state_dict(checkpoint.load_state(Path(folder))["optimise"])
+    def resume(self, folder: str) -> dict[str, Any]:
+        """Optimiser, schedule and coefficients as a checkpoint has them; each rank reads its part.
+
+        Returns:
+            The rest of the checkpoint's state.
+        """
+        state = checkpoint.load_state(Path(folder))
+        self.optimise.load_state_dict(state.pop("optimise"))
+        return state
 
     def optimiser_state(self) -> dict[str, Any]:
         """See :meth:`OptimiserStep.state_dict`."""

@@ -261,9 +261,12 @@ class OptimiserStep:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimiser, schedule, scaler and counters; the same whatever the ranks. All of them must ask."""
+        """Optimiser, schedule, scaler and counters; the same whatever the ranks. All of them must ask.
+
+        Only rank 0's has the optimiser's moments.
+        """
         return {
-            "optimizer": self.update.optimizer_state(),
+            "optimizer": self.update.optimizer_state(keep=self.ranks.is_main),
             "scheduler": {"last_epoch": self.scheduler.last_epoch},
             "scaler": self.scaler.state_dict(),
             "skipped": self.skipped,

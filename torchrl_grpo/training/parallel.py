@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrl_grpo.models.logprobs import TokenScorer
@@ -97,8 +97,19 @@ def writable(parameter: Tensor) -> Iterator[Tensor]:
 
 
 def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A whole tensor, divided as ``parameter`` is; every rank must have it."""
+    """A copy of a whole tensor on the device of ``parameter``, of one in shards the shard of this rank.
+
+    Args:
+        tensor: may lie in a file; no other part of it is read. Every rank has it, and none sends any.
+        parameter: divided as :func:`distribute` does.
+    """
     if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
-        return tensor
-    found = tensor.to(parameter.device)
-    return distribute_tensor(found, parameter.device_mesh, parameter.placements)
+        return tensor.to(parameter.device, copy=True)
+    assert parameter.placements == (Shard(0),), parameter.placements
+    mesh = parameter.device_mesh
+    # Rows beyond the last rank's are none, and so is its part.
+    own = dict(enumerate(tensor.chunk(mesh.size()))).get(mesh.get_local_rank(), tensor[:0])
+    local = own.to(parameter.device, copy=True)
+    return DTensor.from_local(
+        local, mesh, parameter.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )

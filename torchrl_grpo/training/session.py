@@ -125,8 +125,8 @@ class Session:
         self._make_buffer(source)
         self._make_publisher(problems)
         if resume_from is not None:
-            self.ranks.together(self.learner, "resume", str(resume_from))
-            self.load_state_dict(checkpoint.load_state(resume_from))
+            rest = self.ranks.together(self.learner, "resume", str(resume_from))
+            self.load_state_dict(rest)
         # Last: it cuts files back to the step resumed, and until here the resumption could still fail.
         self._open_logs(resume_from)
 
@@ -359,8 +359,9 @@ class Session:
         self.counters.load_state_dict(state["counters"])
         # Checkpoints of earlier versions do not say how many rounds there were beside those refilled with.
         taken = (self.counters.step + self.counters.steps_left_in_round) // self.steps_per_round
-        self.collector.load_state_dict({"taken": taken, **state["collector"]})
-        self.buffer.load_state_dict(state["buffer"])
+        # Both keep the tensors they are given, and these lie in the checkpoint's file.
+        self.collector.load_state_dict({"taken": taken, **checkpoint.in_memory(state["collector"])})
+        self.buffer.load_state_dict(checkpoint.in_memory(state["buffer"]))
         self.publisher.load_state_dict(state["publisher"])
         if state["reference"]:
             assert self.reference is not None, "a checkpoint of another configuration"

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchrl_grpo.training.parallel import shard_like, whole
 from torchrl_grpo.training.zero import ZeroNetwork, ZeroUpdate
@@ -36,11 +37,20 @@ class Update(Protocol):
     def drop_gradients(self) -> None:
         """Forget the gradients."""
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """The optimiser's state as torch's of a whole model has it, on the CPU."""
+    def optimizer_state(self, keep: bool = True) -> dict[str, Any]:
+        """The optimiser's state as torch's of a whole model has it, on the CPU.
+
+        Args:
+            keep: hold the moments; whoever does not only helps to gather them, one at a time, and returns
+                none: they are twice the size of the weights.
+        """
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Take what :meth:`optimizer_state` returned."""
+        """Take what :meth:`optimizer_state` returned, of each moment a copy of this rank's part.
+
+        Args:
+            state: with all moments, which may lie in a file that is read where it is touched.
+        """
 
 
 class TorchUpdate:
@@ -80,12 +90,16 @@ class TorchUpdate:
     def drop_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
-    def optimizer_state(self) -> dict[str, Any]:
+    def optimizer_state(self, keep: bool = True) -> dict[str, Any]:
         found = self._optimizer.state_dict()
-        moments = {
-            index: {name: whole(value).cpu() for name, value in entry.items()}
-            for index, entry in found["state"].items()
-        }
+        moments: dict[int, dict[str, Tensor]] = {}
+        for index, entry in found["state"].items():
+            for name, value in entry.items():
+                if keep:
+                    moments.setdefault(index, {})[name] = whole(value).cpu()
+                elif isinstance(value, DTensor):
+                    # The rank that keeps it cannot gather it alone.
+                    whole(value)
         return {**found, "state": moments}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:

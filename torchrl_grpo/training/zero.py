@@ -98,7 +98,7 @@ class ZeroUpdate:
             # The last ranks' shards may be filled up, and what is written there would stay.
             utils.safe_set_local_grad(first, torch.full_like(first.ds_tensor, math.nan))
 
-    def optimizer_state(self) -> dict[str, Any]:
+    def optimizer_state(self, keep: bool = True) -> dict[str, Any]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         groups, start = [], 0
@@ -111,8 +111,10 @@ class ZeroUpdate:
             self._link_moments()
             steps = next(iter(self._optimizer.state.values()))["step"]
             for index, parameter in enumerate(p for group in self._parameters for p in group):
-                moments = {name: safe_get_full_optimizer_state(parameter, name).cpu() for name in _MOMENTS}
-                state[index] = {"step": steps.detach().cpu().clone(), **moments}
+                for name in _MOMENTS:
+                    moment = safe_get_full_optimizer_state(parameter, name)
+                    if keep:
+                        state.setdefault(index, {"step": steps.detach().cpu().clone()})[name] = moment.cpu()
         return {"state": state, "param_groups": groups}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
@@ -153,7 +155,8 @@ def _set_moment(parameter: nn.Parameter, name: str, value: Tensor) -> None:
     from deepspeed import utils
 
     if not in_zero_shards(parameter):
-        utils.safe_set_full_optimizer_state(parameter, value.to(parameter.device), name)
+        # It copies this rank's part, from whatever device.
+        utils.safe_set_full_optimizer_state(parameter, value, name)
         return
     # Not its function for a whole one, which cannot divide what does not come out even.
     held: Any = parameter
