@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -230,7 +230,7 @@ def test_answers_are_what_counts_where_a_tensor_cannot_be_read() -> None:
 def test_engines_that_compute_in_another_format_are_told_from_stale_ones() -> None:
     publisher = make_publisher()
     publisher.engine.model.to(torch.bfloat16)  # type: ignore[attr-defined]
-    with pytest.raises(TrainingStopped, match="computes in bfloat16.*inference_model.dtype=bfloat16"):
+    with pytest.raises(TrainingStopped, match=r"computes in bfloat16.*inference_model.dtype=bfloat16"):
         publisher.prove_at_start(0)
 
 
@@ -333,7 +333,7 @@ class ListsACopy(WeightPublisher):
 class MistakesNames(TransformersEngine):
     """Puts the gate of a layer where its other half belongs, always and consistently."""
 
-    swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+    swap: ClassVar = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
 
     def update(self, weights: Weights) -> None:
         super().update((self._renamed(name), tensor) for name, tensor in weights)
@@ -462,7 +462,7 @@ def test_the_engine_that_caches_and_resets_passes() -> None:
 def test_an_engine_that_answers_nan_at_the_start_is_found() -> None:
     publisher = make_publisher(AnswersNaN)
     publisher.engine.healthy = 1  # type: ignore[attr-defined]
-    with pytest.raises(TrainingStopped, match="by nan nats on average .*not finite"):
+    with pytest.raises(TrainingStopped, match=r"by nan nats on average .*not finite"):
         publisher.prove_at_start(0)
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import convert_frame
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from torchrl_grpo.errors import TrainingStopped
-from torchrl_grpo.inference.protocol import Sampling
+from torchrl_grpo.inference.protocol import Probe, Sampling
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.padding import pad_left, pad_right
@@ -221,3 +224,34 @@ def test_a_sabotaged_list_of_weights_is_stopped_however_small_the_update(
         TrainingStopped, match="1 of 272 tensors were not published" if kind == "skip" else "stale"
     ):
         publisher.publish(1)
+
+
+def test_engines_one_after_the_other_leave_nothing_alive(tiny_model_dir: Path) -> None:
+    alive: list[weakref.ref[object]] = []
+    hooks = len(convert_frame._bytecode_hooks)
+    for seed in range(3):
+        engine = VLLMEngine(
+            str(tiny_model_dir),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            max_model_len=64,
+            max_num_seqs=4,
+            seed=seed,
+            gpu_memory_utilization=0.4,
+            kv_cache_gib=1,
+            enforce_eager=False,
+        )
+        # Compiled, and with weights published to it, as in a sweep.
+        sent = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+        weights = {name: parameter.detach() for name, parameter in sent.named_parameters()}
+        probe = Probe([[5, 6, 7]], 3, {name: tuple(tensor.shape) for name, tensor in weights.items()})
+        assert engine.publish(weights.items(), 1, probe).checksums[0].values.keys() == weights.keys()
+        model = engine._weights.model
+        alive += [weakref.ref(model), weakref.ref(model.model), weakref.ref(model.model.layers[0])]
+        alive.append(weakref.ref(model.model.embed_tokens.weight))
+        del model
+        engine.close()
+        del engine
+        gc.collect()
+        assert not [one for one in alive if one() is not None]
+        assert len(convert_frame._bytecode_hooks) == hooks

@@ -56,4 +56,5 @@ def build_engine(
         enforce_eager=options.enforce_eager,
         enable_sleep=sleeps,
         trust_remote_code=cfg.model.trust_remote_code,
+        engine_args=options.engine_args,
     )

@@ -1,4 +1,4 @@
-"""Checksums of weights that see every bit and its place: computed wherever a tensor lies, equal wherever it lies.
+"""Checksums of weights that see every bit and its place, the same on every device.
 
 A tensor is read as rows of 64-bit words ``w[r, j]``. Its checksum is ``sum_r M[r] sum_j m[j] w[r, j]`` modulo
 2^64 with odd pseudo-random multipliers. One changed word always changes it, because an odd number times a
@@ -63,13 +63,13 @@ def gathered(sums: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Checksum
 
 
 def combine(sums: Tensor) -> Tensor:
-    """The checksum, a scalar on the device, of rows ``[R]`` as :func:`row_sums` adds them up, in this order."""
+    """The checksum, a scalar on the device, of rows ``[R]`` in this order; see :func:`row_sums`."""
     return (sums * _multipliers(_ROWS, len(sums), sums.device)).sum()
 
 
 @torch.no_grad()
 def row_sums(tensor: Tensor) -> Tensor:
-    """The sum ``[R]`` int64 of each row, where a row runs along the last dimension and a vector is one row."""
+    """The sum ``[R]`` int64 of each row: rows run along the last dimension, and a vector is one."""
     words = _words(tensor)
     columns = _multipliers(_COLUMNS, words.shape[1], words.device)
     if words.dtype is torch.int64 and words.device.type == "cpu":

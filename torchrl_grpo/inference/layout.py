@@ -1,4 +1,4 @@
-"""Which rows of which engine tensor hold a published tensor: learned once, from weights that cannot be mistaken.
+"""Which rows of which engine tensor hold a published tensor: learned once, from marked weights.
 
 An engine may fuse matrices, put heads into another order, tie, pad or transpose. Instead of knowing how each
 of its models does that, it is made to load fingerprints: random numbers, a different row everywhere. Where
@@ -31,7 +31,7 @@ _FORMATS = {
 
 
 def fingerprint(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random positive numbers between 2^-7 and 2^7 of all bit patterns, a function of ``name`` and ``shape``."""
+    """Random numbers from 2^-7 to 2^7, every bit pattern equally likely; a function of name and shape."""
     word, bias, fraction = _FORMATS[dtype]
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     low, high = (bias - 7) << fraction, (bias + 7) << fraction

@@ -150,7 +150,7 @@ class Engine(Inference):
 
     @abstractmethod
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take ``(name, tensor)`` pairs in the names of the Hugging Face model; called once or several times."""
+        """Take ``(name, tensor)`` pairs in the names of the Hugging Face model; called once or more."""
 
     @abstractmethod
     def finish_update(self) -> None:

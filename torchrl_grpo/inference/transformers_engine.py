@@ -107,7 +107,7 @@ class TransformersEngine(SteppingEngine):
         """See :meth:`Engine.finish_update`."""
 
     def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """See :meth:`Engine.learn`. The trainer's names are this model's own; tied ones are published once."""
+        """See :meth:`Engine.learn`. Names are this model's own; tied tensors are published once."""
         first: dict[int, str] = {}
         for name, tensor in self.model.named_parameters(remove_duplicate=False):
             self._published_as[name] = first.setdefault(tensor.data_ptr(), name)

@@ -43,6 +43,7 @@ class VLLMEngine(SteppingEngine):
         enforce_eager: None compiles on GPU and does not on CPU, where compiling takes minutes.
         enable_sleep: prepare for :meth:`sleep` (GPU only).
         trust_remote_code: let the model bring its own code.
+        engine_args: further arguments of vLLM's own ``LLM``.
 
     Raises:
         ConfigError: vLLM is not installed.
@@ -64,6 +65,7 @@ class VLLMEngine(SteppingEngine):
         enforce_eager: bool | None = None,
         enable_sleep: bool = False,
         trust_remote_code: bool = False,
+        engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         on_cpu = device.type == "cpu"
         # Read by vLLM when it is imported or started; in-process is what lets weights go in by reference.
@@ -109,7 +111,15 @@ class VLLMEngine(SteppingEngine):
                 disable_log_stats=True,
                 trust_remote_code=trust_remote_code,
                 **settings,
+                **(engine_args or {}),
             )
+        except TypeError as error:
+            if not engine_args:
+                raise
+            raise ConfigError(
+                f"inference_model.engine_args={dict(engine_args)}: vLLM does not take these ({error}); write "
+                "arguments of its LLM class, or remove them"
+            ) from error
         except (ValueError, RuntimeError) as error:
             raise ModelError(
                 f"inference_model.backend=vllm: vLLM cannot serve {source} ({error}); change "
@@ -248,8 +258,13 @@ class VLLMEngine(SteppingEngine):
         """See :meth:`Engine.close`."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        self.llm.llm_engine.engine_core.shutdown()
+        # vLLM frees what compiling left behind when its LLMEngine goes, and must find the model alive then:
+        # otherwise hooks of the compiler keep the weights, and the next engine of a sweep has no memory.
+        model = self._weights.model
         del self.llm
+        gc.collect()
+        del model, self._weights
+        gc.collect()
         cleanup_dist_env_and_memory()
         gc.collect()
 

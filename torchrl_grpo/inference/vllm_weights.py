@@ -21,8 +21,8 @@ from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.checksums import Checksums, gathered, row_sums
 from torchrl_grpo.inference.layout import Layout, Seen, Shape, fingerprint, in_format, learn
 
-# Columns of a packed matrix that are multiplied out: of each one when the layout is learned, and of one matrix
-# in so many at a publication.
+# Columns of a packed matrix that are multiplied out when the layout is learned, and of how many matrices one
+# gives back a column at each publication.
 _LEARNED_COLUMNS, _ONE_IN = 8, 16
 
 
@@ -101,8 +101,7 @@ class VLLMWeights:
         """Pack shared output heads anew.
 
         On a CPU vLLM multiplies with a packed copy of each matrix and renews the copy of every layer it
-        reloads; a head that shares its matrix with the embedding is not reloaded and would answer with the old
-        one.
+        reloads. A head that shares its matrix with the embedding is not reloaded, and would keep the old one.
         """
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -185,8 +184,8 @@ class VLLMWeights:
                 process(module, *arguments)
                 if not self._gives_back(module, path, before, _LEARNED_COLUMNS):
                     raise ModelError(
-                        f"inference_model.backend=vllm: vLLM multiplies with other numbers than it was given for "
-                        f"{path}; write inference_model.backend=transformers"
+                        f"inference_model.backend=vllm: vLLM multiplies with other numbers than it was given "
+                        f"for {path}; write inference_model.backend=transformers"
                     )
                 return
             noted = {}
@@ -202,7 +201,7 @@ class VLLMWeights:
         return watched
 
     def _gives_back(self, module: nn.Module, path: str, before: Mapping[str, Tensor], columns: int) -> bool:
-        """Whether a matrix packed for a CPU holds some columns, drawn at random, of what it was packed from."""
+        """Whether a matrix packed for a CPU gives back some columns, drawn at random, of its source."""
         matrix = before.get(f"{path}.weight")
         if "cpu_linear" not in vars(module) or matrix is None or matrix.dim() != 2:
             return True

@@ -137,9 +137,9 @@ class WeightPublisher:
     ) -> dict[str, float]:
         """Show that published weights are those that answer, and lie where they belong.
 
-        All weights are perturbed, which must change the answers as it changes the trainer's, and put back. Then
-        the engine must compute as it did with the weights that it read from disk itself: a loader that knows
-        the published names differently, and puts a tensor where another belongs, computes something else.
+        All weights are perturbed, which must change the answers as it changes the trainer's, and put back.
+        Then the engine must compute as it did with the weights that it read from disk itself: a loader that
+        puts a published tensor where another belongs computes something else.
 
         Args:
             version: of the weights that are in the model now.
@@ -185,8 +185,8 @@ class WeightPublisher:
         rest = f" ({len(self.unread)} cannot be read back, as {self.unread[0]})" if self.unread else ""
         return (
             f"weights proven: {count} tensors in the engine equal the trainer's in {dtype}{rest}; "
-            f"log-probabilities differ by {proof['publish/logprob_diff_mean']:.2g} nats on average, and perturbed "
-            f"weights move them by {proof['publish/perturbation']:.2g}"
+            f"log-probabilities differ by {proof['publish/logprob_diff_mean']:.2g} nats on average, and "
+            f"perturbed weights move them by {proof['publish/perturbation']:.2g}"
         )
 
     def state_dict(self) -> dict[str, float]:
@@ -231,8 +231,8 @@ class WeightPublisher:
         missing = sorted(self._shapes.keys() - {name for name, _ in sums})
         if missing:
             raise TrainingStopped(
-                f"{self._engine_name()}: {len(missing)} of {len(self._shapes)} tensors were not published, the "
-                f"first is {missing[0]}: the engine did not ask for them. {_OTHER_ENGINE}"
+                f"{self._engine_name()}: {len(missing)} of {len(self._shapes)} tensors were not published, "
+                f"the first is {missing[0]}: the engine did not ask for them. {_OTHER_ENGINE}"
             )
         expected = gathered(sums, self.engine_dtype)
         self._check_merged(expected)
@@ -245,8 +245,8 @@ class WeightPublisher:
             plain = own.get(name)
             if plain is not None and not is_quantized(plain) and plain.data_ptr() != tensor.data_ptr():
                 raise TrainingStopped(
-                    f"{self._engine_name()}: the weights listed for publication are stale, the first is {name}: "
-                    "they are a copy of the model and not the model that is trained"
+                    f"{self._engine_name()}: the weights listed for publication are stale, the first is "
+                    f"{name}: they are a copy of the model and not the model that is trained"
                 )
             cast = tensor.to(self.engine_dtype)
             sums.append((name, combine(row_sums(cast))))
@@ -265,9 +265,9 @@ class WeightPublisher:
         if stale or wrong:
             how = "stale" if stale else "not what matrix and adapter amount to"
             raise TrainingStopped(
-                f"{self._engine_name()}: {len(stale or wrong)} of the weights listed for publication are {how}, "
-                f"the first is {(stale or wrong)[0]}: adapters are merged wrongly. This is a defect of the "
-                "program; train_model.lora.rank=0 trains without adapters"
+                f"{self._engine_name()}: {len(stale or wrong)} of the weights listed for publication are "
+                f"{how}, the first is {(stale or wrong)[0]}: adapters are merged wrongly. This is a defect of "
+                "the program; train_model.lora.rank=0 trains without adapters"
             )
 
     def judge(self, expectation: Expectation, answer: NextTokens) -> dict[str, float]:
@@ -296,8 +296,8 @@ class WeightPublisher:
     def _check_cache(self, answer: NextTokens, version: int) -> None:
         if answer.cached_tokens:
             raise TrainingStopped(
-                f"{self._engine_name()}: after publishing version {version}, {answer.cached_tokens} tokens of "
-                f"the probe came out of a prefix cache that older weights had filled. {_OTHER_ENGINE}"
+                f"{self._engine_name()}: after publishing version {version}, {answer.cached_tokens} tokens "
+                f"of the probe came out of a prefix cache that older weights had filled. {_OTHER_ENGINE}"
             )
 
     def _check_weights(self, answer: NextTokens, expectation: Expectation) -> None:
@@ -330,25 +330,25 @@ class WeightPublisher:
         if found.mean <= self.bound:
             return
         what = (
-            f"{self._engine_name()}: after publishing version {version}, its log-probabilities differ from the "
-            f"trainer's by {found.mean:.3g} nats on average (99th percentile {found.p99:.3g}), and "
+            f"{self._engine_name()}: after publishing version {version}, its log-probabilities differ from "
+            f"the trainer's by {found.mean:.3g} nats on average (99th percentile {found.p99:.3g}), and "
             f"{self.bound:.3g} is expected"
         )
         advice = (
-            "Compare inference_model.dtype with train_model.autocast; train_model.head_dtype=float32 computes "
-            "the output head more exactly"
+            "Compare inference_model.dtype with train_model.autocast; train_model.head_dtype=float32 "
+            "computes the output head more exactly"
         )
         if math.isnan(found.mean):
             raise TrainingStopped(
-                f"{what}: the engine or the trainer computes numbers that are not finite. Go on from an earlier "
-                "checkpoint with a lower optimizer.lr or optimizer.max_grad_norm"
+                f"{what}: the engine or the trainer computes numbers that are not finite. Go on from an "
+                "earlier checkpoint with a lower optimizer.lr or optimizer.max_grad_norm"
             )
         if self.unread:
             raise TrainingStopped(
-                f"{what}; {len(self.unread)} of its tensors cannot be read back, the first is {self.unread[0]}, "
-                "so the answers are all there is to tell whether weights arrived. "
-                f"{advice}; inference_model.max_logprob_gap={2 * found.mean:.2g} with resume=auto goes on all "
-                "the same"
+                f"{what}; {len(self.unread)} of its tensors cannot be read back, the first is "
+                f"{self.unread[0]}, so the answers are all there is to tell whether weights arrived. "
+                f"{advice}; inference_model.max_logprob_gap={2 * found.mean:.2g} with resume=auto goes on "
+                "all the same"
             )
         if not self._warned:
             self._warned = True
