@@ -23,6 +23,7 @@ from torchrl_grpo.rollout.micro_batches import TokenBudget
 from torchrl_grpo.training.optimise import OptimiserStep
 from torchrl_grpo.training.parallel import distribute, resting, whole
 from torchrl_grpo.training.ranks import Ranks
+from torchrl_grpo.validation_ranges import ZERO_STAGES
 
 CPU = torch.device("cpu")
 # Every term a loss can have, so that every metric is added up over ranks.
@@ -34,6 +35,14 @@ CASES: dict[str, tuple[str, int | None, dict[str, Any]]] = {
     "gpt2": ("gpt2", 30, {}),
     "gemma3": ("gemma3", None, {}),
     "qwen3, few groups move": ("qwen3", 25, {}),
+}
+RELOADED = ("llama_tied", "gpt2")
+# The same in bfloat16, where ranks round differently.
+MIXED = {
+    "llama in bfloat16": "llama",
+    "llama_tied in bfloat16": "llama_tied",
+    "gpt2 in bfloat16": "gpt2",
+    "gemma3 in bfloat16, checkpointed": "gemma3",
 }
 
 
@@ -47,9 +56,12 @@ def batch_of(case: str) -> TensorDict:
 
 
 def build(case: str, kind: str, ranks: Ranks) -> tuple[OptimiserStep, torch.nn.Module]:
-    family, tokens, policy = CASES[case]
+    family, tokens, policy = CASES[MIXED.get(case, case)]
     model = make_model(family)
-    scorer = TokenScorer(model)
+    if "checkpointed" in case:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    scorer = TokenScorer(model, autocast_dtype=torch.bfloat16 if case in MIXED else None)
     network = distribute(scorer, kind, ranks.size, CPU)
     loss, _ = make_objective(scorer, **policy)
     loss.score_through(network)
@@ -75,6 +87,7 @@ def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
     step, model = build(case, kind, ranks)
     batch = batch_of(case)
     sums = step.accumulate(batch)
+    storages = {p.grad.untyped_storage()._cdata for p in model.parameters() if p.grad is not None}
     gradients = {name: _gradient(p).clone() for name, p in model.named_parameters()}
     # Refused, which changes nothing and drops them.
     step.update.step(allowed=False)
@@ -87,12 +100,13 @@ def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
     return {
         "sums": sums,
         "gradients": gradients,
+        "storages of gradients": len(storages),
         "metrics": metrics,
         "weights": weights,
         "probe": probe,
         "state": state,
         "kept": ranks.gather(sum(len(entry) for entry in state["optimizer"]["state"].values())),
-        "reloaded": _reloaded(case, kind, ranks, state),
+        "reloaded": _reloaded(case, kind, ranks, state) if case in RELOADED else None,
         "tokens": float(totals_of(batch["masks", "loss"]).tokens),
     }
 
@@ -107,6 +121,26 @@ def _reloaded(case: str, kind: str, ranks: Ranks, state: dict[str, Any]) -> dict
             # What was given is no longer needed: it may lie in a file.
             value.fill_(-1.0)
     return step.state_dict()
+
+
+def kept_of_weights(ranks: Ranks) -> float:
+    """Bytes a weight that the graph holds of the layers' matrices after a forward pass in bfloat16."""
+    step, model = build("llama in bfloat16", "fsdp2", ranks)
+    matrices = [p for p in model.get_decoder().layers.parameters() if p.ndim == 2]
+    shapes = {shape for p in matrices for shape in (p.shape, p.shape[::-1])}
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.shape in shapes:
+            saved.append(tensor)
+        return tensor
+
+    batch = batch_of("llama in bfloat16")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        terms = step.loss(batch, totals=totals_of(batch["masks", "loss"]))
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in saved}
+    torch.stack([v for k, v in terms.items() if k.startswith("loss_")]).sum().backward()
+    return sum(storages.values()) / sum(p.numel() for p in matrices)
 
 
 def _gradient(parameter: torch.nn.Parameter) -> Tensor:
@@ -126,7 +160,13 @@ def _probe(step: OptimiserStep, batch: TensorDict) -> Tensor:
 def main(output: Path, kinds: Sequence[str]) -> None:
     torch.set_num_threads(1)
     here = Ranks(on_cpu=True)
-    found = {(case, kind): measure(case, kind, here) for case in CASES for kind in kinds}
+    found: dict[Any, Any] = {
+        (case, kind): measure(case, kind, here)
+        for kind in kinds
+        for case in (*CASES, *(MIXED if kind not in ZERO_STAGES and here.size == 2 else ()))
+    }
+    if "fsdp2" in kinds:
+        found["kept of weights"] = kept_of_weights(here)
     if here.is_main:
         torch.save(found, output)
 

@@ -17,6 +17,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from helpers_ranks import (
     Runs,
     check_kept_and_loaded,
+    check_rounds_alike,
     check_same_numbers,
     check_same_state,
     command,
@@ -29,7 +30,7 @@ from helpers_ranks import (
     sums,  # noqa: F401
     words,
 )
-from rank_program import CASES
+from rank_program import CASES, MIXED, RELOADED
 
 from torchrl_grpo.rollout.micro_batches import divide
 
@@ -52,6 +53,25 @@ def test_ranks_compute_what_one_process_does(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", MIXED)
+def test_ranks_round_as_one_process_does(by_ranks: dict[int, Any], case: str, kind: str) -> None:
+    check_rounds_alike(by_ranks[2][case, kind], measured_alone(case), measured_alone(MIXED[case]))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_shards_leave_nothing_of_the_layers_they_have_gathered_in_the_graph(
+    by_ranks: dict[int, Any], count: int
+) -> None:
+    # Autocast alone keeps a copy of each weight in 16 bits: 2 bytes.
+    assert by_ranks[count]["kept of weights"] == 0
+
+
+def test_gradients_of_whole_models_lie_in_what_is_exchanged(by_ranks: dict[int, Any]) -> None:
+    # One bucket for a model this small, and not a second copy of each gradient.
+    assert by_ranks[2]["llama", "ddp"]["storages of gradients"] == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_optimiser_s_state_is_the_same_for_all_layouts(by_ranks: dict[int, Any], kind: str) -> None:
     check_same_state(by_ranks[2]["llama", kind]["state"], measured_alone("llama")["state"])
 
@@ -61,7 +81,7 @@ def test_the_optimiser_s_state_is_the_same_for_all_layouts(by_ranks: dict[int, A
 def test_moments_are_kept_by_the_rank_that_saves_them_and_loaded_in_parts(
     by_ranks: dict[int, Any], count: int, kind: str
 ) -> None:
-    for case in CASES:
+    for case in RELOADED:
         check_kept_and_loaded(by_ranks[count][case, kind], count)
 
 

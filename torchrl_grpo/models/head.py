@@ -113,7 +113,8 @@ class _Score(torch.autograd.Function):
         head = _Head(weight, bias, ctx.options, ctx.block_elements)
         wants_hidden, _, wants_weight, wants_bias, _, _ = ctx.needs_input_grad
         d_hidden = torch.zeros(hidden.shape, device=hidden.device) if wants_hidden else None
-        d_weight = torch.zeros_like(weight) if wants_weight else None
+        # Of weights in 16 bits as well: it is rounded once, and not with every block of tokens.
+        d_weight = torch.zeros(weight.shape, device=weight.device) if wants_weight else None
         d_bias = torch.zeros_like(bias) if wants_bias and bias is not None else None
         # What the clip cut off or an advantage of zero multiplies adds nothing; its logits are not needed.
         active = by_log_prob != 0 if by_entropy is None else (by_log_prob != 0) | (by_entropy != 0)

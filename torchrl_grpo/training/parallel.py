@@ -10,12 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrl_grpo.models.logprobs import TokenScorer
@@ -38,18 +46,52 @@ def distribute(scorer: TokenScorer, kind: str, ranks: int, device: torch.device)
         return scorer
     if kind == "ddp":
         on_gpu = [device] if device.type == "cuda" else None
-        return DistributedDataParallel(scorer, device_ids=on_gpu, forward_sync_buffers=False)
+        # Gradients as views of what is exchanged: not 4 bytes a weight twice.
+        return DistributedDataParallel(
+            scorer, device_ids=on_gpu, forward_sync_buffers=False, gradient_as_bucket_view=True
+        )
     if kind in ZERO_STAGES:
         return ZeroNetwork(scorer, kind, device)
     mesh = init_device_mesh(device.type, (ranks,))
+    precision = _gathered_as(scorer)
     names = scorer.model._no_split_modules or []
     for module in scorer.model.modules():
         if type(module).__name__ in names:
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh, mp_policy=precision)
     # Embedding, last norm and head: gathered for the whole of a forward pass, which uses the head.
-    fully_shard(scorer, mesh=mesh)
+    fully_shard(scorer, mesh=mesh, mp_policy=precision)
     register_fsdp_forward_method(scorer, "next_token_log_probs")
     return scorer
+
+
+def _gathered_as(scorer: TokenScorer) -> MixedPrecisionPolicy:
+    """In which format FSDP2 gathers weights; shards, and gradients between ranks, stay float32.
+
+    Gathered in float32 they would travel at twice the size, and autocast would keep a copy of each in 16 bits
+    until the pass ends, of which there is no need to be a whole model on any rank. Autocast stays: products
+    are the same, and what it computes in float32 (the residual stream, norms, positions) stays so. Only the
+    weights of norms and embeddings come rounded, as an engine in bfloat16 has them.
+    """
+    if scorer.autocast_dtype is None:
+        return MixedPrecisionPolicy()
+    # The first of the residual stream, to which layers add; else all of it would be in 16 bits.
+    scorer.model.get_input_embeddings().register_forward_hook(_in_float32)
+    for module in scorer.model.modules():
+        if isinstance(module, nn.LayerNorm):
+            # Torch's own on a CPU takes no weights in another format than its input.
+            module.forward = partial(_layer_norm, module)  # type: ignore[method-assign]
+    return MixedPrecisionPolicy(
+        param_dtype=scorer.autocast_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+
+
+def _in_float32(module: nn.Module, arguments: tuple[Any, ...], found: Tensor) -> Tensor:
+    return found.float()
+
+
+def _layer_norm(module: nn.LayerNorm, states: Tensor) -> Tensor:
+    weight, bias = (None if one is None else one.to(states.dtype) for one in (module.weight, module.bias))
+    return F.layer_norm(states, module.normalized_shape, weight, bias, module.eps)
 
 
 def synchronising(network: object, last: bool) -> AbstractContextManager[None]:
