@@ -35,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_run_in_bfloat16_goes_to_its_end(train_sync: Runner, name: str) -> None:  # noqa: F811
+def test_a_run_in_bfloat16_goes_to_its_end(train_sync: Runner, name: str) -> None:
     lines = train_sync("run", **BFLOAT16, **SETTINGS[name])
     assert lines[-1]["step"] == len(lines) - 1 >= 4
     # The weights of this random model round far more than a trained one's.
@@ -45,12 +45,12 @@ def test_a_run_in_bfloat16_goes_to_its_end(train_sync: Runner, name: str) -> Non
         assert lines[1]["kl/reference"] == pytest.approx(0.0, abs=1e-4), "equal weights have no divergence"
 
 
-def test_a_run_in_float16_goes_to_its_end(train_sync: Runner) -> None:  # noqa: F811
+def test_a_run_in_float16_goes_to_its_end(train_sync: Runner) -> None:
     assert train_sync("run", **FLOAT16)[-1]["step"] == 4
 
 
 def test_a_run_in_bfloat16_is_resumed_as_if_uninterrupted(
-    train_sync: Runner,  # noqa: F811
+    train_sync: Runner,
     tmp_path: Path,
 ) -> None:
     settings = {**BFLOAT16, "train__checkpoint_frequency": 1, "checkpoint__keep": 9}
@@ -59,12 +59,12 @@ def test_a_run_in_bfloat16_is_resumed_as_if_uninterrupted(
 
 
 @pytest.mark.parametrize("age", [0, 2])
-def test_an_asynchronous_run_in_bfloat16_goes_to_its_end(train: AsyncRunner, age: int) -> None:  # noqa: F811
+def test_an_asynchronous_run_in_bfloat16_goes_to_its_end(train: AsyncRunner, age: int) -> None:
     lines = train("run", collector__max_policy_age=age, **BFLOAT16)
     assert lines[-1]["step"] == len(lines) - 1 >= 4
 
 
-def test_adapters_in_bfloat16_train_to_the_end(train_sync: Runner, config: Any) -> None:  # noqa: F811
+def test_adapters_in_bfloat16_train_to_the_end(train_sync: Runner, config: Any) -> None:
     config.train_model.lora.rank = 4
     lines = train_sync("run", **BFLOAT16)
     assert lines[-1]["step"] == 4 and lines[-1]["optimizer/grad_norm"] > 0

@@ -292,6 +292,20 @@ def test_the_same_configuration_is_the_same_run(run_dir: Path) -> None:
     checkpoint.check_same_run(folder, free)
 
 
+def test_a_run_from_before_a_key_existed_is_the_same_run(run_dir: Path) -> None:
+    folder = save(run_dir, 5)
+    saved = folder / "config.yaml"
+    lines = saved.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if line.split(":")[0].strip() not in {"overlong_prompts", "engine_args"}]
+    assert len(kept) == len(lines) - 2
+    saved.write_text("".join(kept))
+    checkpoint.check_same_run(folder, Config())
+    changed = Config()
+    changed.env.overlong_prompts = "drop"
+    with pytest.raises(CheckpointError, match=r"env.overlong_prompts=drop.*started with .*=error"):
+        checkpoint.check_same_run(folder, changed)
+
+
 @pytest.mark.parametrize(
     "section,key,value",
     [

@@ -174,7 +174,7 @@ def test_the_bound_follows_what_is_seen_at_the_start_unless_it_is_given() -> Non
     assert given.bound == 0.5
     resumed, changed = make_publisher(), make_publisher(bound=0.7)
     for publisher in (resumed, changed):
-        publisher.load_state_dict({"noise": 0.1, "bound": 0.3})
+        publisher.load_state_dict({"noise": 0.1, "bound": 0.3, "precision": "float32"})
         publisher.prove_at_start(4)
     assert resumed.bound == 0.3, "judged as the run began"
     assert changed.bound == 0.7, "what is written now counts"

@@ -255,7 +255,7 @@ def check_same_run(folder: Path, cfg: Config) -> None:
     from omegaconf import OmegaConf
 
     saved = OmegaConf.to_container(OmegaConf.load(folder / _CONFIG))
-    for key, before, now in _differences(saved, asdict(cfg)):
+    for key, before, now in _differences(_completed(saved, asdict(Config())), asdict(cfg)):
         if not any(key == free or key.startswith(free + ".") for free in _FREE_KEYS):
             weights = folder / ("merged" if (folder / "merged").is_dir() else "model")
             run_dir = folder.parent.parent
@@ -300,6 +300,17 @@ def _doomed(folder: Path) -> Path:
     doomed = folder.with_name(f"{_DOOMED}{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     return folder.rename(doomed)
+
+
+def _completed(saved: Any, defaults: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with the defaults of keys that did not exist when it was saved."""
+    found = dict(saved)
+    for key, default in defaults.items():
+        if key not in found:
+            found[key] = default
+        elif isinstance(default, dict) and isinstance(found[key], dict):
+            found[key] = _completed(found[key], default)
+    return found
 
 
 def _differences(before: Any, now: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:

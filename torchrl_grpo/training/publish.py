@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +122,7 @@ class WeightPublisher:
         self.engine_dtype = engine_dtype
         self._shapes = {name: tuple(tensor.shape) for name, tensor in named_weights(model)}
         self.probe = Probe(probe_prompts, TOP_K, self._shapes)
+        self._precision = str(precision).removeprefix("torch.")
         self._floor = _FLOOR[precision]
         self.bound = self._floor if bound is None else bound
         self._derives_bound = bound is None
@@ -189,13 +190,13 @@ class WeightPublisher:
             f"perturbed weights move them by {proof['publish/perturbation']:.2g}"
         )
 
-    def state_dict(self) -> dict[str, float]:
-        """The mean difference seen at the run's start, and the bound derived from it."""
-        return {"noise": self._noise, "bound": self.bound}
+    def state_dict(self) -> dict[str, Any]:
+        """The mean difference seen at the run's start, the bound derived from it, and the formats of both."""
+        return {"noise": self._noise, "bound": self.bound, "precision": self._precision}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Judge by what the run began with, unless a bound is given now."""
-        if self._derives_bound:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Judge by what the run began with, unless a bound is given now or the formats have changed since."""
+        if self._derives_bound and state.get("precision") == self._precision:
             self._noise, self.bound = state["noise"], state["bound"]
             self._derives_bound = False
 
@@ -266,8 +267,8 @@ class WeightPublisher:
             how = "stale" if stale else "not what matrix and adapter amount to"
             raise TrainingStopped(
                 f"{self._engine_name()}: {len(stale or wrong)} of the weights listed for publication are "
-                f"{how}, the first is {(stale or wrong)[0]}: adapters are merged wrongly. This is a defect of "
-                "the program; train_model.lora.rank=0 trains without adapters"
+                f"{how}, the first is {(stale or wrong)[0]}: adapters are merged wrongly. This is a defect "
+                "of the program; train_model.lora.rank=0 trains without adapters"
             )
 
     def judge(self, expectation: Expectation, answer: NextTokens) -> dict[str, float]:
@@ -340,8 +341,9 @@ class WeightPublisher:
         )
         if math.isnan(found.mean):
             raise TrainingStopped(
-                f"{what}: the engine or the trainer computes numbers that are not finite. Go on from an "
-                "earlier checkpoint with a lower optimizer.lr or optimizer.max_grad_norm"
+                f"{what}: the engine or the trainer computes numbers that are not finite. Start a new "
+                "run from the weights of an earlier checkpoint, with a lower optimizer.lr and "
+                "model.name=RUN/checkpoints/STEP/model"
             )
         if self.unread:
             raise TrainingStopped(
