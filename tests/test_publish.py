@@ -286,6 +286,24 @@ def test_sabotage_is_found(
     assert sabotaged.engine.policy_version < 3
 
 
+def test_a_resumed_run_is_judged_by_its_start_unless_the_user_or_the_formats_say_otherwise() -> None:
+    saved = make_publisher(TransformersEngine)
+    saved.prove_at_start(0)
+    state = saved.state_dict()
+    same, wider, other = (make_publisher(TransformersEngine) for _ in range(3))
+    same.load_state_dict(state)
+    assert same.bound == saved.bound < saved.start_bound
+    # As the message of a failed proof says.
+    wider.bound, wider._derive_bound = 3.0, False
+    wider.load_state_dict(state)
+    assert wider.bound == 3.0
+    # Noise of float32 would condemn every answer in bfloat16.
+    other.load_state_dict({**state, "precision": "torch.bfloat16", "bound": 0.0})
+    assert other.bound == other.start_bound
+    other.prove_at_start(2)
+    assert other.bound == pytest.approx(saved.bound)
+
+
 @pytest.mark.parametrize("engine,stopped", [(EngineIgnores, True), (TransformersEngine, False)])
 def test_updates_smaller_than_the_rounding_add_up_until_a_stale_engine_is_seen(
     engine: type[TransformersEngine], stopped: bool

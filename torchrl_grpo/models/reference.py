@@ -30,8 +30,13 @@ def load_reference(
     if cfg.ref_model.dtype == "auto" and cfg.ref_model.refresh_mix < 1:
         # In 16 bits, most steps of a slow average round to nothing.
         dtype = torch.float32
-    instead = "write ref_model.dtype=bfloat16, or give it a device of its own with ref_model.devices"
-    model = loading.load_model(source, cfg.model, device, dtype, instead=instead).requires_grad_(False)
+    model = loading.load_model(
+        source,
+        cfg.model,
+        device,
+        dtype,
+        instead="write ref_model.dtype=bfloat16, or give it a device of its own with ref_model.devices",
+    ).requires_grad_(False)
     autocast = autocast_dtype if dtype == torch.float32 else None
     scorer = TokenScorer(model, cfg.inference_model.temperature, autocast, shares_prefix)
     if cfg.train_model.fused_head:

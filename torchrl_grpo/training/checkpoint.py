@@ -45,9 +45,14 @@ _FREE_KEYS = (
     "train.max_tokens_per_microbatch",
     "train_model.gradient_checkpointing",
     "inference_model.gpu_memory_utilization",
-    # Rounding only.
+    # Rounding only; formats are what a run is told to change whose engine and trainer are too far apart.
     "train_model.compile",
     "train_model.fused_head",
+    "train_model.autocast",
+    "inference_model.dtype",
+    "ref_model.dtype",
+    # When it is taken for more than rounding changes no number but when the run stops.
+    "inference_model.max_logprob_gap",
     # How many hold the model changes nothing but rounding; checkpoints are the same for all layouts.
     "train_model.num_devices",
     "train_model.devices",
@@ -55,6 +60,7 @@ _FREE_KEYS = (
     "ref_model.num_devices",
     "ref_model.devices",
     # Who samples a response does not change what it is sampled from.
+    "inference_model.backend",
     "collector.timeout_s",
     "collector.max_restarts",
     "inference_model.num_devices",
@@ -62,6 +68,11 @@ _FREE_KEYS = (
     "inference_model.sleep",
     "ray",
 )
+
+
+def may_change(key: str) -> bool:
+    """Whether a resumed run may have another value of a key."""
+    return any(key == free or key.startswith(f"{free}.") for free in _FREE_KEYS)
 
 
 def save(
@@ -250,7 +261,7 @@ def check_same_run(folder: Path, cfg: Config) -> None:
 
     saved = OmegaConf.to_container(OmegaConf.load(folder / _CONFIG))
     for key, before, now in _differences(saved, asdict(cfg)):
-        if not any(key == free or key.startswith(free + ".") for free in _FREE_KEYS):
+        if not may_change(key):
             weights = folder / ("merged" if (folder / "merged").is_dir() else "model")
             run_dir = folder.parent.parent
             which = f" (its words were {known})" if (known := words_of(run_dir)) else ""

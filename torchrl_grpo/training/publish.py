@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,7 @@ class WeightPublisher:
         self.bound = self.start_bound
         self._derive_bound = bound is None
         self._floor = _FLOOR[precision]
+        self._precision = str(precision)
         self._noise = 0.0
         self._padded = pad_left(probe_prompts, pad_id)
         # The trainer's view of some publications ago: it stays until the trainer has moved far enough from it
@@ -165,14 +166,21 @@ class WeightPublisher:
             _, answer = self._load(named_weights(self.model), version, self.engine.publish)
             return self._difference(self._trainer_view(), answer)
 
-    def state_dict(self) -> dict[str, float]:
-        """The noise seen at the run's start, and the bound derived from it."""
-        return {"noise": self._noise, "bound": self.bound}
+    def state_dict(self) -> dict[str, Any]:
+        """The noise seen at the run's start, of which formats, and the bound derived from it."""
+        return {"noise": self._noise, "bound": self.bound, "precision": self._precision}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Judge by what the run began with, so that a resumed run stops where the uninterrupted one would."""
-        self._noise, self.bound = state["noise"], state["bound"]
-        self._resumed = True
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Judge by what the run began with, so that a resumed run stops where the uninterrupted one would.
+
+        Noise of other formats says nothing of these: then it is measured anew. A bound that the user gives
+        now stands; without one, that of before.
+        """
+        if state.get("precision", self._precision) != self._precision:  # not in earlier checkpoints
+            return
+        self._noise, self._resumed = state["noise"], True
+        if self._derive_bound:
+            self.bound = state["bound"]
 
     def publish(self, version: int) -> dict[str, float]:
         """Publish the weights as they are now.
