@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import json
 import pickle
 import random
+import re
 import resource
 import shutil
 import warnings
@@ -18,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torchrl_grpo.config import Config
+from torchrl_grpo.config import Config, keys
 from torchrl_grpo.errors import CheckpointError
 from torchrl_grpo.training import checkpoint
 from torchrl_grpo.training.state import Counters, random_state, seed_everything, set_random_state
@@ -289,6 +291,11 @@ def test_the_same_configuration_is_the_same_run(run_dir: Path) -> None:
     free.train.max_tokens_per_microbatch = 512
     free.inference_model.gpu_memory_utilization = 0.2
     free.train_model.fused_head = False
+    # What a run is told to change whose engine and trainer round too differently.
+    free.inference_model.max_logprob_gap = 2.0
+    free.train_model.autocast = "no"
+    free.inference_model.dtype = free.ref_model.dtype = "float32"
+    free.inference_model.backend = "transformers"
     checkpoint.check_same_run(folder, free)
 
 
@@ -304,6 +311,50 @@ def test_a_run_from_before_a_key_existed_is_the_same_run(run_dir: Path) -> None:
     changed.env.overlong_prompts = "drop"
     with pytest.raises(CheckpointError, match=r"env.overlong_prompts=drop.*started with .*=error"):
         checkpoint.check_same_run(folder, changed)
+
+
+def messages_that_end_runs() -> list[tuple[str, str]]:
+    """Where each stands, and its text; what is filled in is left out."""
+    found = []
+    for path in sorted(Path(checkpoint.__file__).parents[1].rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        named = {
+            ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)
+        }
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            # Those that are raised, and what a model that does not fit is said with.
+            ends = ast.unparse(call.func) in ("TrainingStopped", "WorkersLost", "stopping")
+            given = [*call.args[:1]] if ends else [k.value for k in call.keywords if k.arg == "instead"]
+            for text in (named.get(ast.unparse(one), one) for one in given):
+                parts = [n.value for n in ast.walk(text) if isinstance(n, ast.Constant)]
+                found.append((f"{path.name}:{call.lineno}", "".join(filter(_is_text, parts))))
+    return found
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+# They decide what is trained, so no run goes on with another one.
+OF_A_NEW_RUN = {
+    "optimizer.lr",
+    "model.name",
+    "train_model.lora.rank",
+    "train_model.quantization",
+    "inference_model.max_new_tokens",
+}
+
+
+def test_what_a_stopped_run_is_told_to_change_may_change_or_is_said_to_take_a_new_run() -> None:
+    advised: dict[str, str] = {}
+    for place, text in messages_that_end_runs():
+        for key in filter(keys().leaves.__contains__, re.findall(r"[a-z_]+(?:\.[a-z_]+)+", text)):
+            if text.startswith(f"{key}=") and text.count(key) == 1:
+                continue  # what the message is about
+            advised[key] = place
+            assert checkpoint.may_change(key) or (key in OF_A_NEW_RUN and "new run" in text), (place, key)
+    assert {*OF_A_NEW_RUN, "inference_model.max_logprob_gap", "train_model.parallelism"} <= {*advised}
+    assert not any(map(checkpoint.may_change, OF_A_NEW_RUN))
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,9 @@ def test_the_reference_is_the_base_and_not_a_second_model(
     loaded: list[str] = []
     honest = loading.load_model
 
-    def counted(source: str, *rest: Any) -> Any:
+    def counted(source: str, *rest: Any, **options: Any) -> Any:
         loaded.append(source)
-        return honest(source, *rest)
+        return honest(source, *rest, **options)
 
     monkeypatch.setattr(loading, "load_model", counted)
     with_base = without_eval(train("lora", policy__kl_coef=0.1, inference_model__temperature=0.7))

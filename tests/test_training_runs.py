@@ -118,6 +118,20 @@ def test_a_resumed_run_reads_its_state_once_and_keeps_nothing_in_the_file(
     assert mapped == [False]
 
 
+def test_a_run_goes_on_in_other_number_formats(train: Runner, tmp_path: Path) -> None:
+    exact = train("run", train__checkpoint_frequency=2, checkpoint__keep=9)
+    assert exact[-1]["publish/gap"] < 1e-4
+    # A scaler begins that the checkpoint does not know, and the bound of float32 is not for these.
+    for autocast in ("fp16", "bf16"):
+        rounded = train(
+            "run",
+            resume=str(tmp_path / "run/checkpoints/2"),
+            train_model__autocast=autocast,
+            inference_model__dtype="bfloat16",
+        )
+        assert rounded[-1]["publish/gap"] > 1e-3 and rounded[-1]["step"] == exact[-1]["step"]
+
+
 @pytest.mark.parametrize("settings", [{}, {"train__optim_batch_size": 4}], ids=["a step a round", "four"])
 def test_publications_that_do_not_keep_to_rounds_resume_too(
     train: Runner, tmp_path: Path, settings: dict[str, Any]
@@ -307,9 +321,12 @@ def test_without_a_coefficient_no_reference_model_is_loaded(
 
     loaded: list[str] = []
     honest = loading.load_model
-    monkeypatch.setattr(
-        loading, "load_model", lambda source, *rest: loaded.append(source) or honest(source, *rest)
-    )
+
+    def counting(source: str, *rest: Any, **options: Any) -> Any:
+        loaded.append(source)
+        return honest(source, *rest, **options)
+
+    monkeypatch.setattr(loading, "load_model", counting)
     train("plain", train__total_dialog_turns=16)
     assert len(loaded) == 1
     train("kl", policy__kl_coef=0.1)

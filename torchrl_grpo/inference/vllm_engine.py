@@ -249,8 +249,8 @@ class VLLMEngine(SteppingEngine):
         """See :meth:`Engine.wake`."""
         with stopping(
             "memory ran out when vLLM took its share of the GPU back: lower "
-            f"inference_model.gpu_memory_utilization={self._share}, take a smaller model.name, or write "
-            "train_model.lora.rank=16"
+            f"inference_model.gpu_memory_utilization={self._share} and resume, or start a new run with a "
+            "smaller model.name or train_model.lora.rank=16"
         ):
             self.llm.wake_up()
 

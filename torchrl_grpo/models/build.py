@@ -38,13 +38,24 @@ def build_model(cfg: Config, weights: str, device: torch.device, resume_from: Pa
     """
     adapters = cfg.train_model.lora
     if adapters.rank == 0:
-        instead = "start a new run with train_model.lora.rank=16, or with a smaller model.name"
-        return loading.load_model(weights, cfg.model, device, torch.float32, instead=instead)
+        return loading.load_model(
+            weights,
+            cfg.model,
+            device,
+            torch.float32,
+            instead="start a new run with train_model.lora.rank=16, or with a smaller model.name",
+        )
     dtype = resolve_autocast(cfg.train_model.autocast, device) or torch.float32
     if adapters.base_dtype != "auto":
         dtype = resolve_dtype(adapters.base_dtype, device)
-    instead = "start a new run with train_model.quantization=nf4, or with a smaller model.name"
-    model = loading.load_model(weights, cfg.model, device, dtype, cfg.train_model.quantization, instead)
+    model = loading.load_model(
+        weights,
+        cfg.model,
+        device,
+        dtype,
+        cfg.train_model.quantization,
+        instead="start a new run with train_model.quantization=nf4, or with a smaller model.name",
+    )
     lora.add_adapters(model, adapters, derive_seed(cfg.seed, "lora"))
     if resume_from is not None:
         lora.load_adapters(model, resume_from / "model")

@@ -123,7 +123,7 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     quantized: str = "none",
-    instead: str = "take a smaller model.name",
+    instead: str = "start a new run with a smaller model.name",
 ) -> PreTrainedModel:
     """The causal language model at ``source`` on ``device`` in ``dtype``, in evaluation mode.
 

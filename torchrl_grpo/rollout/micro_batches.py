@@ -131,8 +131,8 @@ class TokenBudget:
         if len(failed.rows) == 1 and len(responses[failed.rows[0]][failed.samples]) == 1:
             raise TrainingStopped(
                 f"memory ran out on a single sequence of {tokens} tokens: lower "
-                "inference_model.max_new_tokens or inference_model.gpu_memory_utilization, write "
-                "train_model.gradient_checkpointing=true, or take a smaller model.name"
+                "inference_model.max_new_tokens or take a smaller model.name in a new run, or resume with "
+                "train_model.gradient_checkpointing=true or a lower inference_model.gpu_memory_utilization"
             )
         self.tokens = max(1, min(self.tokens, tokens) // 2)
         self._say(
@@ -164,7 +164,7 @@ class TokenBudget:
                     f"train.max_tokens_per_microbatch={self._asked_for}: a sequence has {prompt + tokens} "
                     f"tokens, {prompt} of its prompt and {tokens} of its response; write "
                     f"train.max_tokens_per_microbatch={prompt + tokens} or more, or a lower "
-                    "inference_model.max_new_tokens"
+                    "inference_model.max_new_tokens in a new run"
                 )
             if sample > cuts[-1] and cost + tokens > budget:
                 cuts.append(sample)

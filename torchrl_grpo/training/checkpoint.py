@@ -46,9 +46,16 @@ _FREE_KEYS = (
     "train_model.gradient_checkpointing",
     "inference_model.gpu_memory_utilization",
     "inference_model.kv_cache_gib",
-    # Rounding only.
+    # Rounding only; formats are what a run is told to change whose engine and trainer are too far apart.
+    "train_model.head_dtype",
+    "inference_model.enforce_eager",
     "train_model.compile",
     "train_model.fused_head",
+    "train_model.autocast",
+    "inference_model.dtype",
+    "ref_model.dtype",
+    # When it is taken for more than rounding changes no number but when the run stops.
+    "inference_model.max_logprob_gap",
     # How many hold the model changes nothing but rounding; checkpoints are the same for all layouts.
     "train_model.num_devices",
     "train_model.devices",
@@ -56,6 +63,7 @@ _FREE_KEYS = (
     "ref_model.num_devices",
     "ref_model.devices",
     # Who samples a response does not change what it is sampled from.
+    "inference_model.backend",
     "collector.timeout_s",
     "collector.max_restarts",
     "inference_model.num_devices",
@@ -256,7 +264,7 @@ def check_same_run(folder: Path, cfg: Config) -> None:
 
     saved = OmegaConf.to_container(OmegaConf.load(folder / _CONFIG))
     for key, before, now in _differences(_completed(saved, asdict(Config())), asdict(cfg)):
-        if not any(key == free or key.startswith(free + ".") for free in _FREE_KEYS):
+        if not may_change(key):
             weights = folder / ("merged" if (folder / "merged").is_dir() else "model")
             run_dir = folder.parent.parent
             which = f" (its words were {known})" if (known := words_of(run_dir)) else ""

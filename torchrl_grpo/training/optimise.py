@@ -32,9 +32,10 @@ _INITIAL_SCALE = 2.0**12
 _IDLE = MicroBatch((0,), slice(0, 1))
 
 _NO_ROOM_FOR_UPDATE = (
-    "memory ran out in the optimiser's update, which keeps 8 bytes a trained weight: write "
-    "train_model.lora.rank=16, divide the model among GPUs with train_model.parallelism=fsdp2, take a "
-    "smaller model.name, or, where vLLM is on the same GPU, lower inference_model.gpu_memory_utilization"
+    "memory ran out in the optimiser's update, which keeps 8 bytes a trained weight: start a new run "
+    "with train_model.lora.rank=16 or a smaller model.name, or resume with the model divided among GPUs by "
+    "train_model.parallelism=fsdp2 or, where vLLM is on the same GPU, with a lower "
+    "inference_model.gpu_memory_utilization"
 )
 
 # What the loss calls a mean, and what the log calls it.
@@ -256,8 +257,9 @@ class OptimiserStep:
             raise TrainingStopped(
                 f"{self.skipped_in_a_row} optimiser steps in a row were skipped because the loss ({loss}) or "
                 f"the gradient norm ({norm}) is not finite, and train.max_skipped_steps="
-                f"{self.max_skipped_steps}; lower optimizer.lr={self.optimizer.defaults['lr']}, write "
-                "train_model.autocast=no, or resume an earlier checkpoint"
+                f"{self.max_skipped_steps}; resume with train_model.autocast=no if it was another, or start "
+                f"a new run with a lower optimizer.lr={self.optimizer.defaults['lr']}, from the weights of "
+                "an earlier checkpoint with model.name=RUN/checkpoints/STEP/model"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -287,7 +289,8 @@ class OptimiserStep:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self.scheduler._last_lr = rates
-        self.scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:  # empty of a run without one, and such a run may go on with one
+            self.scaler.load_state_dict(state["scaler"])
         self.skipped = state["skipped"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
         if "budget" in state:  # not in checkpoints of earlier versions

@@ -58,8 +58,10 @@ def distribute(scorer: TokenScorer, kind: str, ranks: int, device: torch.device)
     for module in scorer.model.modules():
         if type(module).__name__ in names:
             fully_shard(module, mesh=mesh, mp_policy=precision)
-    # Embedding, last norm and head: gathered for the whole of a forward pass, which uses the head.
-    fully_shard(scorer, mesh=mesh, mp_policy=precision)
+    # Embedding, last norm and head: gathered for the whole of a forward pass, which uses the head. A head in
+    # float32 must not be given weights that were rounded on the way.
+    outer = MixedPrecisionPolicy() if scorer.head_dtype is torch.float32 else precision
+    fully_shard(scorer, mesh=mesh, mp_policy=outer)
     register_fsdp_forward_method(scorer, "next_token_log_probs")
     return scorer
 

@@ -268,7 +268,7 @@ class WeightPublisher:
             raise TrainingStopped(
                 f"{self._engine_name()}: {len(stale or wrong)} of the weights listed for publication are "
                 f"{how}, the first is {(stale or wrong)[0]}: adapters are merged wrongly. This is a defect "
-                "of the program; train_model.lora.rank=0 trains without adapters"
+                "of the program; a new run with train_model.lora.rank=0 trains without adapters"
             )
 
     def judge(self, expectation: Expectation, answer: NextTokens) -> dict[str, float]:
