@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -460,7 +461,7 @@ def test_reasoning_gym_splits_are_disjoint_and_repeatable() -> None:
 def test_reasoning_gym_truth_survives_json() -> None:
     import reasoning_gym
 
-    for task in ("chain_sum", "graph_color", "knights_knaves", "rearc"):
+    for task in ("chain_sum", "graph_color", "knights_knaves", "rearc", "gsm_symbolic"):
         found = load(config("reasoning_gym", 1, task=task, task_size=1, answer_format="plain")).train[0]
         truth = json.loads(json.dumps(found.truth))
         entry = codec.decode(truth["entry"])
@@ -535,6 +536,8 @@ def test_a_task_with_too_few_questions_is_a_data_error() -> None:
         {"__tuple__": [1]},
         {"a": {"__pairs__": 2}},
         [True, "x", {}],
+        {"price": Fraction(7, 3), "all": (Fraction(2), 0.5)},
+        {"__fraction__": [1, 2]},
     ],
 )
 def test_the_codec_loses_nothing(value: Any) -> None:

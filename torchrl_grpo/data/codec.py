@@ -1,22 +1,24 @@
 """Python values to JSON and back without loss.
 
 JSON turns tuples into lists and integer keys into strings, and some scorers of ``reasoning_gym`` then no
-longer know their own data. Tuples and dictionaries with such keys are therefore wrapped in a marked object.
+longer know their own data. Tuples, dictionaries with such keys and fractions are therefore wrapped in a marked object.
 """
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 _TUPLE = "__tuple__"
 _PAIRS = "__pairs__"
+_FRACTION = "__fraction__"
 
 
 def encode(value: Any) -> Any:
     """A JSON-serialisable twin of ``value``.
 
     Args:
-        value: nested lists, tuples, dictionaries, strings, numbers, booleans and None.
+        value: nested lists, tuples, dictionaries, strings, numbers, fractions, booleans and None.
 
     Returns:
         What :func:`decode` turns back into an equal value.
@@ -31,9 +33,11 @@ def encode(value: Any) -> Any:
     if isinstance(value, list):
         return [encode(item) for item in value]
     if isinstance(value, dict):
-        if all(isinstance(key, str) for key in value) and not {_TUPLE, _PAIRS} & value.keys():
+        if all(isinstance(key, str) for key in value) and not {_TUPLE, _PAIRS, _FRACTION} & value.keys():
             return {key: encode(item) for key, item in value.items()}
         return {_PAIRS: [[encode(key), encode(item)] for key, item in value.items()]}
+    if isinstance(value, Fraction):
+        return {_FRACTION: [value.numerator, value.denominator]}
     for kind in (str, float, int):  # subclasses, such as numpy's strings and floats
         if isinstance(value, kind):
             return kind(value)
@@ -47,6 +51,8 @@ def decode(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_TUPLE}:
             return tuple(decode(item) for item in value[_TUPLE])
+        if value.keys() == {_FRACTION}:
+            return Fraction(*value[_FRACTION])
         if value.keys() == {_PAIRS}:
             return {decode(key): decode(item) for key, item in value[_PAIRS]}
         return {key: decode(item) for key, item in value.items()}
