@@ -119,7 +119,7 @@ def test_every_sampled_token_is_counted_once_however_often_a_response_is_cut() -
         finished += turn.finished
         if len(finished) == 2:
             break
-        _, _, cut = worker.load(weights, version, Probe([[5, 9]], 1), give_back=True)
+        _, cut = worker.load(weights, version, Probe([[5, 9]], 1), give_back=True)
         # The third group is not wanted any more once it has been cut.
         left_out += sum(group.tokens for group in cut if group.group_id == 2)
         begun = [group for group in cut if group.group_id != 2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -14,6 +14,7 @@ from benchmarks.workload import Workload, use_all_cores
 from torchrl_grpo.config import PolicyConfig
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs import GroupTextEnv, PromptStream
+from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, NextTokens, Probe, Request, SteppingEngine
 from torchrl_grpo.objectives.advantage import GroupAdvantage
 from torchrl_grpo.objectives.control import KLCoefficient
@@ -41,7 +42,19 @@ class _Instant(SteppingEngine):
     def next_tokens(self, probe: Probe) -> NextTokens:
         raise NotImplementedError
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def start_update(self) -> None:
+        raise NotImplementedError
+
+    def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        raise NotImplementedError
+
+    def finish_update(self) -> None:
+        raise NotImplementedError
+
+    def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        raise NotImplementedError
+
+    def checksums(self) -> tuple[Checksums, ...]:
         raise NotImplementedError
 
     def reset_cache(self) -> None: ...
