@@ -33,7 +33,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 # Files with real engines and models, which take every core and gigabytes.
-ENGINES = {f"tests/test_{name}.py" for name in ("async_ray", "benchmarks", "integration", "memory", "vllm")}
+ENGINES = {
+    f"tests/test_{name}.py"
+    for name in ("async_ray", "benchmarks", "integration", "memory", "vllm", "vllm_families")
+}
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.inference.checksums import Checksums
@@ -133,6 +133,7 @@ class VLLMEngine(SteppingEngine):
         worker = self.llm.llm_engine.model_executor.driver_worker.worker
         self.dtype = dtype
         self._weights = VLLMWeights(worker, dtype)
+        _leave_usable(self._weights.model)
         self._names = itertools.count()
         self._running: dict[str, Hashable] = {}
         self._share = gpu_memory_utilization
@@ -267,6 +268,18 @@ class VLLMEngine(SteppingEngine):
         gc.collect()
         cleanup_dist_env_and_memory()
         gc.collect()
+
+
+def _leave_usable(model: nn.Module) -> None:
+    """Let models of this process that are not vLLM's compute as before.
+
+    For families that it has no code of its own for, vLLM serves the model of transformers, and teaches its class
+    to look for ``do_not_compile``, which only vLLM's own instance has. The trainer's is of the same class.
+    """
+    for module in model.modules():
+        kind = type(module)
+        if kind.__module__.startswith("transformers.") and "do_not_compile" in vars(module):
+            kind.do_not_compile = True
 
 
 def _completion(token_ids: Sequence[int], log_probs: Sequence[Any], finish_reason: str) -> Completion:
