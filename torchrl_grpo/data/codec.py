@@ -1,7 +1,7 @@
 """Python values to JSON and back without loss.
 
-JSON turns tuples into lists and integer keys into strings, and some scorers of ``reasoning_gym`` then no
-longer know their own data. Tuples, dictionaries with such keys and fractions are therefore wrapped in a marked object.
+JSON turns tuples into lists and integer keys into strings, has no fractions, and some scorers of
+``reasoning_gym`` then no longer know their own data. These are therefore wrapped in a marked object.
 """
 
 from __future__ import annotations

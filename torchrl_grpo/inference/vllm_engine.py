@@ -273,13 +273,13 @@ class VLLMEngine(SteppingEngine):
 def _leave_usable(model: nn.Module) -> None:
     """Let models of this process that are not vLLM's compute as before.
 
-    For families that it has no code of its own for, vLLM serves the model of transformers, and teaches its class
-    to look for ``do_not_compile``, which only vLLM's own instance has. The trainer's is of the same class.
+    For families that it has no code of its own for, vLLM serves the model of transformers. It changes that
+    class to look for ``do_not_compile``, which only vLLM's own instance has, and the trainer's is of it too.
     """
     for module in model.modules():
         kind = type(module)
         if kind.__module__.startswith("transformers.") and "do_not_compile" in vars(module):
-            kind.do_not_compile = True
+            kind.do_not_compile = True  # type: ignore[attr-defined]
 
 
 def _completion(token_ids: Sequence[int], log_probs: Sequence[Any], finish_reason: str) -> Completion:
