@@ -120,7 +120,7 @@ def test_a_resumed_run_reads_its_state_once_and_keeps_nothing_in_the_file(
 
 def test_a_run_goes_on_in_other_number_formats(train: Runner, tmp_path: Path) -> None:
     exact = train("run", train__checkpoint_frequency=2, checkpoint__keep=9)
-    assert exact[-1]["publish/gap"] < 1e-4
+    assert exact[-1]["publish/logprob_diff_mean"] < 1e-4
     # A scaler begins that the checkpoint does not know, and the bound of float32 is not for these.
     for autocast in ("fp16", "bf16"):
         rounded = train(
@@ -129,7 +129,7 @@ def test_a_run_goes_on_in_other_number_formats(train: Runner, tmp_path: Path) ->
             train_model__autocast=autocast,
             inference_model__dtype="bfloat16",
         )
-        assert rounded[-1]["publish/gap"] > 1e-3 and rounded[-1]["step"] == exact[-1]["step"]
+        assert rounded[-1]["publish/logprob_diff_mean"] > 1e-3 and rounded[-1]["step"] == exact[-1]["step"]
 
 
 @pytest.mark.parametrize("settings", [{}, {"train__optim_batch_size": 4}], ids=["a step a round", "four"])

@@ -167,7 +167,7 @@ class ForgetsTheCache(VLLMEngine):
 @pytest.mark.parametrize(
     ("sabotage", "message"),
     [
-        (LoadsIntoACopy, "272 of 272 tensors that it computes with are not the trainer's"),
+        (LoadsIntoACopy, r"\d+ of 272 tensors that it computes with are not the trainer's"),
         (SkipsHead, "1 of 272 tensors .* first is model.embed_tokens.weight"),
         (KeepsAnElement, "1 of 272 tensors .* first is model.layers.7.self_attn.k_proj.weight"),
         (SwapsRows, "1 of 272 tensors .* first is model.embed_tokens.weight"),
