@@ -262,6 +262,7 @@ class VLLMEngine(SteppingEngine):
         # vLLM frees what compiling left behind when its LLMEngine goes, and must find the model alive then:
         # otherwise hooks of the compiler keep the weights, and the next engine of a sweep has no memory.
         model = self._weights.model
+        self._weights.release()
         del self.llm
         gc.collect()
         del model, self._weights

@@ -58,6 +58,8 @@ class VLLMWeights:
         self._packed: dict[str, _Packed] = {}
         self._packed_keys: set[str] = set()
         self._turn = itertools.count()
+        # vLLM's, whose processing of weights is watched.
+        self._methods: list[Any] = []
         self._generator = torch.Generator().manual_seed(0)
         self._watch()
 
@@ -108,6 +110,18 @@ class VLLMWeights:
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
                 module.quant_method.process_weights_after_loading(module)
+
+    def release(self) -> None:
+        """Let go of the model: nothing that vLLM keeps for longer may hold it."""
+        from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+        for module in self.model.modules():
+            # What it notes of a tied matrix holds both layers, and so itself, for ever.
+            LAYERWISE_INFO.pop(module, None)
+        for method in self._methods:
+            del method.process_weights_after_loading
+        self._methods.clear()
+        self._packed.clear()
 
     def learn(
         self, shapes: Mapping[str, Shape], update: Callable[[Iterable[tuple[str, Tensor]]], None]
@@ -167,6 +181,7 @@ class VLLMWeights:
         methods = {id(m.quant_method): m.quant_method for m in paths if hasattr(m, "quant_method")}
         for method in methods.values():
             if hasattr(method, "process_weights_after_loading"):
+                self._methods.append(method)
                 method.process_weights_after_loading = self._watched(
                     method.process_weights_after_loading, paths
                 )
