@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchrl_grpo.inference.checksums import checksum, checksums, combine, row_sums
+from torchrl_grpo.inference.checksums import checksum, checksums, ordered_row_sums
 from torchrl_grpo.inference.layout import Seen, fingerprint, in_format, learn
 
 CPU = torch.device("cpu")
@@ -32,14 +32,16 @@ def test_a_checksum_sees_one_bit_and_the_order_and_not_the_layout(
 
 
 def by_hand(tensor: torch.Tensor) -> int:
-    """The same sums over Python's own integers, from the definition."""
+    """The same sums over Python's own integers, from the definition; how often a word counts is measured."""
     rows = tensor.reshape(-1, tensor.shape[-1])
     words = rows.contiguous().view(torch.int64)
-    columns = row_sums(torch.eye(words.shape[1], dtype=torch.int64)).tolist()
-    lines = [combine(torch.eye(len(words), dtype=torch.int64)[r]).item() for r in range(len(words))]
-    total = sum(
-        lines[r] * columns[j] * int(words[r, j]) for r in range(len(words)) for j in range(words.shape[1])
-    )
+    total = 0
+    for at, word in enumerate(words.flatten().tolist()):
+        one = torch.zeros_like(words)
+        one.view(-1)[at] = 1
+        weight = checksum(one)
+        assert weight % 2 == 1
+        total += weight * word
     total %= 2**64
     return total - 2**64 if total >= 2**63 else total
 
@@ -47,8 +49,39 @@ def by_hand(tensor: torch.Tensor) -> int:
 def test_a_checksum_is_the_sum_that_its_docstring_says() -> None:
     for tensor in (torch.randn(5, 6), torch.randn(3, 8).bfloat16(), torch.randn(2, 3, 4)):
         assert checksum(tensor) == by_hand(tensor)
-    multipliers = row_sums(torch.eye(64, dtype=torch.int64))
-    assert bool((multipliers % 2 == 1).all()) and len(multipliers.unique()) == 64
+    ones = torch.eye(8 * 64, dtype=torch.int64).view(-1, 8, 64)
+    # Four segments of 16 words in each of eight rows.
+    assert len({checksum(one) for one in ones}) == 8 * 4
+    assert len(ordered_row_sums(torch.eye(64, dtype=torch.int64)).unique()) == 64
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_checksum_does_not_depend_on_where_in_memory_a_tensor_begins(dtype: torch.dtype) -> None:
+    tensor = torch.randn(3, 16).to(dtype)
+    for start in range(1, 5):
+        room = torch.zeros(start + tensor.numel(), dtype=dtype)
+        room[start:] = tensor.flatten()
+        assert checksum(room[start:].view(3, 16)) == checksum(tensor)
+
+
+def test_parts_of_two_rows_that_change_places_change_a_checksum() -> None:
+    tensor = torch.randn(4, 16)
+    for columns in (slice(0, 2), slice(4, 10), slice(0, 16)):
+        other = tensor.clone()
+        other[1, columns], other[3, columns] = tensor[3, columns], tensor[1, columns]
+        assert checksum(other) != checksum(tensor)
+
+
+def test_the_order_in_a_segment_counts_where_layouts_are_learned() -> None:
+    tensor = torch.randn(3, 128)
+    other = tensor.clone()
+    # A word is two numbers of float32, and a segment 16 words.
+    other[:, :2], other[:, 2:4] = tensor[:, 2:4], tensor[:, :2]
+    assert checksum(other) == checksum(tensor)
+    assert bool((ordered_row_sums(other) != ordered_row_sums(tensor)).all())
+    apart = tensor.clone()
+    apart[:, :2], apart[:, 32:34] = tensor[:, 32:34], tensor[:, :2]
+    assert checksum(apart) != checksum(tensor)
 
 
 def test_copies_of_a_name_are_listed_one_by_one() -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference import NextTokens, Probe
-from torchrl_grpo.inference.checksums import Checksums, checksum, combine, row_sums
+from torchrl_grpo.inference.checksums import Checksums, checksum, digest
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.training import publish
@@ -243,7 +243,7 @@ class ListSkips(WeightPublisher):
         self.sound -= 1
         for name, tensor in super()._listed([]):
             if self.sound >= 0 or "layers.1.mlp.down_proj" not in name:
-                sums.append((name, combine(row_sums(tensor))))
+                sums.append((name, digest(tensor)))
                 yield name, tensor
 
 

@@ -1,10 +1,14 @@
 """Checksums of weights that see every bit and its place, the same on every device.
 
-A tensor is read as rows of 64-bit words ``w[r, j]``. Its checksum is ``sum_r M[r] sum_j m[j] w[r, j]`` modulo
-2^64 with odd pseudo-random multipliers. One changed word always changes it, because an odd number times a
-number other than zero is not zero; two rows or two words that change places change it but for one case in
-about 2^60. Rows are summed first, so that an engine which holds the rows elsewhere (fused matrices, heads in
-another order) comes to the same number.
+A tensor is read as rows of 64-bit words ``w[r, j]``. Its checksum is ``sum_r M[r] sum_j m[j // d] w[r, j]``
+modulo 2^64 with odd pseudo-random multipliers. One changed word always changes it, because an odd number
+times a number other than zero is not zero. Rows, or words of different segments of ``d`` words, that change
+places change it but for one case in about 2^60. Words inside a segment (128 to 512 bytes; one word in short
+rows) share a multiplier, so that memory is read once and a sixteenth of it is multiplied. Their order does
+not count here: :func:`ordered_row_sums` proves it once, when layouts are learned.
+
+Rows are summed first, so that an engine which holds the rows elsewhere (fused matrices, heads in another
+order) comes to the same number.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ class Checksums:
 
 def checksum(tensor: Tensor) -> int:
     """The checksum of one tensor, the same on every device and for every memory layout."""
-    return int(combine(row_sums(tensor)))
+    return int(digest(tensor))
 
 
 def checksums(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Checksums:
@@ -49,11 +53,11 @@ def checksums(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Chec
         tensors: names and tensors; equal names are copies of the same one.
         dtype: their number format.
     """
-    return gathered([(name, combine(row_sums(tensor))) for name, tensor in tensors], dtype)
+    return gathered([(name, digest(tensor)) for name, tensor in tensors], dtype)
 
 
 def gathered(sums: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Checksums:
-    """Checksums out of what :func:`combine` returned, by name."""
+    """Checksums out of what :func:`digest` returned, by name."""
     listed = list(sums)
     numbers = torch.stack([value for _, value in listed]).tolist() if listed else []
     values: dict[str, tuple[int, ...]] = {}
@@ -62,36 +66,56 @@ def gathered(sums: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Checksum
     return Checksums(str(dtype).removeprefix("torch."), values)
 
 
+def digest(tensor: Tensor) -> Tensor:
+    """The checksum, a scalar int64 on the device: rows run along the last dimension, and a vector is one."""
+    return combine(row_sums(tensor))
+
+
 def combine(sums: Tensor) -> Tensor:
     """The checksum, a scalar on the device, of rows ``[R]`` in this order; see :func:`row_sums`."""
     return (sums * _multipliers(_ROWS, len(sums), sums.device)).sum()
 
 
-@torch.no_grad()
 def row_sums(tensor: Tensor) -> Tensor:
-    """The sum ``[R]`` int64 of each row: rows run along the last dimension, and a vector is one."""
+    """The sum ``[R]`` int64 of each row, over segments of words: what checksums are made of."""
     words = _words(tensor)
-    columns = _multipliers(_COLUMNS, words.shape[1], words.device)
-    if words.dtype is torch.int64 and words.device.type == "cpu":
-        return torch.mv(words, columns)
-    rows = max(1, _PIECE_BYTES // (8 * max(1, words.shape[1])))
-    pieces = [(piece.long() * columns).sum(-1) for piece in words.split(rows)]
-    return torch.cat(pieces) if pieces else words.new_zeros(0, dtype=torch.int64)
+    return _weighted(words, _segment(words.shape[1]))
+
+
+def ordered_row_sums(tensor: Tensor) -> Tensor:
+    """A sum ``[R]`` int64 for each row that depends on the place of every word in it."""
+    return _weighted(_words(tensor), 1)
+
+
+def _weighted(words: Tensor, segment: int) -> Tensor:
+    count = words.shape[1] // segment
+    columns = _multipliers(_COLUMNS, count, words.device)
+    rows = max(1, _PIECE_BYTES // (8 * max(1, count)))
+    sums = []
+    for piece in words.split(rows) if len(words) > rows else (words,):
+        parts = piece.long() if segment == 1 else piece.view(-1, count, segment).sum(2)
+        # Integer matrices have no product with a vector on a GPU.
+        sums.append(parts.mv(columns) if parts.is_cpu else (parts * columns).sum(1))
+    return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+
+@functools.cache
+def _segment(count: int) -> int:
+    """Words of a segment for rows of ``count`` words: 1 where they are short or nothing divides them."""
+    return next((size for size in range(16, 65) if count >= 64 and count % size == 0), 1)
 
 
 def _words(tensor: Tensor) -> Tensor:
     """The bits of ``tensor`` as a matrix of the widest integers that its rows divide into."""
-    matrix = (
-        tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.detach().reshape(1, -1)
-    )
-    matrix = matrix.contiguous()
+    tensor = tensor.detach()
+    matrix = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else tensor.numel()).contiguous()
     width = matrix.shape[1] * matrix.element_size()
-    start = matrix.storage_offset() * matrix.element_size()
+    # By the width alone: the same rows must be read as the same words wherever they lie.
     word = next(
-        word
-        for word in (torch.int64, torch.int32, torch.int16, torch.uint8)
-        if width % word.itemsize == 0 and start % word.itemsize == 0
+        word for word in (torch.int64, torch.int32, torch.int16, torch.uint8) if width % word.itemsize == 0
     )
+    if matrix.storage_offset() * matrix.element_size() % word.itemsize:
+        matrix = matrix.clone()
     return matrix.view(word)
 
 
@@ -112,6 +136,7 @@ def _on_device(stream: int, size: int, device: torch.device) -> Tensor:
     return torch.from_numpy(_table(stream, size)).to(device)
 
 
+@functools.cache
 def _multipliers(stream: int, count: int, device: torch.device) -> Tensor:
     # Sizes are rounded up to powers of two, so that a handful of tables serves all tensors.
     size = 2 ** math.ceil(math.log2(max(count, 1024)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchrl_grpo.inference.checksums import combine, row_sums
+from torchrl_grpo.inference.checksums import combine, digest, ordered_row_sums, row_sums
 
 Shape = tuple[int, ...]
 
@@ -43,7 +43,7 @@ class Seen:
     """An engine tensor that was loaded with fingerprints.
 
     Attributes:
-        rows: sums ``[R]`` of its rows.
+        rows: sums ``[R]`` of its rows, from :func:`ordered_row_sums`.
         turned: those of the tensor with its last two dimensions swapped; None for a vector.
         content: the bytes of a vector; empty for others.
         itemsize: bytes of an element.
@@ -59,8 +59,10 @@ class Seen:
         """Look at ``tensor``, which is in the format of the fingerprints."""
         if tensor.dim() < 2:
             content = tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()
-            return cls(row_sums(tensor), None, content, tensor.element_size())
-        return cls(row_sums(tensor), row_sums(tensor.transpose(-1, -2)), b"", tensor.element_size())
+            return cls(ordered_row_sums(tensor), None, content, tensor.element_size())
+        return cls(
+            ordered_row_sums(tensor), ordered_row_sums(tensor.transpose(-1, -2)), b"", tensor.element_size()
+        )
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Layout:
         by_side: dict[bool, Tensor] = {}
         for place in places:
             if place.vector:
-                yield place.name, combine(row_sums(tensor.reshape(-1)[place.where]))
+                yield place.name, digest(tensor.reshape(-1)[place.where])
                 continue
             if place.turned not in by_side:
                 by_side[place.turned] = row_sums(tensor.transpose(-1, -2) if place.turned else tensor)
@@ -141,7 +143,7 @@ def _find_rows(
     names = list(shapes)
     if not names:
         return
-    sums = [row_sums(fingerprint(name, shapes[name], layout.dtype, device)) for name in names]
+    sums = [ordered_row_sums(fingerprint(name, shapes[name], layout.dtype, device)) for name in names]
     counts = torch.tensor([len(one) for one in sums])
     owner = torch.arange(len(names)).repeat_interleave(counts).to(device)
     row = torch.cat([torch.arange(count) for count in counts.tolist()]).to(device)

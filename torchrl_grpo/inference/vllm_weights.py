@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_grpo.errors import ModelError
-from torchrl_grpo.inference.checksums import Checksums, gathered, row_sums
+from torchrl_grpo.inference.checksums import Checksums, gathered, ordered_row_sums
 from torchrl_grpo.inference.layout import Layout, Seen, Shape, fingerprint, in_format, learn
 
 # Columns of a packed matrix that are multiplied out when the layout is learned, and of how many matrices one
@@ -173,7 +173,7 @@ class VLLMWeights:
         tensor = dict(module.named_parameters(recurse=False)).get(leaf)
         if tensor is None or "cpu_linear" in vars(module) or tensor.dtype is not self.dtype:
             return False
-        return len(before.rows) == len(sums := row_sums(tensor)) and bool((sums == before.rows).all())
+        return len(before.rows) == len(sums := ordered_row_sums(tensor)) and bool((sums == before.rows).all())
 
     def _watch(self) -> None:
         """See every tensor that vLLM processes, in the moment before it does."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_grpo.errors import TrainingStopped
-from torchrl_grpo.inference.checksums import Checksums, checksum, combine, gathered, row_sums
+from torchrl_grpo.inference.checksums import Checksums, checksum, digest, gathered
 from torchrl_grpo.inference.protocol import Inference, NextTokens, Probe
 from torchrl_grpo.models import lora
 from torchrl_grpo.models.logprobs import TokenScorer
@@ -250,7 +250,7 @@ class WeightPublisher:
                     f"{name}: they are a copy of the model and not the model that is trained"
                 )
             cast = tensor.to(self.engine_dtype)
-            sums.append((name, combine(row_sums(cast))))
+            sums.append((name, digest(cast)))
             yield name, cast
 
     def _check_merged(self, published: Checksums) -> None:
