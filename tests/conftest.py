@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,32 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "engines" if file in ENGINES else file
 
     return Scheduling(config, log)
+
+
+# Another number draws other formats; CI gives each commit its own.
+TEST_SEED = os.environ.get("TEST_SEED", "0")
+
+
+def pytest_report_header() -> str:
+    return f"TEST_SEED={TEST_SEED} draws the number format of whole runs"
+
+
+@pytest.fixture
+def number_format(request: pytest.FixtureRequest) -> str:
+    """``float32`` or ``bfloat16`` for a whole run, drawn from the test's name and ``TEST_SEED``.
+
+    Tests that compare numbers to rounding say so with the marker ``float32``.
+    """
+    if request.node.get_closest_marker("float32") is not None:
+        return "float32"
+    return ("float32", "bfloat16")[zlib.crc32(f"{TEST_SEED} {request.node.nodeid}".encode()) % 2]
+
+
+@pytest.fixture
+def format_words(number_format: str) -> list[str]:
+    """``number_format`` as words of a command line."""
+    autocast = {"float32": "'no'", "bfloat16": "bf16"}[number_format]
+    return [f"inference_model.dtype={number_format}", f"train_model.autocast={autocast}"]
 
 
 @pytest.fixture(scope="session", autouse=True)

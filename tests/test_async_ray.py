@@ -30,7 +30,7 @@ LINGER_S = 90
 
 
 @pytest.fixture
-def words(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
+def words(tiny_model_dir: Path, tmp_path: Path, format_words: list[str]) -> list[str]:
     """A small run on a tiny random model; relative paths, because the run happens in ``tmp_path``."""
     rows = [{"question": f"{a} plus {b}", "answer": str(a + b)} for a in range(6) for b in range(6)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -50,6 +50,7 @@ def words(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
         "eval.num_problems=6",
         "eval.frequency=0",
         "logging.progress=false",
+        *format_words,
     ]
 
 
@@ -205,12 +206,10 @@ def test_a_sweep_of_two_runs_goes_through(repo_root: Path, tmp_path: Path, words
         assert summary(tmp_path / "sweep" / job)["groups"]["trained"] == 8
 
 
+@pytest.mark.float32
 def test_a_killed_reference_is_started_again(repo_root: Path, tmp_path: Path, words: list[str]) -> None:
     more = [
         "policy.kl_coef=0.1",
-        # The reference scores other batches than the trainer, which in 16 bits rounds otherwise.
-        'train_model.autocast="no"',
-        "ref_model.dtype=float32",
         "ref_model.num_devices=2",
         "collector.max_policy_age=2",
         "hydra.run.dir=run",

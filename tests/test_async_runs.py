@@ -99,6 +99,7 @@ def test_an_age_of_zero_is_the_synchronous_run_line_by_line(
         assert books["dropped_filter"] == 4 * sum(line.get("rollout/refills", 0) for line in together)
 
 
+@pytest.mark.float32
 def test_an_age_of_zero_with_two_workers_samples_the_same_responses(
     train: AsyncRunner, train_sync: Runner
 ) -> None:

@@ -58,6 +58,7 @@ def test_workers_in_turn_are_one_engine_line_by_line(
     assert sampled(tmp_path / "worker") == sampled(tmp_path / "one")
 
 
+@pytest.mark.float32
 def test_two_workers_in_turn_sample_what_one_engine_samples(
     train: Runner, tmp_path: Path, pools: list[LocalPool]
 ) -> None:
@@ -112,6 +113,7 @@ def test_a_run_that_was_in_turn_does_not_begin_to_run_ahead(
         run_async(config, tmp_path / "run")
 
 
+@pytest.mark.float32
 @pytest.mark.parametrize("last", [1, 2, 3])
 def test_what_dead_workers_had_begun_is_begun_anew_by_one_engine(
     train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int

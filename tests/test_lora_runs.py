@@ -29,6 +29,7 @@ def adapters(config: Config) -> None:
     config.optimizer.lr = 3e-2
 
 
+@pytest.mark.float32
 def test_a_run_with_adapters_moves_and_is_a_function_of_its_seed(train: Runner) -> None:
     first = train("a", policy__kl_coef=0.1)
     assert first == train("b")
@@ -37,6 +38,7 @@ def test_a_run_with_adapters_moves_and_is_a_function_of_its_seed(train: Runner) 
     assert all(line["publish/logprob_diff_max"] < 1e-3 for line in first[1:])
 
 
+@pytest.mark.float32
 def test_the_reference_is_the_base_and_not_a_second_model(
     train: Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -70,6 +72,7 @@ def apart(cfg: Config, source: str, devices: Sequence[str], learner: Learner) ->
     return LogProbScorer(scorer, "reference", learner.make_budget())
 
 
+@pytest.mark.float32
 @pytest.mark.parametrize("shape", ["recomputed", "unshared"])
 def test_checkpointing_and_sharing_change_nothing_but_rounding(train: Runner, shape: str) -> None:
     settings = {"train__total_dialog_turns": 32, "policy__kl_coef": 0.1}
@@ -102,6 +105,7 @@ def test_a_resumed_run_is_the_uninterrupted_run_and_its_checkpoints_hold_adapter
     assert read(broken / "rollouts.jsonl") == read(tmp_path / "whole/rollouts.jsonl")
 
 
+@pytest.mark.float32
 def test_adapters_and_merged_model_of_a_checkpoint_are_the_live_model(
     train: Runner, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def test_when_it_has_processes(
     assert plan(request_of(config, asynchronous=False), 0).reference_actors == 0
 
 
+@pytest.mark.float32
 def test_groups_come_with_what_the_trainer_would_have_found(
     config: Config, pools: list[LocalPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,7 @@ def test_sleeping_engine_changes_no_number(train: Runner) -> None:
     assert train("awake") == train("asleep", inference_model__sleep=True)
 
 
+@pytest.mark.float32
 @pytest.mark.parametrize("pieces", [2, 4, 8])
 def test_micro_batches_change_nothing_but_rounding(train: Runner, pieces: int) -> None:
     whole = train("whole", train__total_dialog_turns=16, optimizer__lr=1e-4)
@@ -118,6 +119,7 @@ def test_a_resumed_run_reads_its_state_once_and_keeps_nothing_in_the_file(
     assert mapped == [False]
 
 
+@pytest.mark.float32
 def test_a_run_goes_on_in_other_number_formats(train: Runner, tmp_path: Path) -> None:
     exact = train("run", train__checkpoint_frequency=2, checkpoint__keep=9)
     assert exact[-1]["publish/logprob_diff_mean"] < 1e-4
@@ -269,6 +271,7 @@ def test_the_reference_follows_the_policy_when_told_to(train: Runner) -> None:
     assert kept[-1]["kl/reference"] > 1e-6
 
 
+@pytest.mark.float32
 def test_dropped_groups_leave_the_loss_and_its_denominators(
     train: Runner, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +352,7 @@ def test_fp16_with_its_scaler_trains_and_resumes(train: Runner, tmp_path: Path) 
     assert train("whole", resume=str(tmp_path / "whole/checkpoints/2")) == whole
 
 
+@pytest.mark.float32
 def test_gradient_checkpointing_trains_to_the_same_numbers(train: Runner) -> None:
     plain = without_eval(train("plain", train_model__shared_prefix=False))
     recomputed = without_eval(
