@@ -85,6 +85,15 @@ def check_rounds_alike(found: dict[str, Any], alone: dict[str, Any], exact: dict
         assert found["sums"][name] == pytest.approx(value, rel=0.1, abs=0.05), name
 
 
+def check_same_head(found: dict[str, Any], alone: dict[str, Any]) -> None:
+    """With layers in bfloat16 and the head in float32: log-probabilities, loss and the head's gradients."""
+    torch.testing.assert_close(found["probe at start"], alone["probe at start"], rtol=1e-5, atol=1e-5)
+    assert found["sums"] == pytest.approx(alone["sums"], rel=1e-5, abs=1e-6)
+    for name in ("lm_head.weight", "model.norm.weight"):
+        expected = alone["gradients"][name]
+        assert (found["gradients"][name] - expected).abs().max() <= 1e-5 * expected.abs().max() > 0, name
+
+
 def _distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Of all tensors together, as a share of their size."""
     apart = sum(float((found[name] - one).square().sum()) for name, one in expected.items())

@@ -43,6 +43,7 @@ MIXED = {
     "llama_tied in bfloat16": "llama_tied",
     "gpt2 in bfloat16": "gpt2",
     "gemma3 in bfloat16, checkpointed": "gemma3",
+    "llama in bfloat16, float32 head": "llama",
 }
 
 
@@ -61,7 +62,11 @@ def build(case: str, kind: str, ranks: Ranks) -> tuple[OptimiserStep, torch.nn.M
     if "checkpointed" in case:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
-    scorer = TokenScorer(model, autocast_dtype=torch.bfloat16 if case in MIXED else None)
+    scorer = TokenScorer(
+        model,
+        autocast_dtype=torch.bfloat16 if case in MIXED else None,
+        head_dtype=torch.float32 if "float32 head" in case else None,
+    )
     network = distribute(scorer, kind, ranks.size, CPU)
     loss, _ = make_objective(scorer, **policy)
     loss.score_through(network)
@@ -86,6 +91,8 @@ def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
     """Loss terms, gradients, and what two optimiser steps make of the weights; whole on every rank."""
     step, model = build(case, kind, ranks)
     batch = batch_of(case)
+    with torch.no_grad(), resting(step.network):
+        at_start = _probe(step, batch)
     sums = step.accumulate(batch)
     storages = {p.grad.untyped_storage()._cdata for p in model.parameters() if p.grad is not None}
     gradients = {name: _gradient(p).clone() for name, p in model.named_parameters()}
@@ -103,6 +110,7 @@ def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
         "storages of gradients": len(storages),
         "metrics": metrics,
         "weights": weights,
+        "probe at start": at_start,
         "probe": probe,
         "state": state,
         "kept": ranks.gather(sum(len(entry) for entry in state["optimizer"]["state"].values())),

@@ -186,6 +186,12 @@ BAD: list[tuple[str, str]] = [
     ("inference_model.max_new_tokens=0", "at least 1"),
     ("inference_model.engine_args.dtype=half", "write inference_model.dtype=VALUE instead"),
     ("inference_model.engine_args={max_model_len:99}", "write inference_model.max_model_len=VALUE instead"),
+    ("inference_model.head_dtype=bfloat16", "auto, float32"),
+    (
+        "inference_model.engine_args.hf_overrides={head_dtype:float32}",
+        "write inference_model.head_dtype=float32 instead",
+    ),
+    ("inference_model.engine_args.hf_overrides=7", "these are entries of the model's configuration"),
     ("inference_model.engine_args.logprobs_mode=raw_logprobs", "write nothing for logprobs_mode instead"),
     ("inference_model.engine_args.tensor_parallel_size=2", "write inference_model.num_devices=2"),
     (

@@ -12,8 +12,11 @@ import torch
 from batches import END, PAD, make_model
 from transformers import PreTrainedModel
 
+from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference import Completion, Engine, Probe, Sampling
+from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
+from torchrl_grpo.models.logprobs import output_head
 
 PROMPTS = [[5, 9, 2, 30], [7], [11, 2, 2, 40, 41, 42, 43, 3]]
 ALL_FAMILIES = ["llama", "llama_tied", "gpt2", "mistral_sliding", "gemma2", "qwen3"]
@@ -169,6 +172,44 @@ def test_next_tokens_are_the_likeliest_at_temperature_one() -> None:
         top = torch.log_softmax(model(input_ids=torch.tensor([prompt])).logits[0, -1], -1).topk(5)
         assert answer.token_ids[row].tolist() == top.indices.tolist()
         torch.testing.assert_close(answer.log_probs[row], top.values, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_a_float32_head_rounds_nothing_after_the_last_hidden_state(family: str) -> None:
+    model, published = (make_model(family, seed=seed).bfloat16() for seed in (0, 1))
+    engine = make_engine(model, head_dtype=torch.float32)
+    engine.learn({name: tuple(p.shape) for name, p in model.named_parameters()})
+    # What sleeping and loading do to ties and names must not matter.
+    engine.sleep()
+    engine.load_weights(weights_of(published))
+    assert engine.checksums() == _checksums(published)
+    hidden: list[torch.Tensor] = []
+    output_head(model).register_forward_pre_hook(lambda _, arguments: hidden.append(arguments[0][:, -1]))
+    answer = engine.next_tokens(Probe(PROMPTS, top_k=5))
+    assert hidden[0].dtype is torch.bfloat16
+    logits = hidden[0].double() @ output_head(published).weight.detach().double().T
+    cap = model.config.to_dict().get("final_logit_softcapping")
+    right, rounded = (
+        torch.log_softmax((one if cap is None else cap * torch.tanh(one / cap)).double(), -1)
+        for one in (logits, logits.bfloat16())
+    )
+    assert (right - rounded).abs().max() > 1e-3
+    torch.testing.assert_close(
+        answer.log_probs.double(), right.gather(1, answer.token_ids), rtol=0, atol=1e-5
+    )
+
+
+def _checksums(model: PreTrainedModel) -> tuple[Checksums, ...]:
+    engine = make_engine(model)
+    engine.learn({name: tuple(p.shape) for name, p in model.named_parameters()})
+    return engine.checksums()
+
+
+def test_a_float32_head_is_refused_where_the_head_is_no_matrix() -> None:
+    model = make_model()
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(ModelError, match=r"write inference_model\.head_dtype=auto"):
+        make_engine(model, head_dtype=torch.float32)
 
 
 def weights_of(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:

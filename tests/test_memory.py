@@ -331,6 +331,25 @@ def test_copies_of_weights_that_a_pass_computes_with() -> None:
     assert kept[0] - kept[1] == 2 * whole - 2 * (SEVEN_B.outer + 2 * SEVEN_B.layer)
 
 
+@pytest.mark.parametrize(
+    ("backend", "gpus", "copies"), [("vllm", (), 1), ("transformers", (), 1), ("vllm", (80.0,), 0)]
+)
+def test_a_head_in_float32_of_an_engine_in_16_bits_is_copied(
+    backend: str, gpus: tuple[float, ...], copies: int
+) -> None:
+    def need(**more: str) -> float:
+        # Few rows: the copy must not hide behind the cache that the transformers engine grows.
+        options = {"inference_model__backend": backend, "inference_model__dtype": "bfloat16"}
+        options |= {"env__num_envs": 1, "env__repeats": 2, "eval__num_problems": 1}
+        return row(predicted(config(**options | more), gpus), "inference", "generate").total
+
+    auto, float32 = need(), need(inference_model__head_dtype="float32")
+    whole = 4 * SEVEN_B.vocabulary * SEVEN_B.hidden
+    assert 0.9 * copies * whole <= float32 - auto <= copies * whole
+    full = need(inference_model__dtype="float32")
+    assert need(inference_model__dtype="float32", inference_model__head_dtype="float32") == full
+
+
 def test_the_reference_is_held_as_the_policy_computes() -> None:
     cfg = config(policy__kl_coef=0.1, ref_model__dtype="auto")
     matrices = SEVEN_B.parameters - SEVEN_B.outer

@@ -5,12 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from batches import inputs, make_batch, make_model
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.inference import vllm_engine
+from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.models.reference import load_reference
 from torchrl_grpo.training.learner import Learner
@@ -57,6 +60,24 @@ def test_policy_and_reference_compute_their_heads_alike(
     assert policy._head_options().dtype == other._head_options().dtype == dtype
     with torch.no_grad():
         assert torch.equal(*(scorer(*inputs(batch)).log_probs for scorer in (policy, other)))
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [("auto", None), ("float32", torch.float32)])
+@pytest.mark.parametrize("backend", ["vllm", "transformers"])
+def test_engines_compute_their_heads_as_they_are_told(
+    backend: str, asked: str, dtype: torch.dtype | None, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(vllm_engine, "VLLMEngine", lambda source, **options: told.update(options))
+    config.inference_model.backend, config.inference_model.dtype = backend, "bfloat16"
+    config.inference_model.head_dtype = asked
+    engine = build_engine(config, config.model.name, CPU, [2], 0, 1)
+    if backend == "vllm":
+        assert told["head_dtype"] == dtype
+        return
+    assert isinstance(engine, TransformersEngine)
+    logits = engine.model(input_ids=torch.ones(1, 2, dtype=torch.int64)).logits
+    assert logits.dtype is (dtype or torch.bfloat16)
 
 
 def test_nothing_that_computes_with_transformers_lets_cudnn_plan_attention(config: Config) -> None:

@@ -18,6 +18,7 @@ from helpers_ranks import (
     Runs,
     check_kept_and_loaded,
     check_rounds_alike,
+    check_same_head,
     check_same_numbers,
     check_same_state,
     command,
@@ -56,6 +57,14 @@ def test_ranks_compute_what_one_process_does(
 @pytest.mark.parametrize("case", MIXED)
 def test_ranks_round_as_one_process_does(by_ranks: dict[int, Any], case: str, kind: str) -> None:
     check_rounds_alike(by_ranks[2][case, kind], measured_alone(case), measured_alone(MIXED[case]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_compute_a_float32_head_from_weights_that_nobody_rounded(
+    by_ranks: dict[int, Any], kind: str
+) -> None:
+    case = "llama in bfloat16, float32 head"
+    check_same_head(by_ranks[2][case, kind], measured_alone(case))
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchrl_grpo.errors import TrainingStopped
+from torchrl_grpo.inference.protocol import Probe
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.training.publish import WeightPublisher
@@ -47,6 +48,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "granite": ("granite", _COMMON, torch.bfloat16),
     # Served as transformers' own model, which the trainer has in the same process.
     "olmo2": ("olmo2", _COMMON, torch.bfloat16),
+    "llama, tied, float32 head": ("llama", {**_COMMON, "tie_word_embeddings": True}, torch.bfloat16),
+    "qwen3, float32 head": ("qwen3", _COMMON, torch.bfloat16),
 }
 PROMPTS = [list(range(start, start + 40)) for start in (10, 100, 200)]
 
@@ -91,6 +94,7 @@ def test_a_part_of_any_tensor_that_is_stale_in_vllm_is_found(family: str, tmp_pa
         str(folder),
         device=torch.device("cpu"),
         dtype=dtype,
+        head_dtype=torch.float32 if "float32 head" in family else None,
         max_model_len=64,
         max_num_seqs=4,
         seed=0,
@@ -112,5 +116,25 @@ def test_a_part_of_any_tensor_that_is_stale_in_vllm_is_found(family: str, tmp_pa
                 publisher.publish(1)
         engine.victim = None
         publisher.publish(2)
+        if "float32 head" in family:
+            check_head(engine, model.lm_head.weight.detach().to(dtype))
     finally:
         engine.close()
+
+
+def check_head(engine: VLLMEngine, weight: Tensor) -> None:
+    """Answers are those of ``weight``, which was published last, and no logit is rounded to 16 bits."""
+    hidden: list[Tensor] = []
+    processor = engine._weights.model.get_submodule("logits_processor")
+    hook = processor.register_forward_pre_hook(lambda _, arguments: hidden.append(arguments[1].clone()))
+    engine.reset_cache()
+    answer = engine.next_tokens(Probe(PROMPTS, top_k=5))
+    hook.remove()
+    states = torch.cat(hidden)
+    assert states.dtype is torch.bfloat16 and len(states) == len(PROMPTS)
+    logits = states.double() @ weight.double().T
+    right, rounded = (torch.log_softmax(one.double(), -1) for one in (logits, logits.bfloat16()))
+    assert (right - rounded).abs().max() > 1e-2
+    torch.testing.assert_close(
+        answer.log_probs.double(), right.gather(1, answer.token_ids), rtol=0, atol=1e-3
+    )

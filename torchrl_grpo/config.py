@@ -158,6 +158,7 @@ class InferenceModelConfig:
     num_devices: int | str = "auto"
     devices: list[int] | None = None
     dtype: str = "auto"
+    head_dtype: str = "auto"
     gpu_memory_utilization: float | None = None
     kv_cache_gib: int = 1
     block_size: int | None = None

@@ -335,14 +335,19 @@ def _generation(
     backend: str, cfg: Config, shape: ModelShape, load: Workload, element: int
 ) -> tuple[float, float]:
     """Bytes of the key/value cache, and of what sampling works with."""
+    # A head in 16 bits that multiplies in float32 is copied in each step; on a GPU vLLM has a kernel instead.
+    cast = cfg.inference_model.head_dtype == "float32" and element < FLOAT
+    head = float(cast * FLOAT * shape.vocabulary * shape.hidden)
     if backend == "vllm":
-        return float(cfg.inference_model.kv_cache_gib * GIB), float(FLOAT * load.rows * shape.vocabulary * 2)
+        sampling = FLOAT * load.rows * shape.vocabulary * 2
+        return float(cfg.inference_model.kv_cache_gib * GIB), sampling + head
     rows = min(load.rows, MAX_ROWS)
     layer = float(rows * (load.prompt + load.response) * 2 * shape.keys * element)
     # A layer's cache is copied when a token is added, and spread over all query heads.
     grown = layer * (1 + shape.queries / shape.keys)
     sampling = FLOAT * rows * shape.vocabulary * _SAMPLING_ARRAYS
-    return shape.layers * layer, grown + sampling
+    # The layers have ended when the head begins.
+    return shape.layers * layer, max(grown, head) + sampling
 
 
 def _reference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there: Hardware) -> list[Row]:

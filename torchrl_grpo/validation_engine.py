@@ -5,7 +5,7 @@ Whether vLLM knows a name, only vLLM can tell; it is asked when the engine start
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.config_keys import bad_value
 
@@ -55,6 +55,7 @@ def check_engine_args(cfg: Config) -> None:
     if inference.backend != "vllm":
         wrong = f"only vllm takes these, and inference_model.backend={inference.backend}"
         raise bad_value(_KEY, inference.engine_args, wrong, f"inference_model.backend=vllm or {_KEY}={{}}")
+    _check_overrides(inference.engine_args.get("hf_overrides", {}))
     for name, value in inference.engine_args.items():
         key = f"{_KEY}.{name}"
         if name in SET_BY_KEY:
@@ -65,3 +66,19 @@ def check_engine_args(cfg: Config) -> None:
         if name in ONE_DEVICE and value != 1:
             wrong = "an engine has one device, and several devices have an engine each"
             raise bad_value(key, value, wrong, "inference_model.num_devices=2, for example,")
+
+
+def _check_overrides(overrides: Any) -> None:
+    key = f"{_KEY}.hf_overrides"
+    if not isinstance(overrides, dict):
+        raise bad_value(
+            key, overrides, "these are entries of the model's configuration", f"{key}={{NAME: VALUE}}"
+        )
+    if "head_dtype" in overrides:
+        mend = "inference_model.head_dtype"
+        raise bad_value(
+            f"{key}.head_dtype",
+            overrides["head_dtype"],
+            f"{mend} sets this for the whole run",
+            f"{mend}=float32",
+        )

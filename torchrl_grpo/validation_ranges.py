@@ -35,6 +35,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train_model.lora.base_dtype": ("auto", "float32", "bfloat16", "float16"),
     "ref_model.dtype": ("auto", "float32", "bfloat16", "float16"),
     "inference_model.dtype": ("auto", "float32", "bfloat16", "float16"),
+    "inference_model.head_dtype": ("auto", "float32"),
     "inference_model.backend": ("vllm", "transformers"),
     "collector.weight_update": ("drain", "in_flight"),
     "ray.placement": ("pack", "spread"),

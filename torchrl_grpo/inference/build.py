@@ -10,7 +10,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.devices_plan import SHARED_GPU
 from torchrl_grpo.inference.protocol import SteppingEngine
 from torchrl_grpo.models.loading import load_model
-from torchrl_grpo.models.precision import resolve_dtype
+from torchrl_grpo.models.precision import resolve_dtype, resolve_head
 
 
 def build_engine(
@@ -40,13 +40,15 @@ def build_engine(
     if options.backend == "transformers":
         from torchrl_grpo.inference.transformers_engine import TransformersEngine
 
-        return TransformersEngine(load_model(source, cfg.model, device, dtype), end_ids, pad_id)
+        model = load_model(source, cfg.model, device, dtype)
+        return TransformersEngine(model, end_ids, pad_id, head_dtype=resolve_head(options.head_dtype))
     from torchrl_grpo.inference.vllm_engine import VLLMEngine
 
     return VLLMEngine(
         source,
         device=device,
         dtype=dtype,
+        head_dtype=resolve_head(options.head_dtype),
         max_model_len=options.max_model_len,
         max_num_seqs=max_num_seqs,
         seed=cfg.seed,

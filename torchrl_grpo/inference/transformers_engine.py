@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.checksums import Checksums, checksums
 from torchrl_grpo.inference.layout import in_format
 from torchrl_grpo.inference.protocol import Completion, NextTokens, Probe, Request, SteppingEngine
+from torchrl_grpo.models.logprobs import multiply_head_in
 from torchrl_grpo.models.precision import forgo_cudnn_attention
 from torchrl_grpo.padding import pad_left
 from torchrl_grpo.workload import MAX_ROWS
@@ -29,12 +31,30 @@ class TransformersEngine(SteppingEngine):
         end_ids: tokens that end a response.
         pad_id: fills the left of short prompts; masked, so any id will do.
         max_rows: responses generated at a time.
+        head_dtype: of the output head's products, None for the model's own.
+
+    Raises:
+        ModelError: ``head_dtype`` is given, and the model's head is not one matrix product.
     """
 
     def __init__(
-        self, model: PreTrainedModel, end_ids: Sequence[int], pad_id: int, max_rows: int = MAX_ROWS
+        self,
+        model: PreTrainedModel,
+        end_ids: Sequence[int],
+        pad_id: int,
+        max_rows: int = MAX_ROWS,
+        head_dtype: torch.dtype | None = None,
     ) -> None:
         forgo_cudnn_attention()
+        if head_dtype is not None:
+            try:
+                multiply_head_in(model, head_dtype)
+            except ValueError as error:
+                raise ModelError(
+                    f"inference_model.head_dtype={str(head_dtype).removeprefix('torch.')}: "
+                    f"{type(model).__name__} has no head that this fits ({error}); write "
+                    "inference_model.head_dtype=auto"
+                ) from error
         self.model = model
         self.end_ids = torch.tensor(list(end_ids))
         self.pad_id = pad_id

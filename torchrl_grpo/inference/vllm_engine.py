@@ -34,6 +34,7 @@ class VLLMEngine(SteppingEngine):
         source: folder or hub name of the model.
         device: where it runs.
         dtype: of its weights and activations.
+        head_dtype: of the output head's products and the logits, None for ``dtype``.
         max_model_len: prompt and response together, in tokens.
         max_num_seqs: responses decoded at a time.
         seed: of the engine; requests carry their own.
@@ -47,7 +48,7 @@ class VLLMEngine(SteppingEngine):
 
     Raises:
         ConfigError: vLLM is not installed.
-        ModelError: vLLM cannot serve the model.
+        ModelError: vLLM cannot serve the model, or not with ``head_dtype``.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class VLLMEngine(SteppingEngine):
         kv_cache_gib: int,
         block_size: int | None = None,
         enforce_eager: bool | None = None,
+        head_dtype: torch.dtype | None = None,
         enable_sleep: bool = False,
         trust_remote_code: bool = False,
         engine_args: Mapping[str, Any] | None = None,
@@ -77,7 +79,11 @@ class VLLMEngine(SteppingEngine):
         if dtype is torch.float32:
             # Triton's attention on a GPU would take TF32, ten bits, and the trainer computes with all 23.
             os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-        settings: dict[str, Any] = {}
+        settings, more = dict[str, Any](), dict(engine_args or {})
+        if head_dtype is not None:
+            # An entry of the model's configuration is what vLLM's layer for logits asks.
+            name = str(head_dtype).removeprefix("torch.")
+            more["hf_overrides"] = {**more.get("hf_overrides", {}), "head_dtype": name}
         if on_cpu:
             settings["kv_cache_memory_bytes"] = kv_cache_gib * 2**30
             settings["block_size"] = block_size or _CPU_BLOCK_SIZE
@@ -111,7 +117,7 @@ class VLLMEngine(SteppingEngine):
                 disable_log_stats=True,
                 trust_remote_code=trust_remote_code,
                 **settings,
-                **(engine_args or {}),
+                **more,
             )
         except TypeError as error:
             if not engine_args:
@@ -134,6 +140,7 @@ class VLLMEngine(SteppingEngine):
         self.dtype = dtype
         self._weights = VLLMWeights(worker, dtype)
         _leave_usable(self._weights.model)
+        _check_head(self._weights.model, head_dtype)
         self._names = itertools.count()
         self._running: dict[str, Hashable] = {}
         self._share = gpu_memory_utilization
@@ -281,6 +288,23 @@ def _leave_usable(model: nn.Module) -> None:
         kind = type(module)
         if kind.__module__.startswith("transformers.") and "do_not_compile" in vars(module):
             kind.do_not_compile = True  # type: ignore[attr-defined]
+
+
+def _check_head(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Ask whether logits are computed in ``dtype``: vLLM only warns where a platform lacks it.
+
+    Raises:
+        ModelError: they are not.
+    """
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    found = {module.head_dtype for module in model.modules() if isinstance(module, LogitsProcessor)}
+    if dtype is not None and found != {dtype}:
+        name = str(dtype).removeprefix("torch.")
+        raise ModelError(
+            f"inference_model.head_dtype={name}: vLLM computes the output head of {type(model).__name__} "
+            "otherwise on this machine; write inference_model.head_dtype=auto"
+        )
 
 
 def _completion(token_ids: Sequence[int], log_probs: Sequence[Any], finish_reason: str) -> Completion:

@@ -192,6 +192,33 @@ def output_head(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
+class _HeadIn(nn.Linear):
+    """An output head whose operands are cast, and whose logits stay, in ``dtype``."""
+
+    def __init__(self, head: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__(head.in_features, head.out_features, head.bias is not None, device="meta")
+        self.weight, self.bias, self.dtype = head.weight, head.bias, dtype
+        self.train(head.training)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        return F.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
+
+
+def multiply_head_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Let the model's own forward compute its logits in ``dtype``, scale and cap included.
+
+    Its parameters, names and ties stay as they are.
+
+    Raises:
+        ValueError: the head is not one matrix product, or another cannot take its place.
+    """
+    head = _HeadIn(output_head(model), dtype)
+    model.set_output_embeddings(head)
+    if output_head(model) is not head:
+        raise ValueError("its output head cannot be replaced")
+
+
 def _softcap(model: PreTrainedModel) -> float | None:
     settings = model.config.get_text_config().to_dict()
     caps = [settings[name] for name in _CAPS if settings.get(name) is not None]

@@ -53,6 +53,7 @@ _FREE_KEYS = (
     "train_model.fused_head",
     "train_model.autocast",
     "inference_model.dtype",
+    "inference_model.head_dtype",
     "ref_model.dtype",
     # When it is taken for more than rounding changes no number but when the run stops.
     "inference_model.max_logprob_gap",

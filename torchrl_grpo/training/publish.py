@@ -336,8 +336,8 @@ class WeightPublisher:
             f"{self.bound:.3g} is expected"
         )
         advice = (
-            "Compare inference_model.dtype with train_model.autocast; train_model.head_dtype=float32 "
-            "computes the output head more exactly"
+            "Compare inference_model.dtype with train_model.autocast; train_model.head_dtype=float32 and "
+            "inference_model.head_dtype=float32 compute the output head more exactly"
         )
         if math.isnan(found.mean):
             raise TrainingStopped(
