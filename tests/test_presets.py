@@ -372,6 +372,23 @@ def test_with_rewards_apart_a_group_has_a_signal_if_one_reward_has() -> None:
         assert advantage.without_signal(batch).tolist() == flat
 
 
+@pytest.mark.parametrize("combination", ["together", "apart"])
+def test_rounding_that_a_shift_uncovers_is_no_signal(combination: str) -> None:
+    batch = make_batch(P=2, G=4)
+    rewards = torch.full((2, 4, 1), 0.7)
+    rewards[0, 1] = torch.nextafter(rewards[0, 1], torch.tensor(1.0))
+    rewards[1, 1] = 0.70001
+    batch["next", "reward"], batch["next", "reward_parts"] = rewards, rewards.clone()
+    keys = {"reward_shift": -0.7, "reward_scale": 3.0, "advantage_eps": 0.0, "constant_groups": "drop"}
+    _, advantage = make_objective(
+        FixedScorer(batch["log_probs", "response"]), reward_combination=combination, **keys
+    )
+    written = advantage.inv(batch)
+    assert advantage.without_signal(batch).tolist() == [True, False]
+    assert not written["advantage"][0].any() and written["advantage"][1].all()
+    assert not written["masks", "loss"][0].any()
+
+
 def test_a_length_penalty_is_no_signal() -> None:
     batch = make_batch(P=2, G=4)
     batch["next", "reward"][0] = 0.0

@@ -561,6 +561,19 @@ def test_weights_sum_and_every_part_is_kept() -> None:
     assert both.names == ("a", "b", "c")
 
 
+def test_rewards_that_cancel_add_up_to_zero() -> None:
+    assert 0.1 + 0.2 - 0.3 > 0
+
+    def total(*values: float) -> float:
+        rewards = [(Fixed(str(number), value), 1.0) for number, value in enumerate(values)]
+        return RewardSet(rewards).score(["text"], [example()])[0].total
+
+    assert total(0.1, 0.2, -0.3) == 0.0
+    # What is smaller than rounding of another group's rewards is a reward all the same.
+    assert total(1e-20, 0.0) == 1e-20 and total(1.0, -1.0 + 1e-12) == pytest.approx(1e-12, rel=1e-3)
+    assert total(1e308, 1e308) == math.inf
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [

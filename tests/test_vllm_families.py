@@ -11,7 +11,7 @@ import torch
 from test_publish import PARTS, move_everything
 from tiny_model import build_tiny_model
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference.protocol import Probe
@@ -118,8 +118,20 @@ def test_a_part_of_any_tensor_that_is_stale_in_vllm_is_found(family: str, tmp_pa
         publisher.publish(2)
         if "float32 head" in family:
             check_head(engine, model.lm_head.weight.detach().to(dtype))
+        assert_others_compute_alike(model)
+        publisher.publish(3)
     finally:
         engine.close()
+    assert_others_compute_alike(model)
+
+
+def assert_others_compute_alike(model: PreTrainedModel) -> None:
+    """``model``, built before an engine, and one of its class built now give the same logits."""
+    later = type(model)(model.config).eval()
+    later.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        before, after = (one(torch.tensor(PROMPTS)).logits for one in (model, later))
+    torch.testing.assert_close(before, after, rtol=0, atol=0)
 
 
 def check_head(engine: VLLMEngine, weight: Tensor) -> None:

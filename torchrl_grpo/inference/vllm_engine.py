@@ -15,9 +15,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchrl_grpo.errors import ConfigError, ModelError
+from torchrl_grpo.inference import vllm_classes
 from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, NextTokens, Probe, Request, SteppingEngine
 from torchrl_grpo.inference.vllm_weights import VLLMWeights
@@ -104,21 +105,22 @@ class VLLMEngine(SteppingEngine):
                 "install the requirements, or write inference_model.backend=transformers"
             ) from error
         try:
-            self.llm = LLM(
-                source,
-                dtype=str(dtype).removeprefix("torch."),
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-                seed=seed,
-                enforce_eager=self._eager,
-                enable_prefix_caching=True,
-                # Raw log-probabilities would be those of temperature 1, not of what was sampled.
-                logprobs_mode="processed_logprobs",
-                disable_log_stats=True,
-                trust_remote_code=trust_remote_code,
-                **settings,
-                **more,
-            )
+            with vllm_classes.apart() as changed:
+                self.llm = LLM(
+                    source,
+                    dtype=str(dtype).removeprefix("torch."),
+                    max_model_len=max_model_len,
+                    max_num_seqs=max_num_seqs,
+                    seed=seed,
+                    enforce_eager=self._eager,
+                    enable_prefix_caching=True,
+                    # Raw log-probabilities would be those of temperature 1, not of what was sampled.
+                    logprobs_mode="processed_logprobs",
+                    disable_log_stats=True,
+                    trust_remote_code=trust_remote_code,
+                    **settings,
+                    **more,
+                )
         except TypeError as error:
             if not engine_args:
                 raise
@@ -139,7 +141,7 @@ class VLLMEngine(SteppingEngine):
         worker = self.llm.llm_engine.model_executor.driver_worker.worker
         self.dtype = dtype
         self._weights = VLLMWeights(worker, dtype)
-        _leave_usable(self._weights.model)
+        vllm_classes.give(self._weights.model, changed)
         _check_head(self._weights.model, head_dtype)
         self._names = itertools.count()
         self._running: dict[str, Hashable] = {}
@@ -276,18 +278,6 @@ class VLLMEngine(SteppingEngine):
         gc.collect()
         cleanup_dist_env_and_memory()
         gc.collect()
-
-
-def _leave_usable(model: nn.Module) -> None:
-    """Let models of this process that are not vLLM's compute as before.
-
-    For families that it has no code of its own for, vLLM serves the model of transformers. It changes that
-    class to look for ``do_not_compile``, which only vLLM's own instance has, and the trainer's is of it too.
-    """
-    for module in model.modules():
-        kind = type(module)
-        if kind.__module__.startswith("transformers.") and "do_not_compile" in vars(module):
-            kind.do_not_compile = True  # type: ignore[attr-defined]
 
 
 def _check_head(model: nn.Module, dtype: torch.dtype | None) -> None:

@@ -4,7 +4,7 @@ PyTorch's own kernel multiplies small tiles there: its two passes take 1.7 times
 in batches. Scores exist for a few heads at a time, as many as fit in a core's cache, and the backward pass
 computes them again; no layer keeps any. Numbers are rounded no earlier than in the kernel: scores,
 probabilities and their gradients are float32, and only what enters the last products of the backward pass is
-bfloat16.
+bfloat16. Float32 and float64 stay what they are throughout.
 
 Axes: ``B`` rows, ``H`` heads of queries, ``K`` of keys, ``T`` queries, ``S`` keys, ``D`` and ``E`` sizes of
 a head.
@@ -46,7 +46,8 @@ def attend(
         key: ``[B, K, S, D]``.
         value: ``[B, K, S, E]``.
         mask: bool, True where a query sees a key, ``[B, 1, T, S]`` or ``[T, S]``; None is causal, for as many
-            keys as queries. Every query sees one key at least.
+            keys as queries. Every query sees one key at least: one that sees none gets NaN, and makes NaN
+            of the gradients of its row's keys and values too.
         scaling: None for ``D ** -0.5``.
         block_elements: scores in memory at a time, a key head's at least.
 
@@ -76,7 +77,8 @@ class _Attention(torch.autograd.Function):
         q, k, v = _by_key_head(query, key), key.flatten(0, 1), value.flatten(0, 1)
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         for part, visible in _blocks(q, k, seen, size):
-            out[part] = torch.bmm(_probabilities(q[part], k[part], visible, scale), v[part].float())
+            shares = _probabilities(q[part], k[part], visible, scale)
+            out[part] = torch.bmm(shares, v[part].to(shares.dtype))
         return out.view(*query.shape[:3], -1)
 
     @staticmethod
@@ -85,13 +87,16 @@ class _Attention(torch.autograd.Function):
         q, k, v = _by_key_head(query, key), key.flatten(0, 1), value.flatten(0, 1)
         by_out = _by_key_head(gradients[0], key)
         by_q, by_k, by_v = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+        # A query's gradients of scores add up to 0, and rounded only nearly. What all keys have in common, as
+        # by Qwen2's biases, would enter the gradient of queries times the difference; so it goes before.
+        centered = k - torch.bmm(k.new_full((len(k), 1, k.shape[1]), 1 / k.shape[1]), k)
         for part, visible in _blocks(q, k, seen, ctx.size):
             shares = _probabilities(q[part], k[part], visible, ctx.scale)
             torch.bmm(shares.to(v.dtype).mT, by_out[part], out=by_v[part])
-            by_shares = torch.bmm(by_out[part].float(), v[part].float().mT)
-            by_scores = torch._softmax_backward_data(by_shares, shares, -1, torch.float32)
+            by_shares = torch.bmm(by_out[part].to(shares.dtype), v[part].to(shares.dtype).mT)
+            by_scores = torch._softmax_backward_data(by_shares, shares, -1, shares.dtype)
             by_scores = by_scores.mul_(ctx.scale).to(q.dtype)
-            torch.bmm(by_scores, k[part], out=by_q[part])
+            torch.bmm(by_scores, centered[part], out=by_q[part])
             torch.bmm(by_scores.mT, q[part], out=by_k[part])
         return by_q.view(query.shape), by_k.view(key.shape), by_v.view(value.shape), None, None, None
 
@@ -111,8 +116,9 @@ def _blocks(q: Tensor, k: Tensor, seen: Tensor, size: int) -> Iterator[tuple[sli
 
 
 def _probabilities(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """``[n, H/K T, S]`` float32 of queries ``[n, H/K T, D]`` and keys ``[n, S, D]``."""
-    scores = torch.bmm(q.float() * scale, k.float().mT)
+    """``[n, H/K T, S]`` of queries ``[n, H/K T, D]`` and keys ``[n, S, D]``, float32 at least."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.bmm(q.to(dtype) * scale, k.to(dtype).mT)
     hidden = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
     scores.view(len(q), -1, *visible.shape[2:]).add_(hidden)
     return torch.softmax(scores, -1)

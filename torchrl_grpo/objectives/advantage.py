@@ -37,7 +37,9 @@ def overlong_penalty(lengths: Tensor, longest: int, buffer: int) -> Tensor:
     return ((longest - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
-def group_advantage(rewards: Tensor, std: str, eps: float, leave_one_out: bool = False) -> Tensor:
+def group_advantage(
+    rewards: Tensor, std: str, eps: float, leave_one_out: bool = False, offset: float = 0.0
+) -> Tensor:
     """``A_i = (r_i - b_i) / (s + eps)`` within each group (GRPO, arXiv 2402.03300, sec. 4.1.2).
 
     ``b_i`` is the group's mean, or, with ``leave_one_out``, the mean of the others (RLOO, 2402.14740,
@@ -50,6 +52,7 @@ def group_advantage(rewards: Tensor, std: str, eps: float, leave_one_out: bool =
             2503.20783, sec. 3.2).
         eps: added to the standard deviation.
         leave_one_out: which baseline.
+        offset: see :func:`is_constant`.
 
     Returns:
         ``[P, G]``. A group of equal rewards gets exactly zero, see :func:`is_constant`.
@@ -68,11 +71,11 @@ def group_advantage(rewards: Tensor, std: str, eps: float, leave_one_out: bool =
     elif std != "none":
         raise ValueError(f"advantage std {std!r} is none of population, unbiased, batch, none")
     # Equal floats can differ from their mean in the last bit, and a tiny std would blow that up.
-    return centred.masked_fill(is_constant(rewards)[:, None], 0.0)
+    return centred.masked_fill(is_constant(rewards, offset)[:, None], 0.0)
 
 
 def decoupled_advantage(
-    rewards: Tensor, weights: Sequence[float], std: str, eps: float, leave_one_out: bool
+    rewards: Tensor, weights: Sequence[float], std: str, eps: float, leave_one_out: bool, offset: float = 0.0
 ) -> Tensor:
     """Each reward normalised within its group, their weighted sum normalised over the batch.
 
@@ -84,6 +87,7 @@ def decoupled_advantage(
         std: see :func:`group_advantage`.
         eps: likewise.
         leave_one_out: likewise.
+        offset: likewise, of each reward.
 
     Returns:
         ``[P, G]``. A batch whose sums are all equal gets zero, and so does a sum that is rounding only.
@@ -91,7 +95,7 @@ def decoupled_advantage(
     total = torch.zeros_like(rewards[..., 0])
     size = torch.zeros_like(total)
     for reward, weight in zip(rewards.unbind(-1), weights, strict=True):
-        share = weight * group_advantage(reward, std, eps, leave_one_out)
+        share = weight * group_advantage(reward, std, eps, leave_one_out, offset)
         total += share
         size += share.abs()
     # What rewards that cancel leave behind would be blown up by a standard deviation as small.
@@ -100,13 +104,17 @@ def decoupled_advantage(
     return total / (total.std() + eps) if total.any() else total
 
 
-def is_constant(rewards: Tensor) -> Tensor:
+def is_constant(rewards: Tensor, offset: float = 0.0) -> Tensor:
     """``[P]`` bool: groups ``[P, G]`` whose rewards are all the same, or differ by no more than rounding.
 
     0.1 + 0.2 and 0.3 are the same reward. Their difference is compared with the largest of the group.
+
+    Args:
+        rewards: ``[P, G]``.
+        offset: number that is part of each. Where it cancels the rest, only that one's rounding is left.
     """
     spread = rewards.amax(-1) - rewards.amin(-1)
-    rounding = _ROUNDING * torch.finfo(rewards.dtype).eps * rewards.abs().amax(-1)
+    rounding = _ROUNDING * torch.finfo(rewards.dtype).eps * (rewards.abs().amax(-1) + abs(offset))
     return (spread.isfinite() & (spread <= rounding)) | (rewards == rewards[:, :1]).all(-1)
 
 
@@ -144,10 +152,10 @@ class GroupAdvantage(Transform):
         With ``policy.reward_combination=apart``, the same of every reward that counts.
         """
         if self.cfg.reward_combination == "together":
-            return is_constant(self._shape(tensordict["next", "reward"].squeeze(-1)))
+            return is_constant(self._shape(tensordict["next", "reward"].squeeze(-1)), self._offset)
         parts = self._shape(tensordict["next", "reward_parts"]).unbind(-1)
         counting = [part for part, weight in zip(parts, self.reward_weights, strict=True) if weight != 0]
-        return torch.stack([is_constant(part) for part in counting]).all(0)
+        return torch.stack([is_constant(part, self._offset) for part in counting]).all(0)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         cfg, mask = self.cfg, tensordict["masks", "response"]
@@ -170,6 +178,11 @@ class GroupAdvantage(Transform):
     def _shape(self, rewards: Tensor) -> Tensor:
         return shape_rewards(rewards, self.cfg.reward_shift, self.cfg.reward_scale, self.cfg.reward_clip)
 
+    @property
+    def _offset(self) -> float:
+        """What :meth:`_shape` adds."""
+        return self.cfg.reward_shift * self.cfg.reward_scale
+
     def _overlong(self, tensordict: TensorDictBase) -> Tensor:
         lengths = tensordict["masks", "response"].sum(-1).to(tensordict["next", "reward"].dtype)
         if self.cfg.overlong != "penalise":
@@ -190,9 +203,8 @@ class GroupAdvantage(Transform):
         cfg = self.cfg
         if cfg.advantage_estimator == "maxent":
             return self._maxent(tensordict, rewards)
-        return group_advantage(
-            rewards, cfg.advantage_std, cfg.advantage_eps, cfg.advantage_estimator == "leave_one_out"
-        )
+        leave_one_out = cfg.advantage_estimator == "leave_one_out"
+        return group_advantage(rewards, cfg.advantage_std, cfg.advantage_eps, leave_one_out, self._offset)
 
     def _apart(self, tensordict: TensorDictBase, added: Tensor) -> Tensor:
         cfg = self.cfg
@@ -200,7 +212,9 @@ class GroupAdvantage(Transform):
         rewards = torch.cat([self._shape(tensordict["next", "reward_parts"]), added.unsqueeze(-1)], -1)
         weights = (*self.reward_weights, 1.0)
         leave_one_out = cfg.advantage_estimator == "leave_one_out"
-        return decoupled_advantage(rewards, weights, cfg.advantage_std, cfg.advantage_eps, leave_one_out)
+        return decoupled_advantage(
+            rewards, weights, cfg.advantage_std, cfg.advantage_eps, leave_one_out, self._offset
+        )
 
     def _maxent(self, tensordict: TensorDictBase, rewards: Tensor) -> Tensor:
         cfg, mask = self.cfg, tensordict["masks", "response"]

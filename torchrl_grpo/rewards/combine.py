@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -76,7 +77,7 @@ class RewardSet:
             close_all([reward])
 
     def _score(self, completion: str, example: Example) -> Scored:
-        total = 0.0
+        total = size = 0.0
         parts: dict[str, float] = {}
         errors: dict[str, str] = {}
         for reward, weight in self._rewards:
@@ -87,8 +88,12 @@ class RewardSet:
                 errors[reward.name] = f"{type(error).__name__}: {error}"
                 self._report(reward.name, errors[reward.name], completion, example)
             total += weight * value
+            size += abs(weight * value)
             parts[reward.name] = value
             parts.update({f"{reward.name}/{part}": number for part, number in named.items()})
+        # Of rewards that cancel rounding is left, and it would be the whole difference between two responses.
+        if abs(total) < len(self._rewards) * sys.float_info.epsilon * size:
+            total = 0.0
         return Scored(total, parts, errors)
 
     def _report(self, name: str, message: str, completion: str, example: Example) -> None:
