@@ -39,7 +39,7 @@ def by_hand(tensor: torch.Tensor) -> int:
     for at, word in enumerate(words.flatten().tolist()):
         one = torch.zeros_like(words)
         one.view(-1)[at] = 1
-        weight = checksum(one)
+        weight = checksum(one.view(torch.float32))
         assert weight % 2 == 1
         total += weight * word
     total %= 2**64
@@ -49,10 +49,10 @@ def by_hand(tensor: torch.Tensor) -> int:
 def test_a_checksum_is_the_sum_that_its_docstring_says() -> None:
     for tensor in (torch.randn(5, 6), torch.randn(3, 8).bfloat16(), torch.randn(2, 3, 4)):
         assert checksum(tensor) == by_hand(tensor)
-    ones = torch.eye(8 * 64, dtype=torch.int64).view(-1, 8, 64)
+    ones = torch.eye(8 * 64, dtype=torch.int64).view(-1, 8, 64).view(torch.float32)
     # Four segments of 16 words in each of eight rows.
     assert len({checksum(one) for one in ones}) == 8 * 4
-    assert len(ordered_row_sums(torch.eye(64, dtype=torch.int64)).unique()) == 64
+    assert len(ordered_row_sums(torch.eye(64, dtype=torch.int64).view(torch.float32)).unique()) == 64
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -82,6 +82,15 @@ def test_the_order_in_a_segment_counts_where_layouts_are_learned() -> None:
     apart = tensor.clone()
     apart[:, :2], apart[:, 32:34] = tensor[:, 32:34], tensor[:, :2]
     assert checksum(apart) != checksum(tensor)
+
+
+def test_what_is_packed_or_empty_is_read_as_one_row() -> None:
+    packed = torch.arange(512).to(torch.uint8).view(-1, 1)
+    assert checksum(packed) == checksum(packed.flatten())
+    other = packed.clone()
+    other[[3, 70]] = packed[[70, 3]]
+    assert checksum(other) != checksum(packed)
+    assert checksum(torch.empty(0)) == checksum(torch.empty(0, 4)) == 0
 
 
 def test_copies_of_a_name_are_listed_one_by_one() -> None:

@@ -218,6 +218,10 @@ BAD: list[tuple[str, str]] = [
     ("logging.backends=[csv,csv]", "twice"),
     ("logging.entity=''", "must not be empty"),
     ("logging.tags=['']", "1 to 64 characters"),
+    ("logging.tags=[night]", "write logging.backends=[wandb] instead"),
+    ("data.filter_overlong_prompts=true", "write env.overlong_prompts=drop instead"),
+    ("data.truncation=left", "write env.overlong_prompts=truncate_left instead"),
+    ("inference_model.engine_args.max_logprobs=5", "write nothing for max_logprobs instead"),
     ("logging.tags=night", "a list of names in square brackets"),
     # devices
     (

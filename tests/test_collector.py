@@ -218,12 +218,15 @@ def test_a_postproc_sees_every_tensordict_and_there_is_one(make: Any) -> None:
 def test_a_seed_makes_a_collector_what_one_built_with_it_is(make: Any) -> None:
     collector, other = make(seed=0), make(seed=5)
     before = list(collector)
+    assert collector.next() is None
     assert collector.set_seed(5, static_seed=True) == 5
     after, expected = list(collector), list(other)
     assert len(before) == len(after) == len(expected) == 3
     for one, two in zip(after, expected, strict=True):
         assert_same_rounds(one, two)
     assert [one.responses for one in before] != [one.responses for one in after]
+    collector.set_seed(5)
+    assert collector.next() is not None
 
 
 @pytest.mark.parametrize("form", ["model", "policy", "dict", "tensordict", "nested"])

@@ -194,6 +194,10 @@ def test_missing_files_splits_and_kinds(tmp_path: Path) -> None:
         DataError, match=r"no train split; it holds tests; write for example env\.train_split=tests"
     ):
         load(config(data_path=str(folder)))
+    for name in ("test_sft", "train_sft"):
+        write(tmp_path / "sft" / f"{name}.jsonl", gsm8k_rows(1))
+    with pytest.raises(DataError, match=r"write for example env\.train_split=train_sft"):
+        load(config(data_path=str(tmp_path / "sft")))
     with pytest.raises(DataError, match=r"'\.csv' file; give \.jsonl"):
         load(config(data_path=text_file(tmp_path / "a.csv", "question,answer")))
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xe9", "answer": "#### 1"}')

@@ -443,6 +443,9 @@ def math_reward() -> Iterator[MathVerifyReward]:
     reward.close()
 
 
+DIAGONAL = r"\begin{pmatrix} -1 & 0 \\ 0 & -1 \end{pmatrix}"
+
+
 @pytest.mark.parametrize(
     ("completion", "truth", "value"),
     [
@@ -457,6 +460,13 @@ def math_reward() -> Iterator[MathVerifyReward]:
         ("no idea", "3", 0.0),
         ("", "3", 0.0),
         ("<answer></answer>", "3", 0.0),
+        # Truths of MATH come out of their box without dollars.
+        (rf"${DIAGONAL}$", DIAGONAL, 1.0),
+        (rf"<answer>{DIAGONAL}</answer>", DIAGONAL, 1.0),
+        (r"\begin{pmatrix}7&7\\7&-1\end{pmatrix}", DIAGONAL, 0.0),
+        ("-1", DIAGONAL, 0.0),
+        ("<answer>18.90</answer>", r"\$18.90", 1.0),
+        ("<answer>18.91</answer>", r"\$18.90", 0.0),
     ],
 )
 def test_math_verify(math_reward: MathVerifyReward, completion: str, truth: str, value: float) -> None:

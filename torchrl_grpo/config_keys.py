@@ -63,6 +63,7 @@ ALSO_CALLED = {
     "epsilon": "policy.clip_epsilon",
     "epsilon_high": "policy.clip_epsilon_high",
     "max_completion_length": "inference_model.max_new_tokens",
+    "max_num_batched_tokens": "inference_model.engine_args.max_num_batched_tokens",
     "max_tokens": "inference_model.max_new_tokens",
     "batch_size": "train.optim_batch_size",
     "num_train_epochs": "train.num_epochs",
@@ -71,11 +72,24 @@ ALSO_CALLED = {
     "temperature": "inference_model.temperature",
     "eval_steps": "eval.frequency",
     "save_steps": "train.checkpoint_frequency",
+    "test_freq": "eval.frequency",
+    "save_freq": "train.checkpoint_frequency",
+    "split": "env.train_split",
     "filter_overlong_prompts": "env.overlong_prompts",
     "truncation": "env.overlong_prompts",
     "wandb_entity": "logging.entity",
     "wandb_project": "logging.project",
     "run_name": "logging.experiment",
+}
+# What others write for a value of a key of ours.
+ALSO_WRITTEN = {
+    "env.overlong_prompts=true": "drop",
+    "env.overlong_prompts=True": "drop",
+    "env.overlong_prompts=false": "error",
+    "env.overlong_prompts=False": "error",
+    "env.overlong_prompts=left": "truncate_left",
+    "env.overlong_prompts=right": "truncate_right",
+    "env.overlong_prompts=middle": "truncate_middle",
 }
 
 
@@ -131,7 +145,9 @@ class KeyBook:
             own = {
                 known.rpartition(".")[2]: known for known in self.leaves if known.startswith(f"{section}.")
             }
-            if mine := difflib.get_close_matches(last, own, n=1, cutoff=0.65):
+            # A slip of the pen comes before another project's name, and that before a likeness.
+            cutoff = 0.85 if last in ALSO_CALLED else 0.65
+            if mine := difflib.get_close_matches(last, own, n=1, cutoff=cutoff):
                 return own[mine[0]]
         if last in ALSO_CALLED:
             return ALSO_CALLED[last]
@@ -141,7 +157,7 @@ class KeyBook:
         if close:
             return close[0]
         names = {known.rsplit(".", 1)[-1]: known for known in self.leaves}
-        close = difflib.get_close_matches(last, names, n=1, cutoff=0.75)
+        close = difflib.get_close_matches(last, names, n=1, cutoff=0.8)
         return names[close[0]] if close else None
 
     def describe(self, key: str) -> str:
@@ -189,6 +205,7 @@ class KeyBook:
         """
         match = self.nearest(key)
         value = shown.split("=", 1)[1] if "=" in shown else "..."
+        value = ALSO_WRITTEN.get(f"{match}={value}", value)
         mend = (
             f"write {match}={value} instead"
             if match

@@ -118,6 +118,8 @@ def _is_installed(package: str) -> bool:
 
 def _listed() -> list[Gpu]:
     """Every GPU of the machine."""
+    # CUDA counts the fastest first unless told to count as nvidia-smi does, and plans go by nvidia-smi.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if shutil.which("nvidia-smi") is None:
         return [Gpu() for _ in Path("/dev").glob("nvidia[0-9]*")]
     done = _ask_smi("uuid,memory.total,driver_version,compute_cap")

@@ -376,6 +376,15 @@ def _check_logging(cfg: Config) -> None:
     if not all(0 < len(tag.strip()) <= _TAG_LENGTH for tag in cfg.logging.tags):
         wrong = f"a tag has 1 to {_TAG_LENGTH} characters"
         raise bad_value("logging.tags", cfg.logging.tags, wrong, "for example logging.tags=[baseline]")
+    if "wandb" not in backends:
+        for key, given in (
+            ("logging.entity", cfg.logging.entity),
+            ("logging.group", cfg.logging.group),
+            ("logging.tags", cfg.logging.tags),
+        ):
+            if given:
+                wrong = "W&B alone takes it, and it is not among logging.backends"
+                raise bad_value(key, given, wrong, f"logging.backends={show([*backends, 'wandb'])}")
     for name in backends:
         if name not in _LOGGER_PACKAGES:
             wrong = f"{show(name)} is not one of {', '.join(_LOGGER_PACKAGES)}"

@@ -34,6 +34,7 @@ SET_BY_KEY = {
 ALWAYS_SET = {
     "enable_prefix_caching": "it is on: the responses of a group share their prompt",
     "logprobs_mode": "it is processed_logprobs: the numbers of what was sampled are trained on",
+    "max_logprobs": "it is vLLM's own 20: so many are compared after each publication",
     "disable_log_stats": "it is on: the run has metrics of its own",
     "skip_tokenizer_init": "the engine takes and gives token ids in any case",
     "distributed_executor_backend": "the engine runs in its worker's own process, where weights reach it",
@@ -60,7 +61,12 @@ def check_engine_args(cfg: Config) -> None:
         key = f"{_KEY}.{name}"
         if name in SET_BY_KEY:
             mend = SET_BY_KEY[name]
-            raise bad_value(key, value, f"{mend} sets this for the whole run", f"{mend}=VALUE")
+            also = (
+                " on a CPU, and inference_model.gpu_memory_utilization sets it on a GPU"
+                if name == "kv_cache_memory_bytes"
+                else ""
+            )
+            raise bad_value(key, value, f"{mend} sets this for the whole run{also}", f"{mend}=VALUE")
         if name in ALWAYS_SET:
             raise bad_value(key, value, ALWAYS_SET[name], f"nothing for {name}")
         if name in ONE_DEVICE and value != 1:

@@ -329,7 +329,9 @@ def _not_empty(rows: list[Row], source: str) -> list[Row]:
 
 
 def _has(names: Sequence[str], key: str) -> str:
-    return f"it holds {', '.join(names)}; write for example {key}={names[0]}"
+    begins = ("train",) if key == "env.train_split" else _TEST_NAMES
+    likely = next((name for name in names if name.startswith(begins)), names[0])
+    return f"it holds {', '.join(names)}; write for example {key}={likely}"
 
 
 def _short(text: str) -> str:

@@ -108,7 +108,12 @@ def _segment(count: int) -> int:
 def _words(tensor: Tensor) -> Tensor:
     """The bits of ``tensor`` as a matrix of the widest integers that its rows divide into."""
     tensor = tensor.detach()
-    matrix = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else tensor.numel()).contiguous()
+    if not tensor.numel():
+        return torch.zeros(1, 1, dtype=torch.int64, device=tensor.device)
+    # What is packed, as quantized weights are, has no rows: bitsandbytes keeps a column of single bytes.
+    rows = tensor.dim() > 1 and tensor.is_floating_point()
+    matrix = tensor.reshape(-1, tensor.shape[-1]) if rows else tensor.reshape(1, -1)
+    matrix = matrix.contiguous()
     width = matrix.shape[1] * matrix.element_size()
     # By the width alone: the same rows must be read as the same words wherever they lie.
     word = next(

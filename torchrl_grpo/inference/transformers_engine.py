@@ -18,7 +18,7 @@ from torchrl_grpo.inference.checksums import Checksums, checksums
 from torchrl_grpo.inference.layout import in_format
 from torchrl_grpo.inference.protocol import Completion, NextTokens, Probe, Request, SteppingEngine
 from torchrl_grpo.models.logprobs import multiply_head_in
-from torchrl_grpo.models.precision import forgo_cudnn_attention
+from torchrl_grpo.models.precision import choose_kernels
 from torchrl_grpo.padding import pad_left
 from torchrl_grpo.workload import MAX_ROWS
 
@@ -45,7 +45,7 @@ class TransformersEngine(SteppingEngine):
         max_rows: int = MAX_ROWS,
         head_dtype: torch.dtype | None = None,
     ) -> None:
-        forgo_cudnn_attention()
+        choose_kernels()
         if head_dtype is not None:
             try:
                 multiply_head_in(model, head_dtype)

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.inference import vllm_classes
@@ -240,7 +240,11 @@ class VLLMEngine(SteppingEngine):
 
     def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """See :meth:`Engine.learn`."""
-        self._weights.learn(shapes, self.load_weights)
+        with stopping(
+            "memory ran out when it was found out where vLLM keeps which weights: lower "
+            f"inference_model.gpu_memory_utilization={self._share}, which leaves more beside vLLM's share"
+        ):
+            self._weights.learn(shapes, self.load_weights)
 
     def checksums(self) -> tuple[Checksums, ...]:
         """See :meth:`Engine.checksums`."""

@@ -45,13 +45,16 @@ def autocast(dtype: torch.dtype | None, device: torch.device) -> AbstractContext
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def forgo_cudnn_attention() -> None:
-    """Switch off cuDNN's attention in this process, which takes about a second for every new shape.
+def choose_kernels() -> None:
+    """Choose kernels for this process: float32 with all of its bits, and attention without cuDNN's.
 
-    On an H100 and later PyTorch prefers it. It keeps a plan for each size it has seen, and the sizes of
-    micro-batches and of decoding change with every call.
+    On an H100 and later PyTorch prefers cuDNN's attention. It keeps a plan for each size it has seen, which
+    takes about a second, and the sizes of micro-batches and of decoding change with every call. TF32, ten
+    bits of a float32, is off unless the environment asks for it, as some container images do; engine and
+    trainer would then differ by more than rounding.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.set_float32_matmul_precision("highest")
 
 
 @torch.no_grad()

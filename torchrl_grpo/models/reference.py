@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from torchrl_grpo.config import Config
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.logprobs import TokenScorer
-from torchrl_grpo.models.precision import forgo_cudnn_attention, resolve_dtype, resolve_head
+from torchrl_grpo.models.precision import choose_kernels, resolve_dtype, resolve_head
 
 
 def load_reference(
@@ -30,7 +30,7 @@ def load_reference(
             in 16 bits throughout; None is float32.
         shares_prefix: whether a prompt is run once per group.
     """
-    forgo_cudnn_attention()
+    choose_kernels()
     # Equal weights must have no divergence: auto computes as the policy does, in float32 under its autocast.
     auto = cfg.ref_model.dtype == "auto"
     dtype = torch.float32 if auto else resolve_dtype(cfg.ref_model.dtype, device)

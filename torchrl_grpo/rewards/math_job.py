@@ -16,7 +16,8 @@ import sympy
 # It warns once that its own time limit is off; the limit is the pool's.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-_HAS_MATH = re.compile(r"\$|\\\(|\\\[|\\boxed|\\begin")
+# An escaped dollar is money, and an environment such as pmatrix is no formula to the parser without dollars.
+_HAS_MATH = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
 # What makes prose of a text; commands of LaTeX are not words, and neither is what stands in \text{}.
 _NO_WORD = re.compile(r"\\text\s*\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")

@@ -115,7 +115,8 @@ def judge(cfg: Config) -> str:
         cfg: ``reward.weights`` and ``env.dataset`` are read.
 
     Returns:
-        Its name; the data set's own judge where none is rewarded, or where it ties with another.
+        Its name; the data set's own judge where none is rewarded, or where it is among several with the
+        largest weight, or else the first of these.
     """
     weights = cfg.reward.weights or DEFAULT_WEIGHTS[cfg.env.dataset]
     own = _OWN_JUDGE[cfg.env.dataset]

@@ -14,6 +14,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.envs.responses import HIT_BOUND
 from torchrl_grpo.inference.protocol import Completion, Engine, Sampling
+from torchrl_grpo.models.lora import merged_weights
 from torchrl_grpo.rollout.interface import CollectorInterface
 from torchrl_grpo.rollout.ledger import started_with
 from torchrl_grpo.rollout.schema import build_batch
@@ -120,8 +121,8 @@ class RolloutCollector(CollectorInterface):
         Nothing proves that they arrived: training uses :meth:`publish`.
 
         Args:
-            policy_or_weights: the model, or parameters by the names of its ``named_parameters``, which may be
-                nested in a TensorDict.
+            policy_or_weights: the model, whose adapters are merged; or parameters by the names of its
+                ``named_parameters``, which may be nested in a TensorDict.
             weights: parameters, in place of it.
             policy: a model, in place of it.
 
@@ -133,10 +134,11 @@ class RolloutCollector(CollectorInterface):
             raise ValueError("update_policy_weights_ takes one model, or the parameters of one")
         source = given[0]
         if isinstance(source, nn.Module):
-            source = dict(source.named_parameters())
+            source = dict(merged_weights(source))
         elif isinstance(source, TensorDictBase):
             source = source.flatten_keys(".")
         self.engine.load_weights((name, tensor.detach()) for name, tensor in source.items())
+        self.engine.reset_cache()
         self.engine.policy_version += 1
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -152,6 +154,7 @@ class RolloutCollector(CollectorInterface):
         following: int = self.env.set_seed(seed, static_seed=static_seed)
         self.seed = seed
         self.rounds = self.taken = 0
+        self._tensordicts = None
         return following
 
     def check_proofs(self) -> list[dict[str, float]]:

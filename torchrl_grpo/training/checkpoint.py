@@ -65,6 +65,8 @@ _FREE_KEYS = (
     "ref_model.devices",
     # Who samples a response does not change what it is sampled from.
     "inference_model.backend",
+    # What one backend alone takes, and has to go when another takes its place.
+    "inference_model.engine_args",
     "collector.timeout_s",
     "collector.max_restarts",
     "inference_model.num_devices",

@@ -21,7 +21,7 @@ from torchrl_grpo.inference.checksums import checksum
 from torchrl_grpo.launch import parallelism
 from torchrl_grpo.models.build import build_model
 from torchrl_grpo.models.logprobs import TokenScorer
-from torchrl_grpo.models.precision import forgo_cudnn_attention, resolve_autocast, resolve_head
+from torchrl_grpo.models.precision import choose_kernels, resolve_autocast, resolve_head
 from torchrl_grpo.models.prepare import compile_layers, prepare_for_training, shares_prefix
 from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.out_of_memory import stopping
@@ -79,7 +79,7 @@ class Learner:
         self.engine: EngineShare | None = None
         # The run has a progress bar of its own; one per loaded file would bury it.
         disable_progress_bar()
-        forgo_cudnn_attention()
+        choose_kernels()
         if device.type == "cpu":
             keep_freed_memory()
         self.model: PreTrainedModel = build_model(cfg, weights, device, resume_from)
