@@ -324,7 +324,7 @@ def test_a_part_of_any_tensor_that_is_stale_in_a_worker_is_found(
         def on_the_way(fault: Fault | None) -> None:
             worker.on_the_way = fault
 
-        # Calls to a worker take their time: a sample at the start, and of what is planted before it gets there.
+        # Calls to a worker take their time: a sample at the start, and of faults on the way.
         some = of_each_kind(cases)
         assert_each_is_found(publisher, publisher.prove_at_start, worker.plant, some)
         assert_each_is_found(publisher, publisher.publish, worker.plant, cases)

@@ -375,29 +375,29 @@ def train_and_publish(publisher: WeightPublisher, size: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "engine,publisher,size,message",
+    "engine,publisher,message",
     [
-        (TransformersEngine, ListSkips, 1e-7, "1 of 21 tensors were not published, the first is .*down_proj"),
-        (TransformersEngine, ListSkipsLater, 1e-7, "1 of 21 tensors were not published, .*down_proj"),
-        (EngineSwallows, WeightPublisher, 1e-7, "1 of 21 tensors .* are not the trainer's .*down_proj"),
-        (EngineSwallowsLater, WeightPublisher, 1e-7, "1 of 21 tensors .* are not the trainer's .*down_proj"),
-        (EngineStopsEarly, WeightPublisher, 1e-7, "16 of 21 tensors were not published"),
-        (EngineIgnores, WeightPublisher, 1e-7, "21 of 21 tensors .* are not the trainer's"),
-        (LoadsIntoACopy, WeightPublisher, 1e-7, "21 of 21 tensors .* are not the trainer's"),
-        (SwapsRows, WeightPublisher, 1e-7, "1 of 21 tensors .* are not .*embed_tokens"),
-        (MistakesNames, WeightPublisher, 1e-7, "puts published tensors where others belong"),
-        (AnswersFromACopy, WeightPublisher, 1e-7, "moved its log-probabilities by 0 nats .*enforce_eager"),
-        (TransformersEngine, ListsACopy, 1e-7, "listed for publication are stale, the first is "),
-        (ForgetsToReset, WeightPublisher, 1e-7, "40 tokens of the probe came out of a prefix cache"),
-        (AnswersNaN, WeightPublisher, 1e-7, "by nan nats .*not finite"),
+        (TransformersEngine, ListSkips, "1 of 21 tensors were not published, the first is .*down_proj"),
+        (TransformersEngine, ListSkipsLater, "1 of 21 tensors were not published, .*down_proj"),
+        (EngineSwallows, WeightPublisher, "1 of 21 tensors .* are not the trainer's .*down_proj"),
+        (EngineSwallowsLater, WeightPublisher, "1 of 21 tensors .* are not the trainer's .*down_proj"),
+        (EngineStopsEarly, WeightPublisher, "16 of 21 tensors were not published"),
+        (EngineIgnores, WeightPublisher, "21 of 21 tensors .* are not the trainer's"),
+        (LoadsIntoACopy, WeightPublisher, "21 of 21 tensors .* are not the trainer's"),
+        (SwapsRows, WeightPublisher, "1 of 21 tensors .* are not .*embed_tokens"),
+        (MistakesNames, WeightPublisher, "puts published tensors where others belong"),
+        (AnswersFromACopy, WeightPublisher, "moved its log-probabilities by 0 nats .*enforce_eager"),
+        (TransformersEngine, ListsACopy, "listed for publication are stale, the first is "),
+        (ForgetsToReset, WeightPublisher, "40 tokens of the probe came out of a prefix cache"),
+        (AnswersNaN, WeightPublisher, "by nan nats .*not finite"),
     ],
 )
 def test_sabotage_is_found(
-    engine: type[TransformersEngine], publisher: type[WeightPublisher], size: float, message: str
+    engine: type[TransformersEngine], publisher: type[WeightPublisher], message: str
 ) -> None:
     sabotaged = make_publisher(engine, publisher)
     with pytest.raises(TrainingStopped, match=message) as caught:
-        train_and_publish(sabotaged, size)
+        train_and_publish(sabotaged, 1e-7)
     assert engine.__name__ in str(caught.value)
     # The version must not claim weights that the engine does not hold.
     assert sabotaged.engine.policy_version < 3
