@@ -16,17 +16,24 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from batches import make_model
+from batches import END, PAD, make_model
+from faulty_worker import FaultyActor, OneWorker
+from stale_parts import Fault, assert_each_is_found, every_part, of_each_kind
 
+from torchrl_grpo.config import Config
+from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.rollout import ray_pool
 from torchrl_grpo.rollout.ray_pool import pack, unpack
 from torchrl_grpo.training.command_runs import has_checkpoint
+from torchrl_grpo.training.publish import WeightPublisher
 from torchrl_grpo.training.soak import family, victim
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 # Ray's helper processes look every few seconds whether their node still lives.
 LINGER_S = 90
+# For the probe.
+PROMPTS = [list(range(start, start + 30)) for start in (3, 15, 29)]
 
 
 @pytest.fixture
@@ -249,45 +256,81 @@ def nodes_with_workers() -> set[int]:
     return found
 
 
-def test_workers_on_two_nodes_of_a_running_cluster(repo_root: Path, tmp_path: Path, words: list[str]) -> None:
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[Any]:
+    """A cluster of somebody else's with a core on each of two nodes."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
         cluster.add_node(num_cpus=1)
         cluster.wait_for_nodes()
-        more = [
-            f"ray.address={cluster.address}",
-            "ray.placement=spread",
-            "inference_model.num_devices=2",
-            "train.total_dialog_turns=64",
-            "hydra.run.dir=run",
-        ]
-        with started(repo_root, tmp_path, *words, *more) as process:
-            wait_for(process, tmp_path / "run" / "metrics.jsonl", 1)
-            assert len(nodes_with_workers()) == 2, "each worker is a child of its own node's process"
-            assert process.wait(timeout=300) == 0, output(tmp_path)
-        assert summary(tmp_path / "run")["groups"]["trained"] == 16
-        # The cluster is somebody else's: it must still be there.
-        assert len(cluster.list_all_nodes()) == 2
-        assert all(node.live_processes() for node in cluster.list_all_nodes())
+        yield cluster
     finally:
         cluster.shutdown()
+
+
+def test_workers_on_two_nodes_of_a_running_cluster(
+    repo_root: Path, tmp_path: Path, words: list[str], two_nodes: Any
+) -> None:
+    more = [
+        f"ray.address={two_nodes.address}",
+        "ray.placement=spread",
+        "inference_model.num_devices=2",
+        "train.total_dialog_turns=64",
+        "hydra.run.dir=run",
+    ]
+    with started(repo_root, tmp_path, *words, *more) as process:
+        wait_for(process, tmp_path / "run" / "metrics.jsonl", 1)
+        assert len(nodes_with_workers()) == 2, "each worker is a child of its own node's process"
+        assert process.wait(timeout=300) == 0, output(tmp_path)
+    assert summary(tmp_path / "run")["groups"]["trained"] == 16
+    # The cluster is somebody else's: it must still be there.
+    assert len(two_nodes.list_all_nodes()) == 2
+    assert all(node.live_processes() for node in two_nodes.list_all_nodes())
 
 
 def test_too_many_workers_for_a_cluster_are_refused(
-    repo_root: Path, tmp_path: Path, words: list[str]
+    repo_root: Path, tmp_path: Path, words: list[str], two_nodes: Any
 ) -> None:
-    from ray.cluster_utils import Cluster
+    more = [f"ray.address={two_nodes.address}", "inference_model.num_devices=4", "hydra.run.dir=run"]
+    with started(repo_root, tmp_path, *words, *more) as process:
+        assert process.wait(timeout=300) == 2, output(tmp_path)
+    assert "inference_model.num_devices=4" in output(tmp_path) and "2 CPU and 0 GPU" in output(tmp_path)
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_part_of_any_tensor_that_is_stale_in_a_worker_is_found(
+    dtype: torch.dtype, repo_root: Path, tmp_path: Path, two_nodes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Workers import what is planted in them.
+    monkeypatch.setenv("PYTHONPATH", str(repo_root / "tests"), prepend=os.pathsep)
+    model = make_model("llama_tied", num_hidden_layers=1)
+    model.save_pretrained(tmp_path / "model")
+    cfg = Config()
+    cfg.model.name = str(tmp_path / "model")
+    cfg.inference_model.backend = "transformers"
+    cfg.inference_model.dtype = str(dtype).removeprefix("torch.")
+    cfg.ray.address = two_nodes.address
+    pool = ray_pool.RayPool(
+        cfg, ray_pool.WorkerSpec(cfg, cfg.model.name, [END], PAD, 4, 1, False), 1, FaultyActor
+    )
     try:
-        more = [f"ray.address={cluster.address}", "inference_model.num_devices=4", "hydra.run.dir=run"]
-        with started(repo_root, tmp_path, *words, *more) as process:
-            assert process.wait(timeout=300) == 2, output(tmp_path)
-        assert "inference_model.num_devices=4" in output(tmp_path) and "1 CPU and 0 GPU" in output(tmp_path)
+        worker = OneWorker(pool)
+        publisher = WeightPublisher(model, TokenScorer(model), worker, PROMPTS, PAD, dtype, dtype)
+        cases = every_part(publisher)
+
+        def on_the_way(fault: Fault | None) -> None:
+            worker.on_the_way = fault
+
+        # Calls to a worker take their time: a sample at the start, and of faults on the way.
+        some = of_each_kind(cases)
+        assert_each_is_found(publisher, publisher.prove_at_start, worker.plant, some)
+        assert_each_is_found(publisher, publisher.publish, worker.plant, cases)
+        assert_each_is_found(publisher, publisher.publish, on_the_way, some)
+        assert publisher.unread == []
     finally:
-        cluster.shutdown()
+        pool.close()
 
 
 def test_kills_at_random_moments(tmp_path: Path, tiny_model_dir: Path, words: list[str]) -> None:

@@ -156,3 +156,29 @@ def test_a_layout_is_learned_whatever_the_engine_does_with_rows(dtype: torch.dty
     held["qkv.bias"] = held["qkv.bias"] + 1e-4
     if dtype is not torch.float32:
         assert read(held)["q.bias"] != expected["q.bias"]
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_layout_says_what_arrived_in_part(dtype: torch.dtype) -> None:
+    shapes = {"matrix": (6, 16), "vector": (30,), "split": (8, 16), "split.bias": (16,), "gone": (4, 16)}
+    prints = {name: fingerprint(name, shape, dtype, CPU) for name, shape in shapes.items()}
+
+    def torn(**changes: torch.Tensor) -> list[str]:
+        given = {**prints, **changes}
+        held = {
+            "turned": given["matrix"].T.contiguous(),
+            "vector": given["vector"],
+            "one": given["split"][:5],
+            "other": given["split"][5:],
+            "one.bias": given["split.bias"][:8],
+            "other.bias": given["split.bias"][8:],
+        }
+        return learn(shapes, dtype, {key: Seen.of(tensor) for key, tensor in held.items()}, CPU).torn
+
+    assert torn() == [], "in several places, or nowhere, is not in part"
+    for name in ("matrix", "vector"):
+        spoiled = prints[name].clone()
+        spoiled.view(-1)[7] = 1000.0
+        assert torn(**{name: spoiled}) == [name]
+        spoiled.fill_(1000.0)
+        assert torn(**{name: spoiled}) == []

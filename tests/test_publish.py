@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from batches import END, PAD, VOCAB, make_model
+from stale_parts import Fault, Faulty, assert_each_is_found, every_part
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -68,73 +69,28 @@ def test_a_sound_engine_passes_ten_publications(family: str, dtype: torch.dtype,
     assert publisher.unread == []
 
 
-class KeepsAPart(TransformersEngine):
-    """An engine that keeps ``part`` of the tensor ``victim`` as it was, where there is a victim."""
-
-    victim: str | None = None
-    part = ""
-
-    def update(self, weights: Weights) -> None:
-        own = dict(self.model.named_parameters())
-        before = None if self.victim is None else own[self.victim].detach().clone()
-        super().update(weights)
-        if before is None or self.victim is None:
-            return
-        tensor = own[self.victim].detach()
-        rows, old = tensor.view(-1, tensor.shape[-1]), before.view(-1, tensor.shape[-1])
-        if self.part == "tensor":
-            rows.copy_(old)
-        elif self.part == "row":
-            rows[-1] = old[-1]
-        elif self.part == "element":
-            rows[len(rows) // 2, -1] = old[len(rows) // 2, -1]
-        else:
-            rows[[0, -1]] = rows[[-1, 0]]
+class KeepsAPart(Faulty, TransformersEngine):
+    """An engine that weights do not reach whole."""
 
 
-PARTS = ("tensor", "row", "element", "two rows swapped")
+FORMATS = (torch.float32, torch.bfloat16, torch.float16)
+NINE = ["llama_tied", "qwen2", "qwen3", "mistral", "gpt2", "gemma", "gemma3", "phi", "phi3"]
 
 
-def move_everything(model: Any, seed: int) -> None:
-    """So far that each number is another one in 16 bits too, those that were zero included."""
-    g = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_((0.1 + 0.1 * torch.rand(p.shape, generator=g)) * (-1) ** seed)
-
-
-@pytest.mark.parametrize(
-    "family,dtype",
-    [
-        ("llama_tied", torch.float32),
-        ("qwen2", torch.float32),
-        ("gpt2", torch.bfloat16),
-        ("gemma3", torch.bfloat16),
-        ("phi", torch.float16),
-    ],
-)
-@pytest.mark.parametrize("moment", ["start", "later"])
-def test_a_part_of_any_tensor_that_is_stale_is_found(family: str, dtype: torch.dtype, moment: str) -> None:
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("family", NINE)
+def test_a_part_of_any_tensor_that_is_stale_is_found(family: str, dtype: torch.dtype) -> None:
     publisher = make_publisher(KeepsAPart, family=family, dtype=dtype)
-    tensors = dict(publisher.model.named_parameters())
     engine: Any = publisher.engine
-    publisher.prove_at_start(0)
-    step = publisher.publish if moment == "later" else publisher.prove_at_start
-    cases = [
-        (name, part)
-        for name, tensor in tensors.items()
-        for part in PARTS
-        if tensor.dim() > 1 or part != PARTS[3]
-    ]
-    # The start takes three times as long; one tensor in three there.
-    for number, (engine.victim, engine.part) in enumerate(cases if moment == "later" else cases[::3]):
-        move_everything(publisher.model, number)
-        with pytest.raises(
-            TrainingStopped, match=f"1 of {len(tensors)} tensors .* first is {engine.victim}: "
-        ):
-            step(1)
-    engine.victim = None
-    step(2)
+    cases = every_part(publisher)
+
+    def plant(fault: Fault | None) -> None:
+        engine.fault = fault
+
+    # A start takes three times as long: all of the cases there in the three formats together.
+    at_start = cases[FORMATS.index(dtype) :: len(FORMATS)]
+    assert_each_is_found(publisher, publisher.prove_at_start, plant, at_start)
+    assert_each_is_found(publisher, publisher.publish, plant, cases)
 
 
 def test_the_start_shows_that_published_weights_are_those_that_answer() -> None:
@@ -419,29 +375,29 @@ def train_and_publish(publisher: WeightPublisher, size: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "engine,publisher,size,message",
+    "engine,publisher,message",
     [
-        (TransformersEngine, ListSkips, 1e-7, "1 of 21 tensors were not published, the first is .*down_proj"),
-        (TransformersEngine, ListSkipsLater, 1e-7, "1 of 21 tensors were not published, .*down_proj"),
-        (EngineSwallows, WeightPublisher, 1e-7, "1 of 21 tensors .* are not the trainer's .*down_proj"),
-        (EngineSwallowsLater, WeightPublisher, 1e-7, "1 of 21 tensors .* are not the trainer's .*down_proj"),
-        (EngineStopsEarly, WeightPublisher, 1e-7, "16 of 21 tensors were not published"),
-        (EngineIgnores, WeightPublisher, 1e-7, "21 of 21 tensors .* are not the trainer's"),
-        (LoadsIntoACopy, WeightPublisher, 1e-7, "21 of 21 tensors .* are not the trainer's"),
-        (SwapsRows, WeightPublisher, 1e-7, "1 of 21 tensors .* are not .*embed_tokens"),
-        (MistakesNames, WeightPublisher, 1e-7, "puts published tensors where others belong"),
-        (AnswersFromACopy, WeightPublisher, 1e-7, "moved its log-probabilities by 0 nats .*enforce_eager"),
-        (TransformersEngine, ListsACopy, 1e-7, "listed for publication are stale, the first is "),
-        (ForgetsToReset, WeightPublisher, 1e-7, "40 tokens of the probe came out of a prefix cache"),
-        (AnswersNaN, WeightPublisher, 1e-7, "by nan nats .*not finite"),
+        (TransformersEngine, ListSkips, "1 of 21 tensors were not published, the first is .*down_proj"),
+        (TransformersEngine, ListSkipsLater, "1 of 21 tensors were not published, .*down_proj"),
+        (EngineSwallows, WeightPublisher, "1 of 21 tensors .* are not the trainer's .*down_proj"),
+        (EngineSwallowsLater, WeightPublisher, "1 of 21 tensors .* are not the trainer's .*down_proj"),
+        (EngineStopsEarly, WeightPublisher, "16 of 21 tensors were not published"),
+        (EngineIgnores, WeightPublisher, "21 of 21 tensors .* are not the trainer's"),
+        (LoadsIntoACopy, WeightPublisher, "21 of 21 tensors .* are not the trainer's"),
+        (SwapsRows, WeightPublisher, "1 of 21 tensors .* are not .*embed_tokens"),
+        (MistakesNames, WeightPublisher, "puts published tensors where others belong"),
+        (AnswersFromACopy, WeightPublisher, "moved its log-probabilities by 0 nats .*enforce_eager"),
+        (TransformersEngine, ListsACopy, "listed for publication are stale, the first is "),
+        (ForgetsToReset, WeightPublisher, "40 tokens of the probe came out of a prefix cache"),
+        (AnswersNaN, WeightPublisher, "by nan nats .*not finite"),
     ],
 )
 def test_sabotage_is_found(
-    engine: type[TransformersEngine], publisher: type[WeightPublisher], size: float, message: str
+    engine: type[TransformersEngine], publisher: type[WeightPublisher], message: str
 ) -> None:
     sabotaged = make_publisher(engine, publisher)
     with pytest.raises(TrainingStopped, match=message) as caught:
-        train_and_publish(sabotaged, size)
+        train_and_publish(sabotaged, 1e-7)
     assert engine.__name__ in str(caught.value)
     # The version must not claim weights that the engine does not hold.
     assert sabotaged.engine.policy_version < 3

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import convert_frame
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from vllm_arguments import ON_A_CPU, TINY_ENGINE
 
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference.protocol import Probe, Sampling
@@ -29,16 +30,7 @@ QUESTIONS = ("What is 3 + 4?", "Name a colour, please.", "Who wrote Hamlet? Answ
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16])
 def engine(smollm2_dir: Path, request: pytest.FixtureRequest) -> Iterator[VLLMEngine]:
-    engine = VLLMEngine(
-        str(smollm2_dir),
-        device=torch.device("cpu"),
-        dtype=request.param,
-        max_model_len=256,
-        max_num_seqs=16,
-        seed=0,
-        gpu_memory_utilization=0.4,
-        kv_cache_gib=1,
-    )
+    engine = VLLMEngine(str(smollm2_dir), dtype=request.param, max_model_len=256, max_num_seqs=16, **ON_A_CPU)
     yield engine
     engine.close()
 
@@ -230,17 +222,8 @@ def test_engines_one_after_the_other_leave_nothing_alive(tiny_model_dir: Path) -
     alive: list[weakref.ref[object]] = []
     hooks = len(convert_frame._bytecode_hooks)
     for seed in range(3):
-        engine = VLLMEngine(
-            str(tiny_model_dir),
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-            max_model_len=64,
-            max_num_seqs=4,
-            seed=seed,
-            gpu_memory_utilization=0.4,
-            kv_cache_gib=1,
-            enforce_eager=False,
-        )
+        arguments = {**TINY_ENGINE, "seed": seed, "enforce_eager": False}
+        engine = VLLMEngine(str(tiny_model_dir), dtype=torch.float32, **arguments)
         # Compiled, and with weights published to it, as in a sweep.
         sent = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
         weights = {name: parameter.detach() for name, parameter in sent.named_parameters()}

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_publish import PARTS, move_everything
+from stale_parts import (
+    PARTS,
+    Cases,
+    Fault,
+    Faulty,
+    assert_each_is_found,
+    every_part,
+    move_everything,
+    of_each_kind,
+)
 from tiny_model import build_tiny_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from vllm_arguments import TINY_ENGINE
 
-from torchrl_grpo.errors import TrainingStopped
+from torchrl_grpo.config import LoraConfig
+from torchrl_grpo.errors import ModelError, UserError
 from torchrl_grpo.inference.protocol import Probe
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
+from torchrl_grpo.models import lora
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.training.publish import WeightPublisher
 
@@ -41,88 +53,81 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "llama, tied": ("llama", {**_COMMON, "tie_word_embeddings": True}, torch.float32),
     "qwen2": ("qwen2", _COMMON, torch.bfloat16),
     "qwen3": ("qwen3", _COMMON, torch.float32),
-    "mistral": ("mistral", {**_COMMON, "sliding_window": None}, torch.bfloat16),
+    "mistral": ("mistral", {**_COMMON, "sliding_window": None}, torch.float16),
     "gemma3": ("gemma3_text", {**_COMMON, "layer_types": ["full_attention"]}, torch.bfloat16),
     "phi3": ("phi3", _COMMON, torch.float32),
     "gpt2": ("gpt2", _GPT2, torch.bfloat16),
-    "granite": ("granite", _COMMON, torch.bfloat16),
+    "gpt2, float16": ("gpt2", _GPT2, torch.float16),
+    "granite": ("granite", _COMMON, torch.float16),
     # Served as transformers' own model, which the trainer has in the same process.
     "olmo2": ("olmo2", _COMMON, torch.bfloat16),
     "llama, tied, float32 head": ("llama", {**_COMMON, "tie_word_embeddings": True}, torch.bfloat16),
     "qwen3, float32 head": ("qwen3", _COMMON, torch.bfloat16),
 }
+WITH_ADAPTERS = ("qwen2",)
 PROMPTS = [list(range(start, start + 40)) for start in (10, 100, 200)]
 
 
-class KeepsAPart(VLLMEngine):
-    """What vLLM is handed of the tensor ``victim`` is partly what it held before."""
-
-    victim: str | None = None
-    part = ""
-
-    def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        super().update(self._spoiled(weights))
-
-    def _spoiled(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            if name != self.victim:
-                yield name, tensor
-                continue
-            spoiled = tensor.clone()
-            rows, old = spoiled.view(-1, tensor.shape[-1]), self.before[name].view(-1, tensor.shape[-1])
-            if self.part == "tensor":
-                rows.copy_(old)
-            elif self.part == "row":
-                rows[-1] = old[-1]
-            elif self.part == "element":
-                rows[len(rows) // 2, -1] = old[len(rows) // 2, -1]
-            else:
-                rows[[0, -1]] = rows[[-1, 0]]
-            yield name, spoiled
+class KeepsAPart(Faulty, VLLMEngine):
+    """A vLLM that weights do not reach whole."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_part_of_any_tensor_that_is_stale_in_vllm_is_found(family: str, tmp_path: Path) -> None:
-    kind, settings, dtype = FAMILIES[family]
-    folder = build_tiny_model(tmp_path / "model")
+def save_model(family: str, folder: Path) -> Any:
+    """A random model of ``family`` in float32, saved to ``folder``."""
+    kind, settings, _ = FAMILIES[family]
+    build_tiny_model(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = AutoConfig.for_model(kind, **settings)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(folder)
+    return model
+
+
+def make_publisher(model: Any, engine: VLLMEngine) -> WeightPublisher:
+    return WeightPublisher(model, TokenScorer(model), engine, PROMPTS, 2, engine.dtype, engine.dtype)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_part_of_any_tensor_that_is_stale_in_vllm_is_found(family: str, tmp_path: Path) -> None:
+    model = save_model(family, tmp_path / "model")
     engine = KeepsAPart(
-        str(folder),
-        device=torch.device("cpu"),
-        dtype=dtype,
+        str(tmp_path / "model"),
+        dtype=FAMILIES[family][2],
         head_dtype=torch.float32 if "float32 head" in family else None,
-        max_model_len=64,
-        max_num_seqs=4,
-        seed=0,
-        gpu_memory_utilization=0.4,
-        kv_cache_gib=1,
+        **TINY_ENGINE,
     )
     try:
-        form = dtype, dtype
-        publisher = WeightPublisher(model, TokenScorer(model), engine, PROMPTS, 2, *form)
+        publisher = make_publisher(model, engine)
         publisher.prove_at_start(0)
         assert publisher.unread == []
-        tensors = dict(model.named_parameters())
-        cases = [(n, part) for n, t in tensors.items() for part in PARTS if t.dim() > 1 or part != PARTS[3]]
-        for number, (name, part) in enumerate(cases):
-            engine.before = {n: t.detach().to(dtype).clone() for n, t in tensors.items()}
-            engine.victim, engine.part = name, part
-            move_everything(model, number)
-            with pytest.raises(TrainingStopped, match=f"1 of {len(tensors)} tensors .* first is {name}: "):
-                publisher.publish(1)
-        engine.victim = None
+        cases = every_part(publisher)
+
+        def plant(fault: Fault | None) -> None:
+            engine.fault = fault
+
+        # First, while the weights are as at a start: a swap in a packed matrix must show in the answers.
+        assert_a_new_engine_is_found(model, engine, [*of_each_kind(cases), (cases[0][0], PARTS[3])])
+        publisher = make_publisher(model, engine)
+        assert_each_is_found(publisher, publisher.publish, plant, cases)
+        # A start takes several times as long.
+        assert_each_is_found(publisher, publisher.prove_at_start, plant, of_each_kind(cases))
+        engine.fault = None
         publisher.publish(2)
         if "float32 head" in family:
-            check_head(engine, model.lm_head.weight.detach().to(dtype))
+            check_head(engine, model.lm_head.weight.detach().to(engine.dtype))
         assert_others_compute_alike(model)
         publisher.publish(3)
+        if family in WITH_ADAPTERS:
+            lora.add_adapters(model, LoraConfig(rank=4, alpha=12.0), seed=5)
+            publisher = make_publisher(model, engine)
+            by = functools.partial(move_everything, size=0.03)
+            assert_each_is_found(publisher, publisher.publish, plant, cases, by)
+            assert_each_is_found(publisher, publisher.prove_at_start, plant, of_each_kind(cases), by)
     finally:
         engine.close()
-    assert_others_compute_alike(model)
+    if family not in WITH_ADAPTERS:
+        assert_others_compute_alike(model)
 
 
 def assert_others_compute_alike(model: PreTrainedModel) -> None:
@@ -150,3 +155,28 @@ def check_head(engine: VLLMEngine, weight: Tensor) -> None:
     torch.testing.assert_close(
         answer.log_probs.double(), right.gather(1, answer.token_ids), rtol=0, atol=1e-3
     )
+
+
+def assert_a_new_engine_is_found(model: Any, engine: KeepsAPart, cases: Cases) -> None:
+    """Have an engine learn where weights lie while a part never arrives: its start must not pass."""
+    for name, part in [*cases, (None, None)]:
+        # As a new engine, which has read these weights from disk.
+        engine.fault = None
+        engine.load_weights(model.named_parameters())
+        engine._learned = False
+        publisher = make_publisher(model, engine)
+        if part is None:
+            publisher.prove_at_start(1)
+            return
+        held = dict(model.named_parameters())[name].detach().to(engine.dtype).clone()
+        engine.fault = Fault(name, part, held)
+        # Where two rows of a matrix that is packed change places the answers tell, and they name no tensor.
+        swapped = "in another order than from disk|published tensors where others belong"
+        with pytest.raises(UserError, match=swapped if part == PARTS[3] else rf"takes .* of {name};"):
+            publisher.prove_at_start(1)
+
+
+def test_a_format_that_vllm_refuses_for_a_family_is_one_clear_error(tmp_path: Path) -> None:
+    save_model("gemma3", tmp_path)
+    with pytest.raises(ModelError, match=r"(?s)does not support float16.*inference_model.dtype=float16"):
+        VLLMEngine(str(tmp_path), dtype=torch.float16, **TINY_ENGINE)

@@ -22,6 +22,8 @@ Shape = tuple[int, ...]
 # Shorter vectors are too likely to turn up somewhere by chance.
 _LEAST_BYTES = 8
 _CHUNKS = (64, 32, 16, 8, 4)
+# Elements of the pieces by which a vector that is there in part is known.
+_PIECE = 4
 # (bits of the integer of the same width, bias of the exponent, bits of the fraction)
 _FORMATS = {
     torch.float32: (torch.int32, 127, 23),
@@ -30,10 +32,15 @@ _FORMATS = {
 }
 
 
-def fingerprint(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random numbers from 2^-7 to 2^7, every bit pattern equally likely; a function of name and shape."""
+def fingerprint(
+    name: str, shape: Shape, dtype: torch.dtype, device: torch.device, other: bool = False
+) -> Tensor:
+    """Random numbers from 2^-7 to 2^7, every bit pattern equally likely; a function of name and shape.
+
+    With ``other`` those of a second fingerprint.
+    """
     word, bias, fraction = _FORMATS[dtype]
-    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) + int(other))
     low, high = (bias - 7) << fraction, (bias + 7) << fraction
     return torch.randint(low, high, shape, generator=generator, device=device, dtype=word).view(dtype)
 
@@ -81,10 +88,12 @@ class Layout:
     Attributes:
         dtype: number format of the engine.
         places: by key of an engine tensor, what it holds.
+        torn: published tensors of which some rows, or pieces of a vector, lie somewhere and others nowhere.
     """
 
     dtype: torch.dtype
     places: dict[str, list[_Place]] = field(default_factory=dict)
+    torn: list[str] = field(default_factory=list)
 
     def unread(self, names: Iterable[str]) -> list[str]:
         """Those of ``names`` that lie nowhere."""
@@ -134,6 +143,8 @@ def learn(
     _find_rows({name: shape for name, shape in shapes.items() if len(shape) > 1}, seen, layout, device)
     for name, shape in vectors.items():
         _find_vector(name, fingerprint(name, shape, dtype, device), seen, layout)
+    unread = set(layout.unread(shapes))
+    layout.torn = [name for name in layout.torn if name in unread]
     return layout
 
 
@@ -149,18 +160,22 @@ def _find_rows(
     row = torch.cat([torch.arange(count) for count in counts.tolist()]).to(device)
     known, order = torch.cat(sums).sort()
     owner, row = owner[order], row[order]
+    there = torch.zeros_like(known, dtype=torch.bool)
     for key, one in seen.items():
         for turned, found in ((False, one.rows), (True, one.turned)):
             if found is None or one.content:
                 continue
             at = torch.searchsorted(known, found).clamp(max=len(known) - 1)
             hits = known[at] == found
+            there[at[hits]] = True
             for number in owner[at[hits]].unique().tolist():
                 inside = (hits & (owner[at] == number)).nonzero().flatten()
                 place, order_of_rows = row[at[inside]].sort()
                 if len(place) == counts[number] and bool((place.diff() == 1).all()):
                     where = _run(inside[order_of_rows])
                     layout.places.setdefault(key, []).append(_Place(names[number], where, False, turned))
+    some, gone = (set(owner[rows].unique().tolist()) for rows in (there, ~there))
+    layout.torn += [names[number] for number in sorted(some & gone)]
 
 
 def _find_vector(name: str, vector: Tensor, seen: Mapping[str, Seen], layout: Layout) -> None:
@@ -183,6 +198,18 @@ def _find_vector(name: str, vector: Tensor, seen: Mapping[str, Seen], layout: La
             where = None if pieces is None else _find_pieces(sent.content, one.content, size, pieces)
         if where is not None:
             layout.places.setdefault(key, []).append(_Place(name, _run(where), True))
+    if _is_there_in_part(sent.content, max(_PIECE * size, _LEAST_BYTES), size, seen):
+        layout.torn.append(name)
+
+
+def _is_there_in_part(wanted: bytes, step: int, size: int, seen: Mapping[str, Seen]) -> bool:
+    """Whether some pieces of ``step`` bytes lie in the vectors of an engine and others nowhere."""
+    if len(wanted) < step:
+        return False
+    last = len(wanted) - step
+    pieces = {wanted[start : start + step] for start in (*range(0, last, step), last)}
+    held = [any(_find(piece, one.content, size) is not None for one in seen.values()) for piece in pieces]
+    return any(held) and not all(held)
 
 
 def _find(wanted: bytes, content: bytes, size: int) -> Tensor | None:

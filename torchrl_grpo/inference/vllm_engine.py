@@ -131,7 +131,8 @@ class VLLMEngine(SteppingEngine):
         except (ValueError, RuntimeError) as error:
             raise ModelError(
                 f"inference_model.backend=vllm: vLLM cannot serve {source} ({error}); change "
-                f"inference_model.max_model_len={max_model_len} or the memory it may take, "
+                f"inference_model.max_model_len={max_model_len}, inference_model.dtype="
+                f"{str(dtype).removeprefix('torch.')} or the memory it may take, "
                 "or write inference_model.backend=transformers"
             ) from error
         finally:

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_grpo.errors import ModelError
-from torchrl_grpo.inference.checksums import Checksums, gathered, ordered_row_sums
+from torchrl_grpo.inference.checksums import Checksums, gathered, ordered_row_sums, row_sums
 from torchrl_grpo.inference.layout import Layout, Seen, Shape, fingerprint, in_format, learn
 
 # Columns of a packed matrix that are multiplied out when the layout is learned, and of how many matrices one
 # gives back a column at each publication.
 _LEARNED_COLUMNS, _ONE_IN = 8, 16
+# Publications that are compared with what vLLM read from disk: the start test publishes twice.
+_COMPARED = 2
 
 
 @dataclass
@@ -57,6 +59,9 @@ class VLLMWeights:
         self._seen: dict[str, Seen] | None = None
         self._packed: dict[str, _Packed] = {}
         self._packed_keys: set[str] = set()
+        # Sums of the rows that vLLM read from disk itself, and for how many publications they are of use.
+        self._first: dict[str, Tensor] = {}
+        self._compared = 0
         self._turn = itertools.count()
         # vLLM's, whose processing of weights is watched.
         self._methods: list[Any] = []
@@ -131,10 +136,38 @@ class VLLMWeights:
         Args:
             shapes: of the published tensors by name.
             update: loads weights as publications do.
+
+        Raises:
+            ModelError: a tensor, or a part of one, is not taken.
         """
         device = self._worker.device
+        self._first = {key: row_sums(tensor) for key, tensor in self._readable() if tensor.dim() > 1}
+        self._compared = _COMPARED
+        seen = self._with_fingerprints(shapes, update)
+        for path, module in self.model.named_modules():
+            if "cpu_linear" in vars(module) and f"{path}.weight" not in seen:
+                raise _not_taken(f"nothing of {path}, whose packed copy no update renews")
+        self.layout = learn(shapes, self.dtype, seen, device)
+        if self.layout.torn:
+            raise _not_taken(f"only a part of {self.layout.torn[0]}")
+        # One that lies nowhere may be computed with. If what vLLM holds does not depend on it, it is ignored.
+        for name in self.layout.unread(shapes):
+            if _equal(self._with_fingerprints(shapes, update, other=name), seen):
+                raise _not_taken(f"nothing of {name}")
+
+    def _with_fingerprints(
+        self,
+        shapes: Mapping[str, Shape],
+        update: Callable[[Iterable[tuple[str, Tensor]]], None],
+        other: str | None = None,
+    ) -> dict[str, Seen]:
+        """What vLLM's tensors are with fingerprints loaded, that of ``other`` another one than usual."""
+        device = self._worker.device
         self._seen, self._packed, self._packed_keys = {}, {}, set()
-        update((name, fingerprint(name, shape, self.dtype, device)) for name, shape in shapes.items())
+        update(
+            (name, fingerprint(name, shape, self.dtype, device, name == other))
+            for name, shape in shapes.items()
+        )
         seen, self._seen = self._seen, None
         self._packed_keys = {key for key, one in seen.items() if not self._stays(key, one)}
         for key, tensor in self._readable():
@@ -142,11 +175,12 @@ class VLLMWeights:
                 # The copy that is looked up, as of an embedding, beside the one that is multiplied with.
                 key = f"{key}:plain"
             seen[key] = Seen.of(in_format(tensor, self.dtype))
-        self.layout = learn(shapes, self.dtype, seen, device)
+        return seen
 
     def checksums(self) -> Checksums:
         """Of all that the model computes with."""
         assert self.layout is not None
+        self._compare_with_the_first()
         sums: list[tuple[str, Tensor]] = []
         for key, tensor in self._readable():
             sums += self.layout.read(f"{key}:plain" if key in self._packed_keys else key, tensor)
@@ -157,6 +191,25 @@ class VLLMWeights:
             sound = packed.sound and vars(module).get("cpu_linear") is packed.multiply
             sums += [(name, value if sound else wrong) for name, value in packed.sums]
         return gathered(sums, self.dtype)
+
+    def _compare_with_the_first(self) -> None:
+        """Find rows that publications put elsewhere than vLLM's own reading of the same weights.
+
+        Where they are put by fingerprints and by weights alike, checksums cannot tell.
+
+        Raises:
+            ModelError: there are such rows.
+        """
+        if self._compared == 0:
+            self._first.clear()
+            return
+        self._compared -= 1
+        for key, tensor in self._readable():
+            if key not in self._first:
+                continue
+            was, now = self._first[key], row_sums(tensor)
+            if torch.equal(was.sort().values, now.sort().values) and not torch.equal(was, now):
+                raise _not_taken(f"rows of {key} in another order than from disk")
 
     def _readable(self) -> Iterator[tuple[str, Tensor]]:
         """Keys and tensors of parameters and buffers that are there, each storage once."""
@@ -227,3 +280,14 @@ class VLLMWeights:
         same = bool((found == matrix[:, chosen].t()).all())
         # Zeros times what is not finite are not zeros; the answers show such weights.
         return same or not bool(matrix.isfinite().all())
+
+
+def _equal(one: Mapping[str, Seen], other: Mapping[str, Seen]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k].rows, other[k].rows) for k in one)
+
+
+def _not_taken(what: str) -> ModelError:
+    return ModelError(
+        f"inference_model.backend=vllm: of the weights that are published to it, vLLM takes {what}; "
+        "write inference_model.backend=transformers"
+    )

@@ -1,0 +1,15 @@
+"""How tests start a vLLM on a CPU: with a small cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+ON_A_CPU: dict[str, Any] = {
+    "device": torch.device("cpu"),
+    "seed": 0,
+    "gpu_memory_utilization": 0.4,
+    "kv_cache_gib": 1,
+}
+TINY_ENGINE: dict[str, Any] = {**ON_A_CPU, "max_model_len": 64, "max_num_seqs": 4}
