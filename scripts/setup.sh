@@ -149,7 +149,8 @@ pip_setting() { # what pip would use for option $1 (as in find-links): environme
     if [ -n "${!variable:-}" ]; then
         printf '%s\n' "${!variable}"
     else
-        "$VENV/bin/python" -m pip config get "global.$1" 2>/dev/null || true # not set: pip exits 1
+        # Not "config get", which reads one file, the user's. A list shows what holds, as Python would write it.
+        printf '%b\n' "$("$VENV/bin/python" -m pip config list 2>/dev/null | sed -n "s/^global[.]$1='\(.*\)'\$/\1/p")"
     fi
 }
 

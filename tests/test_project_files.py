@@ -90,7 +90,7 @@ case "$*" in
     --version) echo Python 3.12.1 ;;
     *"cp%d%d"*) echo cp312 ;;
     *"%d.%d"*) echo 3.12 ;;
-    *"config get"*) exit 1 ;;
+    *"config list"*) printf '%s\\n' "$PIP_CONF" ;;
 esac
 """
 # Writes down its arguments, settings and overrides, and fails where REFUSED (an argument, or "all") is
@@ -196,6 +196,16 @@ def test_pips_settings_reach_uv_in_every_step(repo_root: Path, tmp_path: Path, a
     assert done.returncode == 0, done.stderr
     (install,) = asked
     assert "-r requirements_dev.txt" in install and install.endswith(passed_on)
+
+
+def test_a_pip_conf_of_the_machine_reaches_uv(repo_root: Path, tmp_path: Path) -> None:
+    conf = rf"""global.cert='/company.pem'
+global.find-links='\n{tmp_path}\n{repo_root}'
+global.index-url='file:///mirror'"""
+    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cuda", PIP_CONF=conf)
+    assert done.returncode == 0, done.stderr
+    passed_on = f" index=file:///mirror cert=/company.pem system=true links={tmp_path},{repo_root}"
+    assert asked and all(line.endswith(passed_on) for line in asked), asked
 
 
 def test_a_gpu_machine_takes_no_cpu_build_from_a_folder(repo_root: Path, tmp_path: Path) -> None:
