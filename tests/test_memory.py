@@ -19,7 +19,7 @@ from torchrl_grpo.config import Config, LoraConfig, ModelConfig, parse
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.hardware import Hardware
 from torchrl_grpo.memory import GIB
-from torchrl_grpo.model_shape import _SMOLLM2, ModelShape, Unknown, read_shape, shape_of
+from torchrl_grpo.model_shape import _SMOLLM2, ModelShape, Unknown, count_parameters, read_shape, shape_of
 from torchrl_grpo.models import smollm2
 from torchrl_grpo.rounds import steps_per_round
 from torchrl_grpo.workload import Workload, workload_of
@@ -90,6 +90,30 @@ def test_shapes_of_configurations() -> None:
     estimated = shape_of({"text_config": QWEN, "vision_config": {}}, None)
     assert estimated is not None and estimated.parameters == pytest.approx(494e6, rel=0.01)
     assert shape_of({"model_type": "mamba", "d_model": 8}, None) is None
+
+
+def test_weights_that_a_folder_holds_twice_are_counted_once(tmp_path: Path) -> None:
+    def write(name: str, elements: int) -> None:
+        header = json.dumps({name: {"dtype": "F32", "shape": [elements], "data_offsets": [0, 0]}}).encode()
+        (tmp_path / name).write_bytes(len(header).to_bytes(8, "little") + header)
+
+    assert count_parameters(tmp_path) is None
+    write("consolidated.safetensors", 1000)
+    assert count_parameters(tmp_path) == 1000
+    for part in (1, 2):
+        write(f"model-0000{part}-of-00002.safetensors", 500)
+    assert count_parameters(tmp_path) == 1000
+    # An index says which files it is; others have been left there.
+    write("model-00001-of-00001.safetensors", 7)
+    names = {f"layers.{layer}": f"model-0000{layer % 2 + 1}-of-00002.safetensors" for layer in range(4)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert count_parameters(tmp_path) == 1000
+    # Half of a model says nothing of the whole.
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    assert count_parameters(tmp_path) is None
+    # Transformers takes this one first.
+    write("model.safetensors", 1000)
+    assert count_parameters(tmp_path) == 1000
 
 
 def cached(root: Path, name: str, settings: dict[str, Any]) -> Path:

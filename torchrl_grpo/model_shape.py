@@ -184,9 +184,24 @@ def _first(settings: dict[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 def count_parameters(folder: Path) -> int | None:
-    """Elements of all tensors in a folder's safetensors files, out of their headers; None without files."""
-    files = sorted(folder.glob("*.safetensors"))
+    """Elements of the tensors that a folder's model is loaded from, out of headers; None without files."""
+    files = _weights_files(folder)
     return sum(map(_elements, files)) if files else None
+
+
+def _weights_files(folder: Path) -> list[Path]:
+    """The safetensors files that a model is loaded from; none where some of them are not there.
+
+    As transformers looks for them. A folder may hold the weights a second time under other names.
+    """
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = [folder / name for name in names]
+        return files if all(file.is_file() for file in files) else []
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
 
 
 def _elements(path: Path) -> int:
