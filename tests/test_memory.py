@@ -400,6 +400,20 @@ def test_shards_divide_what_is_trained() -> None:
     assert shards.weights == whole.weights / 4 and shards.optimiser == whole.optimiser / 4
 
 
+@pytest.mark.parametrize("kind", ["fsdp2", "deepspeed_zero3"])
+def test_a_rank_loads_all_of_what_it_divides(kind: str) -> None:
+    cfg = config(train_model__num_devices=7, train_model__parallelism=kind)
+    cfg.train_model.gradient_checkpointing, cfg.train.max_tokens_per_microbatch = True, 1024
+    found = predicted(cfg, (24.0,) * 8)
+    # CUDA's own is there beside it; the engine starts later.
+    assert found.need("cuda:0", "load") == 4 * SEVEN_B.parameters + 0.7 * GIB
+    assert found.need("cuda:7", "load") == 0.7 * GIB
+    alone = config(train_model__parallelism=kind)
+    for one in (config(train_model__num_devices=7), alone):
+        # Who holds all of it for good takes more later.
+        assert not [entry for entry in predicted(one, (24.0,) * 8).rows if entry.phase == "load"]
+
+
 def test_deepspeed_divides_what_it_says_and_updates_a_copy() -> None:
     whole = row(predicted(config(train_model__num_devices=4), (80.0,) * 8), "train", "optimise")
     for kind, weights in (("deepspeed_zero2", 1 + 1 / 4), ("deepspeed_zero3", 2 / 4)):

@@ -47,7 +47,8 @@ _ADAPTER_SHARE = 0.01
 _VLLM_BATCH, _VLLM_BATCH_LARGE_GPU, _LARGE_GPU_GIB = 8192, 16_384, 70
 _SIXTEEN = ("bfloat16", "float16")
 
-PHASES = ("generate", "score", "optimise")
+# From loading on: the phases of a round follow it.
+PHASES = ("load", "generate", "score", "optimise")
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,9 @@ class Prediction:
 
     def _rows_in(self, device: str, phase: str) -> list[Row]:
         def now(row: Row) -> bool:
+            if phase == "load":
+                # Engines and references start once the trainer is there.
+                return row.phase == phase or row.role == "program"
             return row.phase in (phase, "all") or (self.apart and row.role == "inference")
 
         return [row for row in self.rows if device in row.devices and now(row)]
@@ -191,6 +195,9 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there: Ha
     names, forward = role.devices, FLOAT * load.tokens * _forward_width(shape) + blocks
     moments = 2 * trained
     rows = [Row("train", "generate", names, weights, optimiser=moments)]
+    if kind in _SHARDS and part < 1:
+        # Each rank loads the whole model on its device before it is divided.
+        rows.insert(0, Row("train", "load", names, float(FLOAT * shape.parameters)))
     # Groups without a gradient are only measured, and so is a round by policy.proximal=trainer.
     rows.append(Row("train", "score", names, weights, optimiser=moments, activations=forward + copies))
     return [*rows, Row("train", "optimise", names, weights, gradients, moments, live)]
@@ -306,7 +313,7 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there
     if plan.apart:
         return [awake]
     kept = cache if options.backend == "vllm" else 0.0
-    phases = [phase for phase in PHASES if phase != "generate"]
+    phases = [phase for phase in PHASES if phase not in ("load", "generate")]
     if plan.sleeps:
         left = _ASLEEP_GIB * GIB if options.backend == "vllm" else 0.0
         return [awake, *(Row("inference", phase, role.devices, other=left) for phase in phases)]

@@ -21,7 +21,7 @@ from torchrl_grpo.workload import workload_of
 # Predicted is the longest that is allowed, to within 20 %: what is short by less may well fit.
 _TOLERATED = 1.2
 _NOTHING_ELSE = "model (no budget, cache or length, no adapters and no shards would be enough)"
-_WHILE = {"generate": "generating", "score": "scoring", "optimise": "optimising"}
+_WHILE = {"load": "loading", "generate": "generating", "score": "scoring", "optimise": "optimising"}
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,8 @@ def _shortage(planned: Planned) -> tuple[str, object, str] | None:
 def _tolerated(planned: Planned, device: str, phase: str) -> float:
     engine = planned.cfg.inference_model.backend == "vllm" and device in planned.plan.inference.devices
     # There nothing depends on lengths: weights, moments, and the share that vLLM takes in any case.
-    return 1.0 if engine and device != "cpu" and phase == "generate" else _TOLERATED
+    fixed = phase == "load" or (engine and phase == "generate")
+    return 1.0 if fixed and device != "cpu" else _TOLERATED
 
 
 def _small_share(planned: Planned) -> tuple[str, object, str] | None:
