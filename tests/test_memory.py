@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,22 @@ def test_shapes_of_configurations() -> None:
     estimated = shape_of({"text_config": QWEN, "vision_config": {}}, None)
     assert estimated is not None and estimated.parameters == pytest.approx(494e6, rel=0.01)
     assert shape_of({"model_type": "mamba", "d_model": 8}, None) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "full"),
+    [
+        ({}, True),
+        ({"sliding_window": 4096, "use_sliding_window": False}, True),
+        ({"sliding_window": None, "layer_types": ["full_attention"] * 24}, True),
+        ({"sliding_window": 4096}, False),
+        ({"layer_types": ["full_attention", "linear_attention"] * 12}, False),
+        ({"kv_lora_rank": 512}, False),
+    ],
+)
+def test_layers_that_keep_all_keys_and_values(more: dict[str, Any], full: bool) -> None:
+    shape = shape_of(QWEN | more, 5)
+    assert shape is not None and shape.full_cache is full
 
 
 def test_weights_that_a_folder_holds_twice_are_counted_once(tmp_path: Path) -> None:
@@ -548,7 +565,7 @@ def test_a_share_that_holds_no_more_than_the_weights_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         planning.check_memory(planned(400.0, 80.0, apart=True))
     said = str(caught.value)
-    assert "inference_model.gpu_memory_utilization=0.15: 12.00 GiB of 80.00 leave no room" in said
+    assert "inference_model.gpu_memory_utilization=0.15: 12.00 GiB of 80.00 leave too little room" in said
     # With the largest batch of vLLM on such a GPU, which is tried when it starts.
     assert "14.19 GiB; write inference_model.gpu_memory_utilization=0.25 instead" in said
     _, planned = a_7b(inference_model__gpu_memory_utilization=0.9)
@@ -563,6 +580,76 @@ def test_a_share_that_holds_no_more_than_the_weights_is_refused() -> None:
     planning.check_memory(planned(400.0, 80.0, 80.0, apart=True))
     _, planned = a_7b("transformers", inference_model__gpu_memory_utilization=0.15)
     planning.check_memory(planned(400.0, 80.0, apart=True))
+
+
+@pytest.mark.parametrize(("share", "starts"), [(0.18, False), (0.19, False), (0.2, True)])
+def test_a_share_that_holds_little_more_than_the_weights_is_refused(share: float, starts: bool) -> None:
+    # Weights of 14.19 GiB; vLLM needs a tenth more at least, 15.60 GiB.
+    _, planned = a_7b(inference_model__gpu_memory_utilization=share)
+    if starts:
+        planning.check_memory(planned(400.0, 80.0, apart=True))
+        return
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0\.25 instead"):
+        planning.check_memory(planned(400.0, 80.0, apart=True))
+
+
+LONG = {"inference_model__max_model_len": 16_384, "inference_model__max_new_tokens": 2000}
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("float32", 2), ("bfloat16", 1)])
+def test_a_cache_too_small_for_a_sequence_is_refused(
+    dtype: str, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "read_shape", lambda model: SEVEN_B)
+    # 28 layers with keys and values of 512: 1.75 GiB in float32, and a block that vLLM keeps.
+    cfg = config(inference_model__backend="vllm", **LONG)
+    cfg.inference_model.dtype = dtype
+    there = Hardware((), 900.0)
+    assert planning.make(cfg, False, there).least_cache_gib == least
+    planning.check_memory(
+        planning.make(overridden(cfg, f"inference_model.kv_cache_gib={least}"), False, there)
+    )
+    if least == 1:
+        return
+    with pytest.raises(ConfigError) as caught:
+        planning.check_memory(planning.make(cfg, False, there))
+    assert str(caught.value).startswith(
+        "inference_model.kv_cache_gib=1: keys and values of one sequence of "
+        "inference_model.max_model_len=16384 tokens need 2 GiB, and vLLM does not start with less; "
+        "write inference_model.kv_cache_gib=2 or "
+    )
+    for words in ("backend=transformers", "engine_args.kv_cache_dtype=fp8"):
+        planning.check_memory(planning.make(overridden(cfg, f"inference_model.{words}"), False, there))
+    # Windows and packed keys take less, how much is not known.
+    monkeypatch.setattr(planning, "read_shape", lambda model: replace(SEVEN_B, full_cache=False))
+    planning.check_memory(planning.make(cfg, False, there))
+
+
+def test_a_block_that_vllm_keeps_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Exactly 1 GiB for the longest sequence.
+    shape = replace(SEVEN_B, layers=32, keys=256)
+    monkeypatch.setattr(planning, "read_shape", lambda model: shape)
+    cfg = config(inference_model__backend="vllm", **LONG)
+    assert planning.make(cfg, False, Hardware((), 900.0)).least_cache_gib == 2
+    cfg.inference_model.max_model_len -= 32
+    assert planning.make(cfg, False, Hardware((), 900.0)).least_cache_gib == 1
+
+
+def test_a_smaller_cache_is_advised_only_as_far_as_vllm_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(planning, "read_shape", lambda model: SEVEN_B)
+    cfg = config(inference_model__backend="vllm", inference_model__kv_cache_gib=8, **LONG)
+    cfg.train_model.lora, cfg.train_model.gradient_checkpointing = LoraConfig(rank=16), True
+    cfg.env.num_envs = cfg.env.repeats = cfg.eval.num_problems = 2
+    cfg.ref_model.dtype = "auto"
+    needs = planning.make(cfg, False, Hardware((), 900.0)).prediction
+    assert needs is not None
+    for less, advised in ((5.5, True), (6.5, False)):
+        planning.report(cfg, False, Hardware((), needs.peak("cpu")[0] / GIB - less))
+        said = capsys.readouterr().out
+        assert ("; inference_model.kv_cache_gib=2 " in said) is advised
+        assert "kv_cache_gib=1" not in said
 
 
 @pytest.mark.parametrize(("gib", "some"), [(24.0, False), (44.0, True), (48.0, True)])

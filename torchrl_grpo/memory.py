@@ -49,6 +49,8 @@ _SIXTEEN = ("bfloat16", "float16")
 
 # From loading on: the phases of a round follow it.
 PHASES = ("load", "generate", "score", "optimise")
+# The share of its weights that vLLM needs at least: graphs and the allocator's rounding are not counted.
+VLLM_FLOOR = 1.1
 
 
 @dataclass(frozen=True)
@@ -333,9 +335,13 @@ def least_for_vllm(shape: ModelShape, load: Workload, weights: float, gib: float
     element = weights / shape.parameters
     work = element * batch * (3 * shape.mlp + 4 * shape.hidden)
     sampling = FLOAT * min(load.rows, MAX_ROWS) * shape.vocabulary * 2
-    sequence = element * shape.layers * 2 * shape.keys * (load.prompt + load.response)
-    # Never less than a tenth beside the weights: graphs and the allocator's rounding are not counted.
-    return max(1.1 * weights, weights + work + sampling + sequence)
+    sequence = cache_of(shape, element, load.prompt + load.response)
+    return max(VLLM_FLOOR * weights, weights + work + sampling + sequence)
+
+
+def cache_of(shape: ModelShape, element: float, tokens: int) -> float:
+    """Bytes of the keys and values of ``tokens`` tokens, each of ``element`` bytes."""
+    return element * shape.layers * 2 * shape.keys * tokens
 
 
 def _generation(
