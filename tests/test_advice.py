@@ -16,16 +16,21 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.hardware import Hardware
 from torchrl_grpo.model_shape import ModelShape
 
-# As published: Qwen2.5 of four sizes, and Llama-2-7B.
+# As published: Qwen2.5 of five sizes, and Llama-2-7B.
 SHAPES = {
     "0.5B": ModelShape(494_032_768, 151_936, 896, 24, 4864, 896, 128),
     "1.5B": ModelShape(1_543_714_304, 151_936, 1536, 28, 8960, 1536, 256),
     "7B": ModelShape(7_615_616_512, 152_064, 3584, 28, 18_944, 3584, 512),
     "llama-7B": ModelShape(6_738_415_616, 32_000, 4096, 32, 11_008, 4096, 4096),
+    "14B": ModelShape(14_770_033_664, 152_064, 5120, 48, 13_824, 5120, 1024),
     "32B": ModelShape(32_763_876_352, 152_064, 5120, 64, 27_648, 5120, 1024),
 }
 # GPUs and the memory that is left of each.
 MACHINES = {"1x24": (1, 23.99), "1x80": (1, 79.6), "6x80": (6, 79.6), "8x80": (8, 79.6)}
+# Of these a rank that loads a whole model in float32 may take more than one that trains a shard.
+MACHINES |= {"8x24": (8, 23.99), "8x48": (8, 47.99)}
+# Of two sizes one machine is enough.
+ONLY_ON = {"llama-7B": "6x80", "14B": "8x48"}
 TRAINED = {
     "full": "",
     "adapters": "train_model.lora.rank=16",
@@ -36,7 +41,8 @@ TRAINED = {
 }
 SCRIPTS = {"sync": False, "async": True}
 # The engine's weights, 14 and 61 GiB, leave no room beside a trainer: not even one that takes turns with it.
-HOPELESS = re.compile(r"7B-1x24-async|32B-1x")
+# Those of 61 GiB fit on no smaller GPU.
+HOPELESS = re.compile(r"7B-1x24-async|32B-1x|32B-8x[24]")
 SCHEMA = OmegaConf.structured(Config)
 
 
@@ -72,7 +78,7 @@ CASES = [
     for machine in MACHINES
     for script in SCRIPTS
     for what in TRAINED
-    if not (what == "ranks" and machine.startswith("1x")) and (size != "llama-7B" or machine == "6x80")
+    if not (what == "ranks" and machine.startswith("1x")) and ONLY_ON.get(size, machine) == machine
 ]
 
 
@@ -124,6 +130,45 @@ def test_large_models_are_told_of_shards_and_adapters(
     with pytest.raises(ConfigError) as caught:
         planned("", False, Hardware((gib,) * number, 900.0))
     assert advised(str(caught.value)) == said
+
+
+@pytest.mark.parametrize(
+    ("size", "machine", "shards"),
+    [
+        ("1.5B", "8x24", True),
+        ("7B", "8x24", False),
+        ("7B", "8x48", True),
+        ("14B", "8x48", False),
+    ],
+)
+def test_shards_are_advised_only_where_the_whole_model_can_be_loaded(
+    size: str, machine: str, shards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "read_shape", lambda model: SHAPES[size])
+    number, gib = MACHINES[machine]
+    there = Hardware((gib,) * number, 900.0)
+    with pytest.raises(ConfigError) as caught:
+        planned("", False, there)
+    found = advised(str(caught.value))
+    assert found and any("parallelism=fsdp2" in one for one in found) is shards
+    for one in found:
+        planned(one, False, there)
+    # Each rank loads all of it on its own GPU, whatever its shard is.
+    assert (4 * SHAPES[size].parameters / 2**30 + 0.7 <= gib) is shards
+
+
+def test_ranks_that_cannot_load_what_they_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "read_shape", lambda model: SHAPES["7B"])
+    # What used to be advised: the largest phase of a step takes 20.79 GiB.
+    words = "train_model.num_devices=7 train_model.parallelism=fsdp2 train_model.gradient_checkpointing=true"
+    said = r"29\.07 GiB are needed on cuda:0 while loading, most of it for train \(load: 28\.37 GiB\)"
+    # Nothing of it depends on lengths: a little less is too little too.
+    for gib in (24.0, 29.0):
+        with pytest.raises(ConfigError, match=said) as caught:
+            planned(words, False, Hardware((gib,) * 8, 900.0))
+        found = advised(str(caught.value))
+        assert found and all("train_model.parallelism=ddp" in one for one in found)
+    planned(words, False, Hardware((48.0,) * 8, 900.0))
 
 
 def test_a_share_is_advised_only_with_what_else_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

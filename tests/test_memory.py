@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torchrl_grpo.config import Config, LoraConfig, ModelConfig, parse
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.hardware import Hardware
 from torchrl_grpo.memory import GIB
-from torchrl_grpo.model_shape import _SMOLLM2, ModelShape, Unknown, read_shape, shape_of
+from torchrl_grpo.model_shape import _SMOLLM2, ModelShape, Unknown, count_parameters, read_shape, shape_of
 from torchrl_grpo.models import smollm2
 from torchrl_grpo.rounds import steps_per_round
 from torchrl_grpo.workload import Workload, workload_of
@@ -90,6 +91,46 @@ def test_shapes_of_configurations() -> None:
     estimated = shape_of({"text_config": QWEN, "vision_config": {}}, None)
     assert estimated is not None and estimated.parameters == pytest.approx(494e6, rel=0.01)
     assert shape_of({"model_type": "mamba", "d_model": 8}, None) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "full"),
+    [
+        ({}, True),
+        ({"sliding_window": 4096, "use_sliding_window": False}, True),
+        ({"sliding_window": None, "layer_types": ["full_attention"] * 24}, True),
+        ({"sliding_window": 4096}, False),
+        ({"layer_types": ["full_attention", "linear_attention"] * 12}, False),
+        ({"kv_lora_rank": 512}, False),
+    ],
+)
+def test_layers_that_keep_all_keys_and_values(more: dict[str, Any], full: bool) -> None:
+    shape = shape_of(QWEN | more, 5)
+    assert shape is not None and shape.full_cache is full
+
+
+def test_weights_that_a_folder_holds_twice_are_counted_once(tmp_path: Path) -> None:
+    def write(name: str, elements: int) -> None:
+        header = json.dumps({name: {"dtype": "F32", "shape": [elements], "data_offsets": [0, 0]}}).encode()
+        (tmp_path / name).write_bytes(len(header).to_bytes(8, "little") + header)
+
+    assert count_parameters(tmp_path) is None
+    write("consolidated.safetensors", 1000)
+    assert count_parameters(tmp_path) == 1000
+    for part in (1, 2):
+        write(f"model-0000{part}-of-00002.safetensors", 500)
+    assert count_parameters(tmp_path) == 1000
+    # An index says which files it is; others have been left there.
+    write("model-00001-of-00001.safetensors", 7)
+    names = {f"layers.{layer}": f"model-0000{layer % 2 + 1}-of-00002.safetensors" for layer in range(4)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert count_parameters(tmp_path) == 1000
+    # Half of a model says nothing of the whole.
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    assert count_parameters(tmp_path) is None
+    # Transformers takes this one first.
+    write("model.safetensors", 1000)
+    assert count_parameters(tmp_path) == 1000
 
 
 def cached(root: Path, name: str, settings: dict[str, Any]) -> Path:
@@ -376,6 +417,20 @@ def test_shards_divide_what_is_trained() -> None:
     assert shards.weights == whole.weights / 4 and shards.optimiser == whole.optimiser / 4
 
 
+@pytest.mark.parametrize("kind", ["fsdp2", "deepspeed_zero3"])
+def test_a_rank_loads_all_of_what_it_divides(kind: str) -> None:
+    cfg = config(train_model__num_devices=7, train_model__parallelism=kind)
+    cfg.train_model.gradient_checkpointing, cfg.train.max_tokens_per_microbatch = True, 1024
+    found = predicted(cfg, (24.0,) * 8)
+    # CUDA's own is there beside it; the engine starts later.
+    assert found.need("cuda:0", "load") == 4 * SEVEN_B.parameters + 0.7 * GIB
+    assert found.need("cuda:7", "load") == 0.7 * GIB
+    alone = config(train_model__parallelism=kind)
+    for one in (config(train_model__num_devices=7), alone):
+        # Who holds all of it for good takes more later.
+        assert not [entry for entry in predicted(one, (24.0,) * 8).rows if entry.phase == "load"]
+
+
 def test_deepspeed_divides_what_it_says_and_updates_a_copy() -> None:
     whole = row(predicted(config(train_model__num_devices=4), (80.0,) * 8), "train", "optimise")
     for kind, weights in (("deepspeed_zero2", 1 + 1 / 4), ("deepspeed_zero3", 2 / 4)):
@@ -510,7 +565,7 @@ def test_a_share_that_holds_no_more_than_the_weights_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         planning.check_memory(planned(400.0, 80.0, apart=True))
     said = str(caught.value)
-    assert "inference_model.gpu_memory_utilization=0.15: 12.00 GiB of 80.00 leave no room" in said
+    assert "inference_model.gpu_memory_utilization=0.15: 12.00 GiB of 80.00 leave too little room" in said
     # With the largest batch of vLLM on such a GPU, which is tried when it starts.
     assert "14.19 GiB; write inference_model.gpu_memory_utilization=0.25 instead" in said
     _, planned = a_7b(inference_model__gpu_memory_utilization=0.9)
@@ -525,6 +580,76 @@ def test_a_share_that_holds_no_more_than_the_weights_is_refused() -> None:
     planning.check_memory(planned(400.0, 80.0, 80.0, apart=True))
     _, planned = a_7b("transformers", inference_model__gpu_memory_utilization=0.15)
     planning.check_memory(planned(400.0, 80.0, apart=True))
+
+
+@pytest.mark.parametrize(("share", "starts"), [(0.18, False), (0.19, False), (0.2, True)])
+def test_a_share_that_holds_little_more_than_the_weights_is_refused(share: float, starts: bool) -> None:
+    # Weights of 14.19 GiB; vLLM needs a tenth more at least, 15.60 GiB.
+    _, planned = a_7b(inference_model__gpu_memory_utilization=share)
+    if starts:
+        planning.check_memory(planned(400.0, 80.0, apart=True))
+        return
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0\.25 instead"):
+        planning.check_memory(planned(400.0, 80.0, apart=True))
+
+
+LONG = {"inference_model__max_model_len": 16_384, "inference_model__max_new_tokens": 2000}
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("float32", 2), ("bfloat16", 1)])
+def test_a_cache_too_small_for_a_sequence_is_refused(
+    dtype: str, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "read_shape", lambda model: SEVEN_B)
+    # 28 layers with keys and values of 512: 1.75 GiB in float32, and a block that vLLM keeps.
+    cfg = config(inference_model__backend="vllm", **LONG)
+    cfg.inference_model.dtype = dtype
+    there = Hardware((), 900.0)
+    assert planning.make(cfg, False, there).least_cache_gib == least
+    planning.check_memory(
+        planning.make(overridden(cfg, f"inference_model.kv_cache_gib={least}"), False, there)
+    )
+    if least == 1:
+        return
+    with pytest.raises(ConfigError) as caught:
+        planning.check_memory(planning.make(cfg, False, there))
+    assert str(caught.value).startswith(
+        "inference_model.kv_cache_gib=1: keys and values of one sequence of "
+        "inference_model.max_model_len=16384 tokens need 2 GiB, and vLLM does not start with less; "
+        "write inference_model.kv_cache_gib=2 or "
+    )
+    for words in ("backend=transformers", "engine_args.kv_cache_dtype=fp8"):
+        planning.check_memory(planning.make(overridden(cfg, f"inference_model.{words}"), False, there))
+    # Windows and packed keys take less, how much is not known.
+    monkeypatch.setattr(planning, "read_shape", lambda model: replace(SEVEN_B, full_cache=False))
+    planning.check_memory(planning.make(cfg, False, there))
+
+
+def test_a_block_that_vllm_keeps_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Exactly 1 GiB for the longest sequence.
+    shape = replace(SEVEN_B, layers=32, keys=256)
+    monkeypatch.setattr(planning, "read_shape", lambda model: shape)
+    cfg = config(inference_model__backend="vllm", **LONG)
+    assert planning.make(cfg, False, Hardware((), 900.0)).least_cache_gib == 2
+    cfg.inference_model.max_model_len -= 32
+    assert planning.make(cfg, False, Hardware((), 900.0)).least_cache_gib == 1
+
+
+def test_a_smaller_cache_is_advised_only_as_far_as_vllm_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(planning, "read_shape", lambda model: SEVEN_B)
+    cfg = config(inference_model__backend="vllm", inference_model__kv_cache_gib=8, **LONG)
+    cfg.train_model.lora, cfg.train_model.gradient_checkpointing = LoraConfig(rank=16), True
+    cfg.env.num_envs = cfg.env.repeats = cfg.eval.num_problems = 2
+    cfg.ref_model.dtype = "auto"
+    needs = planning.make(cfg, False, Hardware((), 900.0)).prediction
+    assert needs is not None
+    for less, advised in ((5.5, True), (6.5, False)):
+        planning.report(cfg, False, Hardware((), needs.peak("cpu")[0] / GIB - less))
+        said = capsys.readouterr().out
+        assert ("; inference_model.kv_cache_gib=2 " in said) is advised
+        assert "kv_cache_gib=1" not in said
 
 
 @pytest.mark.parametrize(("gib", "some"), [(24.0, False), (44.0, True), (48.0, True)])

@@ -181,10 +181,10 @@ def _ladders_of_engine(cfg: Config, planned: Planned) -> Iterator[list[Change]]:
     plan, vllm = planned.plan, cfg.inference_model.backend == "vllm"
     on_gpu = plan.num_gpus > 0
     if vllm and not on_gpu:
-        yield [
-            ("inference_model.kv_cache_gib", gib)
-            for gib in range(cfg.inference_model.kv_cache_gib - 1, 0, -1)
-        ]
+        # Up where it is too small for a sequence, else down as far as one allows.
+        fewest, now = planned.least_cache_gib or 1, cfg.inference_model.kv_cache_gib
+        sizes = range(now - 1, fewest - 1, -1) if now >= fewest else range(fewest, fewest + 1)
+        yield [("inference_model.kv_cache_gib", gib) for gib in sizes]
     # vLLM sleeps on GPUs alone; that sleep of the transformers engine takes less was not seen on a CPU.
     may_sleep = on_gpu and vllm and validation_scripts.may_sleep(cfg)
     if plan.colocated and not plan.apart and not plan.sleeps and may_sleep:

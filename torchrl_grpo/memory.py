@@ -47,7 +47,10 @@ _ADAPTER_SHARE = 0.01
 _VLLM_BATCH, _VLLM_BATCH_LARGE_GPU, _LARGE_GPU_GIB = 8192, 16_384, 70
 _SIXTEEN = ("bfloat16", "float16")
 
-PHASES = ("generate", "score", "optimise")
+# From loading on: the phases of a round follow it.
+PHASES = ("load", "generate", "score", "optimise")
+# The share of its weights that vLLM needs at least: graphs and the allocator's rounding are not counted.
+VLLM_FLOOR = 1.1
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,9 @@ class Prediction:
 
     def _rows_in(self, device: str, phase: str) -> list[Row]:
         def now(row: Row) -> bool:
+            if phase == "load":
+                # Engines and references start once the trainer is there.
+                return row.phase == phase or row.role == "program"
             return row.phase in (phase, "all") or (self.apart and row.role == "inference")
 
         return [row for row in self.rows if device in row.devices and now(row)]
@@ -191,6 +197,9 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there: Ha
     names, forward = role.devices, FLOAT * load.tokens * _forward_width(shape) + blocks
     moments = 2 * trained
     rows = [Row("train", "generate", names, weights, optimiser=moments)]
+    if kind in _SHARDS and part < 1:
+        # Each rank loads the whole model on its device before it is divided.
+        rows.insert(0, Row("train", "load", names, float(FLOAT * shape.parameters)))
     # Groups without a gradient are only measured, and so is a round by policy.proximal=trainer.
     rows.append(Row("train", "score", names, weights, optimiser=moments, activations=forward + copies))
     return [*rows, Row("train", "optimise", names, weights, gradients, moments, live)]
@@ -306,7 +315,7 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there
     if plan.apart:
         return [awake]
     kept = cache if options.backend == "vllm" else 0.0
-    phases = [phase for phase in PHASES if phase != "generate"]
+    phases = [phase for phase in PHASES if phase not in ("load", "generate")]
     if plan.sleeps:
         left = _ASLEEP_GIB * GIB if options.backend == "vllm" else 0.0
         return [awake, *(Row("inference", phase, role.devices, other=left) for phase in phases)]
@@ -326,9 +335,13 @@ def least_for_vllm(shape: ModelShape, load: Workload, weights: float, gib: float
     element = weights / shape.parameters
     work = element * batch * (3 * shape.mlp + 4 * shape.hidden)
     sampling = FLOAT * min(load.rows, MAX_ROWS) * shape.vocabulary * 2
-    sequence = element * shape.layers * 2 * shape.keys * (load.prompt + load.response)
-    # Never less than a tenth beside the weights: graphs and the allocator's rounding are not counted.
-    return max(1.1 * weights, weights + work + sampling + sequence)
+    sequence = cache_of(shape, element, load.prompt + load.response)
+    return max(VLLM_FLOOR * weights, weights + work + sampling + sequence)
+
+
+def cache_of(shape: ModelShape, element: float, tokens: int) -> float:
+    """Bytes of the keys and values of ``tokens`` tokens, each of ``element`` bytes."""
+    return element * shape.layers * 2 * shape.keys * tokens
 
 
 def _generation(

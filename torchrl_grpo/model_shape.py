@@ -38,6 +38,7 @@ class ModelShape:
         queries: width of all query heads together.
         keys: width of all key heads together, which is that of the values.
         gated: the feed-forward layer has a gate beside its two matrices.
+        full_cache: every layer keeps keys and values of all tokens, as wide as ``keys`` says.
     """
 
     parameters: int
@@ -48,6 +49,7 @@ class ModelShape:
     queries: int
     keys: int
     gated: bool = True
+    full_cache: bool = True
 
     @property
     def layer(self) -> int:
@@ -176,7 +178,15 @@ def shape_of(settings: dict[str, Any], parameters: int | None) -> ModelShape | N
             width = settings.get("moe_intermediate_size") or mlp
             layer += 3 * hidden * (experts * width - mlp)
         parameters = layers * layer + matrices * vocabulary * hidden
-    return ModelShape(parameters, vocabulary, hidden, layers, mlp, queries, keys, gated)
+    full_cache = _caches_all(settings)
+    return ModelShape(parameters, vocabulary, hidden, layers, mlp, queries, keys, gated, full_cache)
+
+
+def _caches_all(settings: dict[str, Any]) -> bool:
+    """Whether no layer forgets tokens (windows, linear attention) or packs their keys and values."""
+    window = settings.get("use_sliding_window", True) and settings.get("sliding_window") is not None
+    kinds = set(settings.get("layer_types") or ())
+    return not window and kinds <= {"full_attention"} and settings.get("kv_lora_rank") is None
 
 
 def _first(settings: dict[str, Any], names: tuple[str, ...]) -> int | None:
@@ -184,9 +194,24 @@ def _first(settings: dict[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 def count_parameters(folder: Path) -> int | None:
-    """Elements of all tensors in a folder's safetensors files, out of their headers; None without files."""
-    files = sorted(folder.glob("*.safetensors"))
+    """Elements of the tensors that a folder's model is loaded from, out of headers; None without files."""
+    files = _weights_files(folder)
     return sum(map(_elements, files)) if files else None
+
+
+def _weights_files(folder: Path) -> list[Path]:
+    """The safetensors files that a model is loaded from; none where some of them are not there.
+
+    As transformers looks for them. A folder may hold the weights a second time under other names.
+    """
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = [folder / name for name in names]
+        return files if all(file.is_file() for file in files) else []
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
 
 
 def _elements(path: Path) -> int:

@@ -16,12 +16,13 @@ from torchrl_grpo.hardware import Hardware
 from torchrl_grpo.memory import GIB, PHASES, Prediction
 from torchrl_grpo.model_shape import ModelShape, Unknown, read_shape
 from torchrl_grpo.validation import validate
+from torchrl_grpo.validation_ranges import VLLM_CPU_BLOCK_SIZE
 from torchrl_grpo.workload import workload_of
 
 # Predicted is the longest that is allowed, to within 20 %: what is short by less may well fit.
 _TOLERATED = 1.2
 _NOTHING_ELSE = "model (no budget, cache or length, no adapters and no shards would be enough)"
-_WHILE = {"generate": "generating", "score": "scoring", "optimise": "optimising"}
+_WHILE = {"load": "loading", "generate": "generating", "score": "scoring", "optimise": "optimising"}
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,27 @@ class Planned:
         """The smallest share of its GPUs, in twentieths, that vLLM starts with; None where there is none."""
         shares = [math.ceil(20 * least / (gib * GIB)) / 20 for gib, _, least in self.vllm_on_gpus]
         return max(shares) if shares and max(shares) < 1 else None
+
+    @property
+    def least_cache_gib(self) -> int | None:
+        """The smallest ``kv_cache_gib`` with which vLLM starts on a CPU: room for the longest sequence.
+
+        None where there is none, where the shape does not tell, or where keys and values have a format of
+        their own.
+        """
+        options = self.cfg.inference_model
+        if self.prediction is None or isinstance(self.shape, Unknown) or options.backend != "vllm":
+            return None
+        if not self.shape.full_cache or "kv_cache_dtype" in options.engine_args:
+            return None
+        for row in self.prediction.rows:
+            if (row.role, row.phase) == ("inference", "generate") and "cpu" in row.devices:
+                block = options.block_size or VLLM_CPU_BLOCK_SIZE
+                # Whole blocks, and one that vLLM keeps empty.
+                tokens = block * (-(-options.max_model_len // block) + 1)
+                element = row.weights / self.shape.parameters
+                return math.ceil(memory.cache_of(self.shape, element, tokens) / GIB)
+        return None
 
     def peaks(self) -> list[str]:
         """A line for each device: how much it takes, of how much."""
@@ -167,7 +189,7 @@ def check_memory(planned: Planned) -> None:
     Raises:
         ConfigError: one has not; the message names overrides with which all would fit.
     """
-    short = _small_share(planned) or _shortage(planned)
+    short = _small_share(planned) or _small_cache(planned) or _shortage(planned)
     if short is None:
         return
     key, value, wrong = short
@@ -177,7 +199,7 @@ def check_memory(planned: Planned) -> None:
 
 def hints(planned: Planned) -> list[str]:
     """Lines that say what takes less memory, where the longest texts need a little more than there is."""
-    if planned.prediction is None or _fits(planned) or _small_share(planned):
+    if planned.prediction is None or _fits(planned) or _small_share(planned) or _small_cache(planned):
         return []
     advice = " or ".join(_advice(planned, mild=True))
     return [f"memory: the longest texts may not fit; {advice} takes less"] if advice else []
@@ -207,20 +229,33 @@ def _shortage(planned: Planned) -> tuple[str, object, str] | None:
 def _tolerated(planned: Planned, device: str, phase: str) -> float:
     engine = planned.cfg.inference_model.backend == "vllm" and device in planned.plan.inference.devices
     # There nothing depends on lengths: weights, moments, and the share that vLLM takes in any case.
-    return 1.0 if engine and device != "cpu" and phase == "generate" else _TOLERATED
+    fixed = phase == "load" or (engine and phase == "generate")
+    return 1.0 if fixed and device != "cpu" else _TOLERATED
 
 
 def _small_share(planned: Planned) -> tuple[str, object, str] | None:
-    """Key, value and what is wrong where vLLM's share of a GPU holds no more than the weights."""
+    """Key, value and what is wrong where vLLM's share of a GPU holds little more than the weights."""
     share = planned.plan.gpu_share
     for gib, weights, _ in planned.vllm_on_gpus:
-        if share * gib * GIB <= weights:
+        if share * gib * GIB < memory.VLLM_FLOOR * weights:
             wrong = (
-                f"{share * gib:.2f} GiB of {gib:.2f} leave no room for keys and values beside weights of "
-                f"{weights / GIB:.2f} GiB"
+                f"{share * gib:.2f} GiB of {gib:.2f} leave too little room for keys and values beside "
+                f"weights of {weights / GIB:.2f} GiB"
             )
             return "inference_model.gpu_memory_utilization", share, wrong
     return None
+
+
+def _small_cache(planned: Planned) -> tuple[str, object, str] | None:
+    """Key, value and what is wrong where vLLM's cache on a CPU does not hold the longest sequence."""
+    options, least = planned.cfg.inference_model, planned.least_cache_gib
+    if least is None or options.kv_cache_gib >= least:
+        return None
+    wrong = (
+        f"keys and values of one sequence of inference_model.max_model_len={options.max_model_len} tokens "
+        f"need {least} GiB, and vLLM does not start with less"
+    )
+    return "inference_model.kv_cache_gib", options.kv_cache_gib, wrong
 
 
 def _present(plan: Plan, there: Hardware) -> dict[str, float | None]:
@@ -237,7 +272,7 @@ def _fits(planned: Planned) -> bool:
     """Whether all of what is predicted is there."""
     assert planned.prediction is not None
     prediction = planned.prediction
-    return _small_share(planned) is None and all(
+    return not (_small_share(planned) or _small_cache(planned)) and all(
         there is None or prediction.peak(device)[0] <= there * GIB
         for device, there in _present(planned.plan, planned.there).items()
     )

@@ -114,6 +114,8 @@ ABOVE_ZERO: dict[str, str] = {
 
 # Below it vLLM samples at this temperature instead, and log-probabilities would be of another distribution.
 VLLM_LEAST_TEMPERATURE = 0.01
+# vLLM's CPU attention kernel takes multiples of 32 only, and the smallest lets short prompts be shared.
+VLLM_CPU_BLOCK_SIZE = 32
 
 AT_MOST: dict[str, tuple[float, str]] = {
     "seed": (2**32 - 1, "0"),  # the random generators of the libraries below us take 32 bits

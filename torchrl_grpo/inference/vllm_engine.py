@@ -23,9 +23,7 @@ from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, NextTokens, Probe, Request, SteppingEngine
 from torchrl_grpo.inference.vllm_weights import VLLMWeights
 from torchrl_grpo.out_of_memory import stopping
-
-# vLLM's CPU attention kernel takes multiples of 32 only, and the smallest lets short prompts be shared.
-_CPU_BLOCK_SIZE = 32
+from torchrl_grpo.validation_ranges import VLLM_CPU_BLOCK_SIZE
 
 
 class VLLMEngine(SteppingEngine):
@@ -87,7 +85,7 @@ class VLLMEngine(SteppingEngine):
             more["hf_overrides"] = {**more.get("hf_overrides", {}), "head_dtype": name}
         if on_cpu:
             settings["kv_cache_memory_bytes"] = kv_cache_gib * 2**30
-            settings["block_size"] = block_size or _CPU_BLOCK_SIZE
+            settings["block_size"] = block_size or VLLM_CPU_BLOCK_SIZE
         else:
             settings["gpu_memory_utilization"] = gpu_memory_utilization
             settings["enable_sleep_mode"] = enable_sleep
