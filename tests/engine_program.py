@@ -21,7 +21,8 @@ from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference.protocol import Completion, Probe, Sampling
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.models.logprobs import TokenScorer
-from torchrl_grpo.training.publish import WeightPublisher, named_weights
+from torchrl_grpo.training.probing import named_weights
+from torchrl_grpo.training.publish import WeightPublisher
 from torchrl_grpo.training.ranks import Ranks
 from torchrl_grpo.training.shared_engine import EngineShare, SharedEngine
 

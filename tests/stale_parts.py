@@ -12,7 +12,8 @@ from torch import Tensor
 
 from torchrl_grpo.errors import UserError
 from torchrl_grpo.inference.protocol import Engine
-from torchrl_grpo.training.publish import WeightPublisher, named_weights
+from torchrl_grpo.training.probing import named_weights
+from torchrl_grpo.training.publish import WeightPublisher
 
 PARTS = ("tensor", "row", "element", "two rows swapped")
 

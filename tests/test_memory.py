@@ -45,9 +45,11 @@ def config(**changes: object) -> Config:
     return cfg
 
 
-def predicted(cfg: Config, gpus: tuple[float, ...] = (), apart: bool = False) -> memory.Prediction:
+def predicted(
+    cfg: Config, gpus: tuple[float, ...] = (), apart: bool = False, shape: ModelShape = SEVEN_B
+) -> memory.Prediction:
     plan = devices.plan(devices.request_of(cfg, apart), len(gpus))
-    return memory.predict(cfg, plan, SEVEN_B, Hardware(gpus))
+    return memory.predict(cfg, plan, shape, Hardware(gpus))
 
 
 def row(prediction: memory.Prediction, role: str, phase: str) -> memory.Row:
@@ -369,7 +371,13 @@ def test_copies_of_weights_that_a_pass_computes_with() -> None:
     )
     ranks = config(train_model__num_devices=4, train_model__autocast="bf16")
     kept = [row(predicted(cfg, (80.0,) * 8), "train", "optimise").activations for cfg in (ranks, shards)]
-    assert kept[0] - kept[1] == 2 * whole - 2 * (SEVEN_B.outer + 2 * SEVEN_B.layer)
+    # What is gathered for the whole pass comes in float32, and the fused head keeps a copy of its matrix.
+    gathered = 4 * SEVEN_B.outer + 2 * SEVEN_B.vocabulary * SEVEN_B.hidden + 2 * 2 * SEVEN_B.layer
+    assert kept[0] - kept[1] == 2 * whole - gathered
+    # Layers with more than linear layers come in float32, and autocast keeps a copy of each.
+    other = predicted(shards, (80.0,) * 8, shape=replace(SEVEN_B, plain=False))
+    more = row(other, "train", "optimise").activations - kept[1]
+    assert more == 2 * (whole - SEVEN_B.outer) + 2 * 2 * SEVEN_B.layer
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from torchrl_grpo.inference.checksums import Checksums, checksum, digest
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.training import publish
-from torchrl_grpo.training.publish import WeightPublisher, named_weights, perturbed, probe_prompts
+from torchrl_grpo.training.probing import named_weights, perturbed, probe_prompts
+from torchrl_grpo.training.publish import WeightPublisher
 
 Weights = Iterable[tuple[str, Tensor]]
 

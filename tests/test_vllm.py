@@ -21,7 +21,8 @@ from torchrl_grpo.inference.vllm_engine import VLLMEngine
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.padding import pad_left, pad_right
 from torchrl_grpo.training import publish
-from torchrl_grpo.training.publish import WeightPublisher, probe_prompts
+from torchrl_grpo.training.probing import probe_prompts
+from torchrl_grpo.training.publish import WeightPublisher
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 

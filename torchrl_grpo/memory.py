@@ -244,8 +244,13 @@ def _copies(cfg: Config, shape: ModelShape, half: bool, kind: str) -> float:
     """
     element = 2.0 if half else float(FLOAT)
     if kind == "fsdp2":
-        # Embedding, last norm and head are gathered for the whole pass; a layer while it runs, and the next.
-        return element * (shape.outer + 2 * shape.layer)
+        # Embedding, last norm and head are gathered for the whole pass, in float32, of which the fused head
+        # keeps a copy; a layer while it runs, and the next.
+        fused = element * shape.vocabulary * shape.hidden if half and cfg.train_model.fused_head else 0.0
+        if shape.plain or not half:
+            return FLOAT * shape.outer + fused + 2 * element * shape.layer
+        # What travels in float32 is cast for each product, and that copy lives as long as the pass.
+        return FLOAT * (shape.outer + 2 * shape.layer) + fused + element * (shape.parameters - shape.outer)
     if cfg.train_model.lora.rank == 0:
         # What autocast casts lives as long as the pass.
         return element * shape.parameters if half else 0.0

@@ -21,6 +21,13 @@ _MLP = ("intermediate_size", "n_inner", "ffn_dim")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Families whose feed-forward layer is two matrices and an activation; the rest have a gate too.
 _UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "bloom", "falcon", "starcoder2")
+# Families whose layers are linear layers and norms alone; of others it is not known here.
+_PLAIN = (
+    *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gemma4_text"),
+    *("phi", "phi3", "smollm3", "olmo", "olmo2", "olmo3", "gpt_neox", "gpt2", "gpt_bigcode", "opt", "glm"),
+    *("glm4", "exaone4", "ernie4_5", "hunyuan_v1_dense", "seed_oss", "apertus", "arcee", "helium", "cohere"),
+    *("cohere2", "granite", "bloom", "gptj", "gpt_neo", "stablelm", "nemotron", "starcoder2"),
+)
 # Seconds in which the hub answers, or a run is planned without it.
 _HUB_LIMIT_S = 10
 
@@ -39,6 +46,7 @@ class ModelShape:
         keys: width of all key heads together, which is that of the values.
         gated: the feed-forward layer has a gate beside its two matrices.
         full_cache: every layer keeps keys and values of all tokens, as wide as ``keys`` says.
+        plain: a layer has linear layers and norms alone, as far as is known.
     """
 
     parameters: int
@@ -50,6 +58,7 @@ class ModelShape:
     keys: int
     gated: bool = True
     full_cache: bool = True
+    plain: bool = True
 
     @property
     def layer(self) -> int:
@@ -168,7 +177,7 @@ def shape_of(settings: dict[str, Any], parameters: int | None) -> ModelShape | N
     mlp = _first(settings, _MLP) or 4 * hidden
     head = settings.get("head_dim") or hidden // heads
     keys = (settings.get("num_key_value_heads") or heads) * head
-    gated = settings.get("model_type") not in _UNGATED
+    gated, plain = settings.get("model_type") not in _UNGATED, settings.get("model_type") in _PLAIN
     vocabulary, queries = int(settings["vocab_size"]), heads * head
     if parameters is None:
         matrices = 1 if settings.get("tie_word_embeddings", True) else 2
@@ -179,7 +188,7 @@ def shape_of(settings: dict[str, Any], parameters: int | None) -> ModelShape | N
             layer += 3 * hidden * (experts * width - mlp)
         parameters = layers * layer + matrices * vocabulary * hidden
     full_cache = _caches_all(settings)
-    return ModelShape(parameters, vocabulary, hidden, layers, mlp, queries, keys, gated, full_cache)
+    return ModelShape(parameters, vocabulary, hidden, layers, mlp, queries, keys, gated, full_cache, plain)
 
 
 def _caches_all(settings: dict[str, Any]) -> bool:
@@ -190,7 +199,9 @@ def _caches_all(settings: dict[str, Any]) -> bool:
 
 
 def _first(settings: dict[str, Any], names: tuple[str, ...]) -> int | None:
-    return next((int(settings[name]) for name in names if settings.get(name) is not None), None)
+    found = next((settings[name] for name in names if settings.get(name) is not None), None)
+    # Gemma 3n has a width for each layer.
+    return max(found) if isinstance(found, list) else None if found is None else int(found)
 
 
 def count_parameters(folder: Path) -> int | None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +22,11 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.models.shards import in_zero_shards
+from torchrl_grpo.training.gathering import layers_of
 from torchrl_grpo.training.zero import ZeroNetwork, gathered
 from torchrl_grpo.validation_ranges import ZERO_STAGES
 
@@ -53,47 +52,32 @@ def distribute(scorer: TokenScorer, kind: str, ranks: int, device: torch.device)
     if kind in ZERO_STAGES:
         return ZeroNetwork(scorer, kind, device)
     mesh = init_device_mesh(device.type, (ranks,))
-    precision = _gathered_as(scorer)
-    names = scorer.model._no_split_modules or []
-    for module in scorer.model.modules():
-        if type(module).__name__ in names:
-            fully_shard(module, mesh=mesh, mp_policy=precision)
-    # Embedding, last norm and head: gathered for the whole of a forward pass, which uses the head. A head in
-    # float32 must not be given weights that were rounded on the way.
-    outer = MixedPrecisionPolicy() if scorer.head_dtype is torch.float32 else precision
-    fully_shard(scorer, mesh=mesh, mp_policy=outer)
+    layers = layers_of(scorer, device)
+    shards: list[FSDPModule] = []
+    for layer in layers:
+        for norm in layer.norms:
+            # So small that it stays gathered until its gradient is there.
+            fully_shard(norm, mesh=mesh, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=False)
+        precision = _in_16_bits(scorer.autocast_dtype) if layer.in_16_bits else MixedPrecisionPolicy()
+        shards.append(fully_shard(layer.module, mesh=mesh, mp_policy=precision))
+    for (before, module), layer in zip(pairwise(shards), layers[1:], strict=False):
+        # In the backward pass torch would fetch what ran just before in its place: a norm of the same layer.
+        if layer.norms and type(before) is type(module):
+            module.set_modules_to_backward_prefetch([before])
+    # Embedding, last norm and head: gathered for the whole of a forward pass, which uses the head.
+    fully_shard(scorer, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     register_fsdp_forward_method(scorer, "next_token_log_probs")
     return scorer
 
 
-def _gathered_as(scorer: TokenScorer) -> MixedPrecisionPolicy:
-    """In which format FSDP2 gathers weights; shards, and gradients between ranks, stay float32.
+def _in_16_bits(dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Gather weights in ``dtype``; shards, and gradients between ranks, stay float32.
 
     Gathered in float32 they would travel at twice the size, and autocast would keep a copy of each in 16 bits
     until the pass ends, of which there is no need to be a whole model on any rank. Autocast stays: products
-    are the same, and what it computes in float32 (the residual stream, norms, positions) stays so. Only the
-    weights of norms and embeddings come rounded, as an engine in bfloat16 has them.
+    are the same, and what it computes in float32 (the residual stream, norms, positions) stays so.
     """
-    if scorer.autocast_dtype is None:
-        return MixedPrecisionPolicy()
-    # The first of the residual stream, to which layers add; else all of it would be in 16 bits.
-    scorer.model.get_input_embeddings().register_forward_hook(_in_float32)
-    for module in scorer.model.modules():
-        if isinstance(module, nn.LayerNorm):
-            # Torch's own on a CPU takes no weights in another format than its input.
-            module.forward = partial(_layer_norm, module)  # type: ignore[method-assign]
-    return MixedPrecisionPolicy(
-        param_dtype=scorer.autocast_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-
-
-def _in_float32(module: nn.Module, arguments: tuple[Any, ...], found: Tensor) -> Tensor:
-    return found.float()
-
-
-def _layer_norm(module: nn.LayerNorm, states: Tensor) -> Tensor:
-    weight, bias = (None if one is None else one.to(states.dtype) for one in (module.weight, module.bias))
-    return F.layer_norm(states, module.normalized_shape, weight, bias, module.eps)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def synchronising(network: object, last: bool) -> AbstractContextManager[None]:

@@ -20,7 +20,8 @@ from torchrl_grpo.models.reference import load_reference
 from torchrl_grpo.objectives.control import needs_reference
 from torchrl_grpo.rollout.log_probs import LogProbScorer
 from torchrl_grpo.training.learner import Learner
-from torchrl_grpo.training.publish import WeightPublisher, probe_prompts
+from torchrl_grpo.training.probing import probe_prompts
+from torchrl_grpo.training.publish import WeightPublisher
 
 _COARSENESS = (torch.float32, torch.float16, torch.bfloat16)
 
