@@ -15,7 +15,7 @@ from torch._dynamo import convert_frame
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from vllm_arguments import ON_A_CPU, TINY_ENGINE
 
-from torchrl_grpo.errors import TrainingStopped
+from torchrl_grpo.errors import ModelError, TrainingStopped
 from torchrl_grpo.inference.protocol import Probe, Sampling
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
 from torchrl_grpo.models.logprobs import TokenScorer
@@ -187,6 +187,16 @@ def test_a_sabotaged_engine_is_stopped(
     monkeypatch.setattr(engine, "__class__", sabotage)
     with pytest.raises(TrainingStopped, match=message):
         step(1)
+
+
+def test_a_head_that_no_update_ever_packed_anew_is_found_when_the_layout_is_learned(
+    engine: VLLMEngine, model: PreTrainedModel, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As an engine that has the fault from its first publication on; the next test has it learn anew.
+    engine._learned = False
+    monkeypatch.setattr(engine, "__class__", SkipsHead)
+    with pytest.raises(ModelError, match="nothing of lm_head, whose packed copy no update renews"):
+        publisher_for(engine, model, prompts).prove_at_start(0)
 
 
 @pytest.mark.parametrize("kind", ["skip", "stale"])
