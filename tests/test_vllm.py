@@ -179,8 +179,9 @@ def test_a_sabotaged_engine_is_stopped(
 ) -> None:
     publisher = publisher_for(engine, model, prompts)
     step: Callable[[int], object] = publisher.prove_at_start
-    if moment == "later":
+    if moment == "later" or not engine._learned:
         publisher.prove_at_start(0)
+    if moment == "later":
         nudge(model, 1e-4)
         step = publisher.publish
     # The object is the healthy engine; only its behaviour is swapped, so that one engine serves all cases.
