@@ -26,8 +26,8 @@ from torchrl_grpo.out_of_memory import ran_out_of_memory
 
 # Autocast casts all that these compute with. A subclass may do more than multiply.
 _PRODUCTS = (nn.Linear, Conv1D)
-# What a model raises that does not take weights in another format.
-_REFUSALS = (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError, NotImplementedError)
+# What a model raises that does not take weights in another format; the warning repeats it.
+_REFUSALS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError)
 
 
 @dataclass(frozen=True)
