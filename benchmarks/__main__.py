@@ -22,7 +22,7 @@ from benchmarks import memory, results
 from benchmarks.pairs import Comparison, compare
 from benchmarks.protocol import Worker
 from benchmarks.workload import Workload
-from torchrl_grpo.config import ModelConfig
+from torchrl_grpo.config.schema import ModelConfig
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.precision import has_fast_bfloat16
 

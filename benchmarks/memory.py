@@ -13,8 +13,8 @@ import psutil
 
 from benchmarks.workers.overlap import random_model
 from benchmarks.workload import Workload
-from torchrl_grpo.rollout.ray_pool import inherited
-from torchrl_grpo.training.command_runs import check, newest_step, started
+from torchrl_grpo.rollout.workers.ray_pool import inherited
+from torchrl_grpo.tools.processes import check, newest_step, started
 
 _MIB = 2**20
 

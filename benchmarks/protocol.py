@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.waking import touch_memory
 from benchmarks.workload import Workload, settle
-from torchrl_grpo.cores import WAITING
+from torchrl_grpo.planning.cores import WAITING
 
 # Names the pipe that answers go into: libraries print to the usual ones, some while they are imported.
 _ANSWERS = "BENCH_ANSWERS"

@@ -62,7 +62,7 @@ has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null |
 
 version_of() { sed -n "s/^$1==//p" requirements_common.txt; } # the pinned version of package $1
 
-# What the pinned torch and vLLM for CUDA 13 need; torchrl_grpo/hardware.py checks the same before each run.
+# What the pinned torch and vLLM for CUDA 13 need; torchrl_grpo/runtime/hardware.py checks the same before each run.
 readonly OLDEST_DRIVER=580 OLDEST_CAPABILITY=7.5
 
 check_gpu() { # refuse a driver that is too old, or GPUs that all are; a machine without a driver is not asked

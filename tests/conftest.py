@@ -35,8 +35,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Files with real engines and models, which take every core and gigabytes.
 ENGINES = {
-    f"tests/test_{name}.py"
-    for name in ("async_ray", "benchmarks", "integration", "memory", "vllm", "vllm_families")
+    f"tests/{name}.py"
+    for name in (
+        "docs/test_benchmarks",
+        "inference/test_vllm",
+        "inference/test_vllm_families",
+        "planning/test_memory",
+        "rollout/test_async_ray",
+        "runs/test_integration",
+    )
 }
 
 

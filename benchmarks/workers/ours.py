@@ -16,20 +16,20 @@ from tensordict import TensorDict
 from benchmarks.protocol import serve
 from benchmarks.workload import Workload, reward, settle, use_all_cores
 from torchrl_grpo import data, rewards
-from torchrl_grpo.config import Config
+from torchrl_grpo.batch.micro_batches import TokenBudget
+from torchrl_grpo.batch.schema import build_batch
+from torchrl_grpo.config.schema import Config
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.host_memory import keep_freed_memory
 from torchrl_grpo.inference.protocol import Completion
 from torchrl_grpo.models import loading
-from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.models.precision import resolve_autocast
 from torchrl_grpo.models.prepare import compile_layers, prepare_for_training
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.rollout.buffer import GroupBuffer
-from torchrl_grpo.rollout.micro_batches import TokenBudget
-from torchrl_grpo.rollout.schema import build_batch
+from torchrl_grpo.runtime.malloc import keep_freed_memory
 from torchrl_grpo.training.loop import step as loop_step
-from torchrl_grpo.training.optimise import OptimiserStep
+from torchrl_grpo.training.optimizer_step import OptimiserStep
 from torchrl_grpo.training.session import Session
 
 

@@ -11,13 +11,13 @@ from transformers import AutoTokenizer
 from benchmarks.protocol import serve
 from benchmarks.workers.ours import Drawn
 from benchmarks.workload import Workload, use_all_cores
-from torchrl_grpo.config import PolicyConfig
+from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs import GroupTextEnv, PromptStream
 from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, NextTokens, Probe, Request, SteppingEngine
 from torchrl_grpo.objectives.advantage import GroupAdvantage
-from torchrl_grpo.objectives.control import KLCoefficient
+from torchrl_grpo.objectives.coefficients import KLCoefficient
 from torchrl_grpo.rewards import RewardSet
 from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.rollout.collector import RolloutCollector

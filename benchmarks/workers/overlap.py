@@ -19,12 +19,13 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from benchmarks.protocol import serve
 from benchmarks.workers.ours import Drawn, config
 from benchmarks.workload import Workload
-from torchrl_grpo import data, devices, rewards
-from torchrl_grpo.devices import num_devices
+from torchrl_grpo import data, rewards
 from torchrl_grpo.inference.protocol import Completion, Request, SteppingEngine
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
+from torchrl_grpo.planning import placement
+from torchrl_grpo.planning.placement import num_devices
 from torchrl_grpo.rollout import build as collections
-from torchrl_grpo.rollout.ray_pool import RayPool, RolloutActor, WorkerSpec
+from torchrl_grpo.rollout.workers.ray_pool import RayPool, RolloutActor, WorkerSpec
 from torchrl_grpo.training.loop import step as loop_step
 from torchrl_grpo.training.session import Session
 
@@ -110,7 +111,7 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
     token_s = generate_s / workload.response_tokens
     collect = functools.partial(_in_workers, token_s) if workers else functools.partial(_here, token_s)
     # Both sides on the CPU: what takes its time is a clock.
-    plan = devices.plan(devices.request_of(cfg, asynchronous=workers > 0), num_gpus=0)
+    plan = placement.plan(placement.request_of(cfg, asynchronous=workers > 0), num_gpus=0)
     session = Session(cfg, folder / "run", data.load(cfg), reward_set, grader, None, collect, plan)
     session.begin()
 

@@ -18,11 +18,11 @@ if importlib.util.find_spec("torchrl_grpo") is None:
     sys.path.insert(0, str(ROOT))
 
 if __name__ == "__main__":
-    from torchrl_grpo.cli import main
-    from torchrl_grpo.validation_scripts import check_async
+    from torchrl_grpo.cli.main import main
+    from torchrl_grpo.config.checks_schedule import check_async
 
     main(
-        run="torchrl_grpo.training.run:run_async",
+        run="torchrl_grpo.training.job:run_async",
         config_name="grpo_gsm8k",
         config_dir=ROOT / "config",
         check=check_async,

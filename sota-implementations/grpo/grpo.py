@@ -2,7 +2,7 @@
 
     python sota-implementations/grpo/grpo.py --help
 
-What a run does is in ``torchrl_grpo/training/run.py``; what its keys mean is in ``config/``.
+What a run does is in ``torchrl_grpo/training/job.py``; what its keys mean is in ``config/``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if importlib.util.find_spec("torchrl_grpo") is None:
     sys.path.insert(0, str(ROOT))
 
 if __name__ == "__main__":
-    from torchrl_grpo.cli import main
-    from torchrl_grpo.validation_scripts import check_sync
+    from torchrl_grpo.cli.main import main
+    from torchrl_grpo.config.checks_schedule import check_sync
 
     main(
-        run="torchrl_grpo.training.run:run",
+        run="torchrl_grpo.training.job:run",
         config_name="grpo_gsm8k",
         config_dir=ROOT / "config",
         check=check_sync,

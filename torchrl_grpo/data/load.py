@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from torchrl_grpo.config import Config
+from torchrl_grpo.config.schema import Config
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.errors import ConfigError
 
@@ -12,7 +12,7 @@ from torchrl_grpo.errors import ConfigError
 DATASETS: dict[str, str] = {
     "gsm8k": "torchrl_grpo.data.gsm8k",
     "math": "torchrl_grpo.data.math",
-    "ifeval": "torchrl_grpo.data.ifeval",
+    "ifeval": "torchrl_grpo.data.ifeval.load",
     "reasoning_gym": "torchrl_grpo.data.reasoning_gym",
     "jsonl": "torchrl_grpo.data.jsonl",
 }

@@ -8,7 +8,7 @@ writes a template or a system prompt says there what the answer should look like
 
 from __future__ import annotations
 
-from torchrl_grpo.config import EnvConfig
+from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.errors import ConfigError
 
 PLAIN_TEMPLATE = "{question}"

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_grpo.config.values import VLLM_CPU_BLOCK_SIZE
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.inference import vllm_classes
 from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, NextTokens, Probe, Request, SteppingEngine
 from torchrl_grpo.inference.vllm_weights import VLLMWeights
-from torchrl_grpo.out_of_memory import stopping
-from torchrl_grpo.validation_ranges import VLLM_CPU_BLOCK_SIZE
+from torchrl_grpo.runtime.oom import stopping
 
 
 class VLLMEngine(SteppingEngine):

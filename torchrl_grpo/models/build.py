@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from torchrl_grpo.config import Config
+from torchrl_grpo.config.schema import Config
 from torchrl_grpo.models import loading, lora
 from torchrl_grpo.models.precision import resolve_autocast, resolve_dtype
-from torchrl_grpo.rollout.seeds import derive_seed
+from torchrl_grpo.runtime.rng import derive_seed
 
 
 def weights_source(cfg: Config, source: str, resume_from: Path | None) -> str:

@@ -10,11 +10,11 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from torchrl_grpo.config import Config, ModelConfig
+from torchrl_grpo.config.schema import Config, ModelConfig
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models import smollm2
 from torchrl_grpo.models.quantization import loading_options
-from torchrl_grpo.out_of_memory import stopping
+from torchrl_grpo.runtime.oom import stopping
 
 
 def resolve(cfg: ModelConfig) -> str:

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from torchrl_grpo.config import LoraConfig
-from torchrl_grpo.config_keys import bad_value
+from torchrl_grpo.config.checks_lora import ALL_LINEAR
+from torchrl_grpo.config.keys import bad_value
+from torchrl_grpo.config.schema import LoraConfig
 from torchrl_grpo.errors import CheckpointError
 from torchrl_grpo.models.quantization import is_quantized, plain_weight
 from torchrl_grpo.models.shards import own_part
-from torchrl_grpo.validation_lora import ALL_LINEAR
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer

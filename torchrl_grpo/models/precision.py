@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from torchrl_grpo.hardware import cpu_has_fast_bfloat16
 from torchrl_grpo.models import lora
+from torchrl_grpo.runtime.hardware import cpu_has_fast_bfloat16
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

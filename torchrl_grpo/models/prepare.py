@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchrl_grpo.config import TrainModelConfig
+from torchrl_grpo.config.schema import TrainModelConfig
 from torchrl_grpo.errors import ModelError
-from torchrl_grpo.models import trial
-from torchrl_grpo.models.logprobs import TokenScorer, check_head, warn_about_prefix
 from torchrl_grpo.models.precision import resolve_autocast
 from torchrl_grpo.models.quantization import keep_packing
-from torchrl_grpo.models.upcast import Upcast
-from torchrl_grpo.out_of_memory import ran_out_of_memory
+from torchrl_grpo.models.scoring import trial
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer, check_head, warn_about_prefix
+from torchrl_grpo.models.scoring.upcast import Upcast
+from torchrl_grpo.runtime.oom import ran_out_of_memory
 
 # In nats, between layers as they are and compiled, which may round in another order.
 _COMPILED = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.5}

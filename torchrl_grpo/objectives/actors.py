@@ -1,7 +1,7 @@
 """TorchRL modules as the actor of the loss: what each kind reads, and where its log-probabilities are.
 
-The project's own :class:`~torchrl_grpo.models.logprobs.TokenScorer` is called with tensors and needs nothing
-of this.
+The project's own :class:`~torchrl_grpo.models.scoring.token_scorer.TokenScorer` is called with tensors and
+needs nothing of this.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
-from torchrl_grpo.config import PolicyConfig
-from torchrl_grpo.objectives.control import KLCoefficient
+from torchrl_grpo.config.schema import PolicyConfig
+from torchrl_grpo.objectives.coefficients import KLCoefficient
 from torchrl_grpo.objectives.kl import kl_estimate
 from torchrl_grpo.objectives.maxent import listwise_weights
 

@@ -12,12 +12,12 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
-from torchrl_grpo.config import PolicyConfig
+from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.objectives import actors
-from torchrl_grpo.objectives.aggregate import BatchTotals, token_weights, totals_of
-from torchrl_grpo.objectives.control import EntropyCoefficient, KLCoefficient, kl_start
+from torchrl_grpo.objectives.aggregation import BatchTotals, token_weights, totals_of
+from torchrl_grpo.objectives.coefficients import EntropyCoefficient, KLCoefficient, kl_start
+from torchrl_grpo.objectives.importance import at_level, correction_weights
 from torchrl_grpo.objectives.kl import kl_estimate
-from torchrl_grpo.objectives.ratio import at_level, correction_weights
 from torchrl_grpo.objectives.surrogates import SURROGATES, Bounds, exp_bounded
 
 
@@ -25,9 +25,9 @@ class GroupPolicyLoss(LossModule):
     """``sum_it a_it (-c_it J_it + kl KL_it + kl_inference KL'_it) - entropy sum_it H_it / N``.
 
     ``J`` is the surrogate (:mod:`~torchrl_grpo.objectives.surrogates`), ``c`` the correction for the engine's
-    mismatch (:mod:`~torchrl_grpo.objectives.ratio`), ``a`` the share of a token in the whole optimiser batch
-    (:mod:`~torchrl_grpo.objectives.aggregate`), N the tokens in it. The terms of micro-batches add up to
-    those of one large batch, and padding appears nowhere. TorchRL's ``GRPOLoss`` takes its means over a
+    mismatch (:mod:`~torchrl_grpo.objectives.importance`), ``a`` the share of a token in the whole optimiser
+    batch (:mod:`~torchrl_grpo.objectives.aggregation`), N the tokens in it. The terms of micro-batches add up
+    to those of one large batch, and padding appears nowhere. TorchRL's ``GRPOLoss`` takes its means over a
     micro-batch and counts padding in its KL and its metrics.
 
     Reads ``("tokens"|"masks", "prompt")`` ``[P, L]``, ``("tokens"|"masks"|"log_probs", "response")``
@@ -41,8 +41,8 @@ class GroupPolicyLoss(LossModule):
 
     Args:
         actor_network: scores responses, with gradients: a
-            :class:`~torchrl_grpo.models.logprobs.TokenScorer`, or any module that is called like it; a
-            ``TensorDictModule`` that reads keys of the batch and writes ``("log_probs", "response")``
+            :class:`~torchrl_grpo.models.scoring.token_scorer.TokenScorer`, or any module that is called like
+            it; a ``TensorDictModule`` that reads keys of the batch and writes ``("log_probs", "response")``
             ``[P, G, T]`` and, if it has it, ``"entropy"`` of the same shape; or a ``TransformersWrapper`` of
             TorchRL's with ``input_mode="tokens"`` and ``generate=False``, whose temperature is 1 and which
             gives no entropy.

@@ -6,9 +6,9 @@ completions.
 
 from __future__ import annotations
 
-from torchrl_grpo.rewards.base import Grader, Reward, Scored
-from torchrl_grpo.rewards.combine import RewardSet
 from torchrl_grpo.rewards.registry import DEFAULT_WEIGHTS, REWARDS, build, check_weights, grader, judge
+from torchrl_grpo.rewards.reward_set import RewardSet
+from torchrl_grpo.rewards.types import Grader, Reward, Scored
 
 __all__ = [
     "DEFAULT_WEIGHTS",

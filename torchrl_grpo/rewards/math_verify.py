@@ -1,16 +1,16 @@
 """``math_verify``: is the answer mathematically equal to the truth?
 
 A comparison that raises, hangs or kills its process is an error
-(:class:`~torchrl_grpo.rewards.pool.JobError`), never a quiet 0.
+(:class:`~torchrl_grpo.rewards.sandbox.pool.JobError`), never a quiet 0.
 """
 
 from __future__ import annotations
 
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards import extract
-from torchrl_grpo.rewards.pool import WorkerPool
+from torchrl_grpo.rewards.sandbox.pool import WorkerPool
 
-JOB = "torchrl_grpo.rewards.math_job:run"
+JOB = "torchrl_grpo.rewards.sandbox.math_job:run"
 
 
 class MathVerifyReward:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards import extract
-from torchrl_grpo.rewards.pool import WorkerPool
+from torchrl_grpo.rewards.sandbox.pool import WorkerPool
 
-JOB = "torchrl_grpo.rewards.gym_job:run"
+JOB = "torchrl_grpo.rewards.sandbox.gym_job:run"
 
 
 class ReasoningGymReward:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from torchrl_grpo.config import Config
+from torchrl_grpo.config.checks import REWARD_READS
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config.values import DATASETS
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.rewards.base import Grader, Reward
-from torchrl_grpo.rewards.combine import RewardSet
 from torchrl_grpo.rewards.format import FormatReward
-from torchrl_grpo.rewards.grading import AccuracyGrader, CountingGrader, Gsm8kGrader
+from torchrl_grpo.rewards.graders import AccuracyGrader, CountingGrader, Gsm8kGrader
 from torchrl_grpo.rewards.gsm8k import Gsm8kReward
 from torchrl_grpo.rewards.ifeval import IFEvalGrader, IFEvalReward
 from torchrl_grpo.rewards.math_verify import MathVerifyReward
 from torchrl_grpo.rewards.reasoning_gym import ReasoningGymReward
+from torchrl_grpo.rewards.reward_set import RewardSet
 from torchrl_grpo.rewards.text import BareNumberReward, ClosenessReward, ExactMatchReward
-from torchrl_grpo.validation import REWARD_READS
-from torchrl_grpo.validation_ranges import DATASETS
+from torchrl_grpo.rewards.types import Grader, Reward
 
 #: Used where ``reward.weights`` is empty.
 DEFAULT_WEIGHTS: dict[str, dict[str, float]] = {

@@ -11,7 +11,7 @@ def ages(groups: TensorDict, step: int, steps_per_round: int) -> dict[str, float
     """How old the policy of each response was when its round came to the trainer.
 
     Args:
-        groups: ``[P]``, see :mod:`torchrl_grpo.rollout.schema`.
+        groups: ``[P]``, see :mod:`torchrl_grpo.batch.schema`.
         step: optimiser steps done before the round.
         steps_per_round: what a round counts for: an age of 1 is one round.
 

@@ -11,21 +11,21 @@ import torch
 from tensordict import TensorDict
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from torchrl_grpo.batch.padding import pad_right
+from torchrl_grpo.batch.schema import build_batch
 from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.inference.protocol import Completion
-from torchrl_grpo.padding import pad_right
-from torchrl_grpo.rewards.base import Scored
+from torchrl_grpo.rewards.types import Scored
 from torchrl_grpo.rollout.collector import Round
-from torchrl_grpo.rollout.fleet import Fleet, arrived
 from torchrl_grpo.rollout.groups import Group
 from torchrl_grpo.rollout.interface import CollectorInterface
-from torchrl_grpo.rollout.labour import Publication, ScoredGroup
-from torchrl_grpo.rollout.ledger import started_with
-from torchrl_grpo.rollout.schema import build_batch
-from torchrl_grpo.rollout.seeds import group_seed
+from torchrl_grpo.rollout.workers.staleness import started_with
+from torchrl_grpo.rollout.workers.types import Publication, ScoredGroup
+from torchrl_grpo.rollout.workers.worker_group import Fleet, arrived
+from torchrl_grpo.runtime.rng import group_seed
 
 if TYPE_CHECKING:
-    from torchrl_grpo.training.publish import Expectation, WeightPublisher
+    from torchrl_grpo.weight_sync.publisher import Expectation, WeightPublisher
 
 
 class GroupScorer:

@@ -11,7 +11,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.envs.transforms import Transform
 
-from torchrl_grpo.rollout.schema import collate
+from torchrl_grpo.batch.schema import collate
 
 
 class GroupBuffer:
@@ -39,7 +39,7 @@ class GroupBuffer:
             self.buffer.append_transform(transform)
 
     def refill(self, groups: TensorDictBase) -> None:
-        """Replace what is held by ``groups`` ``[P]`` (see :mod:`~torchrl_grpo.rollout.schema`)."""
+        """Replace what is held by ``groups`` ``[P]`` (see :mod:`~torchrl_grpo.batch.schema`)."""
         self.buffer.empty()
         self.buffer.extend(groups)
 

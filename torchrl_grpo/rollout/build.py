@@ -11,26 +11,26 @@ import torch
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from torchrl_grpo import launch
-from torchrl_grpo.config import Config
-from torchrl_grpo.cores import cores_to_divide, divide_cores
-from torchrl_grpo.devices_plan import Plan
+from torchrl_grpo.config.derived import rounds, steps_per_round, total_turns
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.distributed import launch
 from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Engine, Inference
 from torchrl_grpo.models.precision import resolve_dtype
+from torchrl_grpo.planning.cores import cores_to_divide, divide_cores
+from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.rollout.async_collector import AsyncCollector, GroupScorer
 from torchrl_grpo.rollout.collector import RolloutCollector
-from torchrl_grpo.rollout.dispatcher import START_LIMIT_S, Dispatcher
-from torchrl_grpo.rollout.fleet import Fleet
-from torchrl_grpo.rollout.labour import Pool, Reference
-from torchrl_grpo.rollout.ledger import Ledger
-from torchrl_grpo.rollout.scheduler import Scheduler
-from torchrl_grpo.rounds import rounds, steps_per_round, total_turns
+from torchrl_grpo.rollout.workers.dispatcher import START_LIMIT_S, Dispatcher
+from torchrl_grpo.rollout.workers.scheduler import Scheduler
+from torchrl_grpo.rollout.workers.staleness import Ledger
+from torchrl_grpo.rollout.workers.types import Pool, Reference
+from torchrl_grpo.rollout.workers.worker_group import Fleet
 
 if TYPE_CHECKING:
-    from torchrl_grpo.rollout.ray_pool import RayPool, WorkerSpec
-    from torchrl_grpo.rollout.reference_actors import ReferenceActors
+    from torchrl_grpo.rollout.workers.ray_pool import RayPool, WorkerSpec
+    from torchrl_grpo.rollout.workers.reference_actors import ReferenceActors
 
 # Evaluation is not a round: also where rounds are small it may fill the engine.
 _MIN_SEQS = 64
@@ -114,7 +114,7 @@ def ray_workers(
     cfg: Config, source: Source, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
 ) -> Collection:
     """Workers on Ray, which generate all the time, as far ahead as ``collector.max_policy_age`` lets them."""
-    from torchrl_grpo.rollout.ray_pool import RayPool, WorkerSpec
+    from torchrl_grpo.rollout.workers.ray_pool import RayPool, WorkerSpec
 
     assert source.plan.apart, "workers see their own GPU as the first one"
     count, ranks = source.plan.workers, launch.local_world_size()
@@ -143,7 +143,7 @@ def ray_workers(
 
 
 def _reference_actors(cfg: Config, source: Source, pool: RayPool, worker: WorkerSpec) -> ReferenceActors:
-    from torchrl_grpo.rollout.reference_actors import ReferenceActors, ReferenceSpec
+    from torchrl_grpo.rollout.workers.reference_actors import ReferenceActors, ReferenceSpec
 
     spec = ReferenceSpec(
         cfg=cfg,

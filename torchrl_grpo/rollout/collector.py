@@ -11,17 +11,17 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from torchrl_grpo.batch.schema import build_batch
 from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.envs.responses import HIT_BOUND
 from torchrl_grpo.inference.protocol import Completion, Engine, Sampling
 from torchrl_grpo.models.lora import merged_weights
 from torchrl_grpo.rollout.interface import CollectorInterface
-from torchrl_grpo.rollout.ledger import started_with
-from torchrl_grpo.rollout.schema import build_batch
-from torchrl_grpo.rollout.seeds import group_seed
+from torchrl_grpo.rollout.workers.staleness import started_with
+from torchrl_grpo.runtime.rng import group_seed
 
 if TYPE_CHECKING:
-    from torchrl_grpo.training.publish import WeightPublisher
+    from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Round:
     """One round of collection.
 
     Attributes:
-        groups: see :mod:`torchrl_grpo.rollout.schema`.
+        groups: see :mod:`torchrl_grpo.batch.schema`.
         prompts: P prompt texts.
         responses: P lists of G response texts.
         parts: each reward by name, P x G of them, group by group.

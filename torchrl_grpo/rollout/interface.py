@@ -61,7 +61,7 @@ class CollectorInterface(ABC):
         self.postproc = postproc
 
     def iterator(self) -> Iterator[TensorDictBase]:
-        """The groups of each round, ``[P]``: see :mod:`~torchrl_grpo.rollout.schema`."""
+        """The groups of each round, ``[P]``: see :mod:`~torchrl_grpo.batch.schema`."""
         for round_ in self:
             yield round_.groups if self.postproc is None else self.postproc(round_.groups)
 

@@ -13,27 +13,27 @@ from torchrl.envs.transforms import Transform
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from torchrl_grpo.config import Config
+from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, divide
+from torchrl_grpo.checkpoints import checkpoint
+from torchrl_grpo.config.derived import rounds, steps_per_round
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.distributed.launch import parallelism
+from torchrl_grpo.distributed.parallelism import distribute, resting, sharded, whole, writable
+from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.errors import ModelError
-from torchrl_grpo.host_memory import keep_freed_memory
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.checksums import checksum
-from torchrl_grpo.launch import parallelism
 from torchrl_grpo.models.build import build_model
-from torchrl_grpo.models.logprobs import TokenScorer
 from torchrl_grpo.models.precision import choose_kernels, resolve_autocast, resolve_head
 from torchrl_grpo.models.prepare import compile_layers, prepare_for_training, shares_prefix
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.build import build_objective
-from torchrl_grpo.out_of_memory import stopping
-from torchrl_grpo.rollout.log_probs import LogProbScorer
-from torchrl_grpo.rollout.micro_batches import MicroBatch, TokenBudget, divide
-from torchrl_grpo.rounds import rounds, steps_per_round
-from torchrl_grpo.training import checkpoint
-from torchrl_grpo.training.optimise import OptimiserStep
-from torchrl_grpo.training.parallel import distribute, resting, sharded, whole, writable
-from torchrl_grpo.training.ranks import Ranks
+from torchrl_grpo.planning.workload import token_budget
+from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
+from torchrl_grpo.runtime.malloc import keep_freed_memory
+from torchrl_grpo.runtime.oom import stopping
+from torchrl_grpo.training.optimizer_step import OptimiserStep
 from torchrl_grpo.training.shared_engine import EngineShare
-from torchrl_grpo.workload import token_budget
 
 _NO_ROOM = (
     "memory ran out while the model was made ready for training: divide it among more devices with "

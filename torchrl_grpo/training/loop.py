@@ -9,9 +9,9 @@ from torchrl_grpo.objectives.advantage import is_constant
 from torchrl_grpo.observe.stats import cuda_in_use, peak_cuda_gib, peak_memory_gib
 from torchrl_grpo.rollout.age import ages
 from torchrl_grpo.rollout.collector import Round
-from torchrl_grpo.rollout.refill import collect_with_signal
+from torchrl_grpo.rollout.dynamic_sampling import collect_with_signal
 from torchrl_grpo.training.session import Session
-from torchrl_grpo.training.speed import rest_of
+from torchrl_grpo.training.throughput import rest_of
 
 
 def train(run: Session, check_interrupts: Callable[[], None]) -> None:

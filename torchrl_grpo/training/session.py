@@ -12,10 +12,11 @@ import torch
 from tensordict import TensorDictBase
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from torchrl_grpo import devices
-from torchrl_grpo.config import Config
+from torchrl_grpo.checkpoints import checkpoint
+from torchrl_grpo.config.derived import length, with_turns
+from torchrl_grpo.config.schema import Config
 from torchrl_grpo.data.problems import Problems
-from torchrl_grpo.devices_plan import Plan
+from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.envs import GroupTextEnv, PromptStream, lengths
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Engine
@@ -27,23 +28,23 @@ from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
 from torchrl_grpo.observe.progress import Progress
 from torchrl_grpo.observe.report import SUMMARY
 from torchrl_grpo.observe.stats import peak_cuda_gib
-from torchrl_grpo.rewards.combine import RewardSet
-from torchrl_grpo.rewards.grading import CountingGrader
+from torchrl_grpo.planning import placement
+from torchrl_grpo.planning.plan import Plan
+from torchrl_grpo.rewards.graders import CountingGrader
+from torchrl_grpo.rewards.reward_set import RewardSet
 from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.rollout.build import Collect, Source, one_engine
 from torchrl_grpo.rollout.collector import Round
 from torchrl_grpo.rollout.records import rollout_rows
-from torchrl_grpo.rollout.seeds import derive_seed
-from torchrl_grpo.rounds import length, with_turns
-from torchrl_grpo.training import checkpoint, due
-from torchrl_grpo.training.evaluate import Evaluator
+from torchrl_grpo.runtime.rng import derive_seed
+from torchrl_grpo.training import schedule
+from torchrl_grpo.training.build import build_publisher, build_reference, coarser, update_format
+from torchrl_grpo.training.counters import Counters, random_state, seed_everything, set_random_state
+from torchrl_grpo.training.evaluator import Evaluator
 from torchrl_grpo.training.learner import Learner
-from torchrl_grpo.training.parts import build_publisher, build_reference, coarser, update_format
-from torchrl_grpo.training.ranks import Ranks
-from torchrl_grpo.training.rounding import rounding_warning
+from torchrl_grpo.training.rounding_check import rounding_warning
 from torchrl_grpo.training.shared_engine import shared_engine
-from torchrl_grpo.training.speed import Speedometer
-from torchrl_grpo.training.state import Counters, random_state, seed_everything, set_random_state
+from torchrl_grpo.training.throughput import Speedometer
 
 
 class Session:
@@ -81,8 +82,8 @@ class Session:
         self.reward_weights = reward_set.weights
         self._started = time.perf_counter()
         seed_everything(cfg.seed)
-        self.plan = plan or devices.plan(
-            devices.request_of(cfg, asynchronous=False, ranks=ranks.size), torch.cuda.device_count()
+        self.plan = plan or placement.plan(
+            placement.request_of(cfg, asynchronous=False, ranks=ranks.size), torch.cuda.device_count()
         )
         self.device = torch.device(self.plan.train_device)
         source = loading.resolve(cfg.model)
@@ -266,7 +267,7 @@ class Session:
 
     def evaluation_is_due(self) -> bool:
         """Whether this step ends with an evaluation: every ``eval.frequency`` steps and at the end."""
-        return due.evaluation(self.cfg.eval, self.counters.step, self.total_steps)
+        return schedule.evaluation(self.cfg.eval, self.counters.step, self.total_steps)
 
     def evaluate(self) -> dict[str, float]:
         """Held-out accuracy of the weights the engine holds.
@@ -283,7 +284,7 @@ class Session:
     def checkpoint_is_due(self) -> bool:
         """Whether this step ends with a checkpoint: as often as configured, and at the end."""
         frequency = self.cfg.train.checkpoint_frequency
-        return due.at_interval_or_end(frequency, self.counters.step, self.total_steps)
+        return schedule.at_interval_or_end(frequency, self.counters.step, self.total_steps)
 
     def save(self) -> Path:
         """Write a checkpoint of this step."""

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torchrl_grpo.data.ifeval.schema import AT_LEAST
 from torchrl_grpo.rewards.ifeval import text
-from torchrl_grpo.rewards.ifeval.schema import AT_LEAST
 
 Kwargs = dict[str, Any]
 Check = Callable[[str, Kwargs], bool]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.rewards.ifeval.schema import clean_truth
+from torchrl_grpo.data.ifeval.schema import clean_truth
 from torchrl_grpo.rewards.ifeval.scoring import follow_list
 from torchrl_grpo.rewards.ifeval.text import require_packages
 

@@ -32,7 +32,7 @@ def follow_list(response: str, truth: Mapping[str, Any]) -> tuple[list[bool], li
 
     Args:
         response: what the model wrote.
-        truth: a cleaned truth, see :func:`torchrl_grpo.rewards.ifeval.schema.clean_truth`.
+        truth: a cleaned truth, see :func:`torchrl_grpo.data.ifeval.schema.clean_truth`.
 
     Returns:
         Two lists in the order of ``instruction_id_list``: strict, and loose. Loose follows from strict.

@@ -1,0 +1,183 @@
+"""The script as a user calls it: help, --cfg, completion, how fast it answers and what it imports."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_calls import ROOT, SEEN, call, set_up
+from omegaconf import OmegaConf
+
+from torchrl_grpo.config.schema import parse
+
+SCRIPT = ROOT / "sota-implementations" / "grpo" / "grpo.py"
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return set_up(tmp_path, monkeypatch)
+
+
+def script(*words: str, cwd: Path, importtime: bool = False) -> subprocess.CompletedProcess[str]:
+    flags = ["-X", "importtime"] if importtime else []
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return subprocess.run(
+        [sys.executable, *flags, str(SCRIPT), *words],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def imported(stderr: str) -> set[str]:
+    return {line.rsplit("|", 1)[1].strip().split(".")[0] for line in stderr.splitlines() if "|" in line}
+
+
+HEAVY = {"torch", "vllm", "transformers", "torchrl", "tensordict", "numpy", "datasets", "reasoning_gym"}
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--help"], 0),
+        (["--cfg", "job"], 0),
+        (["--cfg", "job", "--config-name", "grpo_quickstart"], 0),
+        (["optimizer.lr=slow"], 2),
+        (["env.repeats=1"], 2),
+    ],
+)
+def test_answers_without_heavy_imports(workplace: Path, words: list[str], code: int) -> None:
+    result = script(*words, cwd=workplace, importtime=True)
+    assert result.returncode == code
+    assert "torchrl_grpo" in imported(result.stderr), "the probe sees imports"
+    assert imported(result.stderr) & HEAVY == set()
+    assert list(workplace.iterdir()) == []
+
+
+def test_help_needs_not_even_hydra(workplace: Path) -> None:
+    result = script("--help", cwd=workplace, importtime=True)
+    assert imported(result.stderr) & {"hydra", "omegaconf"} == set()
+
+
+def test_help_text(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--help") == 0
+    text = capsys.readouterr().out
+    promised = [
+        "grpo_gsm8k",
+        "grpo_ifeval",
+        "grpo_quickstart",
+        "env.dataset",
+        "env.num_envs",
+        "env.repeats",
+        "model.name",
+        "policy.kl_coef",
+        "optimizer.lr",
+        "optimizer.weight_decay",
+        "train.total_dialog_turns",
+        "train.checkpoint_frequency",
+        "train.optim_batch_size",
+        "train.gradient_accumulation_steps",
+        "train_model.num_devices",
+        "inference_model.gpu_memory_utilization",
+        "inference_model.backend",
+        "--multirun",
+        "resume=auto",
+    ]
+    assert [word for word in promised if word not in text] == []
+    assert "{" not in text.replace("'{question:q,answer:a}'", "").replace("'{gsm8k:1.0,format:0.2}'", "")
+
+
+def test_examples_of_the_help_text_are_valid(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workplace / "problems.jsonl").write_text("")
+    call("--help")
+    lines = capsys.readouterr().out.split("examples:\n")[1].splitlines()
+    assert len(lines) >= 5
+    for line in lines:
+        program, *words = shlex.split(line)[1:]
+        assert program == "grpo.py"
+        assert call("--cfg", "job", *words) == 0, line
+
+
+def test_cfg_job_shows_what_a_run_would_get(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--cfg", "job", "optimizer.lr=0.5", "reward.weights.format=0.5") == 0
+    cfg = parse(OmegaConf.create(capsys.readouterr().out))
+    assert (cfg.optimizer.lr, cfg.reward.weights) == (0.5, {"format": 0.5})
+    assert call("--cfg", "job", "--package", "optimizer.betas") == 0
+    assert capsys.readouterr().out == "- 0.9\n- 0.999\n"
+    assert call("--cfg", "job", "-p", "optimiser") == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--cfg", "hydra"],
+        ["--cfg", "all"],
+        ["--info", "searchpath"],
+        ["--hydra-help"],
+        ["-sc", "install=bash"],
+    ],
+)
+def test_options_of_hydra_still_work(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(*words) == 0
+    assert len(capsys.readouterr().out) > 100
+    assert SEEN == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("env.data", ["env.data_path=", "env.dataset="]),
+        ("policy=g", ["policy=grpo", "policy=gspo"]),
+        ("env.dataset=ifeval train.ep", ["train.epochs="]),
+    ],
+)
+def test_tab_completion(
+    typed: str, offered: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMP_LINE", f"python grpo.py {typed}")
+    assert call("-sc", "query=bash") == 0
+    assert capsys.readouterr().out.split() == offered
+
+
+def test_bad_row_is_found_before_torch_is_imported(workplace: Path) -> None:
+    rows = [f'{{"question": "{n}?", "answer": "#### {n}"}}' for n in range(300)]
+    (workplace / "rows.jsonl").write_text("\n".join([*rows, '{"question": "x", "answer": "no mark"}']))
+    words = ["env.data_path=rows.jsonl", "inference_model.backend=transformers"]
+    result = script(*words, cwd=workplace, importtime=True)
+    assert result.returncode == 2
+    assert imported(result.stderr) & {"torch", "vllm", "transformers"} == set()
+    (message,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert "row 301 of rows.jsonl" in message and "####" in message
+    assert not list(workplace.glob("outputs/*/*"))
+
+
+def test_mistake_through_the_script(workplace: Path) -> None:
+    result = script("policy.kl_coeff=0.1", cwd=workplace)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: policy.kl_coeff=0.1: there is no key policy.kl_coeff; write policy.kl_coef=0.1 instead\n"
+    )
+    assert list(workplace.iterdir()) == []
+
+
+def test_answers_are_fast(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def seconds(work: Callable[[], Any]) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        work()
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    # processor time, for other tests may run beside; the promise of a second is measured by hand
+    assert seconds(lambda: script("--help", cwd=workplace)) < 1
+    assert min(seconds(lambda: script("--cfg", "job", cwd=workplace)) for _ in range(2)) < 2
+    assert min(seconds(lambda: script("optimizer.lr=x", cwd=workplace)) for _ in range(2)) < 2

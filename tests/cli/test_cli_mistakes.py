@@ -1,0 +1,360 @@
+"""Every mistake on the command line is one line on stderr, exit code 2, no folder, no run touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli_calls import SEEN, call, mistake, set_up, snapshot, write_run
+
+from torchrl_grpo.config import checks
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return set_up(tmp_path, monkeypatch)
+
+
+# Mistakes: command line, what the message must name beside the key and value
+
+BAD: list[tuple[str, str]] = [
+    # unknown keys
+    ("policy.kl_coeff=0.1", "write policy.kl_coef=0.1 instead"),
+    ("lr=1e-5", "write optimizer.lr=1e-5 instead"),
+    ("optimiser.lr=1e-5", "write optimizer.lr=1e-5 instead"),
+    ("env.batch_size=8", "no key env.batch_size"),
+    ("env.num_envs.x=8", "no key env.num_envs.x"),
+    ("mode=async", "no key mode"),
+    ("train={epoch:2}", "epoch"),
+    ("hydra.nothing=1", "nothing"),
+    # stray prefixes
+    ("+optimizer.lr=1", "write optimizer.lr=1 instead"),
+    ("+optimizer.momentum=0.9", "no key optimizer.momentum"),
+    ("++optimizer.momentum=0.9", "no key optimizer.momentum"),
+    ("++env.extra.deep=1", "no key env.extra.deep"),
+    ("+foo=1", "no key foo"),
+    ("+env=gsm8k", "write env=gsm8k instead"),
+    ("~optimizer.lr", "cannot be taken away"),
+    ("~env", "cannot be taken away"),
+    # groups and names
+    ("env=gsm9k", "write env=gsm8k instead"),
+    ("env=nothing_like_it", "reasoning_gym"),
+    ("env=null", "gsm8k"),
+    ("policy=ppo", "grpo"),
+    ("--config-name=grpo_gsm", "grpo_quickstart"),
+    ("--config-dir=nowhere", "no such folder"),
+    ("--config-path=nowhere", "no such folder"),
+    ("--no-such-option", "--help"),
+    ("--cfg=nothing", "job"),
+    # no override at all
+    ("optimizer.lr", "write optimizer.lr=VALUE instead"),
+    ("optimizer.lr=[1", "bracket"),
+    ("optimizer.lr=1,2", "--multirun"),
+    ("model=gpt2", "write for example model.name=VALUE instead"),
+    # types
+    ("train.epochs=many", "a whole number"),
+    ("train.epochs=1.5", "a whole number"),
+    ("train.epochs=true", "a whole number"),
+    ("train.epochs=null", "a whole number"),
+    ("optimizer.lr=fast", "a number"),
+    ("eval.at_start=maybe", "true or false"),
+    ("optimizer.betas=0.9", "a list of numbers"),
+    ("optimizer.betas=[a,b]", "a list of numbers"),
+    ("train_model.devices=0", "a list of whole numbers"),
+    ("train_model.devices=[a]", "a list of whole numbers"),
+    ("logging.backends=csv", "a list of names"),
+    ("reward.weights=1", "a mapping"),
+    ("reward.weights.format=much", "a number"),
+    ("model.name={a:1}", "text"),
+    # values
+    ("seed=-1", "at least 0"),
+    ("seed=4294967296", "at most"),
+    ("env.dataset=gsm9k", "gsm8k, math, ifeval, reasoning_gym, jsonl"),
+    ("env.answer_format=xml", "tags, plain, equation"),
+    ("env.num_envs=0", "at least 1"),
+    ("env.repeats=1", "a group of one has no advantage"),
+    ("env.task_size=0", "at least 1"),
+    ("env.prompt_template=Question:", "{question}"),
+    ("env.data_path=missing.jsonl", "no such file or folder"),
+    ("env.eval_data_path=/missing/test.jsonl", "no such file or folder"),
+    ("env.data_path=", "no such file or folder"),
+    ("model.name=", "must not be empty"),
+    ("policy.surrogate=ppo", "clip, cispo, log_likelihood, sapo"),
+    ("policy.surrogate_args.temperature=1", "clip has no options"),
+    ("policy=sapo policy.surrogate_args.temperature=1", "temperature_positive, temperature_negative"),
+    ("policy=sapo policy.surrogate_args.temperature_positive=0", "greater than 0"),
+    ("policy.surrogate_args=1", "a mapping"),
+    ("policy.dual_clip=1", "above 1"),
+    ("policy.ratio=word", "token, sequence, trajectory"),
+    ("policy.aggregation=mean", "token, sequence, constant"),
+    ("policy.aggregation_length=0", "at least 1"),
+    ("policy.advantage_estimator=gae", "group_mean, leave_one_out, maxent"),
+    ("policy.advantage_std=sample", "population, unbiased, batch, none"),
+    ("policy.reward_combination=product", "together, apart"),
+    ("policy.reward_clip=0", "greater than 0"),
+    ("policy.reward_scale=inf", "finite"),
+    ("policy.constant_groups=skip", "keep, drop, refill"),
+    ("policy.max_refills=0", "at least 1"),
+    ("policy.overlong=truncate", "keep, mask, penalise"),
+    ("policy.overlong_buffer=0", "at least 1"),
+    (
+        "policy.overlong=penalise policy.overlong_buffer=257",
+        "longer than a response, inference_model.max_new_tokens=256",
+    ),
+    ("policy.kl_target=0.1", "policy.init_kl_coeff=0.1"),
+    ("policy.kl_coef=0.1 policy.kl_target=0", "greater than 0"),
+    ("policy.init_kl_coeff=0.1", "write policy.kl_coef=0.1 instead"),
+    ("policy.kl_horizon=0", "greater than 0"),
+    ("policy.kl_coef=0.1 policy.kl_target=0.1 policy.kl_horizon=63", "64 responses"),
+    ("policy.kl_inference_coef=-1", "at least 0"),
+    ("policy.entropy_coef=-0.1", "at least 0"),
+    ("policy.entropy_target=1 policy.entropy_coef=2", "policy.entropy_coef_max=1.0"),
+    ("policy.entropy_target=0", "greater than 0"),
+    ("policy.proximal=old", "engine, trainer"),
+    ("policy.correction=truncate", "write policy.proximal=trainer policy.correction=truncate"),
+    ("policy.correction=clip", "none, truncate, mask"),
+    ("policy.correction_level=group", "token, sequence, trajectory"),
+    ("policy.proximal=trainer policy.correction=truncate policy.correction_cap=0.5", "at least 1"),
+    ("policy.proximal=trainer policy.correction=mask policy.correction_floor=3", "at most 1"),
+    (
+        "policy.proximal=trainer policy.correction=truncate policy.correction_floor=0.5",
+        "write policy.correction=mask",
+    ),
+    ("policy=cispo policy.dual_clip=3", "cispo has no such bound"),
+    ("policy.reward_scale=0", "greater than 0"),
+    ("policy.kl_coef=0.5 policy.kl_target=0.1 policy.init_kl_coeff=0.1", "one of the two"),
+    ("policy.reward_combination=apart policy.kl_coef=0.1 policy.kl_in=reward", "policy.kl_in=loss"),
+    ("policy.entropy_target=1 policy.entropy_coef_max=0", "greater than 0"),
+    ("policy.entropy_target=1 policy.entropy_delta=0", "greater than 0"),
+    ("ref_model.refresh_mix=0.5", "refresh_frequency above 0"),
+    ("train_model.attn_implementation=flash", "auto, sdpa, eager, flash_attention_2"),
+    ("train_model.attn_implementation=eager", "write train_model.shared_prefix=false train_model.attn"),
+    ("train_model.lora.rank=-1", "at least 0"),
+    ("train_model.lora=4", "write for example train_model.lora.rank=VALUE"),
+    ("train_model.lora.target_modules=q_proj", "a list of names"),
+    ("train_model.quantization=nf4", "write train_model.lora.rank=16 train_model.quantization=nf4"),
+    (
+        "train_model.lora.rank=8 policy.kl_coef=0.1 ref_model.refresh_frequency=5",
+        "write ref_model.refresh_frequency=0",
+    ),
+    (
+        "policy.kl_coef=0.1 ref_model.refresh_frequency=1 ref_model.refresh_mix=0.5 ref_model.dtype=bfloat16",
+        "float32",
+    ),
+    ("policy.overlong_buffer=3", "write policy.overlong=penalise policy.overlong_buffer=3"),
+    ("policy.aggregation_length=3", "write policy.aggregation=constant"),
+    ("policy.kl_coef=0.1 policy.kl_in=weights", "policy.kl_in=loss"),
+    ("policy=maxent policy.kl_in=loss", "policy.kl_in=weights"),
+    (
+        "policy.tau=0.5",
+        "only read with policy.advantage_estimator=maxent; write policy=maxent policy.tau=0.5",
+    ),
+    ("policy=dapo policy.q_temperature=0.5", "write policy=maxent policy.q_temperature=0.5, or"),
+    ("policy.q_epsilon=0.01", "policy.q_epsilon=1e-06"),
+    ("policy.length_normalize_ref=false", "or policy.length_normalize_ref=true instead"),
+    ("policy.correction_cap=3.0", "write policy.proximal=trainer policy.correction=truncate policy.corr"),
+    ("policy.correction_level=sequence", "only read with a policy.correction"),
+    ("policy.kl_coef=0.1 policy.kl_horizon=500", "only read with a policy.kl_target"),
+    ("policy.entropy_coef=0.1 policy.entropy_delta=0.1", "only read with a policy.entropy_target"),
+    ("policy.entropy_coef_max=0.1", "only read with a policy.entropy_target"),
+    ("policy.max_refills=5", "write policy.constant_groups=refill policy.max_refills=5"),
+    ("policy=maxent policy.tau=0 policy.kl_coef=0", "policy.tau=0.1"),
+    ("policy=maxent policy.tau=-1", "at least 0"),
+    ("policy=maxent policy.q_temperature=0", "greater than 0"),
+    ("policy=maxent policy.q_epsilon=0.2", "env.repeats=8"),
+    ("policy=maxent policy.reward_combination=apart", "together"),
+    ("ref_model.refresh_frequency=-1", "at least 0"),
+    ("ref_model.refresh_frequency=10", "write policy.kl_coef=0.01"),
+    ("ref_model.refresh_mix=0", "greater than 0"),
+    ("ref_model.refresh_mix=1.5", "at most 1"),
+    ("policy.clip_epsilon=0", "greater than 0"),
+    ("policy.clip_epsilon=1.1", "at most 1"),
+    ("policy.clip_epsilon_high=-0.1", "greater than 0"),
+    ("policy.kl_coef=-0.01", "at least 0"),
+    ("policy.kl_coef=nan", "finite"),
+    ("policy.kl_estimator=k4", "k1, k2, k3"),
+    ("policy.kl_in=both", "loss, reward"),
+    ("train_model.autocast=int8", "auto, no, bf16, fp16"),
+    ("ref_model.dtype=int8", "bfloat16"),
+    ("inference_model.dtype=fp8", "bfloat16"),
+    ("inference_model.backend=sglang", "vllm, transformers"),
+    ("inference_model.temperature=0", "greater than 0"),
+    ("inference_model.temperature=0.005", "write inference_model.temperature=0.01 instead"),
+    ("eval.temperature=0.0099", "at least 0.01 with inference_model.backend=vllm"),
+    ("inference_model.gpu_memory_utilization=1.5", "at most 1"),
+    ("inference_model.gpu_memory_utilization=0", "greater than 0"),
+    ("inference_model.max_new_tokens=0", "at least 1"),
+    ("inference_model.engine_args.dtype=half", "write inference_model.dtype=VALUE instead"),
+    ("inference_model.engine_args={max_model_len:99}", "write inference_model.max_model_len=VALUE instead"),
+    ("inference_model.head_dtype=bfloat16", "auto, float32"),
+    (
+        "inference_model.engine_args.hf_overrides={head_dtype:float32}",
+        "write inference_model.head_dtype=float32 instead",
+    ),
+    ("inference_model.engine_args.hf_overrides=7", "these are entries of the model's configuration"),
+    ("inference_model.engine_args.logprobs_mode=raw_logprobs", "write nothing for logprobs_mode instead"),
+    ("inference_model.engine_args.tensor_parallel_size=2", "write inference_model.num_devices=2"),
+    (
+        "inference_model.backend=transformers inference_model.engine_args.swap_space=0",
+        "write inference_model.backend=vllm or inference_model.engine_args={} instead",
+    ),
+    ("optimizer.lr=inf", "finite"),
+    ("optimizer.lr=-1e-5", "at least 0"),
+    ("optimizer.betas=[0.9]", "two numbers"),
+    ("optimizer.betas=[0.9,1.0]", "below 1"),
+    ("optimizer.betas=[nan,0.9]", "finite"),
+    ("optimizer.schedule=sawtooth", "constant, linear, cosine"),
+    ("optimizer.max_grad_norm=0", "greater than 0"),
+    ("optimizer.min_lr_ratio=2", "at most 1"),
+    ("reward.timeout_s=0", "greater than 0"),
+    ("reward.on_error=-inf", "finite"),
+    ("reward.weights.beauty=1", "math_verify"),
+    ("reward.weights.format=nan", "finite"),
+    ("reward.weights={gsm8k:0,format:0}", "every weight is 0"),
+    ("eval.pass_at_k=0", "at least 1"),
+    ("eval.temperature=-1", "greater than 0"),
+    ("checkpoint.keep=0", "at least 1"),
+    ("logging.backends=[csv,mlflow]", "csv, tensorboard, wandb"),
+    ("logging.backends=[csv,csv]", "twice"),
+    ("logging.entity=''", "must not be empty"),
+    ("logging.tags=['']", "1 to 64 characters"),
+    ("logging.tags=[night]", "write logging.backends=[wandb] instead"),
+    ("data.filter_overlong_prompts=true", "write env.overlong_prompts=drop instead"),
+    ("data.truncation=left", "write env.overlong_prompts=truncate_left instead"),
+    ("inference_model.engine_args.max_logprobs=5", "write nothing for max_logprobs instead"),
+    ("logging.tags=night", "a list of names in square brackets"),
+    # devices
+    (
+        "train_model.num_devices=2 train_model.parallelism=fsdp2 train_model.autocast=fp16",
+        "train_model.autocast=bf16",
+    ),
+    ("train_model.parallelism=fsdp2 train_model.lora.rank=8", "train_model.parallelism=ddp"),
+    ("train_model.parallelism=fsdp", "one of auto, ddp, fsdp2, deepspeed_zero2, deepspeed_zero3"),
+    ("train_model.num_devices=0", "at least 1"),
+    ("train_model.num_devices=two", "a whole number or auto"),
+    ("train_model.num_devices=1.5", "a whole number or text"),
+    ("inference_model.num_devices=-1", "write inference_model.num_devices=1 instead"),
+    ("ref_model.num_devices=0", "write ref_model.num_devices=1 instead"),
+    ("inference_model.devices=[0,0]", "write inference_model.devices=[0] instead"),
+    ("inference_model.num_devices=3 inference_model.devices=[0,1]", "write inference_model.num_devices=2"),
+    ("dry_run=perhaps", "true or false"),
+    ("inference_model.devices=[-1]", "at least 0"),
+    ("inference_model.devices=[]", "a list of device numbers"),
+    # combinations
+    ("train.total_dialog_turns=100", "a multiple of one collection round, 8 prompts"),
+    ("train.total_dialog_turns=0", "at least 1"),
+    ("train.num_epochs=2", "write train.total_dialog_turns=null train.num_epochs=2.0 instead"),
+    ("train.total_dialog_turns=null", "write train.num_epochs=1 or train.total_dialog_turns=64000 instead"),
+    ("train.total_dialog_turns=null train.num_epochs=0", "greater than 0"),
+    ("total_train_epochs=5", "write train.num_epochs=5 instead"),
+    ("eval_steps=50", "write eval.frequency=50 instead"),
+    ("temperature=0.7", "write inference_model.temperature=0.7 instead"),
+    ("train.optim_batch_size=12", "a multiple of env.repeats=8"),
+    ("train.optim_batch_size=24", "one of 8, 16, 32, 64"),
+    ("train.optim_batch_size=128", "divide one collection round"),
+    ("train.gradient_accumulation_steps=5", "write train.gradient_accumulation_steps=4 instead"),
+    ("train.gradient_accumulation_steps=128", "batch of 64 samples"),
+    ("train.max_tokens_per_microbatch=512", "write train.max_tokens_per_microbatch=1024 instead"),
+    ("train.max_tokens_per_microbatch=0", "at least 1"),
+    ("inference_model.max_new_tokens=1024", "no room for a prompt"),
+    ("inference_model.sleep=true", "only on a CUDA device"),
+    ("env.task=chain_sum", "only reasoning_gym has"),
+    ("env.task_args.max_terms=3", "only reasoning_gym has"),
+    ("env.dataset=reasoning_gym", "env.task=chain_sum"),
+    ("env=reasoning_gym env.data_path=.", "reads no file"),
+    ("env=reasoning_gym env.hub_name=a/b", "reads no hub"),
+    ("env=reasoning_gym env.eval_split=test", "write env.eval_split=null instead"),
+    ("env.overlong_prompts=truncate", "error, drop, truncate_left, truncate_right, truncate_middle"),
+    ("env=reasoning_gym env.overlong_prompts=drop", "write env.overlong_prompts=error or truncate_right"),
+    ("env.train_split=''", "must not be empty"),
+    ("env=ifeval env.train_split=train", "env.eval_split, and training prompts are composed"),
+    ("env.dataset=jsonl", "needs a file"),
+    ("env=jsonl env.data_path=. env.fields.answer=''", "the columns of question and answer"),
+    ("env.dataset=jsonl env.data_path=. env.fields={question:q}", "the columns of question and answer"),
+    ("env.fields={question:q,answer:a}", "only jsonl reads this"),
+    ("env.train_on_ifeval=true", "env.dataset=ifeval"),
+    ("reward.weights.ifeval=1", "cannot judge env.dataset=gsm8k"),
+    ("env=ifeval reward.weights.gsm8k=1", "cannot judge env.dataset=ifeval"),
+    # resume
+    ("resume=auto", "no run below"),
+    ("resume=nowhere", "no complete checkpoint"),
+    ("hydra.run.dir=nowhere resume=auto", "nowhere has none"),
+    ("--multirun resume=auto optimizer.lr=1e-4,1e-5", "a sweep cannot be resumed"),
+    # sweeps: every job is looked at before the first starts
+    ("--multirun optimizer.lr=1e-4,-1", "optimizer.lr=-1"),
+    ("--multirun optimizer.lr=1e-4,slow", "optimizer.lr=slow"),
+    ("--multirun policy=grpo,ppo", "policy=ppo"),
+    ("--multirun env.repeats=8,3", "a multiple of one collection round"),
+    ("--multirun optimizer.lr=interval(0,1)", "takes lists only"),
+    ("policy=glob(*)", "write --multirun policy=glob(*) instead"),
+    ("--multirun policy=glob(x*)", "matches none of cispo, dapo"),
+    ("--multirun optimizer.lr=glob(*)", "write --multirun optimizer.lr=VALUE,VALUE instead"),
+    ("train_model.devices=0,1", "write train_model.devices=[0,1] instead"),
+]
+
+
+@pytest.mark.parametrize(("line", "says"), BAD, ids=[line for line, _ in BAD])
+def test_mistake(
+    line: str, says: str, workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "cuda_device_present", lambda: False)
+    earlier = write_run(workplace / "earlier" / "run", 1, 2)
+    before = snapshot(workplace)
+    words = line.split()
+    message = mistake(capsys, *words)
+    assert says in message
+    if not line.startswith("--"):
+        # the last word is the wrong one: its key is named, and its value as far as it is not a list of many
+        assert words[-1].lstrip("+~").split("=")[0].rsplit(".", 1)[-1] in message
+    assert snapshot(workplace) == before, "a mistake leaves no folder and touches no run"
+    assert earlier.exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "policy=maxent policy.tau=0.5 policy.q_temperature=0.5 policy.q_epsilon=0.01",
+        "policy=maxent policy.length_normalize_ref=false",
+        "policy.proximal=trainer policy.correction=truncate policy.correction_cap=3.0",
+        "policy.proximal=trainer policy.correction=mask policy.correction_level=sequence",
+        "policy.init_kl_coeff=0.1 policy.kl_target=0.1 policy.kl_horizon=500",
+        "policy.entropy_target=1.0 policy.entropy_delta=0.1 policy.entropy_coef_max=0.1",
+        "policy.constant_groups=refill policy.max_refills=5",
+        "inference_model.temperature=0.01 eval.temperature=0.01",
+        "inference_model.backend=transformers inference_model.temperature=0.005 eval.temperature=0.005",
+        *(
+            f"policy={path.stem}"
+            for path in sorted((Path(__file__).parents[2] / "config/policy").glob("*.yaml"))
+        ),
+    ],
+)
+def test_what_the_messages_advise_works(line: str) -> None:
+    assert call(*line.split()) == 0
+
+
+def test_there_are_enough_mistakes() -> None:
+    assert len(BAD) >= 60 and len({line for line, _ in BAD}) == len(BAD)
+
+
+def test_value_is_named_as_it_was_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "error: optimizer.lr=1e-4x: must be a number" in mistake(capsys, "optimizer.lr=1e-4x")
+    assert "env.repeats=1: must be at least 2" in mistake(capsys, "env.repeats=1")
+
+
+def test_mistake_in_a_configuration_file(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = workplace / "mine"
+    mine.mkdir()
+    head = "defaults: [schema, base, {env: gsm8k}, {policy: grpo}, _self_]\n"
+    cases = {
+        "optimizer: {learning_rate: 1}": "there is no key optimizer.learning_rate",
+        "optimizer: {lr: fast}": "optimizer.lr",
+        "env: {repeats: 1}": "env.repeats=1",
+        "optimizer: [": "my.yaml: cannot be read",
+    }
+    for body, says in cases.items():
+        (mine / "my.yaml").write_text(head + body)
+        message = mistake(capsys, "--config-dir", str(mine), "--config-name", "my")
+        assert says in message
+    (mine / "my.yaml").write_text(head + "optimizer: {lr: 0.5}")
+    assert call("--config-dir", str(mine), "--config-name", "my", "env.num_envs=4") == 0
+    assert (SEEN[0][0].optimizer.lr, SEEN[0][0].env.num_envs) == (0.5, 4)

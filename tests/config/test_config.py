@@ -1,0 +1,370 @@
+"""The shipped configurations, the schema, and what the parser and its checks let through."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from key_use import read_keys
+from omegaconf import DictConfig, OmegaConf
+
+from torchrl_grpo import rewards
+from torchrl_grpo.cli.compose import composer, open_free_form
+from torchrl_grpo.config import checks
+from torchrl_grpo.config import keys as config_keys
+from torchrl_grpo.config.schema import Config, keys, parse
+from torchrl_grpo.data import load
+from torchrl_grpo.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "config"
+# Those of the launcher have keys of their own: tests/distributed/test_ranks.py.
+YAMLS = sorted(path for path in CONFIG.rglob("*.yaml") if path.parent.name != "accelerate")
+PRIMARIES = ["grpo_gsm8k", "grpo_ifeval", "grpo_quickstart", "grpo_quickstart_lora"]
+# Modules that check keys and act on none of them.
+NOT_READERS = {
+    "config.py",
+    "config_keys.py",
+    "validation.py",
+    "validation_engine.py",
+    "validation_lora.py",
+    "validation_policy.py",
+    "compose.py",
+    "cli_help.py",
+}
+
+
+def composed(*words: str, name: str = "grpo_gsm8k") -> Config:
+    with composer(CONFIG, name) as tree:
+        (overrides,) = tree.jobs([open_free_form(word) for word in words], sweep=False)
+        return parse(tree.compose(overrides).node)
+
+
+def leaves(node: Any, prefix: str = "") -> list[str]:
+    if not isinstance(node, dict) or (prefix and keys().free_form_parent(prefix[:-1]) is not None):
+        return [prefix[:-1]]
+    return [leaf for name, value in node.items() for leaf in leaves(value, f"{prefix}{name}.")]
+
+
+def is_global(path: Path) -> bool:
+    """Whether a file of a group sets keys of several groups."""
+    return path.read_text(encoding="utf-8").startswith("# @package _global_\n")
+
+
+def yaml_keys(path: Path) -> list[str]:
+    node = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(node, dict)
+    node.pop("defaults", None)
+    package = "" if path.parent == CONFIG or is_global(path) else f"{path.parent.name}."
+    return [key for key in leaves(node, package) if key]
+
+
+# The files
+
+
+@pytest.mark.parametrize("name", PRIMARIES)
+def test_shipped_configuration_is_valid(name: str) -> None:
+    assert isinstance(composed(name=name), Config)
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: str(path.relative_to(CONFIG)))
+def test_every_key_of_a_file_exists_and_is_explained_where_it_stands(path: Path) -> None:
+    assert set(yaml_keys(path)) <= set(keys().leaves)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert lines[0].startswith("# "), "a file says in its first line what it is"
+    inside_defaults = False
+    for number, line in enumerate(lines):
+        if re.match(r"\S", line) and not line.startswith("#"):
+            inside_defaults = line.startswith("defaults:")
+        match = re.match(r"( *)([a-z_]+):(.*)", line)
+        if match is None or inside_defaults:
+            continue
+        spans_groups = path.parent == CONFIG or is_global(path)
+        opens_section = not match[3].strip() and match[1] == "" and spans_groups
+        if not opens_section:
+            assert lines[number - 1].strip().startswith("# "), f"{path.name}: no comment above {line}"
+
+
+def test_every_key_of_the_schema_is_explained_in_the_base_or_the_policy() -> None:
+    explained = {*yaml_keys(CONFIG / "base.yaml"), *yaml_keys(CONFIG / "policy" / "grpo.yaml")}
+    assert explained == set(keys().leaves)
+
+
+def test_base_and_policy_show_the_defaults_of_the_schema() -> None:
+    base = OmegaConf.to_container(OmegaConf.load(CONFIG / "base.yaml"))
+    assert isinstance(base, dict)
+    base["policy"] = OmegaConf.to_container(OmegaConf.load(CONFIG / "policy" / "grpo.yaml"))
+    assert base == dataclasses.asdict(Config())
+
+
+def test_every_key_of_every_shipped_configuration_is_read_by_code() -> None:
+    read: set[str] = set()
+    for path in (ROOT / "torchrl_grpo").rglob("*.py"):
+        if path.name not in NOT_READERS or path.parent.name != "torchrl_grpo":
+            read |= read_keys(path.read_text(encoding="utf-8"))
+    shipped = {key for path in YAMLS for key in yaml_keys(path)} | set(keys().leaves)
+    assert sorted(shipped - read) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("x = cfg.env.num_envs", True),
+        ("x = self.cfg.env.num_envs", True),
+        ("env = self._cfg.env\nx = env.num_envs", True),
+        ("self._env = cfg.env\nx = self._env.num_envs", True),
+        ("a, env = 1, cfg.env\nx = env.num_envs", True),
+        ("def f(e: EnvConfig) -> int:\n    return e.num_envs", True),
+        ("def f(self, e: EnvConfig) -> None:\n    self.e = e\n    return self.e.num_envs", True),
+        ("cfg.env.num_envs = 3", False),
+        ("x = env.num_envs", False),
+        ("x = cfg.train.num_envs", False),
+        ("x = 'cfg.env.num_envs'  # cfg.env.num_envs", False),
+        ("def f(num_envs: int) -> int:\n    return num_envs", False),
+    ],
+)
+def test_key_use_finds_reads_and_only_reads(source: str, expected: bool) -> None:
+    assert ("env.num_envs" in read_keys(source)) is expected
+
+
+def test_tables_of_the_checks_agree_with_the_code_they_speak_for() -> None:
+    from torchrl_grpo.data.load import DATASETS
+    from torchrl_grpo.rewards.registry import REWARDS
+
+    assert set(checks.DATASETS) == set(DATASETS)
+    assert set(checks.REWARDS) == set(REWARDS)
+    for dataset in checks.DATASETS:
+        for reward in checks.REWARDS:
+            cfg = Config()
+            cfg.env.dataset, cfg.reward.weights = dataset, {reward: 1.0}
+            judges = dataset in checks.REWARD_READS.get(reward, checks.DATASETS)
+            if judges:
+                assert rewards.registry.check_weights(cfg)
+            else:
+                with pytest.raises(ConfigError):
+                    rewards.registry.check_weights(cfg)
+
+
+# Commands that must be right
+
+
+@pytest.mark.parametrize("name", PRIMARIES)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train_model.num_devices=1 ref_model.num_devices=1 inference_model.num_devices=1",
+        "train_model.devices=[0] ref_model.devices=[0] inference_model.devices=[0]",
+        "optimizer.lr=2e-5 optimizer.weight_decay=0.01",
+        "model.name=some/model policy.kl_coef=0.01 inference_model.gpu_memory_utilization=0.5",
+        "env.num_envs=4 env.repeats=2 train.total_dialog_turns=16 train.optim_batch_size=4",
+        "inference_model.backend=transformers train.checkpoint_frequency=3 logging.backends=[csv]",
+        "env=gsm8k env.dataset=ifeval",
+        "env=math",
+        "env=reasoning_gym env.task=gsm_symbolic",
+        "policy=grpo ++policy.kl_coef=0.1 +reward.weights.format=0.5",
+        "train.gradient_accumulation_steps=64 train.optim_batch_size=null",
+    ],
+)
+def test_promised_commands_are_valid(name: str, words: str) -> None:
+    composed(*words.split(), name=name)
+
+
+def test_dataset_key_alone_swaps_the_dataset_of_the_default_configuration() -> None:
+    assert composed("env.dataset=ifeval").env.dataset == "ifeval"
+    assert composed("env.dataset=reasoning_gym", "env.task=gsm_symbolic").env.task == "gsm_symbolic"
+
+
+def test_values_arrive_with_their_types(tmp_path: Path) -> None:
+    file = tmp_path / "q.jsonl"
+    file.write_text("")
+    cfg = composed(
+        "env=jsonl",
+        f"env.data_path={file}",
+        "env.fields={question: q, answer: a}",
+        "reward.weights={exact_match: 1, format: 0.5}",
+        "logging.backends=[csv,wandb]",
+        "policy.clip_epsilon_high=0.28",
+    )
+    assert cfg.env.fields == {"question": "q", "answer": "a"}
+    assert cfg.reward.weights == {"exact_match": 1.0, "format": 0.5}
+    assert isinstance(cfg.reward.weights["exact_match"], float)
+    assert cfg.logging.backends == ["csv", "wandb"]
+    assert cfg.policy.clip_epsilon_high == 0.28
+    assert type(cfg.env).__name__ == "EnvConfig" and type(cfg.logging.backends) is list
+
+
+def test_interpolations_are_resolved() -> None:
+    assert composed("logging.experiment=${model.name}").logging.experiment == "smollm2-135m"
+
+
+# The parser by itself
+
+
+@pytest.mark.parametrize(
+    ("node", "says"),
+    [
+        ({"foo": 1}, "there is no key foo"),
+        ({"env": {"repeat": 2}}, "write env.repeats=2 instead"),
+        ({"env": 3}, "env is a group of keys"),
+        ({"train": {"epochs": "many"}}, "train.epochs=many: must be a whole number"),
+        ({"train": {"epochs": 1.5}}, "train.epochs=1.5: must be a whole number"),
+        ({"reward": {"weights": {"format": "much"}}}, "reward.weights={format:much}"),
+        ({"model": {"name": "${nowhere}"}}, "model.name"),
+        ({"model": {"name": "???"}}, "model.name"),
+        ({"optimizer": {"betas": 0.9}}, "optimizer.betas=0.9: must be a list of numbers"),
+    ],
+)
+def test_parser_needs_no_schema_to_refuse(node: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        parse(OmegaConf.create(node))
+
+
+def test_parser_refuses_a_key_that_was_forced_past_the_schema() -> None:
+    node = OmegaConf.structured(Config)
+    OmegaConf.update(node, "env.extra", 1, force_add=True)
+    with pytest.raises(ConfigError, match=r"env\.extra"):
+        parse(node)
+
+
+def test_parser_leaves_its_node_as_it_was() -> None:
+    node = OmegaConf.structured(Config)
+    before = OmegaConf.to_yaml(node)
+    parse(node).env.num_envs = 99
+    assert isinstance(node, DictConfig) and OmegaConf.to_yaml(node) == before
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("policy.kl_coeff", "policy.kl_coef"),
+        ("lr", "optimizer.lr"),
+        ("kl_coef", "policy.kl_coef"),
+        ("train.lr", "optimizer.lr"),
+        ("env.num_env", "env.num_envs"),
+        ("optim_batchsize", "train.optim_batch_size"),
+        ("gpu_memory_utilisation", "inference_model.gpu_memory_utilization"),
+        ("polcy", "policy"),
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("env.group_size", "env.repeats"),
+        ("optimizer.beta", "optimizer.betas"),
+        ("beta", "policy.kl_coef"),
+        ("train.total_epochs", "train.num_epochs"),
+        ("env.split", "env.train_split"),
+        (
+            "inference_model.max_num_batched_tokens",
+            "inference_model.engine_args.max_num_batched_tokens",
+        ),
+        ("logging.steps", None),
+        ("optimizer.zzz", None),
+        ("zzz", None),
+    ],
+)
+def test_nearest_key(key: str, meant: str | None) -> None:
+    assert keys().nearest(key) == meant
+
+
+def test_what_others_call_a_key_leads_to_one_that_exists() -> None:
+    assert all(keys().knows(name) for name in config_keys.ALSO_CALLED.values())
+    assert not any(keys().knows(name) for name in config_keys.ALSO_CALLED)
+
+
+def test_a_missing_package_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    cfg = Config()
+    with pytest.raises(
+        ConfigError, match=r"vllm is not installed; write inference_model\.backend=transformers"
+    ):
+        checks.check_installed(cfg)
+    cfg.inference_model.backend = "transformers"
+    checks.check_installed(cfg)
+    cfg.logging.backends = ["wandb"]
+    with pytest.raises(ConfigError, match="wandb is not installed"):
+        checks.check_installed(cfg)
+
+
+def test_arguments_of_the_engine_pass_as_they_are() -> None:
+    words = "inference_model.engine_args={tensor_parallel_size: 1, compilation_config: {level: 0}}"
+    cfg = composed(words, "inference_model.engine_args.max_num_batched_tokens=8192")
+    assert cfg.inference_model.engine_args == {
+        "tensor_parallel_size": 1,
+        "compilation_config": {"level": 0},
+        "max_num_batched_tokens": 8192,
+    }
+
+
+def test_sleep_is_allowed_where_there_is_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "cuda_device_present", lambda: True)
+    assert composed("inference_model.sleep=true").inference_model.sleep
+
+
+# What only the data can tell
+
+
+def jsonl(tmp_path: Path, *lines: str) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+GOOD_ROWS = [f'{{"question": "What is {n} + {n}?", "answer": "#### {2 * n}"}}' for n in range(9)]
+
+
+def test_good_rows_load(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, *GOOD_ROWS)
+    problems = load(composed(f"env.data_path={path}", "eval.num_problems=3"))
+    assert (len(problems.train), len(problems.held_out)) == (6, 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "says"),
+    [
+        ([], [], "is empty"),
+        ([*GOOD_ROWS, '{"question": "Cut off'], [], "10"),
+        ([*GOOD_ROWS, "[1, 2]"], [], "10"),
+        ([*GOOD_ROWS, '{"question": "No answer?"}'], [], "answer"),
+        ([*GOOD_ROWS, '{"question": "No mark?", "answer": "5"}'], [], "####"),
+        ([*GOOD_ROWS, '{"question": 5, "answer": "#### 5"}'], [], "question"),
+        (GOOD_ROWS[:2], [], "eval.num_problems"),
+        (GOOD_ROWS, ["env.dataset=jsonl", "env.fields={question:q,answer:a}"], "q"),
+        (GOOD_ROWS, ["env.dataset=ifeval"], "prompt"),
+    ],
+    ids=[
+        "empty",
+        "not JSON",
+        "no object",
+        "no column",
+        "no mark",
+        "no text",
+        "few",
+        "columns",
+        "other dataset",
+    ],
+)
+def test_bad_data_names_the_file_and_the_trouble(
+    tmp_path: Path, rows: list[str], words: list[str], says: str
+) -> None:
+    from torchrl_grpo.errors import UserError
+
+    path = jsonl(tmp_path, *rows)
+    cfg = composed(f"env.data_path={path}", "eval.num_problems=3", *words)
+    with pytest.raises(UserError) as caught:
+        load(cfg)
+    assert str(path) in str(caught.value)
+    assert says in str(caught.value).replace(str(path), "")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["env.task=chain_sun"], "chain_sum"),
+        (["env.task=chain_sum", "env.task_args.max_term=3"], "max_term"),
+        (["env.task=chain_sum", "env.task_args={min_terms:5,max_terms:2}"], "terms"),
+    ],
+)
+def test_bad_tasks_name_the_trouble(words: list[str], says: str) -> None:
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(ConfigError, match=says):
+        load(composed("env=reasoning_gym", *words))

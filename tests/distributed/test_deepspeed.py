@@ -1,0 +1,223 @@
+"""The two ways of DeepSpeed's to hold the model: numbers of one process, checkpoints, launching."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from helpers_ranks import (
+    Runs,
+    check_kept_and_loaded,
+    check_same_numbers,
+    check_same_state,
+    in_ranks,
+    measured_alone,
+    one_rank,  # noqa: F401
+    runs,  # noqa: F401
+    sums,  # noqa: F401
+)
+from rank_program import CASES, RELOADED
+
+from torchrl_grpo.config import checks
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config.values import ZERO_STAGES
+from torchrl_grpo.distributed import launch
+from torchrl_grpo.distributed.deepspeed import engine_config
+from torchrl_grpo.errors import ConfigError
+
+KINDS = tuple(ZERO_STAGES)
+installed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="the package deepspeed is not installed (requirements_dev.txt)",
+)
+
+
+@pytest.fixture(scope="module")
+def by_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return {count: in_ranks(count, folder / f"{count}.pt", KINDS) for count in (2, 3)}
+
+
+@installed
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_compute_what_one_process_does(
+    by_ranks: dict[int, Any], case: str, count: int, kind: str
+) -> None:
+    check_same_numbers(by_ranks[count][case, kind], measured_alone(case))
+
+
+@installed
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_the_optimiser_s_state_is_the_same_for_all_layouts(
+    by_ranks: dict[int, Any], case: str, count: int, kind: str
+) -> None:
+    check_same_state(by_ranks[count][case, kind]["state"], measured_alone(case)["state"])
+
+
+@installed
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [2, 3])
+def test_moments_are_kept_by_the_rank_that_saves_them_and_loaded_in_parts(
+    by_ranks: dict[int, Any], count: int, kind: str
+) -> None:
+    for case in RELOADED:
+        check_kept_and_loaded(by_ranks[count][case, kind], count)
+
+
+@installed
+@pytest.mark.parametrize("count", [2, 3])
+def test_steps_that_are_refused_or_have_no_gradient_and_states_that_are_loaded(
+    count: int, tmp_path: Path
+) -> None:
+    # Asserted in each rank: see there.
+    assert in_ranks(count, tmp_path / "out.pt", KINDS, "zero_program.py") == list(KINDS)
+
+
+HOW: dict[str, tuple[str | None, tuple[str, ...]]] = {
+    "grpo.py, ZeRO-3": (None, ("train_model.num_devices=2", "train_model.parallelism=deepspeed_zero3")),
+    "accelerate launch, ZeRO-2": ("deepspeed_zero2", ()),
+}
+
+
+@installed
+@pytest.mark.parametrize("how", HOW)
+def test_a_run_follows_the_run_on_one_rank_and_so_does_its_continuation_there(
+    how: str, runs: Runs, tmp_path: Path
+) -> None:
+    launcher, more = HOW[how]
+    done = runs.start(tmp_path / "run", launcher, *more)
+    assert "FutureWarning" not in done.stderr
+    runs.go_on(tmp_path / "run")
+
+
+@installed
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_on_one_rank_continues_on_two(kind: str, runs: Runs, tmp_path: Path) -> None:
+    more = ("train_model.num_devices=2", f"train_model.parallelism={kind}")
+    runs.take_over(tmp_path / "run", *more)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_for_the_launcher_are_what_it_reads(kind: str, repo_root: Path) -> None:
+    found = load_config_from_file(str(repo_root / f"config/accelerate/{kind}.yaml"))
+    assert found.distributed_type.name == "DEEPSPEED"
+    assert found.deepspeed_config == {"zero_stage": ZERO_STAGES[kind]}
+    assert found.mixed_precision == "no", "train_model.autocast chooses the numbers"
+
+
+_PARSE = """
+import json, sys
+from deepspeed.runtime.config import DeepSpeedConfig
+found = DeepSpeedConfig(json.loads(sys.argv[1]))
+zero = found.zero_config
+print(json.dumps([int(zero.stage), found.gradient_clipping, found.gradient_accumulation_steps,
+                  found.bfloat16_config.enabled, found.float16_config.enabled,
+                  zero.param_persistence_threshold, zero.max_reuse_distance]))
+"""
+
+
+@installed
+@pytest.mark.parametrize("kind", KINDS)
+def test_deepspeed_reads_what_it_is_told(kind: str) -> None:
+    told = json.dumps(engine_config(ZERO_STAGES[kind], 0.5, 96))
+    done = subprocess.run(
+        [sys.executable, "-c", _PARSE, told],
+        capture_output=True, text=True, env={**os.environ, "DS_ACCELERATOR": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    stage, clipping, accumulation, bf16, fp16, stay, reuse = json.loads(done.stdout.splitlines()[-1])
+    assert (stage, clipping, accumulation) == (ZERO_STAGES[kind], 0.5, 1)
+    assert not bf16 and not fp16
+    if stage == 3:
+        assert (stay, reuse) == (96, 0)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = Config()
+    cfg.inference_model.backend = "transformers"
+    cfg.train_model.parallelism = "deepspeed_zero2"
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"deepspeed_zero2: deepspeed is not installed"):
+        checks.check_installed(cfg)
+
+
+@pytest.mark.parametrize(
+    ("stage", "asked", "kind"),
+    [
+        ("2", "auto", "deepspeed_zero2"),
+        ("3", "auto", "deepspeed_zero3"),
+        ("3", "deepspeed_zero3", "deepspeed_zero3"),
+        (None, "deepspeed_zero3", "deepspeed_zero3"),
+        (None, "auto", "ddp"),
+    ],
+)
+def test_the_launcher_s_stage_is_taken(
+    stage: str | None, asked: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _as_told(monkeypatch, stage)
+    cfg = Config()
+    cfg.train_model.parallelism = asked
+    assert launch.parallelism(cfg) == kind
+
+
+def _as_told(monkeypatch: pytest.MonkeyPatch, stage: str | None) -> None:
+    if stage is not None:
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage)
+
+
+@pytest.mark.parametrize(
+    ("stage", "values", "message"),
+    [
+        (
+            "1",
+            {},
+            "zero_stage 1; only 2 and 3 are run; write --config_file config/accelerate/deepspeed_zero2",
+        ),
+        ("2", {"parallelism": "ddp"}, "configured for DeepSpeed ZeRO-2.*accelerate/multi_gpu.yaml"),
+        ("2", {"parallelism": "fsdp2"}, "configured for DeepSpeed ZeRO-2.*accelerate/fsdp2.yaml"),
+        ("2", {"parallelism": "deepspeed_zero3"}, "configured for DeepSpeed ZeRO-2.*deepspeed_zero3.yaml"),
+        ("3", {"autocast": "fp16"}, "train_model.autocast=fp16: .*write train_model.autocast=bf16"),
+        (None, {"parallelism": "deepspeed_zero2", "autocast": "fp16"}, "write train_model.autocast=bf16"),
+    ],
+)
+def test_contradictions_are_told(
+    stage: str | None, values: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _as_told(monkeypatch, stage)
+    cfg = Config()
+    for name, value in values.items():
+        setattr(cfg.train_model, name, value)
+    with pytest.raises(ConfigError, match=message):
+        launch.parallelism(cfg)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_are_refused(kind: str) -> None:
+    cfg = Config()
+    cfg.train_model.parallelism = kind
+    cfg.train_model.lora.rank = 4
+    with pytest.raises(ConfigError, match=r"adapters are merged.*write train_model.parallelism=ddp"):
+        launch.parallelism(cfg)
+
+
+def test_one_rank_needs_no_engine() -> None:
+    from batches import make_model
+
+    from torchrl_grpo.distributed.parallelism import distribute
+    from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+
+    scorer = TokenScorer(make_model("llama"))
+    assert distribute(scorer, "deepspeed_zero3", 1, torch.device("cpu")) is scorer

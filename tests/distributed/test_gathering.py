@@ -1,0 +1,127 @@
+"""FSDP2 gathers in 16 bits what autocast casts in any case: log-probabilities do not change by a bit."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from families import FAMILIES, build
+from torch import Tensor, nn
+
+from torchrl_grpo.distributed import gathering
+from torchrl_grpo.distributed.gathering import as_gathered, layers_of
+from torchrl_grpo.models.scoring import trial
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.models.shape import shape_of
+
+CPU = torch.device("cpu")
+# How many of the three layers travel in 16 bits.
+GATHERED = {
+    "llama": 3,
+    "llama tied": 3,
+    "mistral window": 3,
+    "qwen2": 3,
+    "qwen3": 3,
+    "gemma2": 3,
+    "gemma3": 3,
+    "phi3 window": 3,
+    "olmo2": 3,
+    "gpt2": 3,
+    "cohere": 3,
+    "nemotron": 3,
+    "mixtral": 0,
+    "qwen3-moe": 0,
+    "phimoe": 0,
+    "gpt-oss": 0,
+    "gemma3n": 0,
+    "doge": 0,
+    # Its first layer is dense.
+    "deepseek-v3": 1,
+}
+
+
+def scorer_of(name: str) -> TokenScorer:
+    model = build(*FAMILIES[name][:2])
+    return TokenScorer(model, autocast_dtype=torch.bfloat16, shares_prefix=False)
+
+
+@pytest.mark.parametrize("name", GATHERED)
+@pytest.mark.filterwarnings("ignore:train_model.parallelism=fsdp2")
+def test_weights_as_they_are_gathered_give_the_numbers_of_autocast(name: str) -> None:
+    scorer = scorer_of(name)
+    layers, tokens = layers_of(scorer, CPU), trial.batch(scorer.model)
+    assert sum(layer.in_16_bits for layer in layers) == GATHERED[name]
+    shape = shape_of({**scorer.model.config.to_dict(), "intermediate_size": 48}, 1)
+    # What is predicted for plain layers would be too little for others.
+    assert shape is not None and shape.plain == (GATHERED[name] == 3)
+    seen = []
+
+    def look(module: nn.Module, *_: object) -> None:
+        seen.append({parameter.dtype for parameter in module.parameters() if parameter.ndim == 2})
+
+    for layer in layers:
+        layer.module.register_forward_pre_hook(look)
+    with torch.no_grad():
+        expected = scorer(*tokens).log_probs
+        seen.clear()
+        with as_gathered(layers, torch.bfloat16):
+            found = scorer(*tokens).log_probs
+    assert torch.equal(found, expected) and bool((expected != 0).any())
+    assert sum(formats == {torch.bfloat16} for formats in seen) == GATHERED[name]
+
+
+class _Reading(nn.Module):
+    """A feed-forward layer that reads a weight and does not call the layer it belongs to."""
+
+    def __init__(self, mlp: nn.Module, norm: nn.Module | None) -> None:
+        super().__init__()
+        self.mlp, self.norm = mlp, norm
+
+    def forward(self, states: Tensor) -> Tensor:
+        if self.norm is not None:
+            return self.mlp(states) + self.norm.weight
+        return self.mlp(states) + self.mlp.up_proj.weight.float()[0].mean()
+
+
+@pytest.mark.parametrize("what", ["a matrix", "a norm"])
+def test_what_a_model_does_with_its_weights_is_tried(what: str) -> None:
+    scorer = scorer_of("llama")
+    scorer.model.train()
+    before = [parameter.clone() for parameter in scorer.model.parameters()]
+    layer = scorer.model.model.layers[1]
+    layer.mlp = _Reading(layer.mlp, layer.input_layernorm if what == "a norm" else None)
+    with pytest.warns(UserWarning, match="3 of 3 layers of Llama.* in float32 instead of bfloat16 .*change"):
+        layers = layers_of(scorer, CPU)
+    assert not any(layer.in_16_bits or layer.norms for layer in layers)
+    # The trial leaves nothing behind.
+    assert all(map(torch.equal, scorer.model.parameters(), before))
+    assert {parameter.dtype for parameter in scorer.model.parameters()} == {torch.float32}
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in scorer.model.modules())
+
+
+def test_a_layer_that_refuses_16_bits_gets_float32() -> None:
+    scorer = scorer_of("llama")
+
+    def refuse(module: nn.Module, *_: object) -> None:
+        if module.get_parameter("weight").dtype != torch.float32:
+            raise RuntimeError("expected scalar type Float")
+
+    scorer.model.model.layers[0].mlp.up_proj.register_forward_pre_hook(refuse)
+    with pytest.warns(UserWarning, match="in float32 .* .RuntimeError: expected scalar type Float"):
+        assert not any(layer.in_16_bits for layer in layers_of(scorer, CPU))
+
+
+def test_one_rank_that_could_not_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = scorer_of("llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert all(layer.in_16_bits for layer in layers_of(scorer, CPU))
+    monkeypatch.setattr(gathering, "_everywhere", lambda value, device: False)
+    with pytest.warns(UserWarning, match="another training rank"):
+        assert not any(layer.in_16_bits for layer in layers_of(scorer, CPU))
+
+
+def test_without_autocast_everything_is_gathered_in_float32() -> None:
+    scorer = TokenScorer(build(*FAMILIES["llama"][:2]), shares_prefix=False)
+    assert not any(layer.in_16_bits or layer.norms for layer in layers_of(scorer, CPU))

@@ -1,0 +1,318 @@
+"""Several training ranks compute what one does: gradients, metrics, steps, states; and ways to start them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from helpers_ranks import (
+    Runs,
+    check_kept_and_loaded,
+    check_rounds_alike,
+    check_same_head,
+    check_same_numbers,
+    check_same_state,
+    command,
+    in_ranks,
+    measured_alone,
+    metrics,
+    one_rank,  # noqa: F401
+    runs,  # noqa: F401
+    started_by,
+    sums,  # noqa: F401
+    words,
+)
+from rank_program import CASES, MIXED, RELOADED
+
+from torchrl_grpo.batch.micro_batches import divide
+
+KINDS = ("ddp", "fsdp2")
+
+
+@pytest.fixture(scope="module")
+def by_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return {count: in_ranks(count, folder / f"{count}.pt", KINDS) for count in (2, 3)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_compute_what_one_process_does(
+    by_ranks: dict[int, Any], case: str, count: int, kind: str
+) -> None:
+    check_same_numbers(by_ranks[count][case, kind], measured_alone(case))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", MIXED)
+def test_ranks_round_as_one_process_does(by_ranks: dict[int, Any], case: str, kind: str) -> None:
+    found, alone = by_ranks[2][case, kind], measured_alone(case)
+    check_rounds_alike(found, alone, measured_alone(MIXED[case]))
+    # Whichever way weights come to a rank: what is computed with is the same, to the last bit.
+    assert torch.equal(found["probe at start"], alone["probe at start"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_compute_a_float32_head_from_weights_that_nobody_rounded(
+    by_ranks: dict[int, Any], kind: str
+) -> None:
+    case = "llama in bfloat16, float32 head"
+    check_same_head(by_ranks[2][case, kind], measured_alone(case))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_shards_leave_nothing_of_the_layers_they_have_gathered_in_the_graph(
+    by_ranks: dict[int, Any], count: int
+) -> None:
+    # Autocast alone keeps a copy of each weight in 16 bits: 2 bytes.
+    assert by_ranks[count]["kept of weights"] == 0
+
+
+def test_gradients_of_whole_models_lie_in_what_is_exchanged(by_ranks: dict[int, Any]) -> None:
+    # One bucket for a model this small, and not a second copy of each gradient.
+    assert by_ranks[2]["llama", "ddp"]["storages of gradients"] == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_optimiser_s_state_is_the_same_for_all_layouts(by_ranks: dict[int, Any], kind: str) -> None:
+    check_same_state(by_ranks[2]["llama", kind]["state"], measured_alone("llama")["state"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [2, 3])
+def test_moments_are_kept_by_the_rank_that_saves_them_and_loaded_in_parts(
+    by_ranks: dict[int, Any], count: int, kind: str
+) -> None:
+    for case in RELOADED:
+        check_kept_and_loaded(by_ranks[count][case, kind], count)
+
+
+@pytest.mark.parametrize(
+    ("costs", "ranks", "loads"),
+    [
+        ([5, 4, 3, 2, 1], 2, [8, 7]),
+        ([1, 1, 1], 5, [1, 1, 1, 0, 0]),
+        ([9, 1, 1, 1, 1], 2, [9, 4]),
+        ([], 2, [0, 0]),
+        ([7, 7, 7, 7], 2, [14, 14]),
+    ],
+)
+def test_groups_are_divided_by_cost(costs: list[int], ranks: int, loads: list[int]) -> None:
+    shares = divide(costs, ranks)
+    assert [sum(costs[row] for row in rows) for rows in shares] == loads
+    assert sorted(row for rows in shares for row in rows) == list(range(len(costs)))
+    assert shares == [sorted(rows) for rows in shares]
+
+
+# ---- the commands a user would run
+
+
+HOW: dict[str, tuple[str | None, tuple[str, ...]]] = {
+    "grpo.py starts two ranks": (None, ("train_model.num_devices=2",)),
+    "grpo.py starts two shards": (None, ("train_model.num_devices=2", "train_model.parallelism=fsdp2")),
+    "accelerate launch, ddp": ("multi_gpu", ()),
+    "accelerate launch, fsdp2": ("fsdp2", ("train_model.num_devices=2",)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("single_gpu", "NO"), ("multi_gpu", "MULTI_GPU"), ("fsdp2", "FSDP")]
+)
+def test_files_for_the_launcher_are_what_it_reads(repo_root: Path, name: str, kind: str) -> None:
+    found = load_config_from_file(str(repo_root / f"config/accelerate/{name}.yaml"))
+    assert found.distributed_type.name == kind
+    assert found.mixed_precision == "no", "train_model.autocast chooses the numbers"
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_run_on_two_ranks_follows_the_run_on_one_and_so_does_its_continuation_on_one(
+    how: str, runs: Runs, tmp_path: Path
+) -> None:
+    launcher, more = HOW[how]
+    done = runs.start(tmp_path / "run", launcher, *more)
+    assert "an engine in each of 2 ranks" in done.stdout
+    # Written by two, continued by one.
+    runs.go_on(tmp_path / "run")
+
+
+def test_two_ranks_are_dismissed_where_the_run_has_ended(runs: Runs, tmp_path: Path) -> None:
+    done = runs.take_over(tmp_path / "run", "train_model.num_devices=2", step=20)
+    assert done.stderr.count("after step 20 of 20; it has already ended") == 1
+
+
+def test_two_ranks_with_two_workers_follow_the_run_of_one_process(
+    one_rank: Path, repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    more = ("train_model.num_devices=2", "inference_model.num_devices=2")
+    done = command(repo_root, [sys.executable], words(sums, tiny_model_dir, tmp_path / "run", *more))
+    assert done.returncode == 0, done.stderr
+    assert "2 workers, a process each" in done.stdout
+    for ours, theirs in zip(metrics(tmp_path / "run"), metrics(one_rank), strict=True):
+        assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_in_shards_as_plain_ones_do_on_one_rank(
+    one_rank: Path, repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    more = ("train_model.num_devices=2", "train_model.parallelism=fsdp2", "train_model.compile=true")
+    few = ("train.total_dialog_turns=64", "eval.frequency=10")
+    done = command(repo_root, [sys.executable], words(sums, tiny_model_dir, tmp_path / "run", *more, *few))
+    assert done.returncode == 0, done.stderr
+    assert "train_model.compile" not in done.stderr, "it must not have fallen back"
+    for ours, theirs in zip(metrics(tmp_path / "run")[:4], metrics(one_rank)[:4], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+def test_an_interrupt_ends_all_ranks_in_good_order(
+    repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    more = ("train_model.num_devices=2", "train.total_dialog_turns=160000")
+    script = str(repo_root / "sota-implementations/grpo/grpo.py")
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
+    process = subprocess.Popen(
+        [sys.executable, script, *words(sums, tiny_model_dir, folder, *more)],
+        env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (folder / "checkpoints/10").exists() and time.monotonic() < deadline:
+        # Nothing tells another process that a checkpoint is there.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.2)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 2
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "continues from its last checkpoint" in said and "Traceback" not in said
+    assert not psutil.wait_procs(family, timeout=30)[1]
+
+
+_LEAVING = """
+import os, signal, sys, time
+from pathlib import Path
+
+sys.path.insert(0, {root!r})
+if "RANK" not in os.environ:
+    from torchrl_grpo import launch
+
+    raise SystemExit(launch.launch(sys.argv[1:], 2))
+told = Path({told!r})
+if os.environ["RANK"] == "1":
+    told.read_text()
+    raise SystemExit(3)
+
+
+def leave(number, frame):
+    told.write_text("interrupted")
+    # Long enough for a launcher that ends all of them when one fails.
+    time.sleep(2)
+    print("all is saved", flush=True)
+    raise SystemExit({code})
+
+
+signal.signal(signal.SIGINT, leave)
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("code", "ended"), [(130, -signal.SIGINT), (7, 7)])
+def test_a_rank_that_fails_while_it_leaves_does_not_cut_an_interrupted_one_short(
+    repo_root: Path, tmp_path: Path, code: int, ended: int
+) -> None:
+    script = tmp_path / "leaving.py"
+    # Reading waits until the other rank writes.
+    os.mkfifo(tmp_path / "told")
+    script.write_text(_LEAVING.format(root=str(repo_root), told=str(tmp_path / "told"), code=code))
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
+    process = subprocess.Popen(
+        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert said == "all is saved\n"
+    # Nobody catches the interrupt in this script; the command line ends with 130.
+    assert process.returncode == ended
+
+
+def test_adapters_train_on_two_ranks_as_on_one(
+    repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    found = []
+    # Where the reference is still the policy the gradient is rounding, whose sign Adam would follow.
+    calm = "optimizer.eps=1e-2"
+    for ranks in (1, 2):
+        more = ("train_model.lora.rank=4", "policy.kl_coef=0.1", f"train_model.num_devices={ranks}", calm)
+        done = command(repo_root, [sys.executable], words(sums, tiny_model_dir, tmp_path / str(ranks), *more))
+        assert done.returncode == 0, done.stderr
+        found.append(metrics(tmp_path / str(ranks)))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "engines"), [("ddp", "auto"), ("fsdp2", "auto"), pytest.param("ddp", "1", id="one engine")]
+)
+def test_a_run_on_one_rank_continues_on_two(kind: str, engines: str, runs: Runs, tmp_path: Path) -> None:
+    more = ("train_model.num_devices=2", f"train_model.parallelism={kind}")
+    runs.take_over(tmp_path / "run", *more, f"inference_model.num_devices={engines}")
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "message"),
+    [
+        (
+            None,
+            ("train_model.num_devices=5",),
+            "train_model.num_devices=5: an optimiser batch has only 4 groups",
+        ),
+        (
+            None,
+            ("train_model.num_devices=2", "model.name=/nowhere"),
+            "model.name=/nowhere: there is no such folder",
+        ),
+        # Found by all ranks, when they read the model.
+        (
+            None,
+            (
+                "train_model.num_devices=2",
+                "train_model.lora.rank=4",
+                "train_model.lora.target_modules=[nope]",
+            ),
+            "error: train_model.lora.target_modules",
+        ),
+        ("multi_gpu", ("train_model.num_devices=3",), "the launcher has started 2 processes"),
+        ("fsdp2", ("train_model.parallelism=ddp",), "the launcher was configured for FSDP"),
+    ],
+)
+def test_mistakes_are_told_once_and_leave_nothing_running(
+    config: str | None,
+    more: tuple[str, ...],
+    message: str,
+    repo_root: Path,
+    sums: Path,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+) -> None:
+    done = command(
+        repo_root, started_by(repo_root, config), words(sums, tiny_model_dir, tmp_path / "run", *more)
+    )
+    # accelerate's launcher has one code for every failure.
+    assert done.returncode == (2 if config is None else 1)
+    assert done.stderr.count(message) == 1, done.stderr
+    assert not (tmp_path / "run/metrics.jsonl").exists()

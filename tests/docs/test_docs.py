@@ -1,0 +1,238 @@
+"""The documentation names only what exists, and every metric that the code writes."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchrl_grpo.config import schema
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "sota-implementations" / "grpo" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+# What is no key although it begins like one: train.jsonl, model.safetensors.
+FILE_ENDS = (".jsonl", ".json", ".parquet", ".safetensors", ".pt", ".py", ".yaml")
+TOP_FOLDERS = ("torchrl_grpo/", "config/", "docs/", "tests/", "scripts/", "sota-implementations/", ".ci/")
+
+_FENCE = re.compile(r"^```.*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_METRIC = re.compile(r"[a-z]+/[a-z0-9_]+")
+_METRIC_START = re.compile(r"[a-z]+/[a-z0-9_]*")
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def fenced(text: str) -> list[str]:
+    """The lines of all code blocks, without their comments."""
+    return [line.split(" #")[0].strip() for block in _FENCE.findall(text) for line in block.splitlines()]
+
+
+def inline(text: str) -> list[str]:
+    """What stands in backticks outside code blocks; ``\\|`` is how a table writes a bar."""
+    return [code.replace("\\|", "|") for code in _CODE.findall(_FENCE.sub("", text))]
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Command lines in blocks and in backticks, split as a shell would."""
+    for line in [*fenced(text), *inline(text)]:
+        if re.match(r"((\S*/)?python3? |(\S*/)?grpo\.py |make |pip install |bash )", line):
+            for part in line.split(" && "):
+                yield shlex.split(part)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub derives them."""
+    headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def is_key(word: str) -> bool:
+    """Whether a word claims to be a configuration key, or one with a value."""
+    key = word.split("=", 1)[0]
+    return (
+        re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", key) is not None
+        and key.split(".")[0] in schema.keys().sections
+        and not key.endswith(FILE_ENDS)
+    )
+
+
+@pages
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for link in _LINK.findall(_FENCE.sub("", page.read_text())):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link}: no such file"
+        assert not anchor or anchor in anchors(target), f"{link}: {target.name} has no such heading"
+
+
+@pages
+def test_paths_in_backticks_exist(page: Path) -> None:
+    for code in inline(page.read_text()):
+        if code.startswith(TOP_FOLDERS) and re.fullmatch(r"[\w./*-]+", code):
+            assert list(ROOT.glob(code.rstrip("/"))), f"`{code}` does not exist"
+
+
+@pages
+def test_commands_name_what_exists(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for words in commands(page.read_text()):
+        line, program = " ".join(words), words[0].rsplit("/", 1)[-1]
+        if program == "make":
+            asked = [word for word in words[1:] if re.fullmatch(r"[a-z-]+", word)]
+            assert set(asked) <= targets, f"{line}: no such target"
+        elif program == "bash":
+            assert (ROOT / words[1]).is_file(), f"{line}: no such script"
+        elif program == "pip":
+            for name in [word for word in words if word.endswith(".txt")]:
+                assert (ROOT / name).is_file(), f"{line}: no such file"
+        elif "-m" in words:
+            module = words[words.index("-m") + 1]
+            path = ROOT / module.replace(".", "/")
+            ours = path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+            assert ours or not module.startswith("torchrl_grpo"), f"{line}: no such module"
+        elif program.startswith("python"):
+            script = next(word for word in words[1:] if not word.startswith("-"))
+            assert any((place / script).is_file() for place in (ROOT, page.parent)), f"{line}: no such script"
+
+
+@pages
+def test_command_lines_of_the_recipe_use_keys_and_configurations_that_exist(page: Path) -> None:
+    text = page.read_text()
+    own = set(
+        re.findall(r"^# \S+/(\w+)\.yaml$", text, re.MULTILINE)
+    )  # written by the reader, as the page shows
+    for words in commands(text):
+        if not any(word.endswith("grpo.py") for word in words):
+            continue
+        for word, following in zip(words, [*words[1:], ""], strict=True):
+            if word in ("--config-name", "-cn"):
+                known = (ROOT / "config" / f"{following}.yaml").is_file()
+                assert known or following in own, f"{' '.join(words)}: no such configuration"
+            key = word.split("=", 1)[0]
+            if "=" in word and not word.startswith("-") and not key.startswith("hydra."):
+                # Several, as a sweep has them.
+                options = word.split("=", 1)[1].split(",")
+                group = all((ROOT / "config" / key / f"{option}.yaml").is_file() for option in options)
+                assert group or key in schema.keys().leaves or schema.keys().free_form_parent(key), (
+                    f"{' '.join(words)}: no key {key}"
+                )
+
+
+@pages
+def test_keys_in_backticks_are_in_the_schema(page: Path) -> None:
+    for word in [part for code in inline(page.read_text()) for part in code.split()]:
+        if is_key(word):
+            assert schema.keys().knows(word.split("=", 1)[0]), f"`{word}`: the schema has no such key"
+
+
+def test_the_readers_of_this_file_find_something_to_check() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(list(commands(readme))) > 20 and len(_LINK.findall(readme)) > 10
+    assert sum(is_key(word) for word in inline(readme)) > 20
+
+
+def test_a_misspelt_key_would_be_seen() -> None:
+    assert is_key("policy.kl_coeff=0.1") and not schema.keys().knows("policy.kl_coeff")
+    assert is_key("env.fields={question:q}") and not is_key("train.jsonl") and not is_key("torch.load")
+
+
+@pytest.mark.parametrize("key", ["resume", "checkpoint.keep", "train.max_skipped_steps", "logging.*"])
+def test_the_keys_said_to_be_free_on_resuming_are(key: str) -> None:
+    source = ast.parse((ROOT / "torchrl_grpo/checkpoints/checkpoint.py").read_text())
+    free = next(
+        ast.literal_eval(node.value)
+        for node in source.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_FREE_KEYS"
+    )
+    page = (ROOT / "docs/checkpoints.md").read_text()
+    said = set(_CODE.findall(page.partition("### Which keys may change")[2].partition("Any other")[0]))
+    assert key in said
+    assert {name.removesuffix(".*") for name in said} == {*free} - {"checkpoint"} | {
+        "checkpoint.keep",
+        "checkpoint.export_merged",
+    }
+
+
+# -- metrics
+
+
+def documented() -> set[str]:
+    """The first column of the tables under "Metrics", with ``<...>`` where a part varies."""
+    section = (ROOT / "docs" / "step.md").read_text().partition("\n## Metrics\n")[2]
+    return set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
+
+
+def written() -> dict[str, str]:
+    """Metric names in the code, by a name as the documentation has it, and where they stand.
+
+    A name that is put together, ``f"reward/{name}"``, ends in ``<``.
+    """
+    found: dict[str, str] = {}
+    folders = [ROOT / "torchrl_grpo" / name for name in ("rollout", "training")]
+    for path in sorted(path for folder in folders for path in folder.glob("*.py")):
+        tree = ast.parse(path.read_text())
+        inside = {
+            id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr) and len(node.values) == 2:
+                first, second = node.values
+                start = str(first.value) if isinstance(first, ast.Constant) else ""
+                if isinstance(second, ast.FormattedValue) and _METRIC_START.fullmatch(start):
+                    found[f"{start}<"] = path.name
+            elif (
+                isinstance(node, ast.Constant)
+                and id(node) not in inside
+                and _METRIC.fullmatch(str(node.value))
+            ):
+                found[str(node.value)] = path.name
+    return found
+
+
+def test_every_metric_written_is_documented() -> None:
+    names = {name.partition("<")[0] + "<" if "<" in name else name for name in documented()}
+    # Printed at the start, and said on the page to be in no line.
+    missing = {name: file for name, file in written().items() if name not in names | {"publish/perturbation"}}
+    assert not missing
+
+
+def test_every_documented_metric_is_written() -> None:
+    names = {name: name.partition("<")[0] + "<" if "<" in name else name for name in documented()}
+    assert len(names) > 35
+    assert not {name for name, start in names.items() if start not in written()}
+
+
+def test_the_table_of_shapes_is_that_of_the_schema() -> None:
+    row = re.compile(r'^\|? ?`?(\("\w+", "\w+"\)|"\w+")`?[ |]+`?(\[[\w, ]+\])`?[ |]+(\w+)', re.MULTILINE)
+    code = row.findall((ROOT / "torchrl_grpo" / "rollout" / "schema.py").read_text())
+    page = row.findall((ROOT / "docs" / "step.md").read_text())
+    assert code == page and len(code) == 16
+
+
+def test_the_bounds_of_the_proof_are_those_of_the_code() -> None:
+    tree = ast.parse((ROOT / "torchrl_grpo" / "training" / "publish.py").read_text())
+    values: dict[str, dict[str, float]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            names = [ast.unparse(key).removeprefix("torch.") for key in node.value.keys if key is not None]
+            numbers = [ast.literal_eval(value) for value in node.value.values]
+            values[ast.unparse(node.targets[0])] = dict(zip(names, numbers, strict=True))
+    text = " ".join((ROOT / "docs" / "step.md").read_text().split())
+    said = re.search(
+        r"mean at the start and ([\d.]+) \(float32\), ([\d.]+) \(float16\) or ([\d.]+) nats", text
+    )
+    assert said is not None
+    formats = ("float32", "float16", "bfloat16")
+    assert dict(zip(formats, map(float, said.groups()), strict=True)) == values["_FLOOR"]

@@ -1,0 +1,139 @@
+"""Prompts that are too long: left out or cut, and what is left of a prompt that was cut."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tiny_runs import Runner, config, train  # noqa: F401  fixtures
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.data import Example, Problems, prompts
+from torchrl_grpo.envs import lengths, render
+from torchrl_grpo.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_model_dir)
+
+
+def settings(how: str, bound: int, **env: str) -> Config:
+    cfg = Config()
+    cfg.env.overlong_prompts, cfg.env.dataset = how, "jsonl"
+    for name, value in env.items():
+        setattr(cfg.env, name, value)
+    cfg.inference_model.max_new_tokens, cfg.inference_model.max_model_len = 10, bound + 10
+    return cfg
+
+
+def problems(cfg: Config, train: Sequence[str], held_out: Sequence[str]) -> Problems:
+    def made(split: str, questions: Sequence[str]) -> list[Example]:
+        return [
+            Example(f"{split}/{i}", prompts.messages(cfg.env, "jsonl", question))
+            for i, question in enumerate(questions, 1)
+        ]
+
+    return Problems(made("train", train), made("test", held_out))
+
+
+def tokens(tokenizer: PreTrainedTokenizerBase, cfg: Config, question: str) -> int:
+    return len(render(tokenizer, prompts.messages(cfg.env, "jsonl", question))[1])
+
+
+LONG = " ".join(f"word{n}" for n in range(60))
+OTHER = LONG.replace("word0", "bird0")
+
+
+def test_what_fits_and_what_is_an_error_pass_as_they_are(tokenizer: PreTrainedTokenizerBase) -> None:
+    cfg = settings("error", 10)
+    given = problems(cfg, [LONG, "short"], [OTHER])
+    assert lengths.fit(given, tokenizer, cfg) == (given, None)
+    for how in ("drop", "truncate_left"):
+        cfg = settings(how, max(tokens(tokenizer, cfg, question) for question in (LONG, OTHER)))
+        assert lengths.fit(given, tokenizer, cfg) == (given, None)
+
+
+def test_problems_with_long_prompts_are_left_out_and_counted(tokenizer: PreTrainedTokenizerBase) -> None:
+    cfg = settings("drop", tokens(tokenizer, Config(), LONG) - 1)
+    given = problems(cfg, ["one", LONG, "two", LONG + " more"], ["three", LONG + " and more"])
+    found, note = lengths.fit(given, tokenizer, cfg)
+    assert [one.id for one in found.train] == ["train/1", "train/3"]
+    assert [one.id for one in found.held_out] == ["test/1"]
+    assert note is not None and "2 of 4 training problems and 1 of 2 held-out ones are left out" in note
+    with pytest.raises(DataError, match=r"each of 1 problems to be measured by .*max_model_len"):
+        lengths.fit(problems(cfg, ["one"], [LONG]), tokenizer, cfg)
+    with pytest.raises(DataError, match="each of 1 problems to train on"):
+        lengths.fit(problems(cfg, [LONG], []), tokenizer, cfg)
+
+
+@pytest.mark.parametrize("how", ["truncate_left", "truncate_right", "truncate_middle"])
+def test_only_the_question_is_cut(tokenizer: PreTrainedTokenizerBase, how: str) -> None:
+    cfg = settings(how, 0, system_prompt="Be brief.", prompt_template="Q: {question} Now answer.")
+    bound = tokens(tokenizer, cfg, LONG) - 40
+    cfg.inference_model.max_model_len += bound
+    given = problems(cfg, ["short", LONG], [OTHER + " and more"])
+    found, note = lengths.fit(given, tokenizer, cfg)
+    assert note is not None and "1 of 2 training problems and 1 of 1 held-out ones are cut" in note
+    assert found.train[0] == given.train[0]
+    for one in (found.train[1], found.held_out[0]):
+        text, ids = render(tokenizer, one.messages)
+        whole = render(tokenizer, given.train[1].messages)[0]
+        assert bound - 10 <= len(ids) <= bound, "cut no further than it has to be"
+        start, end = whole.split(LONG)
+        assert text.startswith(start) and text.endswith(end), (
+            "the template and what is around the question stay"
+        )
+        kept = text[len(start) : len(text) - len(end)]
+        assert kept.startswith(("word0 ", "bird0 ")) == (how != "truncate_left")
+        assert (" ... " in kept) == (how == "truncate_middle")
+    kept = found.held_out[0].messages[-1]["content"]
+    assert kept.endswith("more Now answer.") == (how != "truncate_right")
+
+
+def test_the_request_for_tags_stays(tokenizer: PreTrainedTokenizerBase) -> None:
+    cfg = settings("truncate_right", 0)
+    cfg.inference_model.max_model_len += tokens(tokenizer, cfg, "") + 30
+    found, _ = lengths.fit(problems(cfg, [LONG], []), tokenizer, cfg)
+    content = found.train[0].messages[-1]["content"]
+    assert content.startswith("word0") and content.endswith("between <answer> and </answer>.")
+    cfg.inference_model.max_model_len = tokens(tokenizer, cfg, "") + 5
+    with pytest.raises(DataError, match=r"train/1 has \d+ tokens without its question"):
+        lengths.fit(problems(cfg, [LONG], []), tokenizer, cfg)
+
+
+def test_questions_that_become_equal_are_not_trained_on(tokenizer: PreTrainedTokenizerBase) -> None:
+    cfg = settings("truncate_right", tokens(tokenizer, Config(), LONG))
+    found, _ = lengths.fit(problems(cfg, ["one", LONG + " yes"], [LONG + " no!"]), tokenizer, cfg)
+    assert [one.id for one in found.train] == ["train/1"]
+
+
+def test_generated_problems_are_cut_when_they_are_drawn(tokenizer: PreTrainedTokenizerBase) -> None:
+    cfg = settings("truncate_right", tokens(tokenizer, Config(), LONG) - 20)
+    given = problems(cfg, ["one", LONG], [])
+    lazy = dataclasses.replace(given, train=tuple(given.train))
+    found, note = lengths.fit(lazy, tokenizer, cfg)
+    assert note is None and len(found.train) == 2 and found.train[0] == given.train[0]
+    assert len(render(tokenizer, found.train[1].messages)[1]) <= tokens(tokenizer, cfg, LONG) - 20
+    assert found.train[:2] == [found.train[0], found.train[1]]
+
+
+@pytest.mark.parametrize("how", ["drop", "truncate_right"])
+def test_one_long_prompt_does_not_end_a_run(
+    how: str,
+    config: Config,
+    train: Runner,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with (tmp_path / "sums.jsonl").open("a") as file:
+        file.write('{"question": "' + LONG * 9 + '", "answer": 3}\n')
+    changes = {"env__repeats": 2, "train__total_dialog_turns": 8, "eval__num_problems": 6}
+    with pytest.raises(DataError, match=r"env\.overlong_prompts=truncate_right.* \(drop\)"):
+        train("error", **changes)
+    lines = train(how, env__overlong_prompts=how, **changes)
+    assert lines[-1]["step"] == 1
+    assert f"env.overlong_prompts={how}: 1 of " in capsys.readouterr().err

@@ -1,0 +1,131 @@
+"""What each training rank of tests/training/test_shared_engine.py runs: its share of an engine, driven by
+rank 0; and an interrupt of all ranks in the middle of a collective call.
+
+RANK=0 WORLD_SIZE=2 ... python tests/helpers/engine_program.py OUTPUT
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from batches import make_model
+from torch import Tensor
+
+from torchrl_grpo.distributed.ranks import Ranks
+from torchrl_grpo.errors import TrainingStopped
+from torchrl_grpo.inference.protocol import Completion, Probe, Sampling
+from torchrl_grpo.inference.transformers_engine import TransformersEngine
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.training.shared_engine import EngineShare, SharedEngine
+from torchrl_grpo.weight_sync.probe import named_weights
+from torchrl_grpo.weight_sync.publisher import WeightPublisher
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15, 16], [17], [18, 19, 20, 21]]
+END_IDS = (2,)
+ASKS = {
+    "sampled": (PROMPTS, Sampling(3, 6, 1.0, [7, 1000, 2000, 3000, 4000])),
+    "greedy": (PROMPTS, Sampling(1, 6, 0.0)),
+    "fewer than ranks": (PROMPTS[:1], Sampling(2, 6, 1.0, [7])),
+}
+
+
+class Noting(TransformersEngine):
+    """Notes which prompts it was given."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, END_IDS, pad_id=0)
+        self.asked: list[list[list[int]]] = []
+        self.deaf = False
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
+        self.asked.append([list(prompt) for prompt in prompts])
+        return super().generate(prompts, sampling)
+
+    def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        if not self.deaf:
+            super().update(weights)
+
+
+@dataclass
+class Member:
+    """What a rank holds, in the place of a learner."""
+
+    ranks: Ranks
+    engine: EngineShare
+    own: Noting
+    arrived: list[int] = field(default_factory=list)
+
+    def asked(self) -> list[Any]:
+        return self.ranks.gather(self.own.asked)
+
+    def deafen(self, rank: int) -> None:
+        self.own.deaf = self.ranks.rank == rank
+
+    def interrupted(self) -> None:
+        """As when a launcher interrupts all ranks while they are in the same call."""
+        signal.raise_signal(signal.SIGINT)
+        self.arrived = self.ranks.gather(self.ranks.rank)
+
+
+def ask(engine: Any, rename: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {name + rename: engine.generate(*what) for name, what in ASKS.items()}
+    found[f"next{rename}"] = engine.next_tokens(Probe(PROMPTS[:3], 4))
+    return found
+
+
+def error_of(call: Callable[[], Any], kind: type[BaseException]) -> str | None:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return None
+
+
+def main(output: Path) -> None:
+    torch.set_num_threads(1)
+    here = Ranks(on_cpu=True)
+    # Each rank begins with weights of its own, so that only published ones make them agree.
+    torch.manual_seed(here.rank)
+    own = make_model("llama")
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    engine = Noting(own)
+    member = Member(here, EngineShare(engine, here, CPU), engine)
+    if not here.is_main:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        here.follow(member)
+        return
+    shared = SharedEngine(member)  # type: ignore[arg-type]
+    new = make_model("llama")
+    alone = Noting(make_model("llama"))
+    probe = Probe(PROMPTS[:3], 4, {name: tuple(tensor.shape) for name, tensor in named_weights(new)})
+    published = shared.publish(named_weights(new), 3, probe)
+    found = {"published": published, "version": shared.policy_version, **ask(shared)}
+    found |= ask(alone, ", alone")
+    shared.sleep()
+    shared.wake()
+    shared.load_weights(named_weights(new))
+    found["next, woken"] = shared.next_tokens(probe)
+    found["asked"] = here.together(member, "asked")
+    here.together(member, "deafen", here.size - 1)
+    publisher = WeightPublisher(new, TokenScorer(new), shared, PROMPTS[:3], 2, torch.float32, torch.float32)
+    with torch.no_grad():
+        new.lm_head.weight += 1
+    found["refused"] = error_of(lambda: publisher.publish(4), TrainingStopped)
+    found["interrupted"] = error_of(lambda: here.together(member, "interrupted"), KeyboardInterrupt)
+    # They are still in step.
+    found["arrived"] = member.arrived, len(here.together(member, "asked"))
+    here.dismiss()
+    torch.save(found, output)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,75 @@
+"""A rollout worker in a process of Ray's, and weights with planted faults on the way into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from stale_parts import Fault, Faulty
+from torch import Tensor
+
+from torchrl_grpo.inference.protocol import Completion, Inference, NextTokens, Probe, Sampling, SteppingEngine
+from torchrl_grpo.inference.transformers_engine import TransformersEngine
+from torchrl_grpo.rollout.workers.ray_pool import RayPool, RolloutActor, WorkerSpec
+
+
+class KeepsAPart(Faulty, TransformersEngine):
+    """An engine that weights do not reach whole."""
+
+
+class FaultyActor(RolloutActor):
+    """A worker whose engine can be told to take weights with a fault."""
+
+    def engine(self, spec: WorkerSpec) -> SteppingEngine:
+        made = super().engine(spec)
+        made.__class__ = KeepsAPart
+        return made
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        if method != "plant":
+            return super().call(method, *arguments)
+        engine: Any = self.worker.engine
+        (engine.fault,) = arguments
+        return None
+
+
+class OneWorker(Inference):
+    """The only worker of ``pool``, called as the dispatcher calls it.
+
+    Attributes:
+        on_the_way: what happens to weights before they are sent.
+    """
+
+    on_the_way: Fault | None = None
+
+    def __init__(self, pool: RayPool) -> None:
+        self.pool = pool
+        started: Future[Any] = Future()
+        pool.start(0, started.set_result)
+        assert started.result(120) is None
+
+    def plant(self, fault: Fault | None) -> None:
+        """Have the worker's engine take weights with ``fault``."""
+        self._call("plant", fault)
+
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> NextTokens:
+        fault = self.on_the_way
+        sent = weights if fault is None else ((n, fault.applied(n, t)) for n, t in weights)
+        answer, _ = self._call("load", self.pool.ship(sent), version, probe, False)
+        assert isinstance(answer, NextTokens)
+        return answer
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
+        raise AssertionError("nobody asks for responses here")
+
+    def close(self) -> None:
+        self.pool.close()
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        replied: Future[Any] = Future()
+        self.pool.call(0, method, arguments, replied.set_result)
+        found = replied.result(120)
+        if isinstance(found, BaseException):
+            raise found
+        return found

@@ -1,0 +1,218 @@
+"""Other libraries' objectives on given numbers: their own code, with tables where models and engines stand.
+
+TRL's trainers come out of their own constructors, so their settings mean what they mean there; only
+generating and scoring are replaced. Their advantages and their losses run as they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from datasets import Dataset
+from tensordict import TensorDict
+from torch import Tensor
+from torchrl.objectives.llm import GRPOLoss
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of versions of vLLM, which no loss needs
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+    from trl.trainer.utils import split_tensor_dict
+
+# An end token of tests/helpers/tiny_model.py, as of tests/helpers/batches.py, and one that is none.
+END, OTHER = 2, 7
+# Bound of a response's length, which no batch needs to reach.
+LONGEST = 10
+
+
+class Outcome(NamedTuple):
+    """A loss, and its gradients by token, ``[B, T]``."""
+
+    value: Tensor
+    gradient: Tensor
+    entropy_gradient: Tensor
+
+
+class Numbers:
+    """What the model, the engine and the rewards say about a batch: responses in rows, ``[B, T]``.
+
+    Args:
+        batch: groups as of :func:`batches.make_batch`. The trainer's log-probabilities of the sampled tokens
+            are ``("log_probs", "proximal")`` where the batch has them, the engine's otherwise.
+        log_probs: ``[P, G, T]``, the policy's, which the loss is differentiated by.
+        entropy: ``[P, G, T]``, likewise.
+    """
+
+    def __init__(self, batch: TensorDict, log_probs: Tensor, entropy: Tensor) -> None:
+        def rows(values: Tensor) -> Tensor:
+            return values.detach().flatten(0, 1).clone()
+
+        group = batch["masks", "response"].shape[1]
+        prompts = zip(batch["tokens", "prompt"], batch["masks", "prompt"], strict=True)
+        self.prompts = [prompt[mask].tolist() for prompt, mask in prompts for _ in range(group)]
+        self.mask = rows(batch["masks", "response"])
+        self.engine = rows(batch["log_probs", "response"])
+        self.trainer = rows(batch["log_probs"].get("proximal", batch["log_probs", "response"]))
+        self.reference = rows(batch["log_probs", "reference"])
+        self.rewards = rows(batch["next", "reward_parts"])
+        self.log_probs, self.entropy = (rows(x).requires_grad_() for x in (log_probs, entropy))
+        self.responses = self.ragged(rows(batch["tokens", "response"]))
+        for tokens, truncated in zip(self.responses, rows(batch["truncated"]), strict=True):
+            tokens[-1] = OTHER if truncated else END
+
+    def ragged(self, values: Tensor) -> list[list[Any]]:
+        """``[B, T]`` without its padding."""
+        return [row[mask].tolist() for row, mask in zip(values, self.mask, strict=True)]
+
+
+class _Given:
+    """Answers of :class:`Numbers` where a trainer would run a model."""
+
+    numbers: Numbers
+    # The rows of the micro-batch whose loss is computed.
+    rows = slice(None)
+    ref_model: Any
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, *_: Any, compute_entropy: bool = False, **__: Any
+    ) -> tuple[Tensor, Tensor | None, None]:
+        numbers = self.numbers
+        if compute_entropy:
+            return numbers.log_probs[self.rows], numbers.entropy[self.rows], None
+        return numbers.reference if model is self.ref_model else numbers.trainer, None, None
+
+
+class _Grpo(_Given, GRPOTrainer):
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        numbers = self.numbers
+        texts, log_probs = [""] * len(prompts), numbers.ragged(numbers.engine)
+        return numbers.prompts, numbers.responses, None, texts, log_probs, {}, None, None
+
+
+class _Rloo(_Given, RLOOTrainer):
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        return self.numbers.prompts, self.numbers.responses, [""] * len(prompts)
+
+
+class Trl:
+    """Makes TRL's trainers around one tiny model.
+
+    Args:
+        model_dir: of tests/helpers/tiny_model.py.
+        folder: where trainers may write.
+    """
+
+    def __init__(self, model_dir: Path, folder: Path) -> None:
+        # In training mode, as TRL scales nothing by micro-batches otherwise.
+        self.model = AutoModelForCausalLM.from_pretrained(model_dir).train()
+        self.tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        self.folder = folder
+
+    def trainer(self, numbers: Numbers, kind: str = "grpo", pieces: int = 1, **settings: Any) -> Any:
+        """A trainer that gets ``numbers``.
+
+        Args:
+            numbers: what its model, engine and rewards say.
+            kind: ``grpo`` or ``rloo``.
+            pieces: micro-batches of an optimiser step.
+            settings: of TRL's configuration. ``use_vllm`` is set behind the constructor's back, which would
+                start an engine.
+        """
+        rewards = [
+            lambda completions, column=column, **_: column.tolist() for column in numbers.rewards.unbind(-1)
+        ]
+        for number, reward in enumerate(rewards):
+            reward.__name__ = f"reward_{number}"
+        use_vllm = settings.pop("use_vllm", False)
+        config = {"grpo": GRPOConfig, "rloo": RLOOConfig}[kind](
+            **{
+                "output_dir": str(self.folder),
+                "use_cpu": True,
+                "bf16": False,
+                "report_to": "none",
+                "gradient_checkpointing": False,
+                "per_device_train_batch_size": len(numbers.rewards) // pieces,
+                "gradient_accumulation_steps": pieces,
+                "max_completion_length": LONGEST,
+                # Several updates from one round, so that the ratio is not 1.
+                "num_iterations": 2,
+                **settings,
+            }
+        )
+        with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
+            trainer: Any = {"grpo": _Grpo, "rloo": _Rloo}[kind](
+                model=self.model,
+                reward_funcs=rewards,
+                args=config,
+                train_dataset=Dataset.from_dict({"prompt": ["x"]}),
+                processing_class=self.tokenizer,
+            )
+        trainer.numbers, trainer.use_vllm = numbers, use_vllm
+        # What the loop of transformers' Trainer sets.
+        trainer.current_gradient_accumulation_steps = pieces
+        return trainer
+
+    def outcome(self, numbers: Numbers, kind: str = "grpo", pieces: int = 1, **settings: Any) -> Outcome:
+        """Rewards to advantages to the loss of an optimiser step; arguments as of :meth:`trainer`."""
+        trainer = self.trainer(numbers, kind, pieces, **settings)
+        scored = trainer._generate_and_score_completions([{"prompt": "x"}] * len(numbers.rewards))
+        size = len(numbers.rewards) // pieces
+        value = torch.zeros(())
+        for number, piece in enumerate(split_tensor_dict(scored, pieces)):
+            trainer.rows = slice(number * size, (number + 1) * size)
+            loss = trainer._compute_loss(trainer.model, piece)
+            loss.backward()
+            value += loss.detach()
+        return gradients_of(value, numbers.log_probs, numbers.entropy)
+
+
+class _Table(torch.distributions.Distribution):
+    """What TorchRL asks of a policy's distribution, from tables."""
+
+    arg_constraints: dict[str, Any] = {}  # noqa: RUF012  # a name of torch's
+    has_rsample = False
+
+    def __init__(self, log_probs: Tensor, entropy: Tensor, mask: Tensor) -> None:
+        super().__init__(log_probs.shape, validate_args=False)
+        self._log_probs, self._entropy, self.mask = log_probs, entropy, mask
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return self._log_probs
+
+    def entropy(self) -> Tensor:
+        return self._entropy
+
+
+class _Actor(torch.nn.Module):
+    def __init__(self, numbers: Numbers, rows: slice) -> None:
+        super().__init__()
+        self.table = (numbers.log_probs[rows], numbers.entropy[rows], numbers.mask[rows])
+
+    def get_dist(self, tensordict: TensorDict, **_: Any) -> _Table:
+        return _Table(*self.table)
+
+
+def torchrl_terms(
+    numbers: Numbers, advantage: Tensor, kind: type[GRPOLoss], rows: slice = slice(None), **settings: Any
+) -> Any:
+    """The terms of one of TorchRL's losses over some of the rows; ``advantage`` is ``[P, G, 1]``."""
+    mask = numbers.mask[rows]
+    data = TensorDict(
+        {
+            "advantage": advantage.flatten()[rows, None, None].expand(*mask.shape, 1),
+            "tokens": TensorDict({"full": mask.long()}),
+            "log_probs": TensorDict({"full": numbers.trainer[rows]}),
+            "next": TensorDict({"ref_log_probs": TensorDict({"full": numbers.reference[rows]})}),
+        },
+        batch_size=[len(mask)],
+    )
+    return kind(_Actor(numbers, rows), **settings)(data)
+
+
+def gradients_of(value: Tensor, log_probs: Tensor, entropy: Tensor) -> Outcome:
+    """The outcome after ``backward``; an unused leaf has gradient zero."""
+    grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in (log_probs, entropy)]
+    return Outcome(value.detach(), *(grad.reshape(-1, grad.shape[-1]) for grad in grads))

@@ -1,0 +1,183 @@
+"""What each training rank of the tests runs: the same steps as one process, from the same batches.
+
+RANK=0 WORLD_SIZE=2 ... python tests/helpers/rank_program.py OUTPUT KIND ...
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from batches import make_batch, make_model, make_objective
+from tensordict import TensorDict
+from torch import Tensor
+
+from torchrl_grpo.batch.micro_batches import TokenBudget
+from torchrl_grpo.config.schema import OptimizerConfig
+from torchrl_grpo.config.values import ZERO_STAGES
+from torchrl_grpo.distributed.parallelism import distribute, resting, whole
+from torchrl_grpo.distributed.ranks import Ranks
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.objectives.aggregation import totals_of
+from torchrl_grpo.training.optimizer_step import OptimiserStep
+
+CPU = torch.device("cpu")
+# Every term a loss can have, so that every metric is added up over ranks.
+POLICY: dict[str, Any] = {"kl_coef": 0.1, "entropy_coef": 0.01, "kl_inference_coef": 0.05}
+# family, tokens of a micro-batch (None: no limit), policy
+CASES: dict[str, tuple[str, int | None, dict[str, Any]]] = {
+    "llama": ("llama", None, POLICY),
+    "llama_tied": ("llama_tied", 30, POLICY),
+    "gpt2": ("gpt2", 30, {}),
+    "gemma3": ("gemma3", None, {}),
+    "qwen3, few groups move": ("qwen3", 25, {}),
+}
+RELOADED = ("llama_tied", "gpt2")
+# The same in bfloat16, where ranks round differently.
+MIXED = {
+    "llama in bfloat16": "llama",
+    "llama_tied in bfloat16": "llama_tied",
+    "gpt2 in bfloat16": "gpt2",
+    "gemma3 in bfloat16, checkpointed": "gemma3",
+    "llama in bfloat16, float32 head": "llama",
+}
+
+
+def batch_of(case: str) -> TensorDict:
+    """Five groups, so that no number of ranks divides them, of very different lengths."""
+    batch = make_batch(P=5, G=3, L=9, T=7, seed=3)
+    if "few" in case:
+        # Only one group has a gradient: most ranks have nothing to do in the backward pass.
+        batch["advantage"][1:] = 0.0
+    return batch
+
+
+def build(case: str, kind: str, ranks: Ranks) -> tuple[OptimiserStep, torch.nn.Module]:
+    family, tokens, policy = CASES[MIXED.get(case, case)]
+    model = make_model(family)
+    if "checkpointed" in case:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    scorer = TokenScorer(
+        model,
+        autocast_dtype=torch.bfloat16 if case in MIXED else None,
+        head_dtype=torch.float32 if "float32 head" in case else None,
+    )
+    network = distribute(scorer, kind, ranks.size, CPU)
+    loss, _ = make_objective(scorer, **policy)
+    loss.score_through(network)
+    step = OptimiserStep(
+        model,
+        loss,
+        # The first steps of Adam follow a gradient's sign, also where it is rounding; not with this eps.
+        OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-2),
+        total_steps=4,
+        groups_per_batch=5,
+        micro_batches=1,
+        budget=TokenBudget(tokens or 10**9, shares_prefix=True, say=lambda text: None),
+        use_scaler=False,
+        max_skipped_steps=1,
+        ranks=ranks,
+        network=network,
+    )
+    return step, model
+
+
+def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
+    """Loss terms, gradients, and what two optimiser steps make of the weights; whole on every rank."""
+    step, model = build(case, kind, ranks)
+    batch = batch_of(case)
+    with torch.no_grad(), resting(step.network):
+        at_start = _probe(step, batch)
+    sums = step.accumulate(batch)
+    storages = {p.grad.untyped_storage()._cdata for p in model.parameters() if p.grad is not None}
+    gradients = {name: _gradient(p).clone() for name, p in model.named_parameters()}
+    # Refused, which changes nothing and drops them.
+    step.update.step(allowed=False)
+    step.update.drop_gradients()
+    metrics = [step(batch), step(batch)]
+    weights = {name: whole(p).clone() for name, p in model.named_parameters()}
+    state = step.state_dict()
+    with torch.no_grad(), resting(step.network):
+        probe = _probe(step, batch)
+    return {
+        "sums": sums,
+        "gradients": gradients,
+        "storages of gradients": len(storages),
+        "metrics": metrics,
+        "weights": weights,
+        "probe at start": at_start,
+        "probe": probe,
+        "state": state,
+        "kept": ranks.gather(sum(len(entry) for entry in state["optimizer"]["state"].values())),
+        "reloaded": _reloaded(case, kind, ranks, state) if case in RELOADED else None,
+        "tokens": float(totals_of(batch["masks", "loss"]).tokens),
+    }
+
+
+def _reloaded(case: str, kind: str, ranks: Ranks, state: dict[str, Any]) -> dict[str, Any]:
+    """What is saved again by those who have loaded what rank 0 saved."""
+    given = copy.deepcopy(ranks.gather(state)[0])
+    step, _ = build(case, kind, ranks)
+    step.load_state_dict(given)
+    for moments in given["optimizer"]["state"].values():
+        for value in moments.values():
+            # What was given is no longer needed: it may lie in a file.
+            value.fill_(-1.0)
+    return step.state_dict()
+
+
+def kept_of_weights(ranks: Ranks) -> float:
+    """Bytes a weight that the graph holds of the layers' matrices after a forward pass in bfloat16."""
+    step, model = build("llama in bfloat16", "fsdp2", ranks)
+    matrices = [p for p in model.get_decoder().layers.parameters() if p.ndim == 2]
+    shapes = {shape for p in matrices for shape in (p.shape, p.shape[::-1])}
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.shape in shapes:
+            saved.append(tensor)
+        return tensor
+
+    batch = batch_of("llama in bfloat16")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        terms = step.loss(batch, totals=totals_of(batch["masks", "loss"]))
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in saved}
+    torch.stack([v for k, v in terms.items() if k.startswith("loss_")]).sum().backward()
+    return sum(storages.values()) / sum(p.numel() for p in matrices)
+
+
+def _gradient(parameter: torch.nn.Parameter) -> Tensor:
+    if parameter.grad is not None:
+        return whole(parameter.grad)
+    from deepspeed.utils import safe_get_full_grad
+
+    return safe_get_full_grad(parameter)
+
+
+def _probe(step: OptimiserStep, batch: TensorDict) -> Tensor:
+    network: Any = step.network
+    scorer = getattr(network, "module", network)
+    return scorer.next_token_log_probs(batch["tokens", "prompt"], batch["masks", "prompt"])
+
+
+def main(output: Path, kinds: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    here = Ranks(on_cpu=True)
+    found: dict[Any, Any] = {
+        (case, kind): measure(case, kind, here)
+        for kind in kinds
+        for case in (*CASES, *(MIXED if kind not in ZERO_STAGES and here.size == 2 else ()))
+    }
+    if "fsdp2" in kinds:
+        found["kept of weights"] = kept_of_weights(here)
+    if here.is_main:
+        torch.save(found, output)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

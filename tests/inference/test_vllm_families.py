@@ -1,0 +1,182 @@
+"""The real vLLM with tiny models of several families: every part of every tensor that is stale is found."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stale_parts import (
+    PARTS,
+    Cases,
+    Fault,
+    Faulty,
+    assert_each_is_found,
+    every_part,
+    move_everything,
+    of_each_kind,
+)
+from tiny_model import build_tiny_model
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from vllm_arguments import TINY_ENGINE
+
+from torchrl_grpo.config.schema import LoraConfig
+from torchrl_grpo.errors import ModelError, UserError
+from torchrl_grpo.inference.protocol import Probe
+from torchrl_grpo.inference.vllm_engine import VLLMEngine
+from torchrl_grpo.models import lora
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.weight_sync.publisher import WeightPublisher
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+# Sizes that vLLM's kernels for CPUs take.
+_COMMON: dict[str, Any] = {
+    "vocab_size": 384,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+_GPT2 = {"vocab_size": 384, "n_embd": 128, "n_layer": 1, "n_head": 4, "n_positions": 512}
+FAMILIES: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
+    "llama, tied": ("llama", {**_COMMON, "tie_word_embeddings": True}, torch.float32),
+    "qwen2": ("qwen2", _COMMON, torch.bfloat16),
+    "qwen3": ("qwen3", _COMMON, torch.float32),
+    "mistral": ("mistral", {**_COMMON, "sliding_window": None}, torch.float16),
+    "gemma3": ("gemma3_text", {**_COMMON, "layer_types": ["full_attention"]}, torch.bfloat16),
+    "phi3": ("phi3", _COMMON, torch.float32),
+    "gpt2": ("gpt2", _GPT2, torch.bfloat16),
+    "gpt2, float16": ("gpt2", _GPT2, torch.float16),
+    "granite": ("granite", _COMMON, torch.float16),
+    # Served as transformers' own model, which the trainer has in the same process.
+    "olmo2": ("olmo2", _COMMON, torch.bfloat16),
+    "llama, tied, float32 head": ("llama", {**_COMMON, "tie_word_embeddings": True}, torch.bfloat16),
+    "qwen3, float32 head": ("qwen3", _COMMON, torch.bfloat16),
+}
+WITH_ADAPTERS = ("qwen2",)
+PROMPTS = [list(range(start, start + 40)) for start in (10, 100, 200)]
+
+
+class KeepsAPart(Faulty, VLLMEngine):
+    """A vLLM that weights do not reach whole."""
+
+
+def save_model(family: str, folder: Path) -> Any:
+    """A random model of ``family`` in float32, saved to ``folder``."""
+    kind, settings, _ = FAMILIES[family]
+    build_tiny_model(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(kind, **settings)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def make_publisher(model: Any, engine: VLLMEngine) -> WeightPublisher:
+    return WeightPublisher(model, TokenScorer(model), engine, PROMPTS, 2, engine.dtype, engine.dtype)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_part_of_any_tensor_that_is_stale_in_vllm_is_found(family: str, tmp_path: Path) -> None:
+    model = save_model(family, tmp_path / "model")
+    engine = KeepsAPart(
+        str(tmp_path / "model"),
+        dtype=FAMILIES[family][2],
+        head_dtype=torch.float32 if "float32 head" in family else None,
+        **TINY_ENGINE,
+    )
+    try:
+        publisher = make_publisher(model, engine)
+        publisher.prove_at_start(0)
+        assert publisher.unread == []
+        cases = every_part(publisher)
+
+        def plant(fault: Fault | None) -> None:
+            engine.fault = fault
+
+        # First, while the weights are as at a start: a swap in a packed matrix must show in the answers.
+        assert_a_new_engine_is_found(model, engine, [*of_each_kind(cases), (cases[0][0], PARTS[3])])
+        publisher = make_publisher(model, engine)
+        assert_each_is_found(publisher, publisher.publish, plant, cases)
+        # A start takes several times as long.
+        assert_each_is_found(publisher, publisher.prove_at_start, plant, of_each_kind(cases))
+        engine.fault = None
+        publisher.publish(2)
+        if "float32 head" in family:
+            check_head(engine, model.lm_head.weight.detach().to(engine.dtype))
+        assert_others_compute_alike(model)
+        publisher.publish(3)
+        if family in WITH_ADAPTERS:
+            lora.add_adapters(model, LoraConfig(rank=4, alpha=12.0), seed=5)
+            publisher = make_publisher(model, engine)
+            by = functools.partial(move_everything, size=0.03)
+            assert_each_is_found(publisher, publisher.publish, plant, cases, by)
+            assert_each_is_found(publisher, publisher.prove_at_start, plant, of_each_kind(cases), by)
+    finally:
+        engine.close()
+    if family not in WITH_ADAPTERS:
+        assert_others_compute_alike(model)
+
+
+def assert_others_compute_alike(model: PreTrainedModel) -> None:
+    """``model``, built before an engine, and one of its class built now give the same logits."""
+    later = type(model)(model.config).eval()
+    later.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        before, after = (one(torch.tensor(PROMPTS)).logits for one in (model, later))
+    torch.testing.assert_close(before, after, rtol=0, atol=0)
+
+
+def check_head(engine: VLLMEngine, weight: Tensor) -> None:
+    """Answers are those of ``weight``, which was published last, and no logit is rounded to 16 bits."""
+    hidden: list[Tensor] = []
+    processor = engine._weights.model.get_submodule("logits_processor")
+    hook = processor.register_forward_pre_hook(lambda _, arguments: hidden.append(arguments[1].clone()))
+    engine.reset_cache()
+    answer = engine.next_tokens(Probe(PROMPTS, top_k=5))
+    hook.remove()
+    states = torch.cat(hidden)
+    assert states.dtype is torch.bfloat16 and len(states) == len(PROMPTS)
+    logits = states.double() @ weight.double().T
+    right, rounded = (torch.log_softmax(one.double(), -1) for one in (logits, logits.bfloat16()))
+    assert (right - rounded).abs().max() > 1e-2
+    torch.testing.assert_close(
+        answer.log_probs.double(), right.gather(1, answer.token_ids), rtol=0, atol=1e-3
+    )
+
+
+def assert_a_new_engine_is_found(model: Any, engine: KeepsAPart, cases: Cases) -> None:
+    """Have an engine learn where weights lie while a part never arrives: its start must not pass."""
+    for name, part in [*cases, (None, None)]:
+        # As a new engine, which has read these weights from disk.
+        engine.fault = None
+        engine.load_weights(model.named_parameters())
+        engine._learned = False
+        publisher = make_publisher(model, engine)
+        if part is None:
+            publisher.prove_at_start(1)
+            return
+        held = dict(model.named_parameters())[name].detach().to(engine.dtype).clone()
+        engine.fault = Fault(name, part, held)
+        # Where two rows of a matrix that is packed change places the answers tell, and they name no tensor.
+        swapped = "in another order than from disk|published tensors where others belong"
+        with pytest.raises(UserError, match=swapped if part == PARTS[3] else rf"takes .* of {name};"):
+            publisher.prove_at_start(1)
+
+
+def test_a_format_that_vllm_refuses_for_a_family_is_one_clear_error(tmp_path: Path) -> None:
+    save_model("gemma3", tmp_path)
+    with pytest.raises(ModelError, match=r"(?s)does not support float16.*inference_model.dtype=float16"):
+        VLLMEngine(str(tmp_path), dtype=torch.float16, **TINY_ENGINE)

@@ -1,0 +1,97 @@
+"""``train_model.compile``: the layers' own numbers, no batch compiled anew, and a fallback that is said."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from batches import make_batch, make_model
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from torchrl_grpo.config.schema import TrainModelConfig
+from torchrl_grpo.models.prepare import compile_layers, prepare_for_training
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+
+KEYS = (("tokens", "prompt"), ("masks", "prompt"), ("tokens", "response"), ("masks", "response"))
+
+
+@pytest.fixture(autouse=True)
+def _as_new() -> None:
+    torch.compiler.reset()
+    counters.clear()
+
+
+def with_backend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    real = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: real(self, backend=backend, **options))
+
+
+def numbers(model: nn.Module, scorer: TokenScorer, seed: int) -> list[Tensor]:
+    """Log-probabilities and gradients on a batch whose sizes depend on the seed."""
+    batch = make_batch(P=2 + seed, G=3, L=9 + seed, T=7 + 2 * seed, seed=seed)
+    model.zero_grad()
+    found = scorer(*(batch[key] for key in KEYS)).log_probs
+    (found * batch["masks", "response"]).sum().backward()
+    return [found.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def compare(model: nn.Module, scorer: TokenScorer) -> None:
+    expected = [numbers(model, scorer, seed) for seed in range(4)]
+    compiled_without_a_word(model, scorer)
+    graphs = []
+    for seed in range(4):
+        for ours, plain in zip(numbers(model, scorer, seed), expected[seed], strict=True):
+            torch.testing.assert_close(ours, plain, atol=1e-5 * float(1 + plain.abs().max()), rtol=1e-5)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and graphs[-1] == graphs[0], "a batch of other sizes is compiled anew"
+
+
+def compiled_without_a_word(model: nn.Module, scorer: TokenScorer) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="train_model.compile")
+        compile_layers(model, scorer)
+    assert sum(module._compiled_call_impl is not None for module in model.modules()) == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "qwen3"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_have_the_same_numbers(
+    family: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_backend(monkeypatch, "aot_eager")
+    model = make_model(family)
+    prepare_for_training(model, TrainModelConfig(gradient_checkpointing=checkpointing))
+    compare(model, TokenScorer(model))
+
+
+def test_what_the_compiler_writes_has_the_same_numbers() -> None:
+    model = make_model()
+    prepare_for_training(model, TrainModelConfig())
+    compare(model, TokenScorer(model))
+
+
+def test_layers_are_compiled_under_mixed_precision_too() -> None:
+    model = make_model()
+    prepare_for_training(model, TrainModelConfig())
+    scorer = TokenScorer(model, autocast_dtype=torch.bfloat16)
+    plain = numbers(model, scorer, 1)
+    compiled_without_a_word(model, scorer)
+    found = numbers(model, scorer, 1)
+    assert found[0].dtype == torch.float32
+    torch.testing.assert_close(found[0], plain[0], atol=0.2, rtol=0)
+
+
+def test_a_compiler_that_fails_is_said_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    model = make_model()
+    scorer = TokenScorer(model)
+    expected = numbers(model, scorer, 0)
+    with_backend(monkeypatch, broken)
+    with pytest.warns(UserWarning, match=r"train_model\.compile=true: LlamaForCausalLM runs .*no compiler"):
+        compile_layers(model, scorer)
+    assert all(map(torch.equal, numbers(model, scorer, 0), expected))

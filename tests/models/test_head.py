@@ -1,0 +1,159 @@
+"""The output head in blocks: values and gradients against full logits in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torchrl_grpo.models.scoring.head import HeadOptions, score_tokens
+
+
+def problem(n: int, width: int, vocab: int, *, bias: bool = False, seed: int = 0) -> list[Tensor | None]:
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(n, width, generator=g)
+    weight = torch.randn(vocab, width, generator=g)
+    return [hidden, torch.randint(0, vocab, (n,), generator=g), weight, torch.randn(vocab) if bias else None]
+
+
+def full(hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> Any:
+    """The definition, with all logits at once."""
+    logits = options.scale * (hidden @ weight.T + (0 if bias is None else bias))
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    log_p = torch.log_softmax(logits / options.temperature, -1)
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+def with_gradients(score: Any, inputs: list[Tensor | None], by_entropy: bool) -> tuple[list[Tensor], ...]:
+    hidden, targets, weight, bias = inputs
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias) if t is not None]
+    rest = leaves[2] if bias is not None else None
+    log_probs, entropy = score(leaves[0], targets, leaves[1], rest)
+    slope = torch.linspace(-1, 1, len(targets), dtype=hidden.dtype)
+    loss = (slope * log_probs).sum()
+    if by_entropy:
+        loss = loss + (slope.flip(0) * entropy).sum()
+    loss.backward()
+    return [log_probs.detach(), entropy.detach()], [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 500, 10**7])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize(
+    "temperature,softcap,scale", [(1.0, None, 1.0), (0.6, None, 0.25), (1.3, 4.0, 1.0), (1.3, 4.0, 0.5)]
+)
+def test_blocks_equal_full_logits_to_1e_6_with_gradients(
+    block: int, bias: bool, entropy_gradient: bool, temperature: float, softcap: float | None, scale: float
+) -> None:
+    inputs = problem(9, 6, 23, bias=bias)
+    options = HeadOptions(temperature, softcap, entropy_gradient=entropy_gradient, scale=scale)
+    exact = [t.double() if t is not None and t.is_floating_point() else t for t in inputs]
+    values, gradients = with_gradients(lambda *args: full(*args, options), exact, entropy_gradient)
+    found, slopes = with_gradients(
+        lambda *args: score_tokens(*args, options, block), inputs, entropy_gradient
+    )
+    for ours, theirs in zip([*found, *slopes], [*values, *gradients], strict=True):
+        scale = max(1.0, float(theirs.abs().max()))
+        assert float((ours.double() - theirs).abs().max()) <= 1e-6 * scale
+
+
+@given(n=st.integers(1, 12), vocab=st.integers(1, 40), block=st.integers(1, 600), seed=st.integers(0, 99))
+@settings(max_examples=80, deadline=None)
+def test_any_shape_and_block(n: int, vocab: int, block: int, seed: int) -> None:
+    inputs = problem(n, 5, vocab, seed=seed)
+    log_probs, entropy = score_tokens(*inputs, block_elements=block)
+    expected, expected_entropy = full(
+        *(t.double() if t.is_floating_point() else t for t in inputs[:3]), None, HeadOptions()
+    )
+    torch.testing.assert_close(log_probs.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected_entropy, atol=1e-5, rtol=1e-5)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    inputs = problem(8, 6, 50)
+    inputs[2] = inputs[2] * 300
+    log_probs, entropy = score_tokens(*inputs, block_elements=20)
+    expected, _ = full(inputs[0].double(), inputs[1], inputs[2].double(), None, HeadOptions())
+    torch.testing.assert_close(log_probs.double(), expected, rtol=1e-5, atol=1e-3)
+    assert entropy.isfinite().all() and (entropy > -1e-4).all()
+
+
+def test_the_gradient_passes_gradcheck() -> None:
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, 3, generator=g, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 3, generator=g, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 3, 6, 3])
+    options = HeadOptions(0.8, 3.0, torch.float64, entropy_gradient=True)
+    # Results are float32, so differences are taken with a step that float32 resolves.
+    assert torch.autograd.gradcheck(
+        lambda h, w: score_tokens(h, targets, w, None, options, 10), (hidden, weight), eps=1e-3, atol=2e-3
+    )
+
+
+def test_rows_without_a_gradient_are_left_out_of_the_backward_pass() -> None:
+    hidden, targets, weight, _ = problem(6, 4, 11)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    log_probs, _ = score_tokens(hidden, targets, weight)
+    (log_probs * torch.tensor([0.0, 1.0, 0.0, 0.0, -2.0, 0.0])).sum().backward()
+    assert hidden.grad[[0, 2, 3, 5]].eq(0).all() and hidden.grad[[1, 4]].abs().sum(-1).gt(0).all()
+    again = hidden.detach().clone().requires_grad_()
+    expected, _ = full(again, targets, weight.detach(), None, HeadOptions())
+    (expected[1] - 2 * expected[4]).backward()
+    torch.testing.assert_close(hidden.grad, again.grad)
+
+
+def test_a_frozen_weight_gets_no_gradient_and_no_tokens_are_no_error() -> None:
+    hidden, targets, weight, _ = problem(5, 4, 11)
+    log_probs, _ = score_tokens(hidden.requires_grad_(), targets, weight)
+    log_probs.sum().backward()
+    assert weight.grad is None and hidden.grad.any()
+    nothing, entropy = score_tokens(hidden[:0], targets[:0], weight)
+    assert nothing.shape == entropy.shape == (0,)
+
+
+def test_no_more_than_a_block_of_logits_is_ever_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = problem(40, 6, 1000)
+    inputs[0].requires_grad_()
+    sizes: list[int] = []
+    linear = torch.nn.functional.linear
+
+    def counting(*args: Any) -> Tensor:
+        out = linear(*args)
+        sizes.append(out.numel())
+        return out
+
+    monkeypatch.setattr("torchrl_grpo.models.scoring.head.F.linear", counting)
+    log_probs, _ = score_tokens(*inputs, block_elements=500)
+    assert max(sizes) <= 500 and sum(sizes) == 40 * 1000
+    log_probs.sum().backward()
+    # And all of them once more, in the backward pass.
+    assert max(sizes) <= 500 and sum(sizes) == 2 * 40 * 1000
+
+
+def test_bfloat16_operands_are_summed_in_float32() -> None:
+    inputs = problem(16, 32, 200)
+    exact, _ = full(inputs[0].double(), inputs[1], inputs[2].double(), None, HeadOptions())
+    rough, _ = score_tokens(*inputs, options=HeadOptions(dtype=torch.bfloat16))
+    gap = (rough.double() - exact).abs()
+    assert rough.dtype == torch.float32 and 1e-4 < float(gap.max()) < 0.2
+
+
+def test_a_float32_head_rounds_nothing_of_states_and_weights_in_bfloat16() -> None:
+    inputs = [
+        t.bfloat16().float() if t is not None and t.is_floating_point() else t for t in problem(16, 32, 200)
+    ]
+    exact = [t.double() if t is not None and t.is_floating_point() else t for t in inputs]
+    values, gradients = with_gradients(lambda *args: full(*args, HeadOptions()), exact, False)
+    for dtype, exactly in ((torch.float32, True), (torch.bfloat16, False)):
+        options = HeadOptions(dtype=dtype)
+        found, slopes = with_gradients(lambda *args, o=options: score_tokens(*args, o, 700), inputs, False)
+        assert (float((found[0] - values[0]).abs().max()) < 1e-5) == exactly
+        for mine, right in zip(slopes, gradients, strict=True):
+            assert (float((mine - right).norm() / right.norm()) < 1e-6) == exactly

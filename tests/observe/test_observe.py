@@ -1,0 +1,470 @@
+"""What a run leaves behind: JSON lines that survive a kill, loggers, progress, report, statistics."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.errors import CheckpointError, ConfigError
+from torchrl_grpo.observe import (
+    MetricsWriter,
+    Progress,
+    RolloutWriter,
+    build,
+    pass_at_k,
+    peak_cuda_gib,
+    peak_memory_gib,
+    plot,
+    read_jsonl,
+    summary,
+    wilson,
+)
+from torchrl_grpo.observe.report import SUMMARY, of_ended_run
+from torchrl_grpo.observe.stats import cuda_in_use
+
+# --- statistics ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("successes", "n", "low", "high"),
+    [
+        # Newcombe 1998 (Statistics in Medicine 17), table I, method 3: four places printed
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0000, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_wilson_agrees_with_the_literature(successes, n, low, high):
+    assert wilson(successes, n) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_wilson_solves_its_own_equation():
+    """Both bounds p are where (phat - p)^2 = z^2 p (1-p) / n."""
+    for n in (1, 7, 200):
+        for successes in (0.5, n / 3, n - 0.25):
+            for bound in wilson(successes, n):
+                expected = 1.959963984540054**2 * bound * (1 - bound) / n
+                assert (successes / n - bound) ** 2 == pytest.approx(expected, rel=1e-9)
+
+
+def test_wilson_at_the_ends():
+    assert wilson(0, 0) == (0.0, 1.0)
+    assert wilson(0, 5)[0] == 0.0
+    assert wilson(5, 5)[1] == 1.0
+    for bad in ((-1, 5), (6, 5), (0, -1)):
+        with pytest.raises(ValueError, match="must lie within"):
+            wilson(*bad)
+
+
+def test_pass_at_k_is_the_counting_formula():
+    for n in range(1, 9):
+        for correct in range(n + 1):
+            for k in range(1, n + 1):
+                exact = 1 - math.comb(n - correct, k) / math.comb(n, k)
+                assert pass_at_k(n, correct, k) == pytest.approx(exact, abs=1e-12)
+    assert pass_at_k(10_000, 1, 1) == pytest.approx(1e-4)
+    for bad in ((3, 4, 1), (3, 1, 4), (3, 1, 0), (3, -1, 1)):
+        with pytest.raises(ValueError, match="must lie within"):
+            pass_at_k(*bad)
+
+
+def test_peak_memory_sees_a_large_allocation():
+    before = peak_memory_gib()
+    block = bytearray(os.urandom(2**20)) * 300
+    after = peak_memory_gib()
+    assert len(block) == 300 * 2**20
+    assert 0.0 < before <= after < 1000
+    code = (
+        "from torchrl_grpo.observe.stats import peak_memory_gib, peak_cuda_gib\n"
+        "small = peak_memory_gib(); block = b'x' * (256 * 2**20)\n"
+        "print(small, peak_memory_gib() - small, peak_cuda_gib())"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    small, grown, cuda = map(float, ran.stdout.split())
+    assert small < 0.2, "the parent's peak must not be taken for the child's"
+    assert 0.24 < grown < 0.3
+    assert cuda == 0.0
+    assert peak_cuda_gib() >= 0.0
+
+
+# --- JSON lines ------------------------------------------------------------------------------------
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_memory_of_a_gpu_is_what_everybody_has_taken(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**30, 80 * 2**30))
+    assert cuda_in_use("memory/train_cuda_gib", torch.device("cuda:1")) == {"memory/train_cuda_gib": 77.0}
+    assert cuda_in_use("memory/train_cuda_gib", torch.device("cpu")) == {}
+
+
+def test_metrics_are_one_line_a_step_with_the_step_first(tmp_path):
+    writer = MetricsWriter(tmp_path / "run")
+    writer.write(0, {"eval/accuracy": 0.25})
+    writer.write(1, {"reward/mean": 0.5, "step": 77, "nan": math.nan, "inf": -math.inf, "n": 3, "flag": True})
+    assert writer.path.read_text() == (
+        '{"step": 0, "eval/accuracy": 0.25}\n'
+        '{"step": 1, "reward/mean": 0.5, "nan": null, "inf": null, "n": 3, "flag": true}\n'
+    ), "both lines are in the file though it is still open"
+    with pytest.raises(ValueError, match="step 1 comes after step 1"):
+        writer.write(1, {})
+    writer.close()
+    writer.close()
+    with pytest.raises(ValueError, match="closed"):
+        writer.write(2, {})
+
+
+def test_metrics_take_array_scalars_and_refuse_what_is_no_json(tmp_path):
+    import numpy as np
+
+    writer = MetricsWriter(tmp_path)
+    writer.write(1, {"a": np.float32(0.5), "b": np.array([1.0, np.nan])})
+    with pytest.raises(TypeError, match="object"):
+        writer.write(2, {"a": object()})
+    assert lines(writer.path) == [{"step": 1, "a": 0.5, "b": [1.0, None]}]
+
+
+def test_a_new_run_does_not_write_into_another(tmp_path):
+    MetricsWriter(tmp_path).write(1, {"a": 1})
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"resume=auto.*hydra.run.dir"):
+        MetricsWriter(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("resume_step", "kept"), [(-1, []), (0, [0]), (2, [0, 1, 2]), (4, [0, 1, 2, 3, 4]), (9, 5)]
+)
+@pytest.mark.parametrize("torn", [b"", b'{"step": 5, "a": 0.', b'{"step": 5, "a": 1}', b"{"])
+def test_resume_cuts_later_steps_and_a_torn_line(tmp_path, resume_step, kept, torn):
+    writer = MetricsWriter(tmp_path)
+    for step in range(5):
+        writer.write(step, {"a": step})
+    writer.close()
+    with writer.path.open("ab") as file:
+        file.write(torn)
+    resumed = MetricsWriter(tmp_path, resume_step=resume_step)
+    kept = list(range(kept)) if isinstance(kept, int) else kept
+    assert [line["step"] for line in lines(resumed.path)] == kept
+    assert resumed.last_step == (kept[-1] if kept else None)
+    resumed.write(resume_step + 1, {"a": -1})
+    assert lines(resumed.path)[-1] == {"step": resume_step + 1, "a": -1}
+
+
+def test_resume_without_a_file_starts_one(tmp_path):
+    MetricsWriter(tmp_path, resume_step=3).write(4, {})
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [4]
+
+
+def test_resume_refuses_a_file_damaged_in_the_middle(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    damaged = b'{"step": 1, "a": 1}\ngarbage\n{"step": 3}\n'
+    path.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match="line 2 does not begin with its step: b'garbage"):
+        MetricsWriter(tmp_path, resume_step=3)
+    assert path.read_bytes() == damaged
+
+
+def test_reading_leaves_a_torn_line_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"ste')
+    assert read_jsonl(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_killed_writer_leaves_whole_lines(tmp_path):
+    """Killed without a chance to clean up, everything written before is there."""
+    code = (
+        "import os, signal, sys\nfrom torchrl_grpo.observe.metrics import MetricsWriter\n"
+        "w = MetricsWriter(sys.argv[1])\n"
+        "for i in range(100): w.write(i, {'x': i * 0.5})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert ran.returncode == -9
+    assert [line["x"] for line in lines(tmp_path / "metrics.jsonl")] == [i * 0.5 for i in range(100)]
+
+
+ROW = {
+    "prompt": "p",
+    "response": "two\nlines − \ud800 \u2028",
+    "reward": 1.5,
+    "rewards": {"gsm8k": 1.0, "format": math.nan},
+    "advantage": -0.5,
+    "policy_version": 3,
+}
+
+
+def test_rollouts_are_written_with_their_parts_and_errors(tmp_path):
+    writer = RolloutWriter(tmp_path)
+    writer.write(4, [ROW | {"errors": {}}, {"example_id": "x/1", "errors": {"gsm8k": "boom"}} | ROW])
+    first, second = lines(writer.path)
+    assert list(first) == ["step", "prompt", "response", "reward", "rewards", "advantage", "policy_version"]
+    assert first["response"] == ROW["response"] and first["rewards"] == {"gsm8k": 1.0, "format": None}
+    assert second["errors"] == {"gsm8k": "boom"} and second["example_id"] == "x/1"
+    assert writer.path.read_bytes().count(b"\n") == 2
+    with pytest.raises(KeyError, match="advantage"):
+        writer.write(5, [{name: value for name, value in ROW.items() if name != "advantage"}])
+    writer.close()
+
+
+def test_resumed_rollouts_keep_whole_steps(tmp_path):
+    writer = RolloutWriter(tmp_path)
+    for step in (1, 2, 3):
+        writer.write(step, [ROW] * 4)
+    writer.close()
+    os.truncate(writer.path, writer.path.stat().st_size - 20)
+    resumed = RolloutWriter(tmp_path, resume_step=2)
+    resumed.write(3, [ROW] * 4)
+    assert [line["step"] for line in lines(resumed.path)] == [1] * 4 + [2] * 4 + [3] * 4
+
+
+# --- progress --------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_plain_lines_where_there_is_no_terminal():
+    stream, clock = io.StringIO(), Clock()
+    with Progress(100, stream=stream, clock=clock, start_step=10) as progress:
+        progress.note("hello")
+        clock.now = 60.0
+        progress.update(20, reward=0.25, accuracy=0.5, kl=0.00123, tokens_per_s=1234.5)
+        clock.now = 120.0
+        progress.update(30)
+    assert stream.getvalue().splitlines() == [
+        "hello",
+        "step 20/100  reward 0.250  accuracy 0.500  kl 0.0012  1,234 tokens/s  08:00 left",
+        "step 30/100  accuracy 0.500 at step 20  07:00 left",
+    ]
+
+
+def test_hours_and_an_unknown_time_left():
+    stream, clock = io.StringIO(), Clock()
+    with Progress(1000, stream=stream, clock=clock) as progress:
+        progress.update(0)
+        clock.now = 10.0
+        progress.update(1)
+    assert stream.getvalue().splitlines() == ["step 0/1000", "step 1/1000  2:46:30 left"]
+
+
+def test_a_bar_on_a_terminal_with_notes_above():
+    stream = Terminal()
+    with Progress(4, stream=stream) as progress:
+        progress.update(2, reward=0.75)
+        progress.note("evaluating")
+    text = stream.getvalue()
+    assert "2/4" in text and "reward 0.750" in text and "\r" in text
+    assert "evaluating\n" in text
+    assert text.endswith("\n")
+
+
+def test_progress_off_prints_notes_only():
+    for stream in (io.StringIO(), Terminal()):
+        with Progress(4, enabled=False, stream=stream) as progress:
+            progress.update(1, reward=0.5)
+            progress.note("only this")
+        assert stream.getvalue() == "only this\n"
+
+
+# --- report ----------------------------------------------------------------------------------------
+
+FIGURES = {
+    "accuracy_before": 0.1,
+    "accuracy_after": 0.75,
+    "accuracy_ci95": (0.69, 0.8),
+    "steps": 40,
+    "seconds": 125.4321,
+    "peak_memory_gib": 3.14159,
+}
+
+
+def test_summary_is_written_and_told(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "checkpoints").mkdir()
+    stream = io.StringIO()
+    path = summary(tmp_path, **FIGURES, extras={"reward_errors": 2, "gap": math.nan}, stream=stream)
+    assert json.loads(path.read_text()) == {
+        "accuracy_before": 0.1,
+        "accuracy_after": 0.75,
+        "accuracy_ci95": [0.69, 0.8],
+        "steps": 40,
+        "seconds": 125.432,
+        "peak_memory_gib": 3.142,
+        "reward_errors": 2,
+        "gap": None,
+    }
+    text = stream.getvalue()
+    for words in ("0.100 -> 0.750", "0.690 to 0.800", "40", "2 min 05 s", "3.14 GiB", str(tmp_path)):
+        assert words in text
+    for name in ("metrics.jsonl", "summary.json", "checkpoints"):
+        assert name in text
+    assert "report.png" not in text, "only what exists is named"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "metrics.jsonl", "summary.json"]
+
+
+def test_summary_without_evaluation_and_with_a_clash(tmp_path):
+    stream = io.StringIO()
+    nothing = FIGURES | {"accuracy_before": None, "accuracy_after": None, "accuracy_ci95": None}
+    path = summary(tmp_path, **nothing, stream=stream)
+    assert json.loads(path.read_text())["accuracy_after"] is None
+    assert "accuracy" not in stream.getvalue().replace("reward and accuracy", "")
+    with pytest.raises(ValueError, match="hide steps"):
+        summary(tmp_path, **FIGURES, extras={"steps": 1}, stream=stream)
+
+
+def test_plot_draws_a_picture_of_the_metrics(tmp_path):
+    from matplotlib.image import imread
+
+    writer = MetricsWriter(tmp_path)
+    sizes = []
+    for step in range(60):
+        metrics = {} if step == 0 else {"reward/mean": None if step == 7 else 1 - math.exp(-step / 20)}
+        if step % 20 == 0:
+            hits = 20 + 2 * step
+            metrics |= {"eval/accuracy": hits / 200}
+            metrics["eval/accuracy_low"], metrics["eval/accuracy_high"] = wilson(hits, 200)
+        writer.write(step, metrics)
+        if step in (0, 59):
+            path = plot(tmp_path)
+            image = imread(path)
+            assert image.shape[0] > 600 and image.shape[1] > 800
+            sizes.append(int((image[..., :3].std(axis=-1) > 0.05).sum()))
+    assert path == tmp_path / "report.png"
+    assert 0 < sizes[0] < sizes[1], "more to draw, more coloured ink"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "report.png"]
+
+
+def test_plot_of_an_empty_run_and_of_none(tmp_path):
+    MetricsWriter(tmp_path).write(1, {"loss": 1.0})
+    assert plot(tmp_path).stat().st_size > 1000
+    with pytest.raises(OSError, match=r"metrics\.jsonl"):
+        plot(tmp_path / "nowhere")
+
+
+# --- loggers ---------------------------------------------------------------------------------------
+
+
+def config(*backends: str) -> Config:
+    cfg = Config()
+    cfg.logging.backends = list(backends)
+    cfg.logging.experiment = "exp"
+    return cfg
+
+
+def test_observe_is_light():
+    code = (
+        "import sys\nfrom torchrl_grpo.config.schema import Config\nfrom torchrl_grpo import observe\n"
+        "loggers = observe.build(Config(), '.')\nloggers.log_scalars({'a': 1.0}, 1)\nloggers.close()\n"
+        "print([name for name in ('torch', 'matplotlib', 'wandb') if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_unknown_and_missing_loggers_are_the_users_to_mend(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"logging.backends.*'mlflow'.*csv, tensorboard, wandb"):
+        build(config("mlflow"), tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"logging.backends.*pip install tensorboard"):
+        build(config("csv", "tensorboard"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_csv_logger_and_its_resume(tmp_path):
+    scalars = tmp_path / "csv" / "exp" / "scalars" / "reward" / "mean.csv"
+    loggers = build(config("csv", "csv"), tmp_path)
+    assert loggers.places == {"csv": tmp_path / "csv"}
+    for step in (1, 2, 3):
+        loggers.log_scalars({"step": step, "reward/mean": step / 2, "note": "text", "bad": math.nan}, step)
+    loggers.close()
+    loggers.close()
+    assert scalars.read_text() == "1,0.5\n2,1.0\n3,1.5\n"
+    hparams = next((tmp_path / "csv" / "exp" / "texts").iterdir()).read_text()
+    assert "optimizer.lr: 1e-05" in hparams
+    loggers = build(config("csv"), tmp_path, resume_step=2)
+    loggers.log_scalars({"reward/mean": 9}, 3)
+    loggers.close()
+    assert scalars.read_text() == "1,0.5\n2,1.0\n3,9.0\n"
+
+
+def test_tensorboard_logger_and_its_resume(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resume_step, steps in ((None, (1, 2, 3)), (2, (3, 4))):
+        loggers = build(config("tensorboard"), tmp_path, resume_step=resume_step)
+        for step in steps:
+            loggers.log_scalars({"reward/mean": step / 2}, step)
+        loggers.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "exp")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [
+        (1, 0.5),
+        (2, 1.0),
+        (3, 1.5),
+        (4, 2.0),
+    ]
+
+
+def test_wandb_is_told_entity_group_and_tags(tmp_path, monkeypatch):
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "nights")
+    cfg = config("wandb")
+    cfg.logging.entity, cfg.logging.tags = "my-team", ["baseline", "small"]
+    for name, group, expected in (("a", None, "nights"), ("b", "sweep 1", "sweep 1")):
+        cfg.logging.group = group
+        loggers = build(cfg, tmp_path / name)
+        run = wandb.run
+        assert run is not None
+        assert (run.entity, run.group, run.tags) == ("my-team", expected, ("baseline", "small"))
+        assert run.project == cfg.logging.project
+        loggers.close()
+
+
+def test_wandb_records_offline_without_a_key(tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    loggers = build(config("wandb"), tmp_path)
+    loggers.log_scalars({"reward/mean": 0.5}, 1)
+    loggers.close()
+    runs = list((tmp_path / "wandb").rglob("offline-run-*"))
+    assert runs and any("wandb sync" in note for note in loggers.notes)
+    assert "WANDB_MODE" not in os.environ, "a later job of the same process must choose for itself"
+    for command_glob in [note.split("`")[1].removeprefix("wandb sync ") for note in loggers.notes]:
+        parent, pattern = command_glob.rsplit("/", 1)
+        assert list(Path(parent).glob(pattern)), command_glob
+
+
+@pytest.mark.parametrize(
+    ("text", "ended"),
+    [('{"steps": 5}', True), ('{"steps": 6}', False), ('{"st', False), ("[]", False), ("{}", False)],
+)
+def test_only_a_whole_summary_of_that_step_says_that_a_run_has_ended(tmp_path, text, ended):
+    assert of_ended_run(tmp_path, 5) is None
+    (tmp_path / SUMMARY).write_text(text)
+    assert of_ended_run(tmp_path, 5) == ({"steps": 5} if ended else None)

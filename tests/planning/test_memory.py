@@ -1,0 +1,806 @@
+"""Predicted memory: shapes read without torch, what autograd keeps, whole runs measured, too little of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_calls import ROOT
+from omegaconf import DictConfig, OmegaConf
+
+from torchrl_grpo.config import checks
+from torchrl_grpo.config.derived import steps_per_round
+from torchrl_grpo.config.schema import Config, LoraConfig, ModelConfig, parse
+from torchrl_grpo.errors import ConfigError, ModelError
+from torchrl_grpo.models import smollm2
+from torchrl_grpo.models.shape import _SMOLLM2, ModelShape, Unknown, count_parameters, read_shape, shape_of
+from torchrl_grpo.planning import memory, placement, preflight
+from torchrl_grpo.planning.memory import GIB
+from torchrl_grpo.planning.workload import Workload, workload_of
+from torchrl_grpo.runtime import hardware
+from torchrl_grpo.runtime.hardware import Hardware
+
+SEVEN_B = ModelShape(7_615_616_512, 152_064, 3584, 28, 18_944, 3584, 512)
+
+
+def overridden(cfg: Config, words: str) -> Config:
+    """A configuration with overrides, read as from a command line."""
+    node = OmegaConf.merge(OmegaConf.structured(cfg), OmegaConf.from_dotlist(words.split()))
+    assert isinstance(node, DictConfig)
+    return parse(node)
+
+
+def config(**changes: object) -> Config:
+    cfg = Config()
+    cfg.inference_model.backend, cfg.inference_model.dtype = "transformers", "float32"
+    cfg.train_model.autocast, cfg.ref_model.dtype = "no", "float32"
+    for key, value in changes.items():
+        group, _, leaf = key.partition("__")
+        setattr(getattr(cfg, group), leaf, value)
+    return cfg
+
+
+def predicted(
+    cfg: Config, gpus: tuple[float, ...] = (), apart: bool = False, shape: ModelShape = SEVEN_B
+) -> memory.Prediction:
+    plan = placement.plan(placement.request_of(cfg, apart), len(gpus))
+    return memory.predict(cfg, plan, shape, Hardware(gpus))
+
+
+def row(prediction: memory.Prediction, role: str, phase: str) -> memory.Row:
+    (found,) = [one for one in prediction.rows if (one.role, one.phase) == (role, phase)]
+    return found
+
+
+# Shapes
+
+
+def test_shape_of_a_folder(tiny_model_dir: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    shape = read_shape(ModelConfig(name=str(tiny_model_dir)))
+    assert shape is not None
+    assert (shape.hidden, shape.layers, shape.mlp, shape.queries, shape.keys) == (32, 2, 64, 128, 64)
+    assert shape.parameters == AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()
+
+
+def test_shape_of_smollm2_is_known_before_it_is_converted(smollm2_dir: Path, tmp_path: Path) -> None:
+    assert read_shape(ModelConfig(cache_dir=str(tmp_path))) == _SMOLLM2
+    assert read_shape(ModelConfig(cache_dir=str(smollm2_dir.parent))) == _SMOLLM2
+    assert smollm2_dir.name == smollm2.NAME
+
+
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_inner": None,
+    "vocab_size": 50257,
+}
+QWEN = {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
+QWEN |= {"intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True}
+
+
+def test_shapes_of_configurations() -> None:
+    gpt2 = shape_of(GPT2, 5)
+    assert gpt2 == ModelShape(5, 50257, 768, 12, 3072, 768, 768, gated=False)
+    estimated = shape_of({"text_config": QWEN, "vision_config": {}}, None)
+    assert estimated is not None and estimated.parameters == pytest.approx(494e6, rel=0.01)
+    assert shape_of({"model_type": "mamba", "d_model": 8}, None) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "full"),
+    [
+        ({}, True),
+        ({"sliding_window": 4096, "use_sliding_window": False}, True),
+        ({"sliding_window": None, "layer_types": ["full_attention"] * 24}, True),
+        ({"sliding_window": 4096}, False),
+        ({"layer_types": ["full_attention", "linear_attention"] * 12}, False),
+        ({"kv_lora_rank": 512}, False),
+    ],
+)
+def test_layers_that_keep_all_keys_and_values(more: dict[str, Any], full: bool) -> None:
+    shape = shape_of(QWEN | more, 5)
+    assert shape is not None and shape.full_cache is full
+
+
+def test_weights_that_a_folder_holds_twice_are_counted_once(tmp_path: Path) -> None:
+    def write(name: str, elements: int) -> None:
+        header = json.dumps({name: {"dtype": "F32", "shape": [elements], "data_offsets": [0, 0]}}).encode()
+        (tmp_path / name).write_bytes(len(header).to_bytes(8, "little") + header)
+
+    assert count_parameters(tmp_path) is None
+    write("consolidated.safetensors", 1000)
+    assert count_parameters(tmp_path) == 1000
+    for part in (1, 2):
+        write(f"model-0000{part}-of-00002.safetensors", 500)
+    assert count_parameters(tmp_path) == 1000
+    # An index says which files it is; others have been left there.
+    write("model-00001-of-00001.safetensors", 7)
+    names = {f"layers.{layer}": f"model-0000{layer % 2 + 1}-of-00002.safetensors" for layer in range(4)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert count_parameters(tmp_path) == 1000
+    # Half of a model says nothing of the whole.
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    assert count_parameters(tmp_path) is None
+    # Transformers takes this one first.
+    write("model.safetensors", 1000)
+    assert count_parameters(tmp_path) == 1000
+
+
+def cached(root: Path, name: str, settings: dict[str, Any]) -> Path:
+    """A model of the hub of which the cache has its config.json; the file."""
+    commit = "0" * 40
+    folder = root / f"models--{name.replace('/', '--')}"
+    for part in ("refs", f"snapshots/{commit}"):
+        (folder / part).mkdir(parents=True)
+    (folder / "refs/main").write_text(commit)
+    file = folder / "snapshots" / commit / "config.json"
+    file.write_text(json.dumps(settings))
+    return file
+
+
+def test_of_a_model_on_the_hub_the_configuration_alone_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    fetched = []
+
+    def download(name: str, file: str, cache_dir: str) -> str:
+        fetched.append((name, file))
+        return str(cached(Path(cache_dir), name, QWEN))
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url, timeout: None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    for _ in range(2):
+        shape = read_shape(ModelConfig(name="some/model", cache_dir=str(tmp_path)))
+        assert isinstance(shape, ModelShape) and shape.parameters == pytest.approx(494e6, rel=0.01)
+    # The second time it is in the cache.
+    assert fetched == [("some/model", "config.json")]
+
+
+def test_a_model_whose_sizes_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def no_network(url: str, timeout: float) -> None:
+        raise ConnectionError("Name or service not known\nand more of it")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", no_network)
+    cfg = config(model__name="some/model", model__cache_dir=str(tmp_path / "cache"))
+    planned = preflight.make(cfg, False, Hardware((), 1.0))
+    why = "the hub gave no config.json of model.name=some/model (Name or service not known)"
+    assert planned.peaks() == [f"memory: not predicted: {why}"]
+    preflight.check_memory(planned)
+    for name, said in ((str(tmp_path / "nowhere"), "no folder"), (str(tmp_path), "does not name its sizes")):
+        (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+        shape = read_shape(ModelConfig(name=name))
+        assert isinstance(shape, Unknown) and said in shape.why
+
+
+def test_offline_nothing_is_asked_of_the_hub(tmp_path: Path) -> None:
+    code = (
+        "import sys; from torchrl_grpo.config.schema import ModelConfig\n"
+        "from torchrl_grpo.models.shape import read_shape\n"
+        f"print(read_shape(ModelConfig(name='some/model', cache_dir={str(tmp_path)!r})).why); "
+        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, env=environment, check=True, timeout=60, capture_output=True, text=True)
+    assert "some/model" in said.stdout and "offline mode is enabled" in said.stdout
+
+
+def test_weights_of_layers_and_of_no_layer() -> None:
+    matrix = SEVEN_B.vocabulary * SEVEN_B.hidden
+    assert SEVEN_B.outer == 2 * matrix
+    assert SEVEN_B.layers * SEVEN_B.layer == pytest.approx(
+        SEVEN_B.parameters - 2 * matrix, abs=SEVEN_B.layers
+    )
+    assert _SMOLLM2.outer == _SMOLLM2.vocabulary * _SMOLLM2.hidden
+    moe = {**QWEN, "num_experts": 8, "moe_intermediate_size": 1000}
+    shape = shape_of(moe, None)
+    assert shape is not None
+    attention = 2 * 896 * (14 * 64 + 2 * 64)
+    assert shape.parameters == 24 * (attention + 8 * 3 * 896 * 1000) + 151936 * 896
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_damaged_model_is_named(tmp_path: Path, file: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    (tmp_path / file).write_bytes(b"{")
+    with pytest.raises(ModelError, match=r"model\.name=.*damaged"):
+        read_shape(ModelConfig(name=str(tmp_path)))
+
+
+# Work
+
+
+def test_the_largest_pieces_of_work() -> None:
+    cfg = config(env__num_envs=4, env__repeats=8, inference_model__max_model_len=300)
+    cfg.inference_model.max_new_tokens, cfg.eval.num_problems = 100, 10
+    assert workload_of(cfg) == Workload(200, 100, 4000, 4 * (8 * 300 + 200), several=False, rows=32)
+    assert workload_of(cfg, ranks=4).tokens == 1000
+    # Whole groups, and whole problems, are divided among engines.
+    assert [workload_of(cfg, engines=engines).rows for engines in (2, 3, 4, 8)] == [16, 16, 8, 8]
+    cfg.train.max_tokens_per_microbatch = 1000
+    assert workload_of(cfg) == Workload(200, 100, 1000, 8 * 300 + 200, several=True, rows=32)
+    cfg.train.max_tokens_per_microbatch, cfg.train.gradient_accumulation_steps = None, 8
+    assert workload_of(cfg) == Workload(200, 100, 600, 4 * 300 + 200, several=True, rows=32)
+    cfg.train_model.shared_prefix, cfg.eval.num_problems = False, 100
+    assert workload_of(cfg) == Workload(200, 100, 1200, 4 * 300, several=True, rows=100)
+
+
+# What autograd keeps
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "prompt", "response"),
+    [(8, 8, 64, 32), (8, 2, 64, 32), (4, 1, 16, 64), (8, 2, 200, 20)],
+)
+def test_bytes_that_autograd_keeps(queries: int, keys: int, prompt: int, response: int) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+
+    prompts, samples, totals = 2, 4, []
+    for layers in (1, 2):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=64,
+                hidden_size=96,
+                intermediate_size=256,
+                num_hidden_layers=layers,
+                num_attention_heads=queries,
+                num_key_value_heads=keys,
+                head_dim=32,
+            )
+        ).eval()
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        kept: dict[int, int] = {}
+        alive = []
+
+        def pack(tensor: torch.Tensor, own: set[int] = own, kept: dict[int, int] = kept) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)  # noqa: B023 - so that no address is used twice
+            return tensor
+
+        ids = torch.randint(3, 64, (prompts, prompt))
+        answers = torch.randint(3, 64, (prompts, samples, response))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            TokenScorer(model)(ids, torch.ones_like(ids).bool(), answers, torch.ones_like(answers).bool())
+        totals.append(sum(kept.values()))
+    shape = ModelShape(0, 64, 96, 1, 256, queries * 32, keys * 32)
+    tokens = prompts * (prompt + samples * response)
+    attended = prompts * (samples * (prompt + response) + prompt)
+    load = Workload(prompt, response, tokens, attended, False, 8)
+    kept = memory.kept_by_layer(shape, load, False, "cpu")
+    assert kept == pytest.approx(totals[1] - totals[0], rel=0.08)
+    # Kernels for GPUs get the keys and values of each query head.
+    more = memory.kept_by_layer(shape, load, False, "cuda") - kept
+    assert more == 4 * attended * 2 * (queries - keys) * 32
+
+
+# Roles and phases
+
+
+def test_an_engine_that_sleeps_needs_weights_before_each_round() -> None:
+    one = Hardware((80.0,), 64.0)
+    settings = {"inference_model__backend": "vllm", "train__optim_batch_size": Config().env.repeats}
+    steps = steps_per_round(config(**settings))
+    assert steps > 1
+    for frequency in (1, steps):
+        assert preflight.make(
+            config(train__weight_update_frequency=frequency, **settings), False, one
+        ).plan.sleeps
+    cfg = config(train__weight_update_frequency=2 * steps, **settings)
+    with pytest.raises(ConfigError, match=rf"weight_update_frequency={steps} or inference_model.sleep=false"):
+        preflight.make(cfg, False, one)
+    cfg.inference_model.sleep = False
+    assert not preflight.make(cfg, False, one).plan.sleeps
+
+
+def test_rows_on_a_gpu_with_an_engine_that_sleeps() -> None:
+    cfg = config(
+        inference_model__backend="vllm", train_model__autocast="bf16", inference_model__dtype="bfloat16"
+    )
+    whole = predicted(cfg, (80.0,))
+    weights = 4 * SEVEN_B.parameters
+    train = row(whole, "train", "optimise")
+    assert (train.weights, train.optimiser) == (weights, 2 * weights)
+    assert weights <= train.gradients <= weights * 1.1
+    engine = row(whole, "inference", "generate")
+    assert engine.total == pytest.approx(0.4 * 80 * GIB) and engine.weights == weights / 2
+    assert row(whole, "inference", "optimise").total < GIB
+    awake = predicted(config(inference_model__sleep=False, inference_model__backend="vllm"), (80.0,))
+    assert row(awake, "inference", "optimise").total == pytest.approx(0.4 * 80 * GIB)
+    assert whole.peak("cuda:0")[1] == "optimise"
+
+
+def test_adapters_have_small_gradients_and_no_reference() -> None:
+    cfg = config(policy__kl_coef=0.1)
+    whole = predicted(cfg)
+    cfg.train_model.lora.rank = 16
+    adapters = predicted(cfg)
+    assert row(whole, "reference", "score").weights == 4 * SEVEN_B.parameters
+    assert not [one for one in adapters.rows if one.role == "reference"]
+    small = row(adapters, "train", "optimise")
+    assert small.gradients + small.optimiser < 0.1 * row(whole, "train", "optimise").gradients
+
+
+def test_a_frozen_base_is_held_as_configured() -> None:
+    cfg = config()
+    cfg.train_model.lora.rank = 16
+    sizes = {}
+    for dtype, quantization in (("float32", "none"), ("bfloat16", "none"), ("auto", "nf4")):
+        cfg.train_model.lora.base_dtype, cfg.train_model.quantization = dtype, quantization
+        sizes[dtype] = row(predicted(cfg), "train", "optimise").weights
+    assert (sizes["float32"], sizes["bfloat16"]) == (4 * SEVEN_B.parameters, 2 * SEVEN_B.parameters)
+    # Embedding and output head are not packed.
+    packed = (sizes["auto"] - 4 * SEVEN_B.outer) / (SEVEN_B.parameters - SEVEN_B.outer)
+    assert 0.5 < packed < 0.6
+
+
+def test_copies_of_weights_that_a_pass_computes_with() -> None:
+    whole = SEVEN_B.parameters
+
+    def copies(**changes: object) -> float:
+        """What autocast adds, as far as it does not shrink with the activations' format."""
+        found = []
+        for base in ("float32", "bfloat16"):
+            cfg = config(train_model__autocast="bf16", **changes)
+            cfg.train_model.lora.rank, cfg.train_model.lora.base_dtype = 16, base
+            found.append(row(predicted(cfg), "train", "optimise").activations)
+        return found[0] - found[1]
+
+    # A base of 16 bits is computed with as it is; of one in float32 the backward pass keeps what was cast.
+    assert copies() == 2 * whole
+    assert copies(train_model__gradient_checkpointing=True) == 2 * SEVEN_B.layer
+    shards = config(
+        train_model__num_devices=4, train_model__parallelism="fsdp2", train_model__autocast="bf16"
+    )
+    ranks = config(train_model__num_devices=4, train_model__autocast="bf16")
+    kept = [row(predicted(cfg, (80.0,) * 8), "train", "optimise").activations for cfg in (ranks, shards)]
+    # What is gathered for the whole pass comes in float32, and the fused head keeps a copy of its matrix.
+    gathered = 4 * SEVEN_B.outer + 2 * SEVEN_B.vocabulary * SEVEN_B.hidden + 2 * 2 * SEVEN_B.layer
+    assert kept[0] - kept[1] == 2 * whole - gathered
+    # Layers with more than linear layers come in float32, and autocast keeps a copy of each.
+    other = predicted(shards, (80.0,) * 8, shape=replace(SEVEN_B, plain=False))
+    more = row(other, "train", "optimise").activations - kept[1]
+    assert more == 2 * (whole - SEVEN_B.outer) + 2 * 2 * SEVEN_B.layer
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpus", "copies"), [("vllm", (), 1), ("transformers", (), 1), ("vllm", (80.0,), 0)]
+)
+def test_a_head_in_float32_of_an_engine_in_16_bits_is_copied(
+    backend: str, gpus: tuple[float, ...], copies: int
+) -> None:
+    def need(**more: str) -> float:
+        # Few rows: the copy must not hide behind the cache that the transformers engine grows.
+        options = {"inference_model__backend": backend, "inference_model__dtype": "bfloat16"}
+        options |= {"env__num_envs": 1, "env__repeats": 2, "eval__num_problems": 1}
+        return row(predicted(config(**options | more), gpus), "inference", "generate").total
+
+    auto, float32 = need(), need(inference_model__head_dtype="float32")
+    whole = 4 * SEVEN_B.vocabulary * SEVEN_B.hidden
+    assert 0.9 * copies * whole <= float32 - auto <= copies * whole
+    full = need(inference_model__dtype="float32")
+    assert need(inference_model__dtype="float32", inference_model__head_dtype="float32") == full
+
+
+def test_the_reference_is_held_as_the_policy_computes() -> None:
+    cfg = config(policy__kl_coef=0.1, ref_model__dtype="auto")
+    matrices = SEVEN_B.parameters - SEVEN_B.outer
+    for autocast, mix, element in (("no", 1.0, 4), ("bf16", 1.0, 2), ("bf16", 0.5, 4)):
+        cfg.train_model.autocast, cfg.ref_model.refresh_mix = autocast, mix
+        found = row(predicted(cfg), "reference", "score").weights
+        assert found == 4 * SEVEN_B.outer + element * matrices
+
+
+def test_a_gpu_without_bfloat16_computes_in_float32() -> None:
+    cfg = config(train_model__autocast="auto", inference_model__dtype="auto")
+    plan = placement.plan(placement.request_of(cfg, False), 1)
+    element = {}
+    for capability in ((7, 5), (8, 0)):
+        found = memory.predict(cfg, plan, SEVEN_B, Hardware((80.0,), 64.0, (capability,)))
+        element[capability] = row(found, "inference", "generate").weights / SEVEN_B.parameters
+    assert element == {(7, 5): 4, (8, 0): 2}
+
+
+def test_shards_divide_what_is_trained() -> None:
+    whole = row(predicted(config(train_model__num_devices=4), (80.0,) * 8), "train", "optimise")
+    cfg = config(train_model__num_devices=4, train_model__parallelism="fsdp2")
+    shards = row(predicted(cfg, (80.0,) * 8), "train", "optimise")
+    assert shards.weights == whole.weights / 4 and shards.optimiser == whole.optimiser / 4
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "deepspeed_zero3"])
+def test_a_rank_loads_all_of_what_it_divides(kind: str) -> None:
+    cfg = config(train_model__num_devices=7, train_model__parallelism=kind)
+    cfg.train_model.gradient_checkpointing, cfg.train.max_tokens_per_microbatch = True, 1024
+    found = predicted(cfg, (24.0,) * 8)
+    # CUDA's own is there beside it; the engine starts later.
+    assert found.need("cuda:0", "load") == 4 * SEVEN_B.parameters + 0.7 * GIB
+    assert found.need("cuda:7", "load") == 0.7 * GIB
+    alone = config(train_model__parallelism=kind)
+    for one in (config(train_model__num_devices=7), alone):
+        # Who holds all of it for good takes more later.
+        assert not [entry for entry in predicted(one, (24.0,) * 8).rows if entry.phase == "load"]
+
+
+def test_deepspeed_divides_what_it_says_and_updates_a_copy() -> None:
+    whole = row(predicted(config(train_model__num_devices=4), (80.0,) * 8), "train", "optimise")
+    for kind, weights in (("deepspeed_zero2", 1 + 1 / 4), ("deepspeed_zero3", 2 / 4)):
+        cfg = config(train_model__num_devices=4, train_model__parallelism=kind)
+        found = row(predicted(cfg, (80.0,) * 8), "train", "optimise")
+        assert found.weights == whole.weights * weights and found.optimiser == whole.optimiser / 4
+
+
+def test_checkpointing_and_smaller_micro_batches_take_less() -> None:
+    plain = row(predicted(config()), "train", "optimise").activations
+    again = row(predicted(config(train_model__gradient_checkpointing=True)), "train", "optimise").activations
+    half = row(predicted(config(train__max_tokens_per_microbatch=2048)), "train", "optimise").activations
+    assert again < plain / 2 and half == pytest.approx(plain / 2, rel=0.1)
+
+
+def test_processes_of_a_cpu_share_its_memory() -> None:
+    one = predicted(config(), apart=True)
+    three = predicted(config(inference_model__num_devices=3), apart=True)
+    worker = row(one, "inference", "generate").total + row(one, "program", "all").total
+    assert three.peak("cpu")[0] - one.peak("cpu")[0] == pytest.approx(2 * worker)
+    # Workers generate while the trainer trains; in one process the two take turns.
+    assert one.peak("cpu")[0] > predicted(config()).peak("cpu")[0]
+
+
+def test_workers_of_a_cluster_are_not_counted_here() -> None:
+    cfg = config(inference_model__num_devices=4, ray__address="auto")
+    assert not [one for one in predicted(cfg, apart=True).rows if one.role == "inference"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fast", "expected"),
+    [("float32", True, False), ("bfloat16", False, True), ("auto", False, False), ("auto", True, True)],
+)
+def test_formats_of_16_bits(name: str, fast: bool, expected: bool) -> None:
+    assert memory.bits16(name, {"bfloat16"}, fast) is expected
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "fast"),
+    [
+        ("AuthenticAMD", "avx2", False),
+        ("AuthenticAMD", "avx512f avx512_bf16", True),
+        ("GenuineIntel", "avx512f avx512_bf16 avx512_fp16", False),
+        ("GenuineIntel", "avx512f avx512_bf16 amx_bf16 amx_tile", True),
+    ],
+)
+def test_processors_that_compute_fast_in_bfloat16(
+    vendor: str, flags: str, fast: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {vendor}\nflags\t\t: {flags}\n")
+    assert hardware.cpu_has_fast_bfloat16(tmp_path / "cpuinfo") is fast
+    assert not hardware.cpu_has_fast_bfloat16(tmp_path / "none")
+
+
+# Too little of it
+
+
+SHORT: list[tuple[dict[str, Any], Hardware, bool]] = [
+    ({}, Hardware((), 7.0), False),
+    ({}, Hardware((), 5.5), False),
+    ({"inference_model__num_devices": 2}, Hardware((), 14.0), True),
+    ({"inference_model__backend": "vllm", "inference_model__kv_cache_gib": 8}, Hardware((), 12.0), False),
+    ({"inference_model__backend": "vllm", "inference_model__sleep": False}, Hardware((8.0,), 64.0), False),
+    ({"inference_model__backend": "vllm"}, Hardware((8.0,), 64.0), True),
+    ({"policy__kl_coef": 0.1}, Hardware((7.0, 7.0), 64.0), False),
+    ({"inference_model__backend": "vllm", "train_model__num_devices": 2}, Hardware((8.0, 8.0), 64.0), False),
+    ({"train_model__num_devices": 2}, Hardware((6.5, 6.5), 64.0), False),
+]
+
+
+@pytest.mark.parametrize(("changes", "there", "apart"), SHORT)
+def test_too_little_memory_names_what_would_fit(
+    changes: dict[str, Any], there: Hardware, apart: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(checks, "cuda_device_present", lambda: True)
+    cfg = config(model__cache_dir=str(tmp_path), **changes)
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_memory(preflight.make(cfg, apart, there))
+    message = str(caught.value)
+    assert re.search(
+        r"GiB are needed on (cpu|cuda:\d) while \w+, most of it for \w+ \(\w+: .* GiB are there;", message
+    )
+    mends = message.partition("; write ")[2].removesuffix(" instead").split(" or ")
+    assert 1 <= len(mends) <= 3
+    for mend in mends:
+        preflight.check_memory(preflight.make(overridden(cfg, mend), apart, there))
+
+
+def a_7b(engine: str = "vllm", **changes: Any) -> tuple[Config, Any]:
+    """A configuration for 7B, all of it trained in float32 by one GPU, and its plan for GPUs of some size."""
+    cfg = config(inference_model__backend=engine, inference_model__dtype="bfloat16", **changes)
+
+    def planned(*gpus: float, apart: bool = False) -> preflight.Planned:
+        plan = placement.plan(placement.request_of(cfg, apart), len(gpus))
+        there = Hardware(gpus, 900.0)
+        return preflight.Planned(cfg, plan, apart, there, SEVEN_B, memory.predict(cfg, plan, SEVEN_B, there))
+
+    return cfg, planned
+
+
+def test_what_depends_on_no_text_must_fit_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "cuda_device_present", lambda: True)
+    # Weights and moments in float32, 85 GiB, beside vLLM's share.
+    for share, fits in ((0.35, True), (0.45, False)):
+        _, planned = a_7b(
+            inference_model__gpu_memory_utilization=share, train_model__gradient_checkpointing=True
+        )
+        plan = planned(140.0)
+        need = plan.prediction.need("cuda:0", "generate")
+        assert need == pytest.approx(GIB * (share * 140 + 3 * 4 * SEVEN_B.parameters / GIB + 0.7), rel=1e-3)
+        # Both are within what predictions of the longest texts may be off by.
+        assert need < 1.2 * 140 * GIB
+        monkeypatch.setattr(preflight, "_advice", lambda *_: ["less"])
+        if fits:
+            preflight.check_memory(plan)
+        else:
+            with pytest.raises(ConfigError, match="GiB are needed on cuda:0 while"):
+                preflight.check_memory(plan)
+
+
+def test_vllm_takes_most_of_a_gpu_that_it_has_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "cuda_device_present", lambda: True)
+    for changes, share in (({}, 0.85), ({"inference_model__gpu_memory_utilization": 0.5}, 0.5)):
+        _, planned = a_7b(**changes)
+        plan = planned(400.0, 80.0, apart=True)
+        preflight.check_memory(plan)
+        assert plan.prediction.need("cuda:1", "generate") == pytest.approx(GIB * (share * 80 + 0.7), rel=1e-3)
+
+
+def test_a_share_that_holds_no_more_than_the_weights_is_refused() -> None:
+    _, planned = a_7b(inference_model__gpu_memory_utilization=0.15)
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_memory(planned(400.0, 80.0, apart=True))
+    said = str(caught.value)
+    assert "inference_model.gpu_memory_utilization=0.15: 12.00 GiB of 80.00 leave too little room" in said
+    # With the largest batch of vLLM on such a GPU, which is tried when it starts.
+    assert "14.19 GiB; write inference_model.gpu_memory_utilization=0.25 instead" in said
+    _, planned = a_7b(inference_model__gpu_memory_utilization=0.9)
+    with pytest.raises(ConfigError, match=r"=0\.9: .*write a smaller model .* instead"):
+        preflight.check_memory(planned(400.0, 12.0, apart=True))
+    # Of unequal ones the one that is too small.
+    _, planned = a_7b(inference_model__gpu_memory_utilization=0.5, inference_model__num_devices=2)
+    with pytest.raises(
+        ConfigError, match=r"=0\.5: 12\.00 GiB of 24\.00 .*write inference_model.gpu_memory_utilization=0\.7 "
+    ):
+        preflight.check_memory(planned(400.0, 80.0, 24.0, apart=True))
+    preflight.check_memory(planned(400.0, 80.0, 80.0, apart=True))
+    _, planned = a_7b("transformers", inference_model__gpu_memory_utilization=0.15)
+    preflight.check_memory(planned(400.0, 80.0, apart=True))
+
+
+@pytest.mark.parametrize(("share", "starts"), [(0.18, False), (0.19, False), (0.2, True)])
+def test_a_share_that_holds_little_more_than_the_weights_is_refused(share: float, starts: bool) -> None:
+    # Weights of 14.19 GiB; vLLM needs a tenth more at least, 15.60 GiB.
+    _, planned = a_7b(inference_model__gpu_memory_utilization=share)
+    if starts:
+        preflight.check_memory(planned(400.0, 80.0, apart=True))
+        return
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0\.25 instead"):
+        preflight.check_memory(planned(400.0, 80.0, apart=True))
+
+
+LONG = {"inference_model__max_model_len": 16_384, "inference_model__max_new_tokens": 2000}
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("float32", 2), ("bfloat16", 1)])
+def test_a_cache_too_small_for_a_sequence_is_refused(
+    dtype: str, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "read_shape", lambda model: SEVEN_B)
+    # 28 layers with keys and values of 512: 1.75 GiB in float32, and a block that vLLM keeps.
+    cfg = config(inference_model__backend="vllm", **LONG)
+    cfg.inference_model.dtype = dtype
+    there = Hardware((), 900.0)
+    assert preflight.make(cfg, False, there).least_cache_gib == least
+    preflight.check_memory(
+        preflight.make(overridden(cfg, f"inference_model.kv_cache_gib={least}"), False, there)
+    )
+    if least == 1:
+        return
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_memory(preflight.make(cfg, False, there))
+    assert str(caught.value).startswith(
+        "inference_model.kv_cache_gib=1: keys and values of one sequence of "
+        "inference_model.max_model_len=16384 tokens need 2 GiB, and vLLM does not start with less; "
+        "write inference_model.kv_cache_gib=2 or "
+    )
+    for words in ("backend=transformers", "engine_args.kv_cache_dtype=fp8"):
+        preflight.check_memory(preflight.make(overridden(cfg, f"inference_model.{words}"), False, there))
+    # Windows and packed keys take less, how much is not known.
+    monkeypatch.setattr(preflight, "read_shape", lambda model: replace(SEVEN_B, full_cache=False))
+    preflight.check_memory(preflight.make(cfg, False, there))
+
+
+def test_a_block_that_vllm_keeps_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Exactly 1 GiB for the longest sequence.
+    shape = replace(SEVEN_B, layers=32, keys=256)
+    monkeypatch.setattr(preflight, "read_shape", lambda model: shape)
+    cfg = config(inference_model__backend="vllm", **LONG)
+    assert preflight.make(cfg, False, Hardware((), 900.0)).least_cache_gib == 2
+    cfg.inference_model.max_model_len -= 32
+    assert preflight.make(cfg, False, Hardware((), 900.0)).least_cache_gib == 1
+
+
+def test_a_smaller_cache_is_advised_only_as_far_as_vllm_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight, "read_shape", lambda model: SEVEN_B)
+    cfg = config(inference_model__backend="vllm", inference_model__kv_cache_gib=8, **LONG)
+    cfg.train_model.lora, cfg.train_model.gradient_checkpointing = LoraConfig(rank=16), True
+    cfg.env.num_envs = cfg.env.repeats = cfg.eval.num_problems = 2
+    cfg.ref_model.dtype = "auto"
+    needs = preflight.make(cfg, False, Hardware((), 900.0)).prediction
+    assert needs is not None
+    for less, advised in ((5.5, True), (6.5, False)):
+        preflight.report(cfg, False, Hardware((), needs.peak("cpu")[0] / GIB - less))
+        said = capsys.readouterr().out
+        assert ("; inference_model.kv_cache_gib=2 " in said) is advised
+        assert "kv_cache_gib=1" not in said
+
+
+@pytest.mark.parametrize(("gib", "some"), [(24.0, False), (44.0, True), (48.0, True)])
+def test_no_share_is_recommended_that_would_be_refused(
+    gib: float, some: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "cuda_device_present", lambda: True)
+    monkeypatch.setattr(preflight, "read_shape", lambda model: SEVEN_B)
+    cfg, planned = a_7b(train_model__lora=LoraConfig(rank=8), inference_model__gpu_memory_utilization=0.9)
+    cfg.inference_model.sleep, cfg.ref_model.dtype = False, "auto"
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_memory(planned(gib))
+    shares = re.findall(r"gpu_memory_utilization=([\d.]+)", str(caught.value))
+    assert bool(shares) is some
+    assert all(float(share) * gib > 14.19 for share in shares)
+
+
+def test_a_model_that_never_fits(tmp_path: Path) -> None:
+    cfg = config(model__cache_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"model\.name=smollm2-135m: .*write a smaller model .* instead"):
+        preflight.check_memory(preflight.make(cfg, False, Hardware((), 1.0)))
+    preflight.check_memory(preflight.make(cfg, False, Hardware((), None)))  # nobody knows
+
+
+# The command
+
+
+def dry_run(script: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    path = ROOT / "sota-implementations" / "grpo" / script
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-X", "importtime", str(path), "dry_run=true", *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("script", ["grpo.py", "grpo-async.py"])
+def test_dry_run_prints_and_does_nothing(script: str, tmp_path: Path, tiny_model_dir: Path) -> None:
+    words = [
+        "inference_model.backend=transformers",
+        "train_model.num_devices=2",
+        f"model.name={tiny_model_dir}",
+    ]
+    result = dry_run(script, tmp_path, *words)
+    assert result.returncode == 0, result.stderr[-500:]
+    assert re.search(r"^train +c\w+", result.stdout) is None and "role " in result.stdout
+    assert re.search(r"^train +optimise", result.stdout, re.MULTILINE) and "\nmemory: c" in result.stdout
+    imported = {
+        line.rsplit("|", 1)[1].strip().split(".")[0] for line in result.stderr.splitlines() if "|" in line
+    }
+    assert "torchrl_grpo" in imported
+    assert not imported & {"torch", "vllm", "transformers", "torchrl", "tensordict", "numpy", "datasets"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_of_a_sweep_shows_every_job(tmp_path: Path, tiny_model_dir: Path) -> None:
+    words = [f"model.name={tiny_model_dir}", "policy.kl_coef=0,0.1", "inference_model.backend=transformers"]
+    result = dry_run("grpo.py", tmp_path, "--multirun", *words)
+    assert result.returncode == 0
+    assert "job 0\n" in result.stdout and "job 1\n" in result.stdout and "reference  score" in result.stdout
+
+
+def test_a_sweep_that_cannot_run_is_refused_by_its_dry_run_too(tmp_path: Path, tiny_model_dir: Path) -> None:
+    words = [
+        f"model.name={tiny_model_dir}",
+        "train_model.num_devices=1,2",
+        "inference_model.backend=transformers",
+    ]
+    said = []
+    for dry in ("true", "false"):
+        result = dry_run("grpo.py", tmp_path, "--multirun", *words, f"dry_run={dry}")
+        assert result.returncode == 2
+        said.append(next(line for line in result.stderr.splitlines() if line.startswith("error: ")))
+    assert said[0] == said[1] and "train_model.num_devices=[1,2]: all jobs of a sweep" in said[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+# Measured
+
+QUESTIONS = [
+    f"Tell a long story about {a} birds and {b} fishes, and what each of them did every day of the week."
+    for a in range(6)
+    for b in range(6)
+]
+
+
+def build_model(kind: str, folder: Path, tiny: Path) -> Path:
+    """A random model: few wide layers, or many narrow ones under a large vocabulary."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    ends: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    torch.manual_seed(0)
+    model: Any
+    if kind == "wide":
+        sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4}
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": False}
+        model = Qwen2ForCausalLM(Qwen2Config(vocab_size=8000, **sizes, **heads, **ends))
+    else:
+        sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 24}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64_000, **sizes, **heads, **ends))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["smollm2", "wide", "deep"])
+def test_predicted_memory_is_that_of_a_run(
+    kind: str, tiny_model_dir: Path, smollm2_dir: Path, tmp_path: Path
+) -> None:
+    model = smollm2_dir if kind == "smollm2" else build_model(kind, tmp_path / "model", tiny_model_dir)
+    (tmp_path / "questions.jsonl").write_text(
+        "".join(json.dumps({"question": text, "answer": "#### 1"}) + "\n" for text in QUESTIONS)
+    )
+    # Two rounds: the moments of the optimiser are there from the second step on.
+    small = kind == "smollm2"
+    cfg = config(env__num_envs=2 if small else 4, env__repeats=4, env__prompt_template="{question}")
+    cfg.model.name, cfg.env.data_path, cfg.env.answer_format = str(model), "questions.jsonl", "plain"
+    cfg.inference_model.max_model_len, cfg.inference_model.max_new_tokens = (128, 64) if small else (192, 96)
+    cfg.train.total_dialog_turns, cfg.train.checkpoint_frequency = (16 if small else 32), 0
+    cfg.eval.num_problems, cfg.logging.progress = 0, False
+    # No answer is right; this gives every response a gradient.
+    cfg.policy.entropy_coef = 1e-3
+    code = (
+        "import json, sys; from pathlib import Path; from omegaconf import OmegaConf\n"
+        "from torchrl_grpo.config.schema import parse; from torchrl_grpo.training.job import run\n"
+        "run(parse(OmegaConf.load(sys.argv[1])), Path(sys.argv[2]))"
+    )
+    OmegaConf.save(OmegaConf.structured(cfg), tmp_path / "run.yaml")
+    command = [sys.executable, "-c", code, "run.yaml", "run"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=550)
+    measured = json.loads((tmp_path / "run" / "summary.json").read_text())["peak_memory_gib"]
+    prediction = preflight.make(cfg, False, Hardware()).prediction
+    assert prediction is not None
+    assert prediction.peak("cpu")[0] / GIB == pytest.approx(measured, rel=0.2)

@@ -1,0 +1,386 @@
+"""grpo-async.py on a real Ray, as a user runs it: several workers, kills, interrupts, sweeps, two nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from batches import END, PAD, make_model
+from faulty_worker import FaultyActor, OneWorker
+from stale_parts import Fault, assert_each_is_found, every_part, of_each_kind
+
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.rollout.workers import ray_pool
+from torchrl_grpo.rollout.workers.ray_pool import pack, unpack
+from torchrl_grpo.tools.processes import has_checkpoint
+from torchrl_grpo.tools.soak import family, victim
+from torchrl_grpo.weight_sync.publisher import WeightPublisher
+
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
+
+# Ray's helper processes look every few seconds whether their node still lives.
+LINGER_S = 90
+# For the probe.
+PROMPTS = [list(range(start, start + 30)) for start in (3, 15, 29)]
+
+
+@pytest.fixture
+def words(tiny_model_dir: Path, tmp_path: Path, format_words: list[str]) -> list[str]:
+    """A small run on a tiny random model; relative paths, because the run happens in ``tmp_path``."""
+    rows = [{"question": f"{a} plus {b}", "answer": str(a + b)} for a in range(6) for b in range(6)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        "env.dataset=jsonl",
+        "env.data_path=sums.jsonl",
+        "env.answer_format=plain",
+        "env.num_envs=4",
+        "env.repeats=4",
+        f"model.name={tiny_model_dir}",
+        "inference_model.backend=transformers",
+        "inference_model.max_model_len=200",
+        "inference_model.max_new_tokens=16",
+        "reward.weights={closeness:1.0,bare_number:0.1}",
+        "train.checkpoint_frequency=1",
+        "train.total_dialog_turns=160",
+        "eval.num_problems=6",
+        "eval.frequency=0",
+        "logging.progress=false",
+        *format_words,
+    ]
+
+
+@contextlib.contextmanager
+def started(repo_root: Path, folder: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    script = repo_root / "sota-implementations" / "grpo" / "grpo-async.py"
+    with (folder / "output.txt").open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(script), *words], cwd=folder, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def wait_for(process: subprocess.Popen[bytes], path: Path, lines: int) -> list[psutil.Process]:
+    """Wait until a file has so many lines; the processes below the run then."""
+    end = time.monotonic() + 240
+    while not path.exists() or path.read_text().count("\n") < lines:
+        assert process.poll() is None, "the run ended before it was to be disturbed"
+        assert time.monotonic() < end, f"{path} does not grow"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.05)
+    return family(process)
+
+
+def everybody_until_the_end(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Wait for the run's end; the processes that were below it at any time, replacements too."""
+    seen: dict[int, psutil.Process] = {}
+    end = time.monotonic() + 400
+    while process.poll() is None:
+        assert time.monotonic() < end, "the run does not end"
+        seen |= {one.pid: one for one in family(process)}
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.2)
+    return list(seen.values())
+
+
+def nobody_left(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=LINGER_S)
+    assert not alive, [" ".join(one.cmdline())[:100] for one in alive]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found = json.loads((folder / "summary.json").read_text())
+    books = found["groups"]
+    assert (
+        books["issued"] == books["trained"] + books["dropped_age"] + books["dropped_filter"] + books["left"]
+    )
+    return found
+
+
+def output(folder: Path) -> str:
+    return (folder / "output.txt").read_text(errors="replace")
+
+
+def test_what_a_node_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = "RAY_free_objects_period_milliseconds"
+    monkeypatch.delenv(freed, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    assert ray_pool.of_nodes([]) == {freed: "10"}
+    assert ray_pool.of_nodes([1]) == {freed: "10", "CUDA_VISIBLE_DEVICES": "7"}
+    with ray_pool.inherited(ray_pool.of_nodes([1, 0])):
+        assert os.environ[freed] == "10" and os.environ["CUDA_VISIBLE_DEVICES"] == "7,4"
+    assert freed not in os.environ and os.environ["CUDA_VISIBLE_DEVICES"] == "4,7"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv(freed, "1000")
+    assert ray_pool.of_nodes([2]) == {freed: "1000", "CUDA_VISIBLE_DEVICES": "2"}
+
+
+def test_a_killed_worker_is_replaced_and_everything_ends_with_the_run(
+    repo_root: Path, tmp_path: Path, words: list[str]
+) -> None:
+    import random
+
+    run = tmp_path / "run"
+    two = ["inference_model.num_devices=2", "collector.max_policy_age=1", "hydra.run.dir=run"]
+    with started(repo_root, tmp_path, *words, *two) as process:
+        nodes = [one for one in wait_for(process, run / "metrics.jsonl", 2) if one.name() == "raylet"]
+        # Old weights leave the object store at once, not when a second has passed.
+        assert [one.environ()["RAY_free_objects_period_milliseconds"] for one in nodes] == ["10"]
+        target = victim(process, "worker", random.Random(0))
+        assert target is not None
+        target.kill()
+        everybody = everybody_until_the_end(process)
+        assert process.returncode == 0, output(tmp_path)
+    found = summary(run)
+    assert found["worker_restarts"] == 1 and found["groups"]["trained"] == 40
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(line.get("policy/age_max", 0) for line in metrics) <= 1
+    assert {"workers/tokens_per_s_0", "workers/tokens_per_s_1"} <= metrics[-1].keys()
+    nobody_left(everybody)
+
+
+def test_a_run_that_stops_with_an_error_leaves_a_checkpoint_and_nothing_else(
+    repo_root: Path, tmp_path: Path, words: list[str]
+) -> None:
+    import random
+
+    run = tmp_path / "run"
+    more = ["collector.max_restarts=0", "train.checkpoint_frequency=0", "hydra.run.dir=run"]
+    with started(repo_root, tmp_path, *words, *more, "train.total_dialog_turns=160000") as process:
+        processes = wait_for(process, run / "metrics.jsonl", 3)
+        target = victim(process, "worker", random.Random(0))
+        assert target is not None
+        target.kill()
+        processes += everybody_until_the_end(process)
+        assert process.returncode == 2, output(tmp_path)
+    assert "collector.max_restarts=0" in output(tmp_path) and "Traceback" not in output(tmp_path)
+    assert has_checkpoint(run)
+    nobody_left(processes)
+
+
+def test_a_killed_trainer_leaves_nothing_behind_and_resumes(
+    repo_root: Path, tmp_path: Path, words: list[str]
+) -> None:
+    run = tmp_path / "run"
+    with started(repo_root, tmp_path, *words, "hydra.run.dir=run") as process:
+        processes = wait_for(process, run / "metrics.jsonl", 4)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert len(processes) >= 3, "Ray's processes and a worker"
+    nobody_left(processes)
+    with started(repo_root, tmp_path, *words, "hydra.run.dir=run", "resume=auto") as process:
+        assert process.wait(timeout=300) == 0, output(tmp_path)
+    assert summary(run)["groups"]["trained"] == 40
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(11))
+
+
+def test_an_interrupt_ends_the_run_in_good_order(repo_root: Path, tmp_path: Path, words: list[str]) -> None:
+    run = tmp_path / "run"
+    # Long enough not to have ended by itself on any machine.
+    endless = "train.total_dialog_turns=160000"
+    with started(repo_root, tmp_path, *words, "hydra.run.dir=run", endless) as process:
+        processes = wait_for(process, run / "metrics.jsonl", 3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=120) == 130
+    assert "resume=" in output(tmp_path)
+    nobody_left(processes)
+
+
+def test_a_sweep_of_two_runs_goes_through(repo_root: Path, tmp_path: Path, words: list[str]) -> None:
+    sweep = ["--multirun", "hydra.sweep.dir=sweep", "optimizer.lr=1e-3,1e-4", "train.total_dialog_turns=32"]
+    with started(repo_root, tmp_path, *words, *sweep) as process:
+        everybody = everybody_until_the_end(process)
+        assert process.returncode == 0, output(tmp_path)
+    nobody_left(everybody)
+    for job in "01":
+        assert summary(tmp_path / "sweep" / job)["groups"]["trained"] == 8
+
+
+@pytest.mark.float32
+def test_a_killed_reference_is_started_again(repo_root: Path, tmp_path: Path, words: list[str]) -> None:
+    more = [
+        "policy.kl_coef=0.1",
+        "ref_model.num_devices=2",
+        "collector.max_policy_age=2",
+        "hydra.run.dir=run",
+    ]
+    with started(repo_root, tmp_path, *words, *more) as process:
+        everybody = wait_for(process, tmp_path / "run" / "metrics.jsonl", 3)
+        scorers = [one for one in everybody if "ray::ReferenceScorer" in " ".join(one.cmdline())]
+        assert len(scorers) == 2
+        scorers[0].kill()
+        # With the one that takes its place.
+        everybody += wait_for(process, tmp_path / "run" / "metrics.jsonl", 6)
+        assert process.wait(timeout=300) == 0, output(tmp_path)
+        nobody_left(everybody)
+    assert "reference  cpu x 2  separate   2 copies, a process each" in output(tmp_path)
+    assert summary(tmp_path / "run")["groups"]["trained"] == 40
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    divergences = [line["kl/reference"] for line in lines if line["step"] > 0]
+    # Nothing but rounding while the policy is still the reference; after the kill it has moved away from it.
+    assert len(divergences) == 10 and 0 <= divergences[0] < 1e-12 < 1e-8 < min(divergences[6:])
+
+
+def test_an_address_where_nothing_answers_is_one_clear_message(
+    repo_root: Path, tmp_path: Path, words: list[str]
+) -> None:
+    with started(repo_root, tmp_path, *words, "ray.address=127.0.0.1:1", "hydra.run.dir=run") as process:
+        assert process.wait(timeout=200) == 2, output(tmp_path)
+    assert "ray.address=127.0.0.1:1" in output(tmp_path)
+
+
+def nodes_with_workers() -> set[int]:
+    """Processes of Ray nodes that this process has started and that have workers."""
+    found = set()
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "ray::RolloutActor" in " ".join(one.cmdline()):
+                found.add(one.ppid())
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[Any]:
+    """A cluster of somebody else's with a core on each of two nodes."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def test_workers_on_two_nodes_of_a_running_cluster(
+    repo_root: Path, tmp_path: Path, words: list[str], two_nodes: Any
+) -> None:
+    more = [
+        f"ray.address={two_nodes.address}",
+        "ray.placement=spread",
+        "inference_model.num_devices=2",
+        "train.total_dialog_turns=64",
+        "hydra.run.dir=run",
+    ]
+    with started(repo_root, tmp_path, *words, *more) as process:
+        wait_for(process, tmp_path / "run" / "metrics.jsonl", 1)
+        assert len(nodes_with_workers()) == 2, "each worker is a child of its own node's process"
+        assert process.wait(timeout=300) == 0, output(tmp_path)
+    assert summary(tmp_path / "run")["groups"]["trained"] == 16
+    # The cluster is somebody else's: it must still be there.
+    assert len(two_nodes.list_all_nodes()) == 2
+    assert all(node.live_processes() for node in two_nodes.list_all_nodes())
+
+
+def test_too_many_workers_for_a_cluster_are_refused(
+    repo_root: Path, tmp_path: Path, words: list[str], two_nodes: Any
+) -> None:
+    more = [f"ray.address={two_nodes.address}", "inference_model.num_devices=4", "hydra.run.dir=run"]
+    with started(repo_root, tmp_path, *words, *more) as process:
+        assert process.wait(timeout=300) == 2, output(tmp_path)
+    assert "inference_model.num_devices=4" in output(tmp_path) and "2 CPU and 0 GPU" in output(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_part_of_any_tensor_that_is_stale_in_a_worker_is_found(
+    dtype: torch.dtype, repo_root: Path, tmp_path: Path, two_nodes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Workers import what is planted in them.
+    monkeypatch.setenv("PYTHONPATH", str(repo_root / "tests/helpers"), prepend=os.pathsep)
+    model = make_model("llama_tied", num_hidden_layers=1)
+    model.save_pretrained(tmp_path / "model")
+    cfg = Config()
+    cfg.model.name = str(tmp_path / "model")
+    cfg.inference_model.backend = "transformers"
+    cfg.inference_model.dtype = str(dtype).removeprefix("torch.")
+    cfg.ray.address = two_nodes.address
+    pool = ray_pool.RayPool(
+        cfg, ray_pool.WorkerSpec(cfg, cfg.model.name, [END], PAD, 4, 1, False), 1, FaultyActor
+    )
+    try:
+        worker = OneWorker(pool)
+        publisher = WeightPublisher(model, TokenScorer(model), worker, PROMPTS, PAD, dtype, dtype)
+        cases = every_part(publisher)
+
+        def on_the_way(fault: Fault | None) -> None:
+            worker.on_the_way = fault
+
+        # Calls to a worker take their time: a sample at the start, and of faults on the way.
+        some = of_each_kind(cases)
+        assert_each_is_found(publisher, publisher.prove_at_start, worker.plant, some)
+        assert_each_is_found(publisher, publisher.publish, worker.plant, cases)
+        assert_each_is_found(publisher, publisher.publish, on_the_way, some)
+        assert publisher.unread == []
+    finally:
+        pool.close()
+
+
+def test_kills_at_random_moments(tmp_path: Path, tiny_model_dir: Path, words: list[str]) -> None:
+    """The command of the documentation, with fewer kills."""
+    overrides = [word for word in words if not word.startswith("env.data_path")]
+    # Of this seed a worker dies first and the node process next.
+    command = [
+        sys.executable,
+        "-m",
+        "torchrl_grpo.tools.soak",
+        "--kills",
+        "2",
+        "--seed",
+        "26",
+        "--longest",
+        "4",
+    ]
+    done = subprocess.run(
+        [*command, "--folder", "soak", "env=jsonl", *overrides, f"env.data_path={tmp_path}/sums.jsonl"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    print(done.stdout + done.stderr)
+    assert done.returncode == 0
+    assert "2 kills" in done.stdout and "FAILS" not in done.stdout
+
+
+@pytest.mark.usefixtures("smollm2_dir")
+def test_vllm_takes_weights_in_flight(repo_root: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    small = ["env.num_envs=4", "env.repeats=4", "train.total_dialog_turns=96", "eval.num_problems=8"]
+    small += ["inference_model.dtype=bfloat16", "train_model.autocast=bf16"]
+    more = ["--config-name=grpo_quickstart", "collector.max_policy_age=2", "hydra.run.dir=run"]
+    with started(repo_root, tmp_path, *more, *small, "train.checkpoint_frequency=0") as process:
+        assert process.wait(timeout=580) == 0, output(tmp_path)
+    found = summary(run)
+    assert found["groups"]["trained"] == 24 and found["worker_restarts"] == 0
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert 1 <= max(line.get("policy/age_max", 0) for line in metrics) <= 2
+    means = [line["publish/logprob_diff_mean"] for line in metrics if "publish/logprob_diff_mean" in line]
+    assert means and max(means) < 0.5, "every worker was proven to hold the trainer's weights"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_arrive_bit_for_bit_in_every_format(dtype: torch.dtype) -> None:
+    model = make_model().to(dtype)
+    sent = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    arrived = dict(unpack(pack(sent.items())))
+    assert arrived.keys() == sent.keys()
+    assert all(torch.equal(arrived[name], sent[name]) and arrived[name].dtype == dtype for name in sent)

@@ -1,0 +1,127 @@
+"""The thread between trainer and workers, and a worker by itself: failures at awkward moments, and counts."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from batches import END, PAD, make_model
+
+from torchrl_grpo.errors import WorkersLost
+from torchrl_grpo.inference.protocol import Probe
+from torchrl_grpo.inference.transformers_engine import TransformersEngine
+from torchrl_grpo.rollout.groups import Group, Response
+from torchrl_grpo.rollout.workers import dispatcher
+from torchrl_grpo.rollout.workers.dispatcher import Dispatcher
+from torchrl_grpo.rollout.workers.scheduler import Scheduler
+from torchrl_grpo.rollout.workers.staleness import Ledger
+from torchrl_grpo.rollout.workers.types import Publication, ScoredGroup
+from torchrl_grpo.rollout.workers.worker import RolloutWorker
+
+
+class Pool:
+    """Workers that start or do not, and answer when they are told to.
+
+    Attributes:
+        calls: the callback of each call.
+    """
+
+    def __init__(self, starts: bool) -> None:
+        self.starts = starts
+        self.calls: list[Callable[[Any], None]] = []
+
+    def start(self, number: int, done: Callable[[Any], None]) -> None:
+        if self.starts:
+            done(None)
+
+    def call(self, number: int, method: str, arguments: Sequence[Any], done: Callable[[Any], None]) -> None:
+        self.calls.append(done)
+
+    def kill(self, number: int) -> None:
+        """There is nothing to end."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+def score(group: Group) -> ScoredGroup:
+    raise AssertionError("there is nothing to score")
+
+
+def make_dispatcher(pool: Pool, timeout_s: float = 60.0) -> Dispatcher:
+    scheduler = Scheduler(
+        Ledger(1, 0, 5), 1, 2, lambda number: ([1], number), wait_for_running=False, give_back=False
+    )
+    return Dispatcher(scheduler, pool, score, timeout_s, max_restarts=0)
+
+
+def test_what_is_asked_behind_a_failure_is_done_all_the_same() -> None:
+    """The books must say that a round is wanted again, also when the last worker fails just before."""
+    pool = Pool(starts=True)
+    made = make_dispatcher(pool)
+    made.start()
+    made.publish(Publication("weights", Probe([[1]], 1)), 0)
+    entered, gate = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        gate.wait(60)
+
+    holder = threading.Thread(target=made.ask, args=(hold,))
+    holder.start()
+    assert entered.wait(60)
+    # While the thread is held, the failure waits in its inbox, and what is asked stands behind it.
+    pool.calls[0](RuntimeError("device lost"))
+    asked = threading.Event()
+    answers: list[str] = []
+
+    def ask() -> None:
+        asked.set()
+        answers.append(made.ask(lambda: "asked"))
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    assert asked.wait(60)
+    gate.set()
+    holder.join(60)
+    asker.join(60)
+    assert answers == ["asked"]
+    with pytest.raises(WorkersLost, match="device lost"):
+        made.take(again=False)
+    made.close()
+
+
+def test_a_worker_that_does_not_start_is_given_up_after_what_a_start_is_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatcher, "START_LIMIT_S", 0.3)
+    made = make_dispatcher(Pool(starts=False), timeout_s=0.1)
+    with pytest.raises(WorkersLost, match=r"no answer within 0\.3 s"):
+        made.start()
+    made.close()
+
+
+def test_every_sampled_token_is_counted_once_however_often_a_response_is_cut() -> None:
+    ticks: Iterator[int] = itertools.count()
+    # A clock of its own: the second look at it ends a turn, after one token of each response.
+    worker = RolloutWorker(TransformersEngine(make_model(), [END], PAD), 9, 1.0, lambda: 0.3 * next(ticks))
+    wanted = [Group(number, [5, 9, 2 + number], 7 * number, [Response(), Response()]) for number in range(3)]
+    weights = [(name, tensor.detach()) for name, tensor in make_model().named_parameters()]
+    counted = 0
+    finished: list[Group] = []
+    begun, left_out = wanted, 0
+    for version in itertools.count(1):
+        turn = worker.work(begun, [])
+        counted += turn.tokens
+        finished += turn.finished
+        if len(finished) == 2:
+            break
+        _, cut = worker.load(weights, version, Probe([[5, 9]], 1), give_back=True)
+        # The third group is not wanted any more once it has been cut.
+        left_out += sum(group.tokens for group in cut if group.group_id == 2)
+        begun = [group for group in cut if group.group_id != 2]
+    assert left_out > 0 and counted == sum(group.tokens for group in finished) + left_out
+    assert max(len(set(one.versions)) for group in finished for one in group.responses) > 3

@@ -1,0 +1,91 @@
+"""Dynamic sampling around a collector whose rounds are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from torchrl_grpo.batch.schema import build_batch
+from torchrl_grpo.inference import Completion
+from torchrl_grpo.rollout.collector import Round
+from torchrl_grpo.rollout.dynamic_sampling import collect_with_signal
+
+
+class Rounds:
+    """Hands out rounds of two samples a group; ``plan`` says which groups have rewards that differ."""
+
+    def __init__(self, plan: list[str]) -> None:
+        self.plan = plan
+        self.asked = 0
+
+    def rollout(self, again: bool = False) -> Round:
+        number, signals = self.asked, self.plan[self.asked]
+        self.asked += 1
+        size = len(signals)
+        ids = [[10 * number + group] * (1 + number) for group in range(size)]
+        rewards = torch.tensor([[0.0, 1.0] if signal == "x" else [0.5, 0.5] for signal in signals])[..., None]
+        groups = build_batch(
+            ids,
+            [[Completion(row, [-1.0] * len(row), "stop")] * 2 for row in ids],
+            rewards,
+            rewards,
+            torch.arange(10 * number, 10 * number + size)[:, None].expand(size, 2),
+            versions=0,
+            pad_id=0,
+        )
+        names = [f"{number}.{group}" for group in range(size)]
+        parts: list[dict[str, Any]] = [{"name": f"{name}.{s}"} for name in names for s in range(2)]
+        return Round(
+            groups,
+            names,
+            [[f"{n}.0", f"{n}.1"] for n in names],
+            parts,
+            [{}] * 2 * size,
+            7,
+            2,
+            {"time/generate_s": 1.0, "time/score_s": 0.5},
+        )
+
+
+def flat(groups: TensorDict) -> Tensor:
+    rewards = groups["next", "reward"].squeeze(-1)
+    return (rewards == rewards[:, :1]).all(-1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "limit", "names", "refills"),
+    [
+        (["xxx"], 3, ["0.0", "0.1", "0.2"], 0),
+        (["x-x", "-x-"], 3, ["0.0", "0.2", "1.1"], 1),
+        # What is left over is thrown away.
+        (["x-x", "xxx"], 3, ["0.0", "0.2", "1.0"], 1),
+        (["---", "-x-", "---", "xx-"], 3, ["1.1", "3.0", "3.1"], 3),
+        # The limit: the rest is filled with what there is.
+        (["-x-", "---"], 1, ["0.1", "0.0", "0.2"], 1),
+        (["---", "---", "---"], 2, ["0.0", "0.1", "0.2"], 2),
+    ],
+)
+def test_rounds_are_filled_in_order(plan: list[str], limit: int, names: list[str], refills: int) -> None:
+    source: Any = Rounds(plan)
+    round_, metrics = collect_with_signal(source, flat, limit)
+    assert round_.prompts == names and metrics == {"rollout/refills": refills}
+    assert source.asked == 1 + refills
+    # Everything that belongs to a group has come along with it.
+    assert round_.responses == [[f"{name}.0", f"{name}.1"] for name in names]
+    assert [part["name"] for part in round_.parts] == [f"{name}.{s}" for name in names for s in range(2)]
+    numbers = [10 * int(name[0]) + int(name[2]) for name in names]
+    assert round_.groups["group_id"][:, 0].tolist() == numbers
+    assert round_.groups["tokens", "prompt"][:, -1].tolist() == numbers
+    assert flat(round_.groups).tolist() == [plan[int(name[0])][int(name[2])] == "-" for name in names]
+    assert round_.response_tokens == 7 * (1 + refills) and round_.error_count == 2 * (1 + refills)
+    assert round_.seconds == {"time/generate_s": 1.0 * (1 + refills), "time/score_s": 0.5 * (1 + refills)}
+
+
+def test_without_a_limit_the_first_round_is_taken_as_it_is() -> None:
+    source: Any = Rounds(["---"])
+    round_, metrics = collect_with_signal(source, flat, 0)
+    assert round_.prompts == ["0.0", "0.1", "0.2"] and metrics == {}

@@ -1,0 +1,358 @@
+"""Staleness under random schedules, and the books: the real scheduler and ledger, a simulated clock."""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrl_grpo.inference.protocol import Completion
+from torchrl_grpo.rollout.groups import Group, Response
+from torchrl_grpo.rollout.workers.scheduler import Call, Errand, Scheduler, Weights
+from torchrl_grpo.rollout.workers.staleness import Ledger
+
+LENGTH = 4
+
+
+@dataclass
+class Plan:
+    """One schedule."""
+
+    seed: int
+    groups_per_round: int
+    max_age: int
+    rounds: int
+    steps_per_round: int
+    workers: int
+    slow_worker: float
+    trainer: float
+    death: float
+    drain: bool
+    give_back: bool
+    refill: float = 0.0
+
+
+@dataclass
+class Outcome:
+    """What a schedule led to."""
+
+    ledger: Ledger
+    ages: list[int] = field(default_factory=list)
+    trained: list[int] = field(default_factory=list)
+    deaths: int = 0
+    mixed: int = 0
+
+
+class Simulation:
+    """Workers, trainer and their delays; every event has a time drawn at random."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.random = random.Random(plan.seed)
+        self.ledger = Ledger(plan.groups_per_round, plan.max_age, plan.rounds, plan.steps_per_round)
+        self.scheduler = Scheduler(
+            self.ledger,
+            plan.workers,
+            2,
+            lambda number: ([number], number),
+            wait_for_running=plan.drain,
+            give_back=plan.give_back,
+        )
+        self.outcome = Outcome(self.ledger)
+        self.accepted: dict[int, Group] = {}
+        # What each worker really has: groups, and the version it samples with.
+        self.held: list[dict[int, Group]] = [{} for _ in range(plan.workers)]
+        self.version = [-1] * plan.workers
+        self.lives = [0] * plan.workers
+        self.events: list[tuple[float, int, object]] = []
+        self.count = 0
+        self.now = 0.0
+        self.step = 0
+        self.waiting = False
+
+    def later(self, delay: float, event: object) -> None:
+        self.count += 1
+        heapq.heappush(self.events, (self.now + delay, self.count, event))
+
+    def run(self) -> Outcome:
+        for number in range(self.plan.workers):
+            self.later(self.random.random(), ("start", number, self.lives[number]))
+        self.publish()
+        self.scheduler.runs_ahead = self.plan.max_age > 0
+        self.want()
+        while len(self.outcome.trained) < self.plan.rounds * self.plan.groups_per_round:
+            assert self.events, "a deadlock: nobody will ever do anything"
+            assert self.count < 50_000, "no progress"
+            self.now, _, event = heapq.heappop(self.events)
+            self.handle(*event)  # type: ignore[misc]
+            self.check_books()
+            self.hand_out()
+            self.dispatch()
+        return self.outcome
+
+    def dispatch(self) -> None:
+        for number in range(self.plan.workers):
+            call = self.scheduler.next_call(number)
+            if call is None:
+                continue
+            speed = self.plan.slow_worker if number == 0 else 1.0
+            if self.random.random() < self.plan.death:
+                self.later(self.random.random(), ("die", number, self.lives[number]))
+            else:
+                arguments = copy.deepcopy(call.arguments)
+                self.later(
+                    speed * self.random.random(), ("done", number, self.lives[number], call, arguments)
+                )
+
+    def handle(self, kind: str, number: int, life: int, *rest: object) -> None:
+        if kind == "trained":
+            self.step += self.plan.steps_per_round
+            self.publish()
+            self.want()
+            return
+        if kind == "flat":
+            self.ledger.reopen()
+            self.want()
+            return
+        if life != self.lives[number]:
+            return
+        if kind == "start":
+            self.scheduler.started(number)
+        elif kind == "die":
+            self.outcome.deaths += 1
+            self.lives[number] += 1
+            self.held[number] = {}
+            self.scheduler.lost(number)
+            self.later(self.random.random(), ("start", number, self.lives[number]))
+        else:
+            call, arguments = rest
+            self.done(number, call, arguments)  # type: ignore[arg-type]
+
+    def done(self, number: int, call: Call, arguments: tuple) -> None:
+        if call.method == "load":
+            cut = list(self.held[number].values()) if self.plan.give_back else []
+            if self.plan.give_back:
+                self.held[number] = {}
+            self.version[number] = call.arguments[1]
+            newest = self.scheduler.newest
+            # The simulated trainer never publishes while a load is under way unless it did so before.
+            weights = newest if newest is not None and newest.version == call.arguments[1] else None
+            self.scheduler.loaded(number, weights or Weights(-1, call.arguments[1], None), cut)
+            return
+        assert call.method == "work"
+        begun, dropped = arguments
+        self.held[number] |= {group.group_id: group for group in begun}
+        for gone in dropped:
+            self.held[number].pop(gone, None)
+        finished = [
+            group for group in self.held[number].values() if self.advance(group, self.version[number])
+        ]
+        for group in finished:
+            del self.held[number][group.group_id]
+        for group in self.scheduler.worked(number, finished):
+            oldest = group.oldest
+            assert oldest is not None
+            if group.group_id in self.ledger.running:
+                self.ledger.accept(group.group_id, oldest)
+                self.accepted[group.group_id] = group
+
+    def advance(self, group: Group, version: int) -> bool:
+        for response in group.responses:
+            more = self.random.randint(0, LENGTH - len(response.token_ids))
+            whole = len(response.token_ids) + more == LENGTH
+            response.extend(Completion([1] * more, [0.0] * more, "stop" if whole else "withdrawn"), version)
+        return group.whole
+
+    def publish(self) -> None:
+        newest = self.scheduler.newest
+        self.scheduler.publish(Weights(0 if newest is None else newest.number + 1, self.step, None))
+
+    def want(self) -> None:
+        self.waiting = self.scheduler.wanted = True
+
+    def hand_out(self) -> None:
+        if not self.waiting:
+            return
+        for number in self.scheduler.expire():
+            self.accepted.pop(number, None)
+        chosen = self.ledger.take()
+        if chosen is None:
+            return
+        groups = [self.accepted.pop(number) for number in chosen]
+        self.waiting = self.scheduler.wanted = False
+        if self.random.random() < self.plan.refill:
+            # Workers bring groups while the trainer looks for a signal in these.
+            self.later(self.plan.trainer * self.random.random(), ("flat", 0, 0))
+            return
+        for group in groups:
+            versions = [version for one in group.responses for version in one.versions]
+            assert group.whole and len(versions) == 2 * LENGTH
+            self.outcome.mixed += len(set(versions)) > 1
+            self.outcome.ages.append((self.step - min(versions)) // self.plan.steps_per_round)
+            self.outcome.trained.append(group.group_id)
+        if not self.plan.refill:
+            for number in self.scheduler.expire():
+                self.accepted.pop(number, None)
+        self.later(self.plan.trainer * self.random.random(), ("trained", 0, 0))
+
+    def check_books(self) -> None:
+        books = self.ledger
+        assert books.issued == books.trained + books.dropped_age + books.dropped_filter + books.left
+        assert set(books.accepted) == set(self.accepted)
+        assert books.left <= (books.max_age + 1) * books.groups_per_round
+
+
+plans = st.builds(
+    Plan,
+    seed=st.integers(0, 2**32),
+    groups_per_round=st.integers(1, 5),
+    max_age=st.integers(0, 4),
+    rounds=st.integers(1, 8),
+    steps_per_round=st.integers(1, 3),
+    workers=st.integers(1, 4),
+    slow_worker=st.sampled_from([1.0, 10.0, 100.0]),
+    trainer=st.sampled_from([0.01, 1.0, 10.0]),
+    death=st.sampled_from([0.0, 0.0, 0.05, 0.3]),
+    drain=st.booleans(),
+    give_back=st.booleans(),
+    refill=st.sampled_from([0.0, 0.3]),
+)
+
+
+@settings(max_examples=2000, deadline=None)
+@given(plans)
+def test_nothing_older_than_the_bound_is_trained_on_and_the_books_add_up(plan: Plan) -> None:
+    outcome = Simulation(plan).run()
+    assert max(outcome.ages) <= plan.max_age and min(outcome.ages) >= 0
+    assert len(set(outcome.trained)) == len(outcome.trained), "no group is trained on twice"
+    books = outcome.ledger
+    assert books.trained == plan.rounds * plan.groups_per_round
+    assert books.issued == books.trained + books.dropped_age + books.dropped_filter + books.left
+
+
+@pytest.mark.parametrize("drain", [True, False])
+@pytest.mark.parametrize("max_age", [0, 1, 2, 4, 8])
+def test_the_bound_is_reached(max_age: int, drain: bool) -> None:
+    plan = Plan(0, 4, max_age, 20, 1, 2, 1.0, 20.0, 0.0, drain, False)
+    outcome = Simulation(plan).run()
+    assert max(outcome.ages) == max_age, (
+        "workers that are faster than the trainer run ahead as far as they may"
+    )
+    assert outcome.ledger.dropped_age <= outcome.ledger.issued // 20, (
+        "with workers of one speed nearly every group is in time"
+    )
+    slow = Simulation(Plan(0, 4, max_age, 20, 1, 2, 1.0, 0.001, 0.0, drain, False)).run()
+    assert sum(slow.ages) <= sum(outcome.ages)
+
+
+def test_a_slow_worker_does_not_hold_up_the_others() -> None:
+    def duration(slow: float, max_age: int) -> float:
+        simulation = Simulation(Plan(3, 4, max_age, 12, 1, 4, slow, 0.1, 0.0, False, False))
+        simulation.run()
+        return simulation.now
+
+    # Three of four workers go on: a third longer, and not two hundred times.
+    assert duration(200.0, 2) < 4 * duration(1.0, 2)
+
+
+def test_cut_responses_go_on_with_the_tokens_they_have_on_any_worker() -> None:
+    outcomes = [Simulation(Plan(seed, 4, 3, 10, 1, 3, 3.0, 0.5, 0.1, True, True)).run() for seed in range(5)]
+    assert sum(outcome.mixed for outcome in outcomes) > 0 and sum(outcome.deaths for outcome in outcomes) > 0
+
+
+def scheduler_of(**changes: bool) -> Scheduler:
+    options = {"wait_for_running": True, "give_back": False, **changes}
+    scheduler = Scheduler(Ledger(2, 1, 5), 1, 2, lambda number: ([number], number), **options)
+    scheduler.started(0)
+    scheduler.publish(Weights(0, 0, "first"))
+    call = scheduler.next_call(0)
+    assert call == Call("load", ("first", 0, options["give_back"]))
+    assert scheduler.newest is not None
+    scheduler.loaded(0, scheduler.newest, [])
+    return scheduler
+
+
+def test_nothing_is_begun_before_it_may_and_each_worker_does_one_thing_at_a_time() -> None:
+    scheduler = scheduler_of()
+    assert scheduler.next_call(0) is None
+    scheduler.wanted = True
+    call = scheduler.next_call(0)
+    assert call is not None and [group.group_id for group in call.arguments[0]] == [0, 1]
+    assert scheduler.next_call(0) is None
+
+
+def test_draining_weights_wait_for_running_groups_and_errands_wait_for_weights() -> None:
+    scheduler = scheduler_of()
+    scheduler.runs_ahead = True
+    scheduler.next_call(0)
+    scheduler.publish(Weights(1, 1, "second"))
+    got: list[str] = []
+    scheduler.seats[0].errands.append(Errand("generate", ("prompts",), got.append))
+    assert scheduler.worked(0, []) == []
+    assert scheduler.next_call(0) == Call("work", ([], [])), "running groups go on, no new ones are begun"
+    running = list(scheduler.seats[0].running.values())
+    assert scheduler.worked(0, running) == running
+    assert scheduler.next_call(0) == Call("load", ("second", 1, False))
+    assert scheduler.newest is not None
+    scheduler.loaded(0, scheduler.newest, [])
+    assert scheduler.next_call(0) == Call("generate", ("prompts",))
+    scheduler.lost(0)
+    scheduler.started(0)
+    assert scheduler.next_call(0) == Call("load", ("second", 1, False)), "a new worker has no weights"
+    scheduler.loaded(0, scheduler.newest, [])
+    assert scheduler.next_call(0) == Call("generate", ("prompts",)), "and is asked again"
+    scheduler.ran_errand(0, "answer")
+    assert got == ["answer"]
+
+
+def test_weights_in_flight_come_at_once() -> None:
+    scheduler = scheduler_of(wait_for_running=False)
+    scheduler.wanted = True
+    scheduler.next_call(0)
+    scheduler.publish(Weights(1, 1, "second"))
+    scheduler.worked(0, [])
+    assert scheduler.next_call(0) == Call("load", ("second", 1, False))
+
+
+def test_a_resumed_ledger_goes_on_with_the_same_books() -> None:
+    ledger = Ledger(2, 1, 5)
+    for number in range(4):
+        assert ledger.issue() == number
+        ledger.start(number, 0)
+    for number in range(3):
+        ledger.accept(number, 0)
+    assert ledger.take() == [0, 1] and ledger.take() is None
+    again = Ledger(2, 1, 5)
+    again.load_state_dict(ledger.state_dict())
+    assert again.figures() == ledger.figures() and again.running == {3: None} and again.accepted == {2: 0}
+    assert ledger.room(0) == 2 * 2 - 2 - 2 and ledger.room(1) == 2
+
+
+def test_what_comes_while_a_round_may_be_reopened_is_kept_for_it() -> None:
+    ledger = Ledger(1, 0, 5)
+    for number in range(2):
+        ledger.issue()
+        ledger.start(number, 0)
+    ledger.accept(0, 0)
+    assert ledger.take() == [0]
+    # Too old for the next round, but not for the one that is taken again.
+    ledger.accept(1, 0)
+    ledger.reopen()
+    assert ledger.expire() == [] and ledger.take() == [1]
+    assert ledger.figures() == {"issued": 2, "trained": 1, "dropped_age": 0, "dropped_filter": 1, "left": 0}
+
+
+def test_a_response_knows_the_version_behind_each_of_its_tokens() -> None:
+    response = Response()
+    response.extend(Completion([1, 2], [-0.1, -0.2], "withdrawn"), 3)
+    response.extend(Completion([], [], "withdrawn"), 4)
+    response.extend(Completion([5], [-0.3], "stop"), 6)
+    group = Group(0, [9], 0, [response, Response()])
+    assert response.versions == [3, 3, 6] and response.finish_reason == "stop"
+    assert group.oldest == 3 and not group.whole and group.tokens == 3
+    assert Group.from_state_dict(group.state_dict()) == group

@@ -1,0 +1,352 @@
+"""What the command line does with a right configuration: folders, sweeps, resumption, failing runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from cli_calls import BEHAVE, ROOT, SEEN, call, mistake, set_up, snapshot, write_run
+
+from torchrl_grpo.checkpoints import checkpoint
+from torchrl_grpo.checkpoints import run_dir as run_folder
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.errors import CheckpointError, ConfigError, DataError
+from torchrl_grpo.planning.preflight import with_proximal
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return set_up(tmp_path, monkeypatch)
+
+
+# Runs and their folders
+
+
+def test_run_gets_its_configuration_and_a_folder_of_the_day(workplace: Path) -> None:
+    assert call("optimizer.lr=2e-5", "--config-name", "grpo_ifeval", "reward.weights.format=0.5") == 0
+    ((cfg, run_dir),) = SEEN
+    assert cfg.optimizer.lr == 2e-5 and cfg.env.dataset == "ifeval"
+    assert cfg.reward.weights == {"format": 0.5}
+    relative = run_dir.relative_to(workplace)
+    assert re.fullmatch(r"outputs/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", str(relative))
+    assert {path.name for path in (run_dir / ".hydra").iterdir()} == {
+        "config.yaml",
+        "hydra.yaml",
+        "overrides.yaml",
+    }
+    assert Path.cwd() == workplace
+
+
+def test_runs_of_the_same_second_do_not_share_a_folder(workplace: Path) -> None:
+    wanted = workplace / "outputs" / "day" / "12-00-00"
+    folders = [run_folder.new_folder(wanted) for _ in range(3)]
+    assert [folder.name for folder in folders] == ["12-00-00", "12-00-00-1", "12-00-00-2"]
+
+
+def test_chosen_folder_is_used_once(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    BEHAVE["do"] = lambda cfg, run_dir: write_run(run_dir, 1)
+    assert call("hydra.run.dir=here") == 0
+    assert SEEN.pop()[1] == workplace / "here"
+    before = snapshot(workplace)
+    assert "holds an earlier run" in mistake(capsys, "hydra.run.dir=here")
+    assert snapshot(workplace) == before
+
+
+def test_file_is_no_run_folder(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workplace / "file").write_text("")
+    assert "is a file" in mistake(capsys, "hydra.run.dir=file")
+
+
+def test_users_mistake_inside_a_run(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(cfg: Config, run_dir: Path) -> None:
+        raise DataError("gsm8k: row 17 has no '####'; write '#### N' at its end instead")
+
+    BEHAVE["do"] = fail
+    assert call() == 2
+    error = capsys.readouterr().err
+    assert error == "error: gsm8k: row 17 has no '####'; write '#### N' at its end instead\n"
+    assert not SEEN[0][1].exists(), "a folder in which nothing happened is taken away"
+
+
+def test_results_stay_when_a_run_stops_on_a_mistake(workplace: Path) -> None:
+    def fail(cfg: Config, run_dir: Path) -> None:
+        (run_dir / "metrics.jsonl").write_text("1")
+        raise DataError("late")
+
+    BEHAVE["do"] = fail
+    assert call() == 2
+    assert (SEEN[0][1] / "metrics.jsonl").read_text() == "1"
+
+
+def test_defect_keeps_its_exception(workplace: Path) -> None:
+    def fail(cfg: Config, run_dir: Path) -> None:
+        raise RuntimeError("a defect")
+
+    BEHAVE["do"] = fail
+    with pytest.raises(RuntimeError, match="a defect"):
+        call()
+    assert SEEN[0][1].exists()
+    assert "HYDRA_FULL_ERROR" not in os.environ and sys.argv == ["grpo.py"]
+
+
+def test_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
+    def stop(cfg: Config, run_dir: Path) -> None:
+        raise KeyboardInterrupt
+
+    BEHAVE["do"] = stop
+    assert call() == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_sweep_runs_every_combination(workplace: Path) -> None:
+    assert call("--multirun", "optimizer.lr=1e-4,1e-5", "policy.kl_coef=0.01,0.1") == 0
+    assert [(cfg.optimizer.lr, cfg.policy.kl_coef) for cfg, _ in SEEN] == [
+        (1e-4, 0.01),
+        (1e-4, 0.1),
+        (1e-5, 0.01),
+        (1e-5, 0.1),
+    ]
+    assert [run_dir.name for _, run_dir in SEEN] == ["0", "1", "2", "3"]
+    assert re.fullmatch(
+        r"multirun/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", str(SEEN[0][1].parent.relative_to(workplace))
+    )
+
+
+def test_sweep_over_a_free_form_key_and_a_group(workplace: Path) -> None:
+    assert call("-m", "reward.weights.format=0.1,0.2", "env=gsm8k,math") == 0
+    assert [(cfg.reward.weights["format"], cfg.env.dataset) for cfg, _ in SEEN] == [
+        (0.1, "gsm8k"),
+        (0.1, "math"),
+        (0.2, "gsm8k"),
+        (0.2, "math"),
+    ]
+
+
+def test_sweep_goes_on_after_a_job_that_fails(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(cfg: Config, run_dir: Path) -> None:
+        if cfg.optimizer.lr == 1e-4:
+            raise DataError("bad rows")
+
+    BEHAVE["do"] = fail
+    assert call("--multirun", "optimizer.lr=1e-4,1e-5") == 2
+    assert len(SEEN) == 2
+    assert capsys.readouterr().err.count("error: job 0 (optimizer.lr=0.0001): bad rows\n") == 1
+
+
+# Resuming
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["resume=auto"],
+        ["resume=auto", "hydra.run.dir=outputs/day/10-00-00"],
+        ["resume=outputs/day/10-00-00"],
+        ["resume=outputs/day/10-00-00/"],
+        ["resume=outputs/day/10-00-00/checkpoints"],
+        ["resume=outputs/day/10-00-00/checkpoints/4"],
+        ["resume=outputs/day/10-00-00", "hydra.run.dir=outputs/day/10-00-00"],
+    ],
+)
+def test_resumed_run_goes_on_in_its_folder(workplace: Path, words: list[str]) -> None:
+    folder = write_run(workplace / "outputs" / "day" / "10-00-00", 4, 12)
+    write_run(workplace / "outputs" / "day" / "11-00-00")  # newer, but without a checkpoint
+    (folder / ".hydra").mkdir()
+    (folder / ".hydra" / "config.yaml").write_text("as it was")
+    for number in (1, 2):
+        assert call(*words) == 0
+        assert (folder / ".hydra" / f"resume-{number}" / "overrides.yaml").is_file()
+    assert [run_dir for _, run_dir in SEEN] == [folder, folder]
+    assert SEEN[0][0].resume == words[0].split("=")[1]
+    assert (folder / ".hydra" / "config.yaml").read_text() == "as it was"
+
+
+def test_resume_auto_takes_the_checkpoint_written_last(workplace: Path) -> None:
+    old = write_run(workplace / "outputs" / "day" / "10-00-00", 4)
+    write_run(workplace / "outputs" / "day" / "11-00-00", 1)
+    later = 2_000_000_000
+    os.utime(old / "checkpoints" / "4" / "manifest.json", (later, later))
+    assert run_folder.folder_to_resume("auto", None, workplace / "outputs") == old
+
+
+def test_resume_ignores_what_is_no_complete_checkpoint(workplace: Path) -> None:
+    folder = workplace / "run"
+    (folder / "checkpoints" / "7").mkdir(parents=True)
+    partial = folder / "checkpoints" / "9.partial"
+    partial.mkdir()
+    (partial / "manifest.json").write_text("{}")
+    for given in ("run", "run/checkpoints", "run/checkpoints/7", "run/checkpoints/9.partial"):
+        with pytest.raises(CheckpointError, match="no complete checkpoint"):
+            run_folder.folder_to_resume(given, None)
+    write_run(folder, 3)
+    assert run_folder.folder_to_resume("run", None) == Path("run")
+    with pytest.raises(CheckpointError, match="checkpoints/7"):
+        run_folder.folder_to_resume("run/checkpoints/7", None)
+
+
+def test_resume_and_another_folder_disagree(workplace: Path) -> None:
+    write_run(workplace / "run", 3)
+    with pytest.raises(ConfigError, match=r"hydra\.run\.dir=other"):
+        run_folder.folder_to_resume("run", Path("other"))
+
+
+def test_folder_with_a_difficult_name(workplace: Path) -> None:
+    name = "it's a run, really=[1] (2)"
+    write_run(workplace / name, 3)
+    quoted = name.replace("'", "\\'")
+    assert call(f"resume='{quoted}'") == 0
+    assert SEEN[0][1] == workplace / name
+
+
+def test_resumed_run_that_cannot_start_is_left_as_it_was(workplace: Path) -> None:
+    def fail(cfg: Config, run_dir: Path) -> None:
+        with run_folder.claimed(run_dir):
+            raise CheckpointError("env.num_envs was 8; write env.num_envs=8 instead")
+
+    BEHAVE["do"] = fail
+    folder = write_run(workplace / "run", 3)
+    (folder / ".hydra").mkdir()
+    (folder / "grpo.log").write_text("so far\n")
+    before = snapshot(workplace)
+    assert call("resume=run", "env.num_envs=4") == 2
+    # A folder that was copied without it has none at first.
+    assert SEEN and snapshot(workplace) == {**before, "run/.lock": ""}
+
+
+def test_record_of_a_resumption_stays_once_it_has_done_something(workplace: Path) -> None:
+    def fail(cfg: Config, run_dir: Path) -> None:
+        (run_dir / "metrics.jsonl").write_text("more than before")
+        raise DataError("late")
+
+    BEHAVE["do"] = fail
+    folder = write_run(workplace / "run", 3)
+    assert call("resume=run") == 2
+    assert (folder / ".hydra" / "resume-1" / "config.yaml").is_file()
+
+
+def started(folder: Path, *words: str, asynchronous: bool = False) -> Config:
+    """Start a run in ``folder`` that writes one checkpoint, after 4 steps."""
+
+    def save(cfg: Config, run_dir: Path) -> None:
+        # As the run would: in its checkpoints what was automatic has been decided.
+        checkpoint.save(run_dir, 4, with_proximal(cfg, asynchronous), lambda where: None, {}, 1)
+
+    BEHAVE["do"] = save
+    assert call(f"hydra.run.dir={folder.name}", *words, asynchronous=asynchronous) == 0
+    ((cfg, _),) = SEEN
+    SEEN.clear()
+    return cfg
+
+
+def test_a_run_that_was_started_otherwise_is_named_with_its_words(workplace: Path) -> None:
+    folder = workplace / "run"
+    cfg = started(
+        folder, "--config-name", "grpo_ifeval", "env.system_prompt='Be brief.'", "optimizer.lr=2e-5"
+    )
+    words = """grpo.py --config-name=grpo_ifeval 'env.system_prompt='"'"'Be brief.'"'"'' optimizer.lr=2e-5"""
+    assert run_folder.words_of(folder) == words
+    assert checkpoint.how_to_continue(folder).endswith(f"the run was started with: {words}")
+    cfg.optimizer.lr = 1e-5
+    with pytest.raises(
+        CheckpointError, match=r"was started with optimizer\.lr=2e-05 \(its words were"
+    ) as raised:
+        checkpoint.check_same_run(folder / "checkpoints" / "4", cfg)
+    assert f"(its words were {words})" in str(raised.value)
+
+
+def test_the_folder_of_further_configurations_belongs_to_the_words(workplace: Path) -> None:
+    (workplace / "mine").mkdir()
+    (workplace / "mine" / "my_run.yaml").write_text("defaults: [grpo_gsm8k, _self_]\noptimizer: {lr: 3e-5}\n")
+    assert started(workplace / "run", "--config-dir=mine", "--config-name=my_run").optimizer.lr == 3e-5
+    words = f"grpo.py --config-name=my_run --config-dir={workplace / 'mine'}"
+    assert run_folder.words_of(workplace / "run") == words
+
+
+def test_another_tree_of_configurations_and_words_for_hydra_belong_to_the_words(workplace: Path) -> None:
+    shutil.copytree(ROOT / "config", workplace / "mine")
+    more = ("--config-path=mine", "hydra.verbose=true", "optimizer.lr=3e-5")
+    assert started(workplace / "run", *more).optimizer.lr == 3e-5
+    words = f"grpo.py --config-name=grpo_gsm8k --config-path={workplace / 'mine'} hydra.verbose=true"
+    assert run_folder.words_of(workplace / "run") == f"{words} optimizer.lr=3e-5"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("overrides.yaml", b""),
+        ("overrides.yaml", b"[a=1"),
+        ("overrides.yaml", "- env.system_prompt=à".encode()[:-1]),
+        ("hydra.yaml", b"hydra: {job: {}}"),
+        ("hydra.yaml", b"x"),
+    ],
+)
+def test_a_run_whose_words_were_lost_is_resumed_all_the_same(workplace: Path, name: str, text: bytes) -> None:
+    folder = workplace / "run"
+    started(folder)
+    assert run_folder.words_of(folder) == "grpo.py --config-name=grpo_gsm8k"
+    (folder / ".hydra" / name).write_bytes(text)
+    assert run_folder.words_of(folder) == run_folder.words_of(workplace / "nowhere") == ""
+    assert checkpoint.how_to_continue(folder).endswith("with the words that the run was started with")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_dry_run_says_what_would_be_resumed(
+    workplace: Path, capsys: pytest.CaptureFixture[str], asynchronous: bool
+) -> None:
+    def dry_run(*words: str, asynchronous: bool = asynchronous) -> int:
+        return call(*words, "dry_run=true", asynchronous=asynchronous)
+
+    started(workplace / "run", "optimizer.lr=2e-5", asynchronous=asynchronous)
+    before = sorted(workplace.rglob("*"))
+    assert dry_run("resume=run", "optimizer.lr=2e-5") == 0
+    assert capsys.readouterr().out.startswith("resumes run after step 4\n")
+    assert dry_run("resume=run") == 2
+    assert "optimizer.lr=1e-05: the run in run" in capsys.readouterr().err
+    assert dry_run("resume=run", "optimizer.lr=2e-5", asynchronous=not asynchronous) == 2
+    assert "policy.proximal=" in capsys.readouterr().err
+    assert dry_run("resume=elsewhere") == 2
+    assert "resume=elsewhere: no complete checkpoint" in capsys.readouterr().err
+    assert SEEN == [] and sorted(workplace.rglob("*")) == before
+    (workplace / "run" / "summary.json").write_text('{"steps": 4}')
+    assert dry_run("resume=run", "optimizer.lr=2e-5") == 0
+    assert capsys.readouterr().out.startswith("resumes run after step 4, where it has ended: nothing is")
+
+
+def test_a_glob_sweeps_over_the_files_of_a_group(workplace: Path) -> None:
+    assert call("--multirun", "policy=glob(*)", "optimizer.lr=1e-4") == 0
+    assert len(SEEN) == len(list((ROOT / "config" / "policy").glob("*.yaml")))
+    assert len({(cfg.policy.surrogate, cfg.policy.advantage_estimator) for cfg, _ in SEEN}) > 3
+    SEEN.clear()
+    assert call("--multirun", "policy=glob(*,exclude=[maxent,s*])") == 0
+    assert "maxent" not in {cfg.policy.advantage_estimator for cfg, _ in SEEN}
+
+
+def test_dry_run_says_how_long_a_run_in_epochs_is(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f'{{"question": "What is {n} + {n}?", "answer": {2 * n}}}' for n in range(30)]
+    (workplace / "sums.jsonl").write_text("\n".join(rows))
+    words = ["env=jsonl", "env.data_path=sums.jsonl", "eval.num_problems=5", "train.optim_batch_size=8"]
+    words += ["train.total_dialog_turns=null", "train.num_epochs=2", "dry_run=true"]
+    assert call(*words, "env.num_envs=4") == 0
+    said = "length: 13 rounds of 4 problems x 8 samples, 52 optimiser steps, 2.08 times 25 problems\n"
+    assert capsys.readouterr().out.endswith(said)
+
+
+def test_dry_run_reads_sizes_alone_of_a_checkpoint(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(workplace / "run")
+    (one,) = (workplace / "run" / "checkpoints" / "4").glob("trainer*")
+    size = one.stat().st_size
+    one.write_bytes(bytes(size))
+    assert call("resume=run", "dry_run=true") == 0
+    assert checkpoint.damage(one.parent, contents=False) is None
+    assert "checksum" in str(checkpoint.damage(one.parent))
+    one.write_bytes(bytes(size - 1))
+    assert call("resume=run", "dry_run=true") == 2
+    assert "no undamaged checkpoint" in capsys.readouterr().err

@@ -1,0 +1,137 @@
+"""grpo.py with workers for engines: the run that it is with one engine in its own process, line by line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_pool import LocalPool, collect_locally
+from tiny_runs import Runner, config, train  # noqa: F401  fixtures
+
+from torchrl_grpo.errors import CheckpointError, WorkersLost
+from torchrl_grpo.rollout import build
+from torchrl_grpo.tools.verify_resume import read, unmeasured
+from torchrl_grpo.training.job import run_async
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[LocalPool]:
+    """Workers are threads; what was started."""
+    found: list[LocalPool] = []
+    monkeypatch.setattr(build, "ray_workers", collect_locally(found))
+    return found
+
+
+def comparable(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in unmeasured(line).items() if not key.startswith("workers/")}
+        for line in lines
+    ]
+
+
+def sampled(folder: Path) -> list[str]:
+    return [row["response"] for row in read(folder / "rollouts.jsonl")]
+
+
+# With an address of a cluster engines are workers; here they are threads all the same.
+ONE_WORKER = {"ray__address": "auto"}
+SETTINGS = [
+    {},
+    {"train__optim_batch_size": 4, "train__epochs": 2, "train__total_dialog_turns": 32},
+    {"policy__constant_groups": "refill", "policy__max_refills": 9},
+    {"policy__kl_coef": 0.1, "eval__pass_at_k": 2},
+]
+NAMES = ["plain", "several steps a round", "refilled", "reference"]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=NAMES)
+def test_workers_in_turn_are_one_engine_line_by_line(
+    train: Runner, tmp_path: Path, pools: list[LocalPool], settings: dict[str, Any]
+) -> None:
+    one = train("one", **settings)
+    assert not pools
+    other = train("worker", **ONE_WORKER)
+    assert pools[-1].calls and pools[-1].closed
+    assert comparable(other) == comparable(one)
+    assert sampled(tmp_path / "worker") == sampled(tmp_path / "one")
+
+
+@pytest.mark.float32
+def test_two_workers_in_turn_sample_what_one_engine_samples(
+    train: Runner, tmp_path: Path, pools: list[LocalPool]
+) -> None:
+    one = train("one")
+    # Rounding depends on the batch, and theirs are smaller.
+    two = train("two", inference_model__num_devices=2)
+    assert sampled(tmp_path / "two") == sampled(tmp_path / "one")
+    assert [line["loss/total"] for line in two[1:]] == pytest.approx(
+        [line["loss/total"] for line in one[1:]], abs=1e-4
+    )
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=NAMES)
+@pytest.mark.parametrize("moves_out", [True, False])
+def test_a_run_goes_on_with_its_engine_in_another_process(
+    train: Runner,
+    config: Any,
+    tmp_path: Path,
+    pools: list[LocalPool],
+    settings: dict[str, Any],
+    moves_out: bool,
+) -> None:
+    whole = train("whole", **settings)
+    here: dict[str, Any] = {"ray__address": None}
+    before, after = (here, ONE_WORKER) if moves_out else (ONE_WORKER, here)
+    train("run", train__checkpoint_frequency=2, checkpoint__keep=99, **before)
+    kept = tmp_path / "run/checkpoints/2"
+    resumed = train("run", resume=str(kept), **after)
+    assert comparable(resumed) == comparable(whole)
+    books = json.loads((tmp_path / "run/summary.json").read_text())
+    assert books["steps"] == len(whole) - 1
+
+
+def test_a_run_that_ran_ahead_does_not_go_on_in_turn(
+    train: Runner, config: Any, tmp_path: Path, pools: list[LocalPool]
+) -> None:
+    config.collector.max_policy_age, config.train.checkpoint_frequency, config.checkpoint.keep = 1, 2, 99
+    config.policy.proximal = "engine"
+    run_async(config, tmp_path / "run")
+    for settings in ({}, ONE_WORKER):
+        with pytest.raises(CheckpointError, match=r"grpo-async\.py"):
+            train("run", resume=str(tmp_path / "run/checkpoints/2"), **settings)
+
+
+def test_a_run_that_was_in_turn_does_not_begin_to_run_ahead(
+    train: Runner, config: Any, tmp_path: Path, pools: list[LocalPool]
+) -> None:
+    config.policy.proximal = "engine"
+    train("run", train__checkpoint_frequency=2, checkpoint__keep=99, **ONE_WORKER)
+    config.resume, config.collector.max_policy_age = str(tmp_path / "run/checkpoints/2"), 1
+    with pytest.raises(CheckpointError, match=r"started with grpo\.py"):
+        run_async(config, tmp_path / "run")
+
+
+@pytest.mark.float32
+@pytest.mark.parametrize("last", [1, 2, 3])
+def test_what_dead_workers_had_begun_is_begun_anew_by_one_engine(
+    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    train("whole", eval__num_problems=0)
+    worked: list[int] = []
+
+    def dies(number: int, method: str, count: int) -> None:
+        if method == "work" and number == 1:
+            worked.append(count)
+            if len(worked) > last:
+                # The other worker's share of the round is there by then, or is not.
+                raise RuntimeError("device lost")
+
+    monkeypatch.setattr(build, "ray_workers", collect_locally([], fault=dies))
+    with pytest.raises(WorkersLost, match="device lost"):
+        train("run", collector__max_restarts=0, inference_model__num_devices=2)
+    steps = sorted(int(path.name) for path in (tmp_path / "run/checkpoints").iterdir())
+    assert steps[-1] == last
+    train("run", resume="auto", inference_model__num_devices=1)
+    assert sampled(tmp_path / "run") == sampled(tmp_path / "whole")

@@ -1,0 +1,193 @@
+"""The commands a user runs, with the real vLLM and the real SmolLM2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# A run here starts vLLM up to three times, which on a busy machine takes minutes each.
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+SMALL = (
+    "model.name=smollm2-135m",
+    "env.num_envs=2",
+    "env.repeats=4",
+    "train.total_dialog_turns=24",
+    "inference_model.max_model_len=512",
+    "inference_model.max_new_tokens=24",
+    "eval.num_problems=4",
+    "eval.frequency=2",
+    "train.checkpoint_frequency=2",
+)
+
+# What engine and trainer may differ by in nats, on average.
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}
+BFLOAT16_ROUNDING = ROUNDING["bfloat16"]
+BFLOAT16 = ("inference_model.dtype=bfloat16", "train_model.autocast=bf16")
+
+
+def grpo(repo_root: Path, cwd: Path, *words: str, code: int = 0) -> str:
+    """Run grpo.py in ``cwd`` and return everything it printed."""
+    command = [sys.executable, str(repo_root / "sota-implementations/grpo/grpo.py"), *words]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def relative_to(folder: Path, target: Path) -> str:
+    return os.path.relpath(target, folder)
+
+
+@pytest.mark.usefixtures("smollm2_dir")
+def test_gsm8k_trains_evaluates_saves_and_loads(
+    repo_root: Path, shared_data: Path | None, tmp_path: Path
+) -> None:
+    data = shared_data / "gsm8k" if shared_data is not None else write_gsm8k(tmp_path / "gsm8k")
+    # Another directory than the checkout, and a path relative to it.
+    printed = grpo(
+        repo_root,
+        tmp_path,
+        *SMALL,
+        f"env.data_path={relative_to(tmp_path, data)}",
+        "hydra.run.dir=run",
+        "logging.backends=[csv,tensorboard]",
+        "reward.weights={gsm8k: 1.0, format: 0.1, math_verify: 0.5}",
+        # As on every GPU, with a rate that moves weights far from those that bfloat16 was made of.
+        *BFLOAT16,
+        "optimizer.lr=1e-4",
+    )
+    assert "272 tensors in the engine equal the trainer's in bfloat16" in printed
+    run = tmp_path / "run"
+    metrics = lines(run / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3]
+    assert {"eval/strict", "eval/flexible", "eval/accuracy_low"} <= metrics[0].keys()
+    assert all(line["publish/logprob_diff_mean"] < BFLOAT16_ROUNDING for line in metrics[1:])
+    assert all(line["optimizer/grad_norm"] is not None for line in metrics[1:])
+    rollouts = lines(run / "rollouts.jsonl")
+    assert len(rollouts) == 24
+    assert {"gsm8k", "format", "math_verify"} <= rollouts[0]["rewards"].keys()
+    assert all(len(row["response"]) > 0 and row["prompt"].endswith("assistant\n") for row in rollouts)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 3 and summary["peak_memory_gib"] < 10
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert "held-out accuracy" in printed and str(run) in printed
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(run / "checkpoints/3/model")
+    tokenizer = AutoTokenizer.from_pretrained(run / "checkpoints/3/model")
+    assert model.config.vocab_size == 49152 and tokenizer.chat_template
+
+
+@pytest.mark.usefixtures("smollm2_dir")
+def test_vllm_generates_for_two_training_ranks(repo_root: Path, tmp_path: Path) -> None:
+    words = ("train_model.num_devices=2", "train.total_dialog_turns=16", "eval.frequency=0")
+    config = ("--config-name=grpo_quickstart", *SMALL, *BFLOAT16)
+    printed = grpo(repo_root, tmp_path, *config, *words, "hydra.run.dir=run")
+    assert "one worker, a process of its own" in printed
+    metrics = lines(tmp_path / "run/metrics.jsonl")
+    assert [line["step"] for line in metrics] == [0, 1, 2]
+    mean = "publish/logprob_diff_mean"
+    assert all(line[mean] < BFLOAT16_ROUNDING and line["policy/age_max"] == 0 for line in metrics[1:])
+    assert all(line["policy/log_prob_gap"] < BFLOAT16_ROUNDING for line in metrics[1:])
+
+
+@pytest.mark.usefixtures("smollm2_dir")
+def test_ifeval_trains_on_composed_prompts_in_a_sweep_of_two(
+    repo_root: Path, shared_data: Path | None, tmp_path: Path, number_format: str, format_words: list[str]
+) -> None:
+    source = (
+        shared_data / "ifeval" / "input_data.jsonl" if shared_data is not None else write_ifeval(tmp_path)
+    )
+    grpo(
+        repo_root,
+        tmp_path,
+        "--config-name=grpo_ifeval",
+        "--multirun",
+        *SMALL,
+        *format_words,
+        "train.checkpoint_frequency=0",
+        f"env.data_path={relative_to(tmp_path, source)}",
+        "env.task_size=64",
+        "hydra.sweep.dir=sweep",
+        "train.total_dialog_turns=24",
+        "optimizer.lr=1e-5,1e-6",
+        "policy.kl_coef=0.01",
+    )
+    for job, lr in (("0", 1e-5), ("1", 1e-6)):
+        run = tmp_path / "sweep" / job
+        metrics = lines(run / "metrics.jsonl")
+        assert [line["step"] for line in metrics] == [0, 1, 2, 3]
+        assert metrics[1]["optimizer/lr"] == lr
+        # The reference is the starting point: nothing at first, something after an update.
+        assert metrics[1]["kl/reference"] == pytest.approx(0.0, abs=ROUNDING[number_format] / 10)
+        assert metrics[3]["kl/reference"] > 0
+        assert {"eval/prompt_strict", "eval/prompt_loose", "eval/instruction_strict"} <= metrics[3].keys()
+        rewards = [row["reward"] for row in lines(run / "rollouts.jsonl")]
+        assert len(rewards) == 24 and len(set(rewards)) > 1
+    # The second job starts where the first one started, not where it ended.
+    first, second = (lines(tmp_path / "sweep" / job / "metrics.jsonl")[0] for job in "01")
+    assert {k: v for k, v in first.items() if k.startswith("eval/")} == {
+        k: v for k, v in second.items() if k.startswith("eval/")
+    }
+
+
+@pytest.mark.usefixtures("smollm2_dir")
+def test_a_run_killed_inside_a_checkpoint_resumes_as_if_uninterrupted_on_vllm(
+    tmp_path: Path, format_words: list[str]
+) -> None:
+    assert verify_resume(tmp_path, "--kills", "1", "train.total_dialog_turns=64", *format_words) == 0
+
+
+def test_runs_killed_at_random_moments_resume_as_if_uninterrupted_on_transformers(
+    tiny_model_dir: Path, tmp_path: Path, format_words: list[str]
+) -> None:
+    words = ("inference_model.backend=transformers", f"model.name={tiny_model_dir}", "train.epochs=2")
+    words += tuple(format_words)
+    assert verify_resume(tmp_path, "--kills", "2", "--seed", "3", *words) == 0
+
+
+def verify_resume(folder: Path, *words: str) -> int:
+    command = [sys.executable, "-m", "torchrl_grpo.tools.verify_resume", "--folder", str(folder), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+    print(done.stdout + done.stderr)
+    return done.returncode
+
+
+def write_gsm8k(folder: Path) -> Path:
+    folder.mkdir()
+    for split in ("train", "test"):
+        rows = [
+            {
+                "question": f"Tom has {n} apples and buys {k} more ({split}). How many has he?",
+                "answer": f"#### {n + k}",
+            }
+            for n in range(2, 6)
+            for k in range(3, 7)
+        ]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def write_ifeval(folder: Path) -> Path:
+    rows = [
+        {
+            "key": key,
+            "prompt": f"Write about topic {key} in at least {10 + key} words, without commas.",
+            "instruction_id_list": ["length_constraints:number_words", "punctuation:no_comma"],
+            "kwargs": [{"relation": "at least", "num_words": 10 + key}, {}],
+        }
+        for key in range(8)
+    ]
+    path = folder / "ifeval.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -1,0 +1,94 @@
+"""When an interrupt is raised: at once, before the next step, or after what the ranks do together."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from torchrl_grpo.runtime.interrupts import held, remembered
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_is_raised_at_once_and_again_where_it_got_lost() -> None:
+    with remembered() as check:
+        check()
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+        # The library that swallowed it.
+        with pytest.raises(KeyboardInterrupt):
+            check()
+
+
+def test_a_held_interrupt_comes_after_what_is_held(capfd: pytest.CaptureFixture[str]) -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), held():
+        interrupt()
+        done.append("the rest")
+    assert done == ["the rest"]
+    assert "interrupt again to end now" in capfd.readouterr().err
+
+
+def test_a_second_interrupt_is_not_held() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), held():
+        interrupt()
+        interrupt()
+        done.append("the rest")
+    assert done == []
+
+
+def test_an_error_inside_is_what_is_raised() -> None:
+    with pytest.raises(RuntimeError, match="its own"), held():
+        interrupt()
+        raise RuntimeError("its own")
+
+
+@pytest.mark.parametrize("ending", ["none", "interrupt", "error"])
+def test_handlers_are_put_back(ending: str) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with remembered() as check:
+        try:
+            with held():
+                if ending == "interrupt":
+                    interrupt()
+                if ending == "error":
+                    raise RuntimeError
+        except (KeyboardInterrupt, RuntimeError):
+            assert ending != "none"
+        if ending == "interrupt":
+            # What was held counts as an interrupt that came.
+            with pytest.raises(KeyboardInterrupt):
+                check()
+        else:
+            check()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_ignored_interrupt_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with remembered() as check, held():
+            interrupt()
+        check()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_change_no_handler() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    found = []
+
+    def work() -> None:
+        with remembered(), held():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [before]

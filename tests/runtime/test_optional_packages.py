@@ -1,0 +1,80 @@
+"""Packages that are installed and not used do not speak, and a launcher that starts too few is spoken of."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.distributed import launch
+from torchrl_grpo.runtime.optional_packages import quieten_unused
+
+DEEPSPEED, BITSANDBYTES = "DeepSpeed", "bitsandbytes.backends.cpu.ops"
+
+
+def heard(name: str, level: int) -> bool:
+    """Whether a record of that level is passed on by a package's logger."""
+    logger = logging.getLogger(name)
+    record = logging.LogRecord(name, level, __file__, 1, "text", None, None)
+    return logger.isEnabledFor(level) and bool(logger.filter(record))
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> object:
+    yield
+    logging.getLogger("bitsandbytes").setLevel(logging.NOTSET)
+    for one in list(logging.getLogger(DEEPSPEED).filters):
+        logging.getLogger(DEEPSPEED).removeFilter(one)
+
+
+def test_only_who_is_used_may_warn() -> None:
+    cfg = Config()
+    quieten_unused(cfg)
+    assert not heard(DEEPSPEED, logging.WARNING) and not heard(BITSANDBYTES, logging.WARNING)
+    assert heard(DEEPSPEED, logging.ERROR) and heard(BITSANDBYTES, logging.ERROR)
+    cfg.train_model.parallelism, cfg.train_model.quantization = "deepspeed_zero2", "nf4"
+    quieten_unused(cfg)
+    assert heard(DEEPSPEED, logging.WARNING) and heard(BITSANDBYTES, logging.WARNING)
+    quieten_unused(None)
+    assert not heard(DEEPSPEED, logging.WARNING) and not heard(BITSANDBYTES, logging.WARNING)
+
+
+@pytest.mark.slow
+def test_deepspeed_is_imported_without_a_word() -> None:
+    pytest.importorskip("deepspeed")
+    code = (
+        "from torchrl_grpo.config.schema import Config\n"
+        "from torchrl_grpo.runtime.optional_packages import quieten_unused\n"
+        "quieten_unused(Config())\n"
+        "import deepspeed, logging; assert logging.getLogger('DeepSpeed').handlers"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "WARNING" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        ("python accelerate launch --num_processes 2 grpo.py", 2),
+        ("accelerate launch --num-processes=3 grpo.py", 3),
+        ("accelerate launch --num_processes 1 grpo.py", 1),
+        ("accelerate launch grpo.py", 1),
+        ("accelerate launch grpo.py --num_processes", 1),
+        ("", 1),
+    ],
+)
+def test_a_launcher_that_started_too_few_is_spoken_of(
+    words: str, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_words_of_parent", words.split)
+    assert launch.left_alone() is None, "no launcher"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    said = launch.left_alone()
+    assert (said is None) == (asked == 1)
+    if said is not None:
+        assert f"asked for {asked} processes" in said and f"train_model.num_devices={asked}" in said
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert launch.left_alone() is None

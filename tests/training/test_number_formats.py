@@ -1,0 +1,96 @@
+"""What the policy, its reference and the engine do alike: the head's numbers, and no plans of cuDNN."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batches import inputs, make_batch, make_model
+
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.distributed.ranks import Ranks
+from torchrl_grpo.inference import vllm_engine
+from torchrl_grpo.inference.build import build_engine
+from torchrl_grpo.inference.transformers_engine import TransformersEngine
+from torchrl_grpo.models.reference import load_reference
+from torchrl_grpo.training.build import build_reference
+from torchrl_grpo.training.learner import Learner
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def config(tiny_model_dir: Path) -> Config:
+    cfg = Config()
+    cfg.model.name, cfg.ref_model.dtype, cfg.train_model.autocast = str(tiny_model_dir), "float32", "bf16"
+    cfg.policy.kl_coef = 0.1
+    return cfg
+
+
+@pytest.fixture(autouse=True)
+def _cudnn() -> Iterator[None]:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def make_learner(cfg: Config) -> Learner:
+    return Learner(cfg, cfg.model.name, None, (1.0,), CPU, Ranks(on_cpu=True), lambda text: None)
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["whole", "adapters"])
+@pytest.mark.parametrize(("asked", "dtype"), [("auto", torch.bfloat16), ("float32", torch.float32)])
+def test_policy_and_reference_compute_their_heads_alike(
+    asked: str, dtype: torch.dtype, rank: int, config: Config
+) -> None:
+    config.train_model.head_dtype, config.train_model.lora.rank = asked, rank
+    with warnings.catch_warnings():
+        # Of a base in bfloat16, PEFT warns.
+        warnings.simplefilter("ignore")
+        learner = make_learner(config)
+    reference = build_reference(config, config.model.name, ["cpu"], learner)
+    assert reference is not None
+    batch = make_batch(P=2, G=2)
+    policy, other = learner.scorer, reference.scorer
+    assert policy._head_options().dtype == other._head_options().dtype == dtype
+    with torch.no_grad():
+        assert torch.equal(*(scorer(*inputs(batch)).log_probs for scorer in (policy, other)))
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [("auto", None), ("float32", torch.float32)])
+@pytest.mark.parametrize("backend", ["vllm", "transformers"])
+def test_engines_compute_their_heads_as_they_are_told(
+    backend: str, asked: str, dtype: torch.dtype | None, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(vllm_engine, "VLLMEngine", lambda source, **options: told.update(options))
+    config.inference_model.backend, config.inference_model.dtype = backend, "bfloat16"
+    config.inference_model.head_dtype = asked
+    engine = build_engine(config, config.model.name, CPU, [2], 0, 1)
+    if backend == "vllm":
+        assert told["head_dtype"] == dtype
+        return
+    assert isinstance(engine, TransformersEngine)
+    logits = engine.model(input_ids=torch.ones(1, 2, dtype=torch.int64)).logits
+    assert logits.dtype is (dtype or torch.bfloat16)
+
+
+def test_nothing_that_computes_with_transformers_lets_cudnn_plan_attention(config: Config) -> None:
+    # cuDNN makes a plan for each new shape, about a second each, and micro-batches have new shapes always.
+    def asked_again() -> bool:
+        found = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        return found
+
+    assert asked_again()
+    load_reference(config, config.model.name, CPU, None, shares_prefix=True)
+    assert not asked_again(), "the reference"
+    TransformersEngine(make_model(), [2], 0)
+    assert not asked_again(), "the engine"
+    make_learner(config)
+    assert not asked_again(), "the trainer"

@@ -1,0 +1,1 @@
+"""The TensorDict that travels from the collector to the loss, and how it is padded and divided."""

@@ -1,0 +1,146 @@
+"""The one TensorDict that travels from the collector to the loss, built here and described here.
+
+Batch size ``[P]``: an entry is a whole group, one prompt with its G responses.
+
+=============================  ==============  =======  ====================================================
+key                            shape           dtype    meaning
+=============================  ==============  =======  ====================================================
+("tokens", "prompt")           [P, L]          int64    prompt, padded on the left
+("masks", "prompt")            [P, L]          bool     True on real tokens
+("tokens", "response")         [P, G, T]       int64    response with its end token, padded on the right
+("masks", "response")          [P, G, T]       bool     True on real tokens
+("log_probs", "response")      [P, G, T]       float32  the engine's own, at the sampling temperature
+("log_probs", "reference")     [P, G, T]       float32  the reference model's; only where a KL needs it
+("log_probs", "proximal")      [P, G, T]       float32  the trainer's; only with policy.proximal=trainer
+("next", "reward")             [P, G, 1]       float32  weighted sum of the rewards
+("next", "reward_parts")       [P, G, K]       float32  the K rewards, in the order of their weights
+"truncated"                    [P, G, 1]       bool     True where the length bound ended the response
+"advantage"                    [P, G, 1]       float32  written on the way into the buffer
+("masks", "loss")              [P, G, T]       bool     tokens that the loss counts; written likewise
+"policy_version"               [P, G]          int64    optimiser steps before its oldest token
+"newest_policy_version"        [P, G]          int64    the same of its newest token
+("versions", "response")       [P, G, T]       int64    the same of each token
+"group_id"                     [P, G]          int64    running number of the group
+=============================  ==============  =======  ====================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from torchrl_grpo.batch.padding import pad_left, pad_right
+from torchrl_grpo.inference.protocol import Completion
+
+# What a group has once; every other entry has an axis of its G responses.
+PROMPT_KEYS = (("tokens", "prompt"), ("masks", "prompt"))
+_RIGHT_PADDED = (
+    ("tokens", "response"),
+    ("masks", "response"),
+    ("log_probs", "response"),
+    ("log_probs", "reference"),
+    ("log_probs", "proximal"),
+    ("masks", "loss"),
+    ("versions", "response"),
+)
+
+
+def build_batch(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[Completion]],
+    rewards: Tensor,
+    reward_parts: Tensor,
+    group_id: Tensor,
+    versions: int | Sequence[Sequence[Sequence[int]]],
+    pad_id: int,
+) -> TensorDict:
+    """Rollouts of one round as the TensorDict described above.
+
+    Args:
+        prompts: P prompts as token ids.
+        completions: G completions each.
+        rewards: ``[P, G, 1]``.
+        reward_parts: ``[P, G, K]``.
+        group_id: ``[P, G]``.
+        versions: of the weights that sampled: one for all, or one for each of the tokens.
+        pad_id: fills the padding; what it is never matters.
+    """
+    P, G = len(completions), len(completions[0])
+    flat = [completion for group in completions for completion in group]
+    log_probs, response_mask = pad_right([c.log_probs for c in flat], 0.0, torch.float32)
+    by_token, oldest, newest = _versions(versions, response_mask)
+    return TensorDict(
+        {
+            **tokens_of(prompts, [[c.token_ids for c in group] for group in completions], pad_id),
+            "log_probs": TensorDict({"response": log_probs.view(P, G, -1)}, [P]),
+            "next": TensorDict({"reward": rewards, "reward_parts": reward_parts}, [P]),
+            "truncated": torch.tensor([c.finish_reason == "length" for c in flat]).view(P, G, 1),
+            "policy_version": oldest.view(P, G),
+            "newest_policy_version": newest.view(P, G),
+            "versions": TensorDict({"response": by_token.view(P, G, -1)}, [P]),
+            "group_id": group_id,
+        },
+        batch_size=[P],
+    )
+
+
+def tokens_of(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[Sequence[int]]], pad_id: int
+) -> dict[str, TensorDict]:
+    """The entries ``tokens`` and ``masks`` of P prompts and G responses to each: all that a scorer reads."""
+    P, G = len(responses), len(responses[0])
+    prompt, prompt_mask = pad_left(prompts, pad_id)
+    response, response_mask = pad_right([one for group in responses for one in group], pad_id, torch.int64)
+    return {
+        "tokens": TensorDict({"prompt": prompt, "response": response.view(P, G, -1)}, [P]),
+        "masks": TensorDict({"prompt": prompt_mask, "response": response_mask.view(P, G, -1)}, [P]),
+    }
+
+
+def _versions(
+    versions: int | Sequence[Sequence[Sequence[int]]], mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Versions by token ``[N, T]``, 0 on padding, and the smallest and the largest of each row ``[N]``."""
+    if isinstance(versions, int):
+        same = torch.full(mask.shape[:1], versions, dtype=torch.int64)
+        return same[:, None] * mask, same, same.clone()
+    by_token, _ = pad_right([row for group in versions for row in group], 0, torch.int64)
+    largest = torch.iinfo(torch.int64).max
+    return by_token, by_token.masked_fill(~mask, largest).amin(-1), by_token.amax(-1)
+
+
+def token_counts(batch: TensorDictBase) -> tuple[list[int], list[list[int]]]:
+    """Real tokens of each of P prompts, and of each of the G responses to it."""
+    return batch["masks", "prompt"].sum(-1).tolist(), batch["masks", "response"].sum(-1).tolist()
+
+
+def trim(batch: TensorDictBase) -> TensorDictBase:
+    """The same groups, no wider than the longest prompt and response among them."""
+    prompts, responses = token_counts(batch)
+    return _fit_all(batch, max(prompts), max(max(row) for row in responses))
+
+
+def collate(groups: Sequence[TensorDictBase]) -> TensorDict:
+    """Stack groups of any width into a batch ``[P]``, no wider than its longest prompt and response."""
+    prompt_width = max(int(group["masks", "prompt"].sum()) for group in groups)
+    response_width = max(int(group["masks", "response"].sum(-1).max()) for group in groups)
+    return torch.stack([_fit_all(group, prompt_width, response_width) for group in groups]).contiguous()
+
+
+def _fit_all(groups: TensorDictBase, prompt_width: int, response_width: int) -> TensorDictBase:
+    fitted = groups.clone(recurse=False)
+    for key in PROMPT_KEYS:
+        fitted.set(key, _fit(groups[key].flip(-1), prompt_width).flip(-1))
+    for key in _RIGHT_PADDED:
+        if key in groups.keys(include_nested=True):
+            fitted.set(key, _fit(groups[key], response_width))
+    return fitted
+
+
+def _fit(tensor: Tensor, width: int) -> Tensor:
+    """Cut or zero-pad the last axis to ``width``; what is cut is padding."""
+    return F.pad(tensor[..., :width], (0, max(0, width - tensor.shape[-1])))

@@ -1,0 +1,1 @@
+"""What a run leaves on disk: its folder, its checkpoints, and how they are read back."""

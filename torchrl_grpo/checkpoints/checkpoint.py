@@ -1,0 +1,350 @@
+"""Checkpoints: folders written aside and renamed into place, read back only if every byte is there.
+
+``checkpoints/<step>/``
+
+* ``model/``: weights (safetensors), configuration and tokenizer, as ``from_pretrained`` reads them; with LoRA
+  adapters and tokenizer, as PEFT reads them;
+* ``merged/``: the model with its adapters merged, on request;
+* ``trainer.pt``: optimiser, schedule, scaler, random states, buffer, data position, counters, as tensors
+  and plain values, read with ``weights_only=True`` so that no code can hide in it;
+* ``config.yaml``: the full configuration;
+* ``manifest.json``: size and checksum of each file, written last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torchrl_grpo.checkpoints.run_dir import MANIFEST, words_of
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.errors import CheckpointError
+from torchrl_grpo.runtime.disk_full import says_no_room
+
+_ASIDE = ".writing-"
+_DOOMED = ".removing-"
+_TRAINER = "trainer.pt"
+_CONFIG = "config.yaml"
+# A resumed run may change these and still be the same run.
+_FREE_KEYS = (
+    "resume",
+    "dry_run",
+    "logging",
+    "checkpoint",
+    "train.checkpoint_frequency",
+    "train.max_skipped_steps",
+    # Memory only, to rounding: what a run that ran out of it is told to change.
+    "train.max_tokens_per_microbatch",
+    "train_model.gradient_checkpointing",
+    "inference_model.gpu_memory_utilization",
+    "inference_model.kv_cache_gib",
+    # Rounding only; formats are what a run is told to change whose engine and trainer are too far apart.
+    "train_model.head_dtype",
+    "inference_model.enforce_eager",
+    "train_model.compile",
+    "train_model.fused_head",
+    "train_model.autocast",
+    "inference_model.dtype",
+    "inference_model.head_dtype",
+    "ref_model.dtype",
+    # When it is taken for more than rounding changes no number but when the run stops.
+    "inference_model.max_logprob_gap",
+    # How many hold the model changes nothing but rounding; checkpoints are the same for all layouts.
+    "train_model.num_devices",
+    "train_model.devices",
+    "train_model.parallelism",
+    "ref_model.num_devices",
+    "ref_model.devices",
+    # Who samples a response does not change what it is sampled from.
+    "inference_model.backend",
+    # What one backend alone takes, and has to go when another takes its place.
+    "inference_model.engine_args",
+    "collector.timeout_s",
+    "collector.max_restarts",
+    "inference_model.num_devices",
+    "inference_model.devices",
+    "inference_model.sleep",
+    "ray",
+)
+
+
+def may_change(key: str) -> bool:
+    """Whether a resumed run may have another value of a key."""
+    return any(key == free or key.startswith(f"{free}.") for free in _FREE_KEYS)
+
+
+def save(
+    run_dir: Path,
+    step: int,
+    cfg: Config,
+    write_model: Callable[[Path], None],
+    state: dict[str, Any],
+    keep: int,
+    write_merged: Callable[[Path], None] | None = None,
+) -> Path:
+    """Write ``checkpoints/<step>`` and remove all but the ``keep`` newest.
+
+    A kill or an error at any moment leaves the older checkpoints whole; after an error nothing lies around.
+
+    Args:
+        run_dir: the run's folder.
+        step: optimiser steps done.
+        cfg: the configuration, saved in full.
+        write_model: writes model and tokenizer into the folder it is given.
+        state: tensors and plain values.
+        keep: checkpoints to keep.
+        write_merged: writes the merged model, where one is wanted.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: the disk is full.
+    """
+    root = run_dir / "checkpoints"
+    aside = root / f"{_ASIDE}{step}"
+    shutil.rmtree(aside, ignore_errors=True)
+    writers = {"model": write_model, **({"merged": write_merged} if write_merged is not None else {})}
+    with _or_nothing(run_dir, aside):
+        _fill(aside, step, cfg, writers, state)
+    target = root / str(step)
+    replaced = _doomed(target) if target.exists() else None
+    aside.rename(target)
+    _flush(root)
+    if replaced is not None:
+        shutil.rmtree(replaced)
+    # Counted up to this step: whatever later one may lie there must not push the one just written out.
+    for old in [folder for folder in _complete(root) if int(folder.name) <= step][:-keep]:
+        shutil.rmtree(_doomed(old))
+    return target
+
+
+@contextmanager
+def _or_nothing(run_dir: Path, aside: Path) -> Iterator[None]:
+    """After an error remove what was written; of a full disk tell the user, and how the run goes on."""
+    try:
+        yield
+    except Exception as error:
+        written = sum(path.stat().st_size for path in aside.rglob("*") if path.is_file()) / 2**30
+        room = shutil.disk_usage(run_dir).free / 2**30
+        shutil.rmtree(aside, ignore_errors=True)
+        if not says_no_room(error):
+            raise
+        raise CheckpointError(
+            f"{aside.with_name(aside.name.removeprefix(_ASIDE))}: the checkpoint could not be written "
+            f"({error}; the disk took {written:.2f} GiB of it and has room for {room:.2f}); make room: "
+            f"{how_to_continue(run_dir)}"
+        ) from error
+
+
+def _fill(
+    aside: Path, step: int, cfg: Config, writers: dict[str, Callable[[Path], None]], state: dict[str, Any]
+) -> None:
+    """Write all of a checkpoint into the folder ``aside``, down to the disk, the manifest last."""
+    import torch
+    from omegaconf import OmegaConf
+
+    for name, write in writers.items():
+        (aside / name).mkdir(parents=True)
+        write(aside / name)
+    torch.save(state, aside / _TRAINER)
+    OmegaConf.save(OmegaConf.create(asdict(cfg)), aside / _CONFIG)
+    files = sorted(path for path in aside.rglob("*") if path.is_file())
+    entries = {
+        str(path.relative_to(aside)): {"bytes": path.stat().st_size, "crc32": _crc32(path)} for path in files
+    }
+    for path in files:
+        _flush(path)
+    (aside / MANIFEST).write_text(json.dumps({"step": step, "files": entries}, indent=1))
+    for path in (aside / MANIFEST, *(aside / name for name in writers), aside):
+        _flush(path)
+
+
+def clean(run_dir: Path) -> None:
+    """Remove what a killed process left half written or half removed; finish what lacked its name only."""
+    for leftover in list((run_dir / "checkpoints").glob(".*-*")):
+        target = leftover.with_name(leftover.name.removeprefix(_ASIDE))
+        if target != leftover and not target.exists() and damage(leftover) is None:
+            leftover.rename(target)
+        elif leftover.name.startswith((_ASIDE, _DOOMED)):
+            shutil.rmtree(leftover)
+
+
+def set_aside_after(run_dir: Path, step: int) -> None:
+    """Rename the checkpoints later than ``step``, which a run resumed there is going to write again.
+
+    Left in place, a later ``resume=auto`` would jump to them, over steps whose metrics have been cut off.
+    """
+    for folder in _complete(run_dir / "checkpoints"):
+        if int(folder.name) > step:
+            target = folder.with_name(f"{folder.name}.set-aside")
+            if target.exists():
+                shutil.rmtree(target)
+            folder.rename(target)
+            warnings.warn(
+                f"{folder} is later than the step resumed and is kept as {target.name}", stacklevel=2
+            )
+
+
+def find(run_dir: Path, resume: str, contents: bool = True) -> Path:
+    """The checkpoint that ``resume`` means: the one named, or the newest one that is undamaged.
+
+    Needs no torch, so a run that cannot resume says so at once.
+
+    Args:
+        run_dir: the run's folder.
+        resume: ``auto``, or a path to the run, its checkpoints, or one of them.
+        contents: see :func:`damage`.
+
+    Raises:
+        CheckpointError: the one named is damaged, or there is none undamaged.
+    """
+    named = Path(resume)
+    if resume != "auto" and named.parent.name == "checkpoints":
+        reason = damage(named, contents)
+        if reason is not None:
+            raise CheckpointError(
+                f"resume={resume}: {reason}; name another checkpoint, or write resume={run_dir}"
+            )
+        return named
+    for folder in reversed(_complete(run_dir / "checkpoints")):
+        reason = damage(folder, contents)
+        if reason is None:
+            return folder
+        warnings.warn(f"{folder} is skipped: {reason}", stacklevel=2)
+    raise CheckpointError(
+        f"resume={resume}: {run_dir} holds no undamaged checkpoint; write resume=null to start a new run"
+    )
+
+
+def how_to_continue(run_dir: Path) -> str:
+    """What an interrupted run can be continued with, in a line."""
+    if _complete(run_dir / "checkpoints"):
+        words = "with the words that the run was started with"
+        which = f": {known}" if (known := words_of(run_dir)) else ""
+        return f"resume={run_dir.resolve()} continues from its last checkpoint, {words}{which}"
+    return f"{run_dir.resolve()} has no checkpoint yet to continue from"
+
+
+def damage(folder: Path, contents: bool = True) -> str | None:
+    """What is wrong with a checkpoint, or None.
+
+    Args:
+        folder: the checkpoint.
+        contents: whether every byte is read, and not the files' sizes alone.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        entries = [(name, entry["bytes"], entry["crc32"]) for name, entry in manifest["files"].items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"its {MANIFEST} cannot be read ({error!r})"
+    for name, size, crc32 in entries:
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        if contents and _crc32(path) != crc32:
+            return f"{name} has another checksum than when it was written"
+    return None
+
+
+def check_same_run(folder: Path, cfg: Config) -> None:
+    """Refuse a configuration under which the resumed run would be a different one.
+
+    Raises:
+        CheckpointError: a key differs that changes the numbers.
+    """
+    from omegaconf import OmegaConf
+
+    saved = OmegaConf.to_container(OmegaConf.load(folder / _CONFIG))
+    for key, before, now in _differences(_completed(saved, asdict(Config())), asdict(cfg)):
+        if not may_change(key):
+            weights = folder / ("merged" if (folder / "merged").is_dir() else "model")
+            run_dir = folder.parent.parent
+            which = f" (its words were {known})" if (known := words_of(run_dir)) else ""
+            raise CheckpointError(
+                f"{key}={now}: the run in {run_dir} was started with {key}={before}{which}; "
+                "resume with that, or start a new run from its weights with "
+                f"model.name={weights} and without resume"
+            )
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """The trainer's state in a checkpoint.
+
+    Returns:
+        Plain values, and tensors that lie in the file and are read where they are touched: several ranks of a
+        machine share its pages, and none holds the moments of others. Copy what is kept.
+    """
+    import torch
+
+    return torch.load(folder / _TRAINER, map_location="cpu", weights_only=True, mmap=True)
+
+
+def in_memory(state: Any) -> Any:
+    """A copy of what :func:`load_state` returned, or of a part of it, with no tensor in the file."""
+    import torch
+
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {key: in_memory(value) for key, value in state.items()}
+    return type(state)(map(in_memory, state)) if isinstance(state, list | tuple) else state
+
+
+def _complete(root: Path) -> list[Path]:
+    found = [path for path in root.glob("*") if path.name.isdigit() and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def _doomed(folder: Path) -> Path:
+    """Renames what is to be removed: a kill half-way must not leave something that looks whole."""
+    doomed = folder.with_name(f"{_DOOMED}{folder.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    return folder.rename(doomed)
+
+
+def _completed(saved: Any, defaults: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with the defaults of keys that did not exist when it was saved."""
+    found = dict(saved)
+    for key, default in defaults.items():
+        if key not in found:
+            found[key] = default
+        elif isinstance(default, dict) and isinstance(found[key], dict):
+            found[key] = _completed(found[key], default)
+    return found
+
+
+def _differences(before: Any, now: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        found = []
+        for key in sorted({*before, *now}):
+            found += _differences(before.get(key), now.get(key), f"{prefix}.{key}" if prefix else str(key))
+        return found
+    return [] if before == now else [(prefix, before, now)]
+
+
+def _crc32(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _flush(path: Path) -> None:
+    """Hand a file, or a folder's list of names, to the disk: a rename must not overtake the data."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,240 @@
+"""Which folder a run writes to, decided before Hydra creates one.
+
+A new run gets a folder of its own, even when two start in the same second; a resumed run goes on
+in the folder it began in; a folder that holds another run is never written to. What a checkpoint
+contains is the business of ``torchrl_grpo.training``; here it is a folder with a manifest.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+
+from torchrl_grpo.config.keys import bad_value
+from torchrl_grpo.errors import CheckpointError, ConfigError
+
+MANIFEST = "manifest.json"
+LOCK = ".lock"
+_CONFIG = Path(__file__).resolve().parents[2] / "config"
+# What this project's command line tells Hydra, and folders, which a resumed run has already.
+_OF_A_JOB = ("hydra.run.dir", "hydra.sweep.dir", "hydra.job.name", "hydra.output_subdir", "hydra.mode")
+
+
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the complete checkpoints of a run folder, oldest first."""
+    manifests = run_dir.glob(f"checkpoints/*/{MANIFEST}")
+    found = [manifest.parent for manifest in manifests if manifest.parent.name.isdigit()]
+    return sorted(found, key=lambda folder: int(folder.name))
+
+
+def holds_run(folder: Path) -> bool:
+    """Return whether a run, or a sweep of runs, has written results below ``folder``."""
+    names = ("metrics.jsonl", "checkpoints")
+    return any((folder / name).exists() or any(folder.glob(f"*/{name}")) for name in names)
+
+
+def new_folder(folder: Path) -> Path:
+    """Create a folder that did not exist before.
+
+    Args:
+        folder: the name wanted.
+
+    Returns:
+        The folder, with ``-1``, ``-2``, ... behind the name when another run was first.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count():
+        candidate = folder.with_name(f"{folder.name}-{number}") if number else folder
+        try:
+            candidate.mkdir()  # atomic: two runs of one second cannot both succeed
+        except FileExistsError:
+            continue
+        return candidate
+    raise AssertionError("itertools.count() ended")
+
+
+def check_free(key: str, folder: Path) -> None:
+    """Refuse a folder chosen by the user that holds another run.
+
+    Args:
+        key: the configuration key that named the folder.
+        folder: the folder.
+
+    Raises:
+        ConfigError: the folder holds results of an earlier run.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise bad_value(key, folder, "is a file, not a folder", f"{key}=<another folder>")
+    if holds_run(folder):
+        raise ConfigError(
+            f"{key}={folder}: holds an earlier run, which is left as it is; "
+            f"write resume={folder} to continue it, or {key}=<another folder> instead"
+        )
+
+
+def folder_to_resume(resume: str, chosen: Path | None, outputs: Path = Path("outputs")) -> Path:
+    """Find the run folder that ``resume`` means.
+
+    Args:
+        resume: ``auto``, a run folder, its ``checkpoints`` folder or one checkpoint.
+        chosen: the folder that ``hydra.run.dir`` names on the command line, if it does.
+        outputs: where ``auto`` looks when no folder was chosen.
+
+    Returns:
+        The run folder; it holds at least one complete checkpoint.
+
+    Raises:
+        CheckpointError: there is no checkpoint to resume from.
+        ConfigError: ``resume`` and ``hydra.run.dir`` name different folders.
+    """
+    if resume == "auto":
+        return _newest(outputs) if chosen is None else _checked(resume, chosen)
+    folder = _checked(resume, _run_of(Path(resume)))
+    if chosen is not None and chosen.resolve() != folder.resolve():
+        wrong = f"a resumed run goes on in its own folder, and resume={resume} is of {folder}"
+        raise bad_value("hydra.run.dir", chosen, wrong, "resume alone")
+    return folder
+
+
+def words_of(run_dir: Path) -> str:
+    """Script and words that a run was started with, as Hydra recorded them; empty without a record."""
+    record = run_dir / ".hydra"
+    try:
+        hydra = yaml.safe_load((record / "hydra.yaml").read_text(encoding="utf-8"))["hydra"]
+        words = [f"{hydra['job']['name']}.py", f"--config-name={hydra['job']['config_name']}"]
+        for one in hydra["runtime"]["config_sources"]:
+            if one["provider"] == "command-line":
+                words.append(f"--config-dir={one['path']}")
+            elif one["provider"] == "main" and Path(one["path"]) != _CONFIG:
+                words.append(f"--config-path={one['path']}")
+        words += [word for word in hydra["overrides"]["hydra"] if word.partition("=")[0] not in _OF_A_JOB]
+        words += yaml.safe_load((record / "overrides.yaml").read_text(encoding="utf-8"))
+        return shlex.join(words)
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        # Part of messages about something else, which a record that was cut off must not replace.
+        return ""
+
+
+@contextmanager
+def claimed(run_dir: Path) -> Iterator[None]:
+    """Hold a run folder for one process; the operating system lets go of it however the process ends.
+
+    Args:
+        run_dir: the folder, made if missing.
+
+    Raises:
+        ConfigError: another process is writing to it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"hydra.run.dir={run_dir}: another process is writing to this run; wait for it to end, or "
+                "start a new run in a folder of its own"
+            ) from error
+        yield
+
+
+class ResumeRecord:
+    """Hydra's record of one resumption: a folder beside the record of the run's beginning.
+
+    Args:
+        run_dir: the folder of the run that is resumed.
+
+    Attributes:
+        name: a free name for the record, relative to the run folder.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._before = self._results()
+        number = 1
+        while (run_dir / ".hydra" / f"resume-{number}").exists():
+            number += 1
+        self.name = f".hydra/resume-{number}"
+
+    def undo(self) -> None:
+        """Remove the record, unless the run has written anything since.
+
+        The lock stays: another process may hold it by now, and one without a name would hold nobody off.
+        """
+        record = self._run_dir / self.name
+        if record.is_dir() and self._results() == self._before:
+            for path in record.glob("*.yaml"):
+                path.unlink()
+            record.rmdir()
+
+    def _results(self) -> dict[Path, tuple[int, int]]:
+        """Size and time of every file that is neither Hydra's nor a log nor the lock."""
+        found = {}
+        for path in self._run_dir.rglob("*"):
+            if path.is_file() and path.suffix != ".log" and not {".hydra", LOCK} & set(path.parts):
+                found[path] = (path.stat().st_size, path.stat().st_mtime_ns)
+        return found
+
+
+def remove_if_unused(run_dir: Path) -> None:
+    """Remove a folder this process created, unless more than Hydra's own records lies in it.
+
+    Args:
+        run_dir: a folder that :func:`new_folder` returned to this process.
+    """
+    if not run_dir.is_dir() or run_dir.is_symlink():
+        return
+    records = [*run_dir.glob(".hydra/*.yaml"), *run_dir.glob("*.log"), *run_dir.glob(LOCK)]
+    others = [path for path in run_dir.rglob("*") if path not in records and path != run_dir / ".hydra"]
+    if others:
+        return
+    for path in records:
+        path.unlink()
+    for folder in (run_dir / ".hydra", run_dir):
+        if folder.exists():
+            folder.rmdir()
+
+
+def _run_of(path: Path) -> Path:
+    if path.name == "checkpoints":
+        return path.parent
+    if path.parent.name == "checkpoints":
+        return path.parent.parent
+    return path
+
+
+def _checked(resume: str, run_dir: Path) -> Path:
+    path = Path(resume)
+    if resume != "auto" and path.parent.name == "checkpoints":
+        complete = path.name.isdigit() and (path / MANIFEST).is_file()
+    else:
+        complete = bool(complete_checkpoints(run_dir))
+    if not complete:
+        where = f"{run_dir} has none" if resume == "auto" else "there is none"
+        raise CheckpointError(
+            f"resume={resume}: no complete checkpoint to resume from, {where}; "
+            "write the path of a run folder that holds checkpoints/<step>, "
+            "or resume=null for a new run instead"
+        )
+    return run_dir
+
+
+def _newest(outputs: Path) -> Path:
+    """The run that wrote a checkpoint last: a run resumed today is newer than one begun yesterday."""
+    candidates = []
+    for folder in outputs.glob("*/*"):
+        checkpoints = complete_checkpoints(folder)
+        if checkpoints:
+            written = max((checkpoint / MANIFEST).stat().st_mtime_ns for checkpoint in checkpoints)
+            candidates.append((written, folder))
+    if not candidates:
+        raise CheckpointError(
+            f"resume=auto: no run below {outputs.resolve()} has a complete checkpoint; "
+            "write resume=<a run folder> to continue another, or resume=null for a new run instead"
+        )
+    return max(candidates)[1]

@@ -1,0 +1,1 @@
+"""The command line: reads it, composes the configuration, and starts the jobs."""

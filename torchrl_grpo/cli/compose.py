@@ -1,0 +1,275 @@
+"""From the words of a command line to composed configurations, with errors a user can act on.
+
+Hydra composes; this module only looks at every override before Hydra does, because Hydra's own
+messages name neither the nearest key nor what to write. It starts no run and creates no folder.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from torchrl_grpo.config.schema import Config, first_line, keys
+from torchrl_grpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hydra.core.config_loader import ConfigLoader
+    from hydra.core.override_parser.types import Override
+    from omegaconf import DictConfig
+
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One composed job.
+
+    Attributes:
+        node: its configuration, without Hydra's own section.
+        run_dir: where it would write.
+        sweep_dir: where the sweep it belongs to would write.
+    """
+
+    node: DictConfig
+    run_dir: Path
+    sweep_dir: Path
+
+
+class Composer:
+    """Composes one primary configuration with overrides.
+
+    Args:
+        loader: Hydra's loader of the configuration tree.
+        config_name: the primary configuration.
+    """
+
+    def __init__(self, loader: ConfigLoader, config_name: str) -> None:
+        self._loader = loader
+        self._config_name = config_name
+        self._parser = OverridesParser.create(config_loader=loader)
+        self._probe: DictConfig | None = None
+
+    def jobs(self, words: list[str], sweep: bool) -> list[list[str]]:
+        """Split a command line into the overrides of its jobs and check each override.
+
+        Args:
+            words: the ``key=value`` words.
+            sweep: whether several values of a key make several jobs.
+
+        Returns:
+            One list of overrides a job; a single one without ``sweep``. With a sweeper other than
+            Hydra's basic one, the one list of what all its jobs have in common.
+
+        Raises:
+            ConfigError: a word is no override, or names an unknown key, group option or type.
+        """
+        overrides = [self._parse(word) for word in words]
+        sweepers = [o for o in overrides if o.key_or_group == "hydra/sweeper" and o.value() != "basic"]
+        choices: dict[str, list[str]] = {}
+        for override in overrides:
+            line = str(override.input_line)
+            if not override.is_sweep_override():
+                choices[override.get_key_element()] = [line]
+            elif not sweep:
+                raise _several_values(override)
+            elif override.is_discrete_sweep():
+                key = override.get_key_element()
+                choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+                if not choices[key]:
+                    raise self._no_choice(override)
+            elif not sweepers:
+                raise ConfigError(
+                    f"{line}: Hydra's basic sweeper takes lists only; write --multirun "
+                    f"{override.key_or_group}=VALUE,VALUE instead"
+                )
+            elif not keys().knows(override.key_or_group):
+                raise keys().unknown(override.key_or_group, line)
+        for line in dict.fromkeys(itertools.chain.from_iterable(choices.values())):
+            self._check(self._parse(line))
+        return [list(job) for job in itertools.product(*choices.values())]
+
+    def compose(self, overrides: list[str], number: int = 0) -> Job:
+        """Compose the configuration of one job.
+
+        Hydra's own section is left in ``HydraConfig``, so that interpolations such as
+        ``${hydra:job.num}`` resolve until the next job is composed.
+
+        Args:
+            overrides: one job's overrides, from :meth:`jobs`.
+            number: the job's number in its sweep.
+
+        Returns:
+            The job.
+
+        Raises:
+            ConfigError: Hydra cannot compose it.
+        """
+        try:
+            cfg = compose(self._config_name, overrides, return_hydra_config=True)
+            run_dir, sweep_dir = Path(str(cfg.hydra.run.dir)), Path(str(cfg.hydra.sweep.dir))
+            with read_write(cfg.hydra), open_dict(cfg.hydra):
+                cfg.hydra.job.num = number
+                cfg.hydra.job.id = str(number)
+                cfg.hydra.runtime.output_dir = str(run_dir.absolute())
+            HydraConfig.instance().set_config(cfg)
+            with open_dict(cfg):
+                del cfg["hydra"]
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+            raise _composition_error(error) from error
+        return Job(cfg, run_dir, sweep_dir)
+
+    def _parse(self, word: str) -> Override:
+        try:
+            override = self._parser.parse_override(word)
+            # glob(*) asks it which options a group has; parse_override() leaves it out.
+            override.config_loader = self._loader
+            return override
+        except HydraException as error:
+            if "=" not in word:
+                known = word in keys().leaves or keys().free_form_parent(word) is not None
+                match = word if known else keys().nearest(word)
+                mend = f"{match}=VALUE" if match else "key=value"
+                raise ConfigError(f"{word}: is no key=value pair; write {mend} instead") from error
+            key, value = word.split("=", 1)
+            quoted = value.replace("'", "\\'")
+            raise ConfigError(
+                f"{word}: cannot be read ({first_line(error)}); write \"{key}='{quoted}'\" "
+                "with the quotes instead, or close every bracket and quote"
+            ) from error
+
+    def _no_choice(self, override: Override) -> ConfigError:
+        """Say what a glob could have matched, which has matched nothing."""
+        key, line = override.key_or_group, str(override.input_line)
+        options = self._loader.get_group_options(key)
+        if options:
+            return ConfigError(f"{line}: matches none of {', '.join(options)}; write {key}=glob(*) instead")
+        mend = f"--multirun {key}=VALUE,VALUE" if keys().knows(key) else "a group that --help lists"
+        return ConfigError(f"{line}: glob chooses among the files of a group; write {mend} instead")
+
+    def _check(self, override: Override) -> None:
+        key, line = override.key_or_group, str(override.input_line)
+        if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+            return
+        value = None if override.value_type is None else override.value()
+        if override.is_delete():
+            mend = f"{key}={keys().example(key)}" if key in keys().leaves else "another value"
+            raise ConfigError(f"{line}: a key cannot be taken away; write for example {mend} instead")
+        plain = line.lstrip("+")
+        options = self._loader.get_group_options(key) if "." not in key else []
+        if options and not isinstance(value, dict):
+            if override.is_add() and key in keys().sections:
+                raise ConfigError(f"{line}: {key} is chosen already; write {plain} instead")
+            self._check_option(key, value, options, line)
+            return
+        if not keys().knows(key):
+            raise keys().unknown(key, line)
+        free = keys().free_form_parent(key)
+        if override.is_add() and free is None:
+            raise ConfigError(
+                f"{line}: the key is there already, + only adds new ones; write {plain} instead"
+            )
+        if key in keys().sections:
+            if not isinstance(value, dict):
+                raise keys().section_value(key, line)
+            return
+        if self._probe is None:
+            self._probe = OmegaConf.structured(Config)
+        try:
+            OmegaConf.update(self._probe, key, value, force_add=free is not None)
+        except OmegaConfBaseException as error:
+            raise keys().wrong_type(key, line) from error
+
+    def _check_option(self, group: str, value: object, options: list[str], line: str) -> None:
+        for name in value if isinstance(value, list) else [value]:
+            if name in options:
+                continue
+            close = difflib.get_close_matches(str(name), options, n=1)
+            mend = f"{group}={close[0]}" if close else f"{group}= and one of {', '.join(options)}"
+            raise ConfigError(f"{line}: config/{group} has no such file; write {mend} instead")
+
+
+def _several_values(override: Override) -> ConfigError:
+    """Say what several values without --multirun most likely were: a list, or a sweep."""
+    key, line = override.key_or_group, str(override.input_line)
+    if keys().is_list(key):
+        value = line.split("=", 1)[1]
+        return ConfigError(f"{line}: a list stands in square brackets; write {key}=[{value}] instead")
+    return ConfigError(f"{line}: several values make a sweep; write --multirun {line} instead")
+
+
+def open_free_form(word: str) -> str:
+    """Let an override add to a free-form mapping without Hydra's ``++``.
+
+    Args:
+        word: an override, e.g. ``reward.weights.format=0.2``.
+
+    Returns:
+        The override as Hydra takes it: the same, with ``++`` before it when it needs one.
+    """
+    key = word.split("=", 1)[0]
+    return f"++{word}" if "=" in word and keys().free_form_parent(key) is not None else word
+
+
+@contextmanager
+def composer(config_dir: Path, config_name: str, extra_dir: Path | None = None) -> Iterator[Composer]:
+    """Open a configuration tree.
+
+    Args:
+        config_dir: the folder of the tree.
+        config_name: the primary configuration.
+        extra_dir: a folder with more configurations, if any.
+
+    Yields:
+        The composer.
+    """
+    with initialize_config_dir(str(config_dir), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        if extra_dir is not None:
+            # As Hydra does for --config-dir; its search path is read once, hence the second line.
+            path = loader.get_search_path()
+            path.prepend("command-line", f"file://{extra_dir}", SearchPathQuery(provider="schema"))
+            assert isinstance(loader, ConfigLoaderImpl)
+            loader.repository.initialize_sources(path)
+        yield Composer(loader, config_name)
+
+
+def _composition_error(error: Exception) -> ConfigError:
+    """Say in one line what Hydra and YAML say in many, with the key where they know it."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return ConfigError(
+            f"{mark.name}: cannot be read, {error.problem} in line {mark.line + 1}; "
+            "write YAML with closed brackets and even indentation instead"
+        )
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
+    # "In 'FILE': ... raised while composing config:" stands above the line that says what is wrong.
+    file = re.match(r"In '(.*)': \w+ raised while composing", lines[0])
+    text = lines[1] if file and len(lines) > 1 else lines[0]
+    where = f" (in {file[1]}.yaml)" if file else ""
+    full_key = re.search(r"^\s*full_key: (\S+)$", str(cause), re.MULTILINE)
+    key = full_key[1] if full_key else ""
+    if key and not keys().knows(key) and not key.startswith("hydra"):
+        return keys().unknown(key, f"{key}{where}")
+    if key in keys().leaves:
+        good = f"for example {key}={keys().example(key)}, {keys().describe(key)},"
+        return ConfigError(f"{key}: {text}{where}; write {good} instead")
+    return ConfigError(f"configuration: {text}{where}; write keys that --help and --cfg job show instead")

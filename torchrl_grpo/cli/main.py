@@ -1,0 +1,357 @@
+"""The command line of the scripts: read it, check all of it, then let Hydra run the jobs.
+
+Everything a user can get wrong in a configuration is reported here as one line on stderr with
+exit code 2, before a folder is created and before torch is imported; a ``UserError`` out of a
+running job ends the same way. Any other exception is a defect of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torchrl_grpo.checkpoints import run_dir
+from torchrl_grpo.cli.help import help_text, primary_configs
+from torchrl_grpo.config.checks import check_installed
+from torchrl_grpo.config.schema import Config, parse
+from torchrl_grpo.distributed import launch
+from torchrl_grpo.errors import ConfigError, UserError
+from torchrl_grpo.models import kind
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from torchrl_grpo.cli.compose import Job
+
+USER_ERROR_CODE = 2
+INTERRUPTED_CODE = launch.INTERRUPTED_CODE
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"command line: {message}; write only options that --help lists instead")
+
+
+def main(
+    run: str,
+    config_name: str,
+    config_dir: Path,
+    argv: Sequence[str] | None = None,
+    check: Callable[[Config], None] = lambda cfg: None,
+    asynchronous: bool = False,
+) -> None:
+    """Run a script's command line.
+
+    Args:
+        run: ``"module:function"`` of ``run(cfg: Config, run_dir: Path) -> dict``, imported only
+            when a job starts.
+        config_name: the primary configuration when the command line names none.
+        config_dir: the folder of the configuration tree.
+        argv: the words after the script's name; the process's own by default.
+        check: what this script asks of a configuration beyond what every script does; raises ConfigError.
+        asynchronous: its engines work while the trainer does.
+
+    Raises:
+        SystemExit: with code 2 for a user's mistake, 130 for an interrupt.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    # Imports and composition allocate much and free little: the collector costs them 7 %.
+    gc.disable()
+    try:
+        _Command(run, config_name, config_dir, words, check, asynchronous).execute()
+    except UserError as error:
+        if launch.rank() > 0 and isinstance(error, ConfigError):
+            # Every rank reads the same words. The first one says what is wrong with them, and must not be
+            # ended by a launcher that has seen another one fail before.
+            return
+        _report(error)
+        raise SystemExit(USER_ERROR_CODE) from None
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        raise SystemExit(INTERRUPTED_CODE) from None
+    finally:
+        gc.enable()
+
+
+def _report(error: UserError, where: str = "") -> None:
+    sys.stdout.flush()
+    sys.stderr.write(f"error: {where}{error}\n")
+    sys.stderr.flush()
+
+
+def _read(words: list[str]) -> argparse.Namespace:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--hydra-help", action="store_true")
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--run", "-r", action="store_true")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--shell-completion", "-sc", action="store_true")
+    parser.add_argument("--config-path", "-cp")
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--info", "-i", nargs="?", const="all")
+    return parser.parse_intermixed_args(words)
+
+
+class _Command:
+    """One command line, from its words to its jobs."""
+
+    def __init__(
+        self,
+        run: str,
+        config_name: str,
+        config_dir: Path,
+        words: list[str],
+        check: Callable[[Config], None],
+        asynchronous: bool,
+    ) -> None:
+        self.words = words
+        self.asks = _read(words)
+        self.check = check
+        self.asynchronous = asynchronous
+        self.run = run
+        self.default_name = config_name
+        self.config_dir = config_dir.resolve()
+        if self.asks.config_path is not None:
+            self.config_dir = _folder("--config-path", self.asks.config_path)
+        self.extra_dir = _folder("--config-dir", self.asks.config_dir) if self.asks.config_dir else None
+        self.config_name = (self.asks.config_name or config_name).removesuffix(".yaml")
+        self.sweep = self.asks.multirun or "hydra.mode=MULTIRUN" in self.asks.overrides
+        self.reported: list[UserError] = []
+
+    def execute(self) -> None:
+        """Do what the command line asks for."""
+        if self.asks.help:
+            sys.stdout.write(help_text(sys.argv[0], self.config_dir, self.default_name))
+        elif self.asks.hydra_help or self.asks.version or self.asks.shell_completion:
+            self._hydra([*self._flags(), *self._overrides()])
+        elif self.asks.cfg == "job":
+            self._show()
+        elif self.asks.cfg or self.asks.info:
+            for _ in self._jobs():
+                pass
+            self._hydra([*self._flags(), *self._overrides()])
+        else:
+            self._train()
+
+    def _overrides(self) -> list[str]:
+        from torchrl_grpo.cli.compose import open_free_form
+
+        return [open_free_form(word) for word in self.asks.overrides]
+
+    def _flags(self) -> list[str]:
+        """Return the options as Hydra is given them: its own meaning of a relative path is not ours."""
+        asks = self.asks
+        switches = {
+            "--hydra-help": asks.hydra_help,
+            "--version": asks.version,
+            "--shell-completion": asks.shell_completion,
+            "--resolve": asks.resolve,
+            "--multirun": self.sweep and not asks.cfg and not asks.info,
+        }
+        values = {"--cfg": asks.cfg, "--package": asks.package, "--info": asks.info}
+        values["--config-dir"] = str(self.extra_dir) if self.extra_dir else None
+        flags = [flag for flag, wanted in switches.items() if wanted]
+        for flag, value in values.items():
+            flags += [] if value is None else [flag, value]
+        return flags
+
+    def _check_name(self) -> None:
+        folders = [folder for folder in (self.config_dir, self.extra_dir) if folder is not None]
+        if not any((folder / f"{self.config_name}.yaml").is_file() for folder in folders):
+            known = ", ".join(name for folder in folders for name in primary_configs(folder))
+            raise ConfigError(
+                f"--config-name={self.config_name}: {self.config_dir} has no such configuration; "
+                f"write one of {known} instead"
+            )
+
+    def _jobs(self) -> Iterator[Job]:
+        """Compose every job of the command line; each is good until the next is taken."""
+        from torchrl_grpo.cli.compose import composer
+
+        self._check_name()
+        with composer(self.config_dir, self.config_name, self.extra_dir) as tree:
+            for number, overrides in enumerate(tree.jobs(self._overrides(), self.sweep)):
+                yield tree.compose(overrides, number)
+
+    def _show(self) -> None:
+        from omegaconf import OmegaConf
+
+        for job in self._jobs():
+            part: Any = job.node
+            if self.asks.package not in (None, "_global_"):
+                part = OmegaConf.select(job.node, self.asks.package)
+                if part is None:
+                    raise ConfigError(
+                        f"--package={self.asks.package}: there is no such group of keys; "
+                        f"write one of {', '.join(str(key) for key in job.node)} instead"
+                    )
+            is_group = OmegaConf.is_config(part)
+            sys.stdout.write(OmegaConf.to_yaml(part, resolve=self.asks.resolve) if is_group else f"{part}\n")
+            parse(job.node)
+
+    def _train(self) -> None:
+        configs: list[Config] = []
+        for job in self._jobs():
+            cfg = launch.resolved(parse(job.node))
+            self.check(cfg)
+            kind.check_kind(cfg.model)
+            if cfg.dry_run and launch.rank() == 0:
+                self._show_plan(cfg, len(configs), job)
+            else:
+                check_installed(cfg)
+            configs.append(cfg)
+        # A dry run says, too, what the jobs of a sweep cannot be together.
+        ranks = launch.ranks_wanted(configs)
+        if any(cfg.dry_run for cfg in configs):
+            return
+        if launch.rank() > 0:
+            self._follow(configs)
+            return
+        if ranks > 1 and not launch.launched():
+            raise SystemExit(launch.launch(self.words, ranks))
+        if (warning := launch.left_alone()) is not None:
+            sys.stderr.write(f"{warning}\n")
+        extra, undo = self._folder(job, configs)
+        name = Path(sys.argv[0]).stem or "grpo"
+        overrides = [f"hydra.job.name={_quote(name)}", *self._overrides(), *extra]
+        try:
+            self._hydra([*self._flags(), *overrides])
+        except (UserError, SystemExit):
+            undo()
+            raise
+
+    def _follow(self, configs: list[Config]) -> None:
+        """As a training rank other than the first, serve each job; what it writes is rank 0's affair."""
+        gc.enable()
+        # A launcher interrupts all ranks. What that means rank 0 decides, which then dismisses this one.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        module, _, _ = self.run.partition(":")
+        for _ in configs:
+            vars(importlib.import_module(module))["follow"]()
+
+    def _show_plan(self, cfg: Config, number: int, job: Job) -> None:
+        from torchrl_grpo.planning import preflight
+
+        if self.sweep:
+            sys.stdout.write(f"job {number}\n")
+        if (folder := self._to_resume(cfg, job)) is not None:
+            from torchrl_grpo.checkpoints import checkpoint
+            from torchrl_grpo.observe import report
+
+            found = checkpoint.find(folder, str(cfg.resume), contents=False)
+            checkpoint.check_same_run(found, preflight.with_proximal(cfg, self.asynchronous))
+            ended = report.of_ended_run(folder, int(found.name)) is not None
+            nothing = ", where it has ended: nothing is left to do" if ended else ""
+            sys.stdout.write(f"resumes {folder} after step {found.name}{nothing}\n")
+        preflight.report(cfg, self.asynchronous)
+        if cfg.train.num_epochs is not None:
+            from torchrl_grpo import data
+            from torchrl_grpo.config import derived
+
+            dropped = ", less what is left out" if cfg.env.overlong_prompts == "drop" else ""
+            sys.stdout.write(f"{derived.length(cfg, len(data.load(cfg).train))}{dropped}\n")
+
+    def _to_resume(self, cfg: Config, job: Job) -> Path | None:
+        if cfg.resume is None:
+            return None
+        if self.sweep:
+            raise ConfigError(
+                f"resume={cfg.resume}: a sweep cannot be resumed; "
+                "write resume=multirun/DATE/TIME/JOB without --multirun instead"
+            )
+        chosen = job.run_dir if self._chosen("hydra.run.dir") else None
+        return run_dir.folder_to_resume(cfg.resume, chosen)
+
+    def _chosen(self, key: str) -> bool:
+        return any(word.lstrip("+").startswith(f"{key}=") for word in self.asks.overrides)
+
+    def _folder(self, job: Job, configs: list[Config]) -> tuple[list[str], Callable[[], None]]:
+        """Choose the run folder: overrides that say so, and what takes the traces of a failed start away."""
+        key = "hydra.sweep.dir" if self.sweep else "hydra.run.dir"
+        folder = job.sweep_dir if self.sweep else job.run_dir
+        for cfg in configs:
+            if (resumed := self._to_resume(cfg, job)) is not None:
+                record = run_dir.ResumeRecord(resumed)
+                return [f"{key}={_quote(str(resumed))}", f"hydra.output_subdir={record.name}"], record.undo
+        if self._chosen(key):
+            run_dir.check_free(key, folder)
+            return [], lambda: None
+        created = run_dir.new_folder(folder)
+        return [f"{key}={_quote(str(created))}"], lambda: run_dir.remove_if_unused(created)
+
+    def _hydra(self, words: list[str]) -> None:
+        """Hand over to Hydra. It reads the process's words, and reports errors itself unless told."""
+        import hydra
+
+        from torchrl_grpo.cli.compose import ConfigStore
+
+        assert "schema.yaml" in ConfigStore.instance().list("")
+        before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+        sys.argv = [sys.argv[0], *words]
+        os.environ["HYDRA_FULL_ERROR"] = "1"
+        try:
+            hydra.main(config_path=str(self.config_dir), config_name=self.config_name, version_base="1.3")(
+                self._job
+            )()
+        except UserError as error:
+            if not any(error is reported for reported in self.reported):
+                raise
+            raise SystemExit(USER_ERROR_CODE) from None
+        finally:
+            sys.argv = before
+            if full_error is None:
+                del os.environ["HYDRA_FULL_ERROR"]
+            else:
+                os.environ["HYDRA_FULL_ERROR"] = full_error
+
+    def _job(self, node: DictConfig) -> Any:
+        """Run one job inside Hydra."""
+        from hydra.core.hydra_config import HydraConfig
+
+        gc.enable()
+        hydra_cfg = HydraConfig.get()
+        where = f"job {hydra_cfg.job.num} ({hydra_cfg.job.override_dirname}): " if self.sweep else ""
+        try:
+            cfg = launch.resolved(parse(node))
+            module, _, name = self.run.partition(":")
+            function = vars(importlib.import_module(module))[name]
+            return function(cfg, Path(hydra_cfg.runtime.output_dir))
+        except UserError as error:
+            _report(error, where)
+            if not self.sweep or launch.launched():
+                # Training ranks that one job has left in different places cannot run another.
+                raise SystemExit(USER_ERROR_CODE) from None
+            # The other jobs of a sweep go on; Hydra raises the first failure at its end.
+            self.reported.append(error)
+            raise
+        except Exception:
+            if self.sweep:
+                logging.getLogger(__name__).exception("%sfailed", where)
+            raise
+
+
+def _folder(option: str, value: str) -> Path:
+    folder = Path(value)
+    if not folder.is_dir():
+        raise ConfigError(f"{option}={value}: there is no such folder; write the path of a folder instead")
+    return folder.resolve()
+
+
+def _quote(text: str) -> str:
+    """Write text as a quoted value of Hydra's command-line grammar."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${")
+    return f"'{escaped}'"

@@ -1,0 +1,1 @@
+"""The typed configuration and its checks. Imports no torch."""

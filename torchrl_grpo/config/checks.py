@@ -1,0 +1,394 @@
+"""Checks of a configuration's values, each alone and all together; needs no model and no torch.
+
+What only the data or the model can tell (a malformed row, a prompt longer than the context) is
+checked where they are read. Every error is a ConfigError that names key, value and mend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+from collections.abc import Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrl_grpo.config.checks_engine import check_engine_args
+from torchrl_grpo.config.checks_lora import check_lora
+from torchrl_grpo.config.checks_policy import check_policy
+from torchrl_grpo.config.keys import bad_value, show
+from torchrl_grpo.config.values import (
+    ABOVE_ZERO,
+    AT_LEAST,
+    AT_MOST,
+    CHOICES,
+    DATASETS,
+    VLLM_LEAST_TEMPERATURE,
+    ZERO_STAGES,
+)
+
+if TYPE_CHECKING:
+    from torchrl_grpo.config.schema import (
+        Config,
+        InferenceModelConfig,
+        RefModelConfig,
+        TrainModelConfig,
+    )
+
+REWARDS = (
+    "gsm8k",
+    "format",
+    "math_verify",
+    "reasoning_gym",
+    "bare_number",
+    "closeness",
+    "ifeval",
+    "exact_match",
+)
+
+# Whose ground truths a reward can read; format and bare_number read none.
+_ANSWERS = ("gsm8k", "math", "jsonl")
+REWARD_READS: dict[str, tuple[str, ...]] = {
+    "gsm8k": _ANSWERS,
+    "math_verify": _ANSWERS,
+    "exact_match": _ANSWERS,
+    "reasoning_gym": ("reasoning_gym",),
+    "closeness": (*_ANSWERS, "reasoning_gym"),
+    "ifeval": ("ifeval",),
+}
+
+# W&B's own bound.
+_TAG_LENGTH = 64
+_LOGGER_PACKAGES = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb"}
+
+
+def validate(cfg: Config) -> None:
+    """Check every value and every combination of values.
+
+    Args:
+        cfg: a configuration whose keys and types are right.
+
+    Raises:
+        ConfigError: the first value found that cannot work.
+    """
+    _check_each(cfg)
+    _check_devices(cfg)
+    _check_task(cfg)
+    _check_rewards(cfg)
+    _check_length(cfg)
+    _check_batches(cfg)
+    check_policy(cfg)
+    check_lora(cfg)
+    _check_attention(cfg)
+    _check_inference(cfg)
+    check_engine_args(cfg)
+    _check_logging(cfg)
+
+
+def check_installed(cfg: Config) -> None:
+    """Check that the packages a configuration names are installed, without importing them.
+
+    Apart from :func:`validate` because a configuration may be read on another machine than the
+    one it runs on.
+
+    Raises:
+        ConfigError: a backend or a logger needs a package that is not there.
+    """
+    if cfg.inference_model.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise bad_value(
+            "inference_model.backend", "vllm", "vllm is not installed", "inference_model.backend=transformers"
+        )
+    quantization = cfg.train_model.quantization
+    if quantization != "none" and importlib.util.find_spec("bitsandbytes") is None:
+        wrong = "bitsandbytes is not installed"
+        raise bad_value("train_model.quantization", quantization, wrong, "train_model.quantization=none")
+    parallelism = cfg.train_model.parallelism
+    if parallelism in ZERO_STAGES and importlib.util.find_spec("deepspeed") is None:
+        wrong = "deepspeed is not installed"
+        raise bad_value("train_model.parallelism", parallelism, wrong, "train_model.parallelism=fsdp2")
+    for name in cfg.logging.backends:
+        package = _LOGGER_PACKAGES[name]
+        if package is not None and importlib.util.find_spec(package) is None:
+            wrong = f"{package} is not installed"
+            raise bad_value("logging.backends", cfg.logging.backends, wrong, "logging.backends=[csv]")
+
+
+def cuda_device_present() -> bool:
+    """Return whether this machine shows an NVIDIA device, asking the file system and not torch."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, float):
+        yield value
+
+
+def _leaves(section: object, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(section).items():
+        if dataclasses.is_dataclass(value):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _check_each(cfg: Config) -> None:
+    for key, value in _leaves(cfg, ""):
+        if any(not math.isfinite(number) for number in _numbers(value)):
+            raise bad_value(key, value, "must be finite", f"{key}=<a finite number>")
+    for key, choices in CHOICES.items():
+        value = attrgetter(key)(cfg)
+        if value not in choices:
+            raise bad_value(key, value, "is not one of the choices", f"one of {', '.join(choices)}")
+    for key, (smallest, good) in AT_LEAST.items():
+        value = attrgetter(key)(cfg)
+        if value is not None and value < smallest:
+            why = " (a group of one has no advantage)" if key == "env.repeats" else ""
+            raise bad_value(key, value, f"must be at least {smallest}{why}", f"{key}={good}")
+    for key, good in ABOVE_ZERO.items():
+        value = attrgetter(key)(cfg)
+        if value is not None and value <= 0:
+            raise bad_value(key, value, "must be greater than 0", f"{key}={good}")
+    for key, (largest, good) in AT_MOST.items():
+        value = attrgetter(key)(cfg)
+        if value is not None and value > largest:
+            raise bad_value(key, value, f"must be at most {largest}", f"{key}={good}")
+    for key in ("model.name", "logging.project"):
+        if not attrgetter(key)(cfg).strip():
+            raise bad_value(key, "''", "must not be empty", f"{key}=NAME")
+    if len(cfg.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optimizer.betas):
+        raise bad_value(
+            "optimizer.betas",
+            cfg.optimizer.betas,
+            "must be two numbers of at least 0 and below 1",
+            "optimizer.betas=[0.9,0.999]",
+        )
+
+
+def _check_attention(cfg: Config) -> None:
+    attention = cfg.train_model.attn_implementation
+    if attention != "auto" and cfg.train_model.shared_prefix:
+        wrong = "with train_model.shared_prefix=true the attention of a group is computed in a way of its own"
+        good = f"train_model.shared_prefix=false train_model.attn_implementation={attention}"
+        raise bad_value("train_model.attn_implementation", attention, wrong, good)
+
+
+def _check_devices(cfg: Config) -> None:
+    sections: dict[str, TrainModelConfig | RefModelConfig | InferenceModelConfig] = {
+        "train_model": cfg.train_model,
+        "ref_model": cfg.ref_model,
+        "inference_model": cfg.inference_model,
+    }
+    for name, section in sections.items():
+        count, devices = section.num_devices, section.devices
+        if isinstance(count, str) and count != "auto":
+            raise bad_value(
+                f"{name}.num_devices", count, "must be a whole number or auto", f"{name}.num_devices=1"
+            )
+        if isinstance(count, int) and count < 1:
+            raise bad_value(f"{name}.num_devices", count, "must be at least 1", f"{name}.num_devices=1")
+        if devices is None:
+            continue
+        if not devices or min(devices) < 0:
+            wrong = "must be null or a list of device numbers, each at least 0"
+            raise bad_value(f"{name}.devices", devices, wrong, f"{name}.devices=[0]")
+        if len(set(devices)) != len(devices):
+            once = list(dict.fromkeys(devices))
+            raise bad_value(
+                f"{name}.devices", devices, "names a device twice", f"{name}.devices={show(once)}"
+            )
+        if isinstance(count, int) and count != len(devices):
+            wrong = f"{len(devices)} named, and {name}.num_devices={count}"
+            raise bad_value(f"{name}.devices", devices, wrong, f"{name}.num_devices={len(devices)}")
+
+
+def _check_task(cfg: Config) -> None:
+    env = cfg.env
+    generated = env.dataset == "reasoning_gym"
+    if generated and env.task is None:
+        wrong = "dataset reasoning_gym needs the name of a task"
+        raise bad_value("env.task", env.task, wrong, "for example env.task=chain_sum")
+    if not generated and env.task is not None:
+        wrong = f"dataset {env.dataset} has no tasks, only reasoning_gym has"
+        whole = f"env={env.dataset} (the whole group), env.task=null or env.dataset=reasoning_gym"
+        raise bad_value("env.task", env.task, wrong, whole)
+    if not generated and env.task_args:
+        wrong = f"dataset {env.dataset} has no tasks, only reasoning_gym has"
+        whole = f"env={env.dataset} (the whole group) or env.dataset=reasoning_gym"
+        raise bad_value("env.task_args", env.task_args, wrong, whole)
+    for key, path in (("env.data_path", env.data_path), ("env.eval_data_path", env.eval_data_path)):
+        if path is None:
+            continue
+        if generated:
+            raise bad_value(key, path, "dataset reasoning_gym is generated and reads no file", f"{key}=null")
+        if not path.strip() or not Path(path).exists():
+            wrong = f"there is no such file or folder below {Path.cwd()}"
+            if Path(path).is_absolute():
+                wrong = "there is no such file or folder"
+            raise bad_value(key, path, wrong, f"{key}=<a path that exists>")
+    _check_jsonl(cfg)
+    for key, hub in (("env.hub_name", env.hub_name), ("env.hub_subset", env.hub_subset)):
+        if generated and hub is not None:
+            raise bad_value(key, hub, "dataset reasoning_gym is generated and reads no hub", f"{key}=null")
+    for key, split in (("env.train_split", env.train_split), ("env.eval_split", env.eval_split)):
+        if split is None:
+            continue
+        if generated:
+            raise bad_value(key, split, "dataset reasoning_gym is generated and has no splits", f"{key}=null")
+        if not split.strip():
+            raise bad_value(key, "''", "must not be empty", f"{key}=NAME or {key}=null")
+    if env.train_split is not None and env.dataset == "ifeval":
+        wrong = "the benchmark's rows are those of env.eval_split, and training prompts are composed"
+        raise bad_value("env.train_split", env.train_split, wrong, "env.train_split=null")
+    if env.overlong_prompts == "drop" and generated:
+        wrong = "problems of reasoning_gym are generated when they are drawn, not known before"
+        good = "env.overlong_prompts=error or truncate_right"
+        raise bad_value("env.overlong_prompts", env.overlong_prompts, wrong, good)
+    if env.train_on_ifeval and env.dataset != "ifeval":
+        wrong = f"means nothing for dataset {env.dataset}"
+        raise bad_value("env.train_on_ifeval", True, wrong, "env.train_on_ifeval=false or env.dataset=ifeval")
+    if "{question}" not in env.prompt_template:
+        wrong = "does not say where the question goes"
+        good = "for example env.prompt_template='{question}'"
+        raise bad_value("env.prompt_template", env.prompt_template, wrong, good)
+
+
+def _check_jsonl(cfg: Config) -> None:
+    env = cfg.env
+    good = "env.fields={question:COLUMN,answer:COLUMN}"
+    if env.dataset != "jsonl":
+        if env.fields:
+            wrong = f"dataset {env.dataset} has columns of its own, only jsonl reads this"
+            raise bad_value("env.fields", env.fields, wrong, "env=jsonl env.data_path=FILE.jsonl")
+        return
+    if env.data_path is None and env.hub_name is None:
+        wrong = "dataset jsonl needs a file to read"
+        raise bad_value("env.data_path", env.data_path, wrong, "env.data_path=FILE.jsonl")
+    if env.fields and (set(env.fields) != {"question", "answer"} or not all(env.fields.values())):
+        wrong = "must name the columns of question and answer, both and nothing else"
+        raise bad_value("env.fields", env.fields, wrong, good)
+
+
+def _check_rewards(cfg: Config) -> None:
+    weights = cfg.reward.weights
+    for name, weight in weights.items():
+        if name not in REWARDS:
+            wrong = f"there is no reward of this name, only {', '.join(REWARDS)}"
+            raise bad_value(
+                f"reward.weights.{name}", weight, wrong, "e.g. reward.weights={gsm8k: 1.0, format: 0.2}"
+            )
+        reads = REWARD_READS.get(name, DATASETS)
+        if cfg.env.dataset not in reads:
+            able = [other for other in REWARDS if cfg.env.dataset in REWARD_READS.get(other, DATASETS)]
+            wrong = f"this reward cannot judge env.dataset={cfg.env.dataset}"
+            raise bad_value(f"reward.weights.{name}", weight, wrong, f"a weight for one of {', '.join(able)}")
+    if weights and not any(weights.values()):
+        raise bad_value("reward.weights", weights, "every weight is 0", "at least one weight that is not 0")
+
+
+def _check_length(cfg: Config) -> None:
+    train, round_size = cfg.train, cfg.env.num_envs * cfg.env.repeats
+    turns = train.total_dialog_turns
+    if (turns is None) == (train.num_epochs is None):
+        wrong = "one of train.total_dialog_turns and train.num_epochs says how long a run is"
+        good = "train.num_epochs=1 or train.total_dialog_turns=64000"
+        if turns is not None:
+            good = f"train.total_dialog_turns=null train.num_epochs={show(train.num_epochs)}"
+        raise bad_value("train.num_epochs", train.num_epochs, wrong, good)
+    if turns is not None and turns % round_size:
+        rounds = max(1, round(turns / round_size))
+        raise bad_value(
+            "train.total_dialog_turns",
+            turns,
+            f"must be a multiple of one collection round, {_round(cfg)}",
+            f"train.total_dialog_turns={rounds * round_size}",
+        )
+
+
+def _round(cfg: Config) -> str:
+    env = cfg.env
+    size = env.num_envs * env.repeats
+    return f"{env.num_envs} prompts (env.num_envs) x {env.repeats} samples (env.repeats) = {size}"
+
+
+def _check_batches(cfg: Config) -> None:
+    env, train = cfg.env, cfg.train
+    round_size = env.num_envs * env.repeats
+    batch = round_size if train.optim_batch_size is None else train.optim_batch_size
+    if batch % env.repeats or round_size % batch:
+        sizes = [str(n * env.repeats) for n in range(1, env.num_envs + 1) if env.num_envs % n == 0]
+        raise bad_value(
+            "train.optim_batch_size",
+            batch,
+            f"must be a multiple of env.repeats={env.repeats} and divide one collection round, {_round(cfg)}",
+            f"one of {', '.join(sizes)}, or null for the whole round,",
+        )
+    steps, groups = train.gradient_accumulation_steps, batch // env.repeats
+    good = [n for n in range(1, batch + 1) if groups % n == 0 or (n % groups == 0 and batch % n == 0)]
+    if steps not in good:
+        raise bad_value(
+            "train.gradient_accumulation_steps",
+            steps,
+            f"must divide the {groups} groups of an optimiser batch of {batch} samples, or be that number "
+            f"times a divisor of env.repeats={env.repeats}",
+            f"train.gradient_accumulation_steps={max(n for n in good if n <= max(steps, 1))}",
+        )
+    budget, longest = train.max_tokens_per_microbatch, cfg.inference_model.max_model_len
+    if budget is not None and budget < longest:
+        raise bad_value(
+            "train.max_tokens_per_microbatch",
+            budget,
+            f"is less than one sequence may have, inference_model.max_model_len={longest}",
+            f"train.max_tokens_per_microbatch={longest}",
+        )
+
+
+def _check_inference(cfg: Config) -> None:
+    inference = cfg.inference_model
+    if inference.max_new_tokens >= inference.max_model_len:
+        raise bad_value(
+            "inference_model.max_new_tokens",
+            inference.max_new_tokens,
+            f"leaves no room for a prompt in inference_model.max_model_len={inference.max_model_len}",
+            f"inference_model.max_model_len={inference.max_new_tokens + 512}",
+        )
+    if inference.sleep and inference.backend == "vllm" and not cuda_device_present():
+        wrong = "vLLM can sleep only on a CUDA device, and there is none here"
+        raise bad_value("inference_model.sleep", True, wrong, "inference_model.sleep=false")
+    for key in ("inference_model.temperature", "eval.temperature"):
+        value = attrgetter(key)(cfg)
+        if inference.backend == "vllm" and value < VLLM_LEAST_TEMPERATURE:
+            least = VLLM_LEAST_TEMPERATURE
+            wrong = f"must be at least {least} with inference_model.backend=vllm, which samples at no less"
+            raise bad_value(key, value, wrong, f"{key}={least}")
+
+
+def _check_logging(cfg: Config) -> None:
+    backends = cfg.logging.backends
+    for key, value in (("logging.entity", cfg.logging.entity), ("logging.group", cfg.logging.group)):
+        if value is not None and not value.strip():
+            raise bad_value(key, "''", "must not be empty", f"{key}=NAME or {key}=null")
+    if not all(0 < len(tag.strip()) <= _TAG_LENGTH for tag in cfg.logging.tags):
+        wrong = f"a tag has 1 to {_TAG_LENGTH} characters"
+        raise bad_value("logging.tags", cfg.logging.tags, wrong, "for example logging.tags=[baseline]")
+    if "wandb" not in backends:
+        for key, given in (
+            ("logging.entity", cfg.logging.entity),
+            ("logging.group", cfg.logging.group),
+            ("logging.tags", cfg.logging.tags),
+        ):
+            if given:
+                wrong = "W&B alone takes it, and it is not among logging.backends"
+                raise bad_value(key, given, wrong, f"logging.backends={show([*backends, 'wandb'])}")
+    for name in backends:
+        if name not in _LOGGER_PACKAGES:
+            wrong = f"{show(name)} is not one of {', '.join(_LOGGER_PACKAGES)}"
+            raise bad_value("logging.backends", backends, wrong, "for example logging.backends=[csv]")
+    if len(set(backends)) != len(backends):
+        once = list(dict.fromkeys(backends))
+        raise bad_value("logging.backends", backends, "names one twice", f"logging.backends={show(once)}")

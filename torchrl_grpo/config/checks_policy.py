@@ -1,0 +1,188 @@
+"""Checks of an objective's ingredients against each other; a part of :mod:`torchrl_grpo.config.checks`.
+
+What nothing would read is refused as well: whoever sets a bound believes that it is there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchrl_grpo.config.keys import bad_value, show
+from torchrl_grpo.objectives.coefficients import kl_start, needs_reference
+from torchrl_grpo.objectives.surrogates import options
+
+if TYPE_CHECKING:
+    from torchrl_grpo.config.schema import Config, PolicyConfig
+
+# What a part of the objective reads alone: the part, how to switch it on, and its keys.
+_READ_BY = (
+    (
+        "policy.advantage_estimator=maxent",
+        "policy=maxent",
+        ("tau", "q_temperature", "q_epsilon", "length_normalize_ref"),
+    ),
+    (
+        "a policy.correction",
+        "policy.proximal=trainer policy.correction=truncate",
+        ("correction_level", "correction_cap"),
+    ),
+    ("a policy.kl_target", "policy.init_kl_coeff=0.1 policy.kl_target=0.1", ("kl_horizon",)),
+    ("a policy.entropy_target", "policy.entropy_target=1.0", ("entropy_delta", "entropy_coef_max")),
+    ("policy.constant_groups=refill", "policy.constant_groups=refill", ("max_refills",)),
+)
+
+
+def check_policy(cfg: Config) -> None:
+    """Check ``policy.*`` and ``ref_model.refresh_*``.
+
+    Raises:
+        ConfigError: the first value found that cannot work.
+    """
+    policy = cfg.policy
+    if policy.kl_in == "loss" and needs_reference(policy) and policy.kl_estimator == "k1":
+        wrong = "in the loss its gradient is zero on average, so it would only add noise"
+        raise bad_value("policy.kl_estimator", "k1", wrong, "policy.kl_estimator=k3, or policy.kl_in=reward")
+    if policy.dual_clip is not None and policy.surrogate != "clip":
+        wrong = f"surrogate {policy.surrogate} has no such bound"
+        raise bad_value("policy.dual_clip", policy.dual_clip, wrong, "policy.dual_clip=null")
+    if policy.dual_clip is not None and policy.dual_clip <= 1:
+        raise bad_value("policy.dual_clip", policy.dual_clip, "must be above 1", "policy.dual_clip=3.0")
+    for name, value in policy.surrogate_args.items():
+        known = options(policy.surrogate)
+        if name not in known:
+            wrong = f"surrogate {policy.surrogate} has {', '.join(known) or 'no options'}"
+            good = "one of these, or start from policy=grpo" if known else "policy=grpo, which sets none,"
+            raise bad_value(f"policy.surrogate_args.{name}", value, wrong, good)
+        if value <= 0:
+            raise bad_value(
+                f"policy.surrogate_args.{name}", value, "must be greater than 0", str(known[name])
+            )
+    _check_unread(policy)
+    _check_coefficients(cfg)
+    _check_off_policy(cfg)
+    _check_maxent(cfg)
+    length, buffer = cfg.inference_model.max_new_tokens, policy.overlong_buffer
+    for key, tokens, mode, good in (
+        ("overlong_buffer", policy.overlong_buffer, policy.overlong, "overlong=penalise"),
+        ("aggregation_length", policy.aggregation_length, policy.aggregation, "aggregation=constant"),
+    ):
+        if tokens is not None and not good.endswith(f"={mode}"):
+            wrong = f"is only read with policy.{good}"
+            raise bad_value(
+                f"policy.{key}", tokens, wrong, f"policy.{good} policy.{key}={tokens}, or policy.{key}=null"
+            )
+    if buffer is not None and buffer > length:
+        wrong = f"is longer than a response, inference_model.max_new_tokens={length}"
+        raise bad_value("policy.overlong_buffer", buffer, wrong, "policy.overlong_buffer=null")
+
+
+def _check_unread(policy: PolicyConfig) -> None:
+    used = (
+        policy.advantage_estimator == "maxent",
+        policy.correction != "none",
+        policy.kl_target is not None,
+        policy.entropy_target is not None,
+        policy.constant_groups == "refill",
+    )
+    defaults = vars(type(policy)())
+    for (part, switch, names), on in zip(_READ_BY, used, strict=True):
+        for name in names:
+            value, default = vars(policy)[name], defaults[name]
+            if not on and value != default:
+                good = f"{switch} policy.{name}={show(value)}, or policy.{name}={show(default)}"
+                raise bad_value(f"policy.{name}", value, f"is only read with {part}", good)
+
+
+def _check_coefficients(cfg: Config) -> None:
+    policy = cfg.policy
+    if policy.kl_target is not None and kl_start(policy) == 0:
+        wrong = "can only scale a coefficient, and that starts at 0"
+        good = f"policy.init_kl_coeff=0.1 policy.kl_target={policy.kl_target}"
+        raise bad_value("policy.kl_target", policy.kl_target, wrong, good)
+    if policy.init_kl_coeff is not None and policy.kl_coef != 0:
+        wrong = f"is where the coefficient starts, and so is policy.kl_coef={policy.kl_coef}"
+        raise bad_value("policy.init_kl_coeff", policy.init_kl_coeff, wrong, "one of the two")
+    if policy.kl_target is None and policy.init_kl_coeff is not None:
+        wrong = "is where an adapted coefficient starts, and without policy.kl_target none is adapted"
+        good = f"policy.kl_coef={policy.init_kl_coeff:g}"
+        raise bad_value("policy.init_kl_coeff", policy.init_kl_coeff, wrong, good)
+    if policy.reward_combination == "apart" and policy.kl_in == "reward" and needs_reference(policy):
+        wrong = "with policy.reward_combination=apart the normalisation would take its coefficient out again"
+        raise bad_value("policy.kl_in", "reward", wrong, "policy.kl_in=loss")
+    batch = cfg.train.optim_batch_size or cfg.env.num_envs * cfg.env.repeats
+    if policy.kl_target is not None and policy.kl_horizon < batch:
+        wrong = f"is less than one optimiser batch, {batch} responses"
+        raise bad_value("policy.kl_horizon", policy.kl_horizon, wrong, f"policy.kl_horizon={20 * batch}")
+    if policy.entropy_target is not None and policy.entropy_coef > policy.entropy_coef_max:
+        wrong = f"is above policy.entropy_coef_max={policy.entropy_coef_max}"
+        raise bad_value("policy.entropy_coef", policy.entropy_coef, wrong, "policy.entropy_coef=0.001")
+    if policy.entropy_target is not None and not (policy.entropy_delta > 0 and policy.entropy_coef_max > 0):
+        name = "entropy_coef_max" if policy.entropy_coef_max <= 0 else "entropy_delta"
+        wrong = "must be greater than 0, or policy.entropy_target moves nothing"
+        raise bad_value(f"policy.{name}", 0.0, wrong, f"policy.{name}=0.005")
+    _check_reference(cfg)
+
+
+def _check_reference(cfg: Config) -> None:
+    policy, ref_model = cfg.policy, cfg.ref_model
+    if ref_model.refresh_mix < 1 and ref_model.refresh_frequency == 0:
+        wrong = "is only read with a ref_model.refresh_frequency above 0"
+        raise bad_value("ref_model.refresh_mix", ref_model.refresh_mix, wrong, "ref_model.refresh_mix=1.0")
+    if ref_model.refresh_mix < 1 and ref_model.dtype not in ("auto", "float32"):
+        wrong = "holds too few digits for the steps of ref_model.refresh_mix, most of which would round to 0"
+        raise bad_value("ref_model.dtype", ref_model.dtype, wrong, "ref_model.dtype=float32")
+    if cfg.ref_model.refresh_frequency > 0 and not needs_reference(policy):
+        wrong = "there is no reference model, because policy.kl_coef is 0"
+        raise bad_value(
+            "ref_model.refresh_frequency",
+            cfg.ref_model.refresh_frequency,
+            wrong,
+            f"policy.kl_coef=0.01 ref_model.refresh_frequency={ref_model.refresh_frequency}",
+        )
+
+
+def _check_off_policy(cfg: Config) -> None:
+    policy = cfg.policy
+    if policy.correction != "none" and policy.proximal != "trainer":
+        wrong = (
+            "weighs the trainer's log-probabilities against the engine's, and "
+            f"policy.proximal={policy.proximal} has none"
+        )
+        good = f"policy.proximal=trainer policy.correction={policy.correction}"
+        raise bad_value("policy.correction", policy.correction, wrong, good)
+    if policy.correction_cap < 1:
+        wrong = "must be at least 1, the weight of a token on which engine and trainer agree"
+        raise bad_value("policy.correction_cap", policy.correction_cap, wrong, "policy.correction_cap=2.0")
+    if policy.correction_floor > 0 and policy.correction != "mask":
+        wrong = f"is not read with policy.correction={policy.correction}"
+        raise bad_value(
+            "policy.correction_floor",
+            policy.correction_floor,
+            wrong,
+            f"policy.correction=mask policy.correction_floor={policy.correction_floor}",
+        )
+    if policy.correction_floor > 1:
+        wrong = "must be at most 1, the weight of a token on which engine and trainer agree"
+        raise bad_value(
+            "policy.correction_floor", policy.correction_floor, wrong, "policy.correction_floor=0.5"
+        )
+
+
+def _check_maxent(cfg: Config) -> None:
+    policy = cfg.policy
+    maxent = policy.advantage_estimator == "maxent"
+    if maxent != (policy.kl_in == "weights") and (maxent or needs_reference(policy)):
+        wrong = "maxent takes the reference into its weights, and nothing else does"
+        good = "policy.kl_in=weights" if maxent else "policy.kl_in=loss"
+        raise bad_value("policy.kl_in", policy.kl_in, wrong, good)
+    if not maxent:
+        return
+    if policy.reward_combination == "apart":
+        wrong = "maxent takes one utility a response"
+        raise bad_value("policy.reward_combination", "apart", wrong, "policy.reward_combination=together")
+    if policy.tau + kl_start(policy) <= 0:
+        wrong = "with policy.kl_coef=0 the best response would take all, divided by 0"
+        raise bad_value("policy.tau", policy.tau, wrong, "policy.tau=0.1")
+    if policy.q_epsilon * cfg.env.repeats > 1:
+        wrong = f"is more than 1 / env.repeats={cfg.env.repeats}"
+        raise bad_value("policy.q_epsilon", policy.q_epsilon, wrong, "policy.q_epsilon=1e-6")

@@ -1,0 +1,54 @@
+"""Rounds and optimiser steps of a run, out of its configuration and its data. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from torchrl_grpo.config.schema import Config
+
+
+def steps_per_round(cfg: Config) -> int:
+    """Optimiser steps that a collection round is trained for."""
+    size = cfg.env.num_envs * cfg.env.repeats
+    return cfg.train.epochs * size // (cfg.train.optim_batch_size or size)
+
+
+def with_turns(cfg: Config, problems: int) -> Config:
+    """A configuration whose length is in samples: ``train.num_epochs`` turned into ``total_dialog_turns``.
+
+    Args:
+        cfg: a validated configuration.
+        problems: to train on, those left out for their length not counted.
+
+    Returns:
+        The same where it says ``train.total_dialog_turns``. Otherwise as many collection rounds as ask every
+        problem ``train.num_epochs`` times, the last round filled up with problems of the next epoch.
+    """
+    if cfg.train.num_epochs is None:
+        return cfg
+    # Rounded, because 0.1 x 30 is a little more than 3.
+    asked = math.ceil(round(cfg.train.num_epochs * problems, 6))
+    turns = max(1, math.ceil(asked / cfg.env.num_envs)) * cfg.env.num_envs * cfg.env.repeats
+    return replace(cfg, train=replace(cfg.train, total_dialog_turns=turns, num_epochs=None))
+
+
+def total_turns(cfg: Config) -> int:
+    """Samples of the whole run, of a configuration out of :func:`with_turns`."""
+    assert cfg.train.total_dialog_turns is not None, "a length in epochs needs the data: with_turns()"
+    return cfg.train.total_dialog_turns
+
+
+def rounds(cfg: Config) -> int:
+    """Collection rounds of the whole run, of a configuration out of :func:`with_turns`."""
+    return total_turns(cfg) // (cfg.env.num_envs * cfg.env.repeats)
+
+
+def length(cfg: Config, problems: int) -> str:
+    """How long a run is, in a line."""
+    whole = with_turns(cfg, problems)
+    epochs = rounds(whole) * cfg.env.num_envs / problems
+    return (
+        f"length: {rounds(whole)} rounds of {cfg.env.num_envs} problems x {cfg.env.repeats} samples, "
+        f"{rounds(whole) * steps_per_round(whole)} optimiser steps, {epochs:.3g} times {problems} problems"
+    )

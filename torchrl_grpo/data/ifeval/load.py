@@ -1,0 +1,103 @@
+"""IFEval: prompts with verifiable instructions, as the held-out problems of a run.
+
+Training prompts are the project's own (:mod:`torchrl_grpo.data.ifeval`), because IFEval is an
+evaluation set. Training on its rows needs ``env.train_on_ifeval=true`` and warns.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from torchrl_grpo.config.schema import Config, EnvConfig
+from torchrl_grpo.data import columns, problems, prompts, sources
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.ifeval import compose
+from torchrl_grpo.data.ifeval.schema import clean_truth
+from torchrl_grpo.errors import ConfigError, DataError
+
+HUB_NAME = "google/IFEval"
+
+
+def load(cfg: Config) -> problems.Problems:
+    """Composed prompts to train on and IFEval rows to evaluate on.
+
+    Args:
+        cfg: IFEval is read from ``env.data_path``, else from the hub; ``env.eval_data_path`` takes its
+            place as the held-out data. ``env.task_size`` prompts are composed from ``seed``. With
+            ``env.train_on_ifeval`` the rows of IFEval that are not held out are trained on instead.
+
+    Returns:
+        Problems that share no prompt. No composed prompt is in IFEval, held out or not.
+
+    Raises:
+        ConfigError: ``env.task_size`` is below 1.
+        DataError: the rows cannot be found, one is malformed, or holding rows out leaves none to train on.
+    """
+    env = cfg.env
+    if env.train_on_ifeval:
+        return _train_on_ifeval(cfg)
+    if env.task_size < 1:
+        raise ConfigError(f"env.task_size={env.task_size} composes no training prompt; write 1 or more")
+    known = [] if env.data_path is None and env.eval_data_path is not None else _benchmark(env)
+    rows = known
+    if env.eval_data_path is not None:
+        rows = sources.read_held_out(env.eval_data_path, env.eval_split)
+    held_out = problems.choose(_examples(rows, env, "test"), cfg.eval.num_problems)
+    avoid = [columns.text(row, "prompt", "ifeval") for row in [*known, *rows]]
+    composed = compose(env.task_size, cfg.seed, avoid)
+    train = [
+        Example(f"ifeval/composed/{i}", prompts.messages(env, "ifeval", one.prompt), one.truth)
+        for i, one in enumerate(composed, 1)
+    ]
+    return problems.Problems(train=train, held_out=held_out)
+
+
+def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
+    """One problem; ``truth`` is ``{"instruction_id_list": [...], "kwargs": [...]}``.
+
+    Raises:
+        DataError: a column is missing, an instruction is unknown, or an argument is missing or unusable.
+    """
+    prompt = columns.text(row, "prompt", "ifeval")
+    truth = clean_truth(row.values.get("instruction_id_list"), row.values.get("kwargs"), row.where)
+    return Example(id, prompts.messages(env, "ifeval", prompt), truth)
+
+
+def _train_on_ifeval(cfg: Config) -> problems.Problems:
+    warnings.warn(
+        "env.train_on_ifeval=true: training on prompts of the IFEval benchmark itself; its accuracies "
+        "from this run do not measure how well instructions are followed in general",
+        UserWarning,
+        stacklevel=3,
+    )
+    env = cfg.env
+    source = env.data_path if env.data_path is not None else HUB_NAME
+    train = _examples(_benchmark(env), env, "train")
+    if env.eval_data_path is None:
+        return problems.split_off(train, cfg.eval.num_problems, source)
+    held_out = _examples(sources.read_held_out(env.eval_data_path, env.eval_split), env, "test")
+    return problems.separate(train, problems.choose(held_out, cfg.eval.num_problems), source)
+
+
+def _benchmark(env: EnvConfig) -> list[sources.Row]:
+    """IFEval's rows. Its one split is called ``train`` on the hub, and its own file ``input_data.jsonl``."""
+    if env.data_path is None:
+        name = env.hub_name if env.hub_name is not None else HUB_NAME
+        source = sources.open_hub(sources.Hub(name, (env.hub_subset,)))
+    else:
+        source = sources.open_path(env.data_path, "env.data_path")
+    split = env.eval_split if env.eval_data_path is None else None
+    if split is not None:
+        source.check("env.eval_split", split)
+        return source.read(split)
+    found = source.first("test", "train", "input_data")
+    if source.names and found is None:
+        raise DataError(
+            f"{source.label} has neither a test nor a train split; it holds {', '.join(source.names)}; "
+            f"write for example env.eval_split={source.names[0]}, or name IFEval's JSONL file"
+        )
+    return source.read(found or "")
+
+
+def _examples(rows: list[sources.Row], env: EnvConfig, split: str) -> list[Example]:
+    return [example(row, env, f"ifeval/{split}/{i}") for i, row in enumerate(rows, 1)]

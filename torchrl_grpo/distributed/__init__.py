@@ -1,0 +1,1 @@
+"""Several training ranks: how they start, talk to each other and hold the model."""

@@ -1,0 +1,258 @@
+"""Training ranks that divide the model with DeepSpeed: ZeRO-2 its gradients and optimiser state, ZeRO-3 all.
+
+DeepSpeed is an optional package, imported here and when it is asked for. Of its engine the forward and the
+backward pass and the step are used; micro-batches, schedule and mixed precision stay those of the project.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_grpo.config.values import ZERO_STAGES
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer, output_head
+from torchrl_grpo.models.shards import in_zero_shards
+
+# Gradients that are exchanged at a time; its default would keep a buffer of 2 GB.
+_BUCKET = 50_000_000
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ZeroNetwork(nn.Module):
+    """What the loss calls in place of ``scorer``; usable once :class:`ZeroUpdate` has given it an engine.
+
+    Args:
+        scorer: around the model.
+        kind: ``deepspeed_zero2`` or ``deepspeed_zero3``.
+        device: of this rank.
+    """
+
+    engine: Any
+
+    def __init__(self, scorer: TokenScorer, kind: str, device: torch.device) -> None:
+        super().__init__()
+        self.module = scorer
+        self.stage = ZERO_STAGES[kind]
+        self.device = device
+        # Not a submodule: the scorer would be found twice.
+        self.__dict__["engine"] = None
+
+    def forward(self, *arguments: Any) -> Any:
+        """See :meth:`TokenScorer.forward`."""
+        return self.engine(*arguments)
+
+
+class ZeroUpdate:
+    """:class:`~torchrl_grpo.training.optimizer_backend.Update` by DeepSpeed's engine around ``optimizer``.
+
+    Args:
+        optimizer: torch's, of the whole parameters; it comes to hold this rank's part of them.
+        max_grad_norm: gradients are clipped to it.
+        network: gets the engine; with ZeRO-3 its parameters become shards.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, max_grad_norm: float, network: ZeroNetwork) -> None:
+        self._optimizer = optimizer
+        self._network = network
+        # As the optimiser numbers them, until it holds others in their place.
+        self._parameters = [list(group["params"]) for group in optimizer.param_groups]
+        self._engine = _make_engine(optimizer, max_grad_norm, network)
+        network.__dict__["engine"] = self._engine
+        weakref.finalize(self, _end, self._engine, network.module).atexit = False
+
+    def backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss)
+
+    def without_gradient(self, idle: Callable[[], Tensor]) -> None:
+        # The engine has to see a backward pass to take a step.
+        self._engine.set_gradient_accumulation_boundary(True)
+        self.backward(0.0 * idle())
+
+    def step(self, allowed: bool) -> float:
+        if not allowed:
+            self._spoil()
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else math.inf
+
+    def drop_gradients(self) -> None:
+        """The engine has dropped them in its step."""
+
+    def _spoil(self) -> None:
+        """Make the engine refuse the step and drop the gradients, as it does where one is not finite."""
+        from deepspeed import utils
+
+        first = next(parameter for group in self._parameters for parameter in group)
+        if not in_zero_shards(first):
+            utils.safe_set_full_grad(first, torch.full_like(first, math.nan))
+        elif torch.distributed.get_rank() == 0:
+            # The last ranks' shards may be filled up, and what is written there would stay.
+            utils.safe_set_local_grad(first, torch.full_like(first.ds_tensor, math.nan))
+
+    def optimizer_state(self, keep: bool = True) -> dict[str, Any]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        groups, start = [], 0
+        for group, parameters in zip(self._optimizer.param_groups, self._parameters, strict=True):
+            numbers = list(range(start, start + len(parameters)))
+            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
+            start += len(parameters)
+        state: dict[int, dict[str, Tensor]] = {}
+        if self._optimizer.state:
+            self._link_moments()
+            steps = next(iter(self._optimizer.state.values()))["step"]
+            for index, parameter in enumerate(p for group in self._parameters for p in group):
+                for name in _MOMENTS:
+                    moment = safe_get_full_optimizer_state(parameter, name)
+                    if keep:
+                        state.setdefault(index, {"step": steps.detach().cpu().clone()})[name] = moment.cpu()
+        return {"state": state, "param_groups": groups}
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        for group, saved in zip(self._optimizer.param_groups, state["param_groups"], strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+        if not state["state"]:
+            return
+        self._begin_state(state["state"][0]["step"])
+        for index, parameter in enumerate(p for group in self._parameters for p in group):
+            for name in _MOMENTS:
+                _set_moment(parameter, name, state["state"][index][name])
+
+    def _begin_state(self, steps: Tensor) -> None:
+        """Moments of zero for what this rank updates, as AdamW itself makes them in its first step."""
+        zero = self._engine.optimizer
+        stage2, stage3 = "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"
+        for part in vars(zero)[stage2 if self._network.stage == 2 else stage3]:
+            moments = {name: torch.zeros_like(part) for name in _MOMENTS}
+            steps_there = steps.to(device=part.device, dtype=torch.float32).clone()
+            self._optimizer.state[part] = {"step": steps_there, **moments}
+        self._link_moments()
+
+    def _link_moments(self) -> None:
+        """With ZeRO-2, let parameters find their moments.
+
+        DeepSpeed does it in the first step, after the first group's update, when the others have none yet.
+        """
+        if self._network.stage == 3:
+            return
+        from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+        zero = self._engine.optimizer
+        for parameters, part in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+            lazy_init_hp_params_optimizer_state(parameters, part, self._optimizer.state)
+
+
+def _set_moment(parameter: nn.Parameter, name: str, value: Tensor) -> None:
+    from deepspeed import utils
+
+    if not in_zero_shards(parameter):
+        # It copies this rank's part, from whatever device.
+        utils.safe_set_full_optimizer_state(parameter, value, name)
+        return
+    # Not its function for a whole one, which cannot divide what does not come out even.
+    held: Any = parameter
+    size, rank = held.ds_tensor.numel(), torch.distributed.get_rank()
+    part = torch.zeros(size, device=held.ds_tensor.device)
+    own = value.flatten()[rank * size : (rank + 1) * size]
+    part[: own.numel()] = own
+    utils.safe_set_local_optimizer_state(parameter, part, name)
+
+
+def engine_config(stage: int, max_grad_norm: float, largest_vector: int) -> dict[str, Any]:
+    """What DeepSpeed is told.
+
+    Args:
+        stage: 2 or 3.
+        max_grad_norm: gradients are clipped to it.
+        largest_vector: with ZeRO-3, parameters up to this size stay whole between their uses in a step:
+            to gather a norm's weights takes as long as to gather a matrix.
+    """
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": _BUCKET}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = largest_vector
+        # A matrix is given back after each use, however near the next one is: its default keeps a model of
+        # up to 10^9 parameters whole.
+        zero["stage3_max_reuse_distance"] = 0
+    return {
+        # Micro-batches differ in size and number; which is the last of a step is said each time.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": max_grad_norm,
+        "zero_optimization": zero,
+    }
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep DeepSpeed from telling what it looks for on the machine, and of each of its settings."""
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _make_engine(optimizer: torch.optim.Optimizer, max_grad_norm: float, network: ZeroNetwork) -> Any:
+    # It would choose by what it finds on the machine.
+    os.environ["DS_ACCELERATOR"] = network.device.type
+    with _quiet():
+        return _initialise(optimizer, max_grad_norm, network)
+
+
+def _initialise(optimizer: torch.optim.Optimizer, max_grad_norm: float, network: ZeroNetwork) -> Any:
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # Torch's warning of old names that DeepSpeed uses, once an exchange.
+    warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor)", FutureWarning)
+    # On a CPU it would compile an exchange of its own, for minutes and with a compiler that may not be there;
+    # without it gloo is used, as by the other ways of holding a model.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    scorer = network.module
+    vectors = [p.numel() for p in scorer.parameters() if p.ndim < 2]
+    engine, *_ = deepspeed.initialize(
+        args=SimpleNamespace(device_rank=network.device.index or 0),
+        model=scorer,
+        optimizer=optimizer,
+        config=engine_config(network.stage, max_grad_norm, max(vectors, default=0)),
+        dist_init_required=False,
+    )
+    if network.stage == 3:
+        head = output_head(scorer.model)
+        # The scorer multiplies with the head's weights itself, and the head's forward never runs.
+        for parameter in (head.weight, head.bias):
+            if parameter is not None:
+                deepspeed.zero.register_external_parameter(scorer, parameter)
+    return engine
+
+
+def _end(engine: Any, scorer: TokenScorer) -> None:
+    """Make DeepSpeed forget the model, which it would keep for good: a sweep's next job needs the memory."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    engine.destroy()
+    kept = [module for module in parameter_offload.FWD_MODULE_STACK if module is not scorer]
+    parameter_offload.FWD_MODULE_STACK[:] = kept
+
+
+@contextmanager
+def gathered(parameter: Tensor, writable: bool = False) -> Iterator[Tensor]:
+    """A parameter in shards (ZeRO-3), whole inside; every rank must enter.
+
+    Args:
+        parameter: what is gathered.
+        writable: keep what is done to it, which must be the same on every rank.
+    """
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if writable else None):
+        yield parameter.data

@@ -1,0 +1,258 @@
+"""Several training ranks: whether this process is one of them, and how they are started.
+
+A rank is told who it is by the environment that ``torchrun`` and ``accelerate launch`` set. Started without
+one, a run that asks for several ranks starts them itself, each with the words it was called with.
+Reading the environment imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from torchrl_grpo.config.keys import bad_value
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config.values import ZERO_STAGES
+from torchrl_grpo.planning.cores import allowed_cores
+from torchrl_grpo.planning.placement import num_devices
+
+# Which of the files in config/accelerate goes with each value.
+_FILES = {"ddp": "multi_gpu", "fsdp2": "fsdp2", **{kind: kind for kind in ZERO_STAGES}}
+# What a process ends with that was interrupted.
+INTERRUPTED_CODE = 130
+# What the launcher's process ends with when a rank was ended by a signal.
+_ENDED_BY_SIGNAL = 1
+# What an interrupted rank 0 has to finish what the ranks are in and to end in good order: minutes, for a step
+# of a large model or a round of long responses.
+_FAREWELL_S = 600
+
+
+def launched() -> bool:
+    """Whether a launcher has started this process as one of several ranks."""
+    return world_size() > 1
+
+
+def rank() -> int:
+    """Number of this process among the training ranks; 0 is the one that collects, logs and saves."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """Number of this process among the ranks of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size() -> int:
+    """Training ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def world_size() -> int:
+    """Training ranks, 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def ranks_wanted(configs: Sequence[Config]) -> int:
+    """Training ranks that the jobs of a command ask for.
+
+    Raises:
+        ConfigError: they differ from job to job.
+    """
+    counts = sorted({num_devices(cfg.train_model) for cfg in configs})
+    if launched():
+        return world_size()
+    if len(counts) > 1:
+        raise bad_value(
+            "train_model.num_devices",
+            counts,
+            "all jobs of a sweep run in the same training ranks",
+            f"train_model.num_devices={counts[0]}, and a sweep of its own for {counts[1]}",
+        )
+    return counts[0]
+
+
+def left_alone() -> str | None:
+    """What to tell somebody whose launcher was asked for several ranks and has started this process alone.
+
+    Without a GPU, and without a word about how, ``accelerate launch --num_processes 2`` does so. It does not
+    say what it was asked for; its command line does.
+
+    Returns:
+        A line, or None.
+    """
+    if launched() or "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        return None
+    asked = _processes_asked_for(_words_of_parent())
+    if asked < 2:
+        return None
+    return (
+        f"warning: accelerate launch was asked for {asked} processes and has started one, as it does without "
+        "a GPU; write --multi_gpu or --config_file config/accelerate/multi_gpu.yaml for the launcher, or "
+        f"start the script without it and with train_model.num_devices={asked}"
+    )
+
+
+def _words_of_parent() -> list[str]:
+    """The command line of the process that started this one; nothing where the system does not show it."""
+    try:
+        text = Path(f"/proc/{os.getppid()}/cmdline").read_text()
+    except OSError:
+        return []
+    return text.split("\0")
+
+
+def _processes_asked_for(words: Sequence[str]) -> int:
+    """The number behind ``--num_processes`` in a launcher's words, 1 without one."""
+    for word, following in itertools.pairwise([*words, ""]):
+        name, _, value = word.partition("=")
+        if name.replace("-", "_") == "__num_processes" and (value or following).isdecimal():
+            return int(value or following)
+    return 1
+
+
+def resolved(cfg: Config) -> Config:
+    """The configuration with what a launcher has decided: the number of ranks, and how they hold the model.
+
+    Raises:
+        ConfigError: it asks for something else.
+    """
+    kind = parallelism(cfg)
+    if not launched():
+        return cfg
+    asked, started = cfg.train_model.num_devices, world_size()
+    if asked not in ("auto", started):
+        raise bad_value(
+            "train_model.num_devices",
+            asked,
+            f"the launcher has started {started} processes",
+            f"train_model.num_devices={started}, or --num_processes {asked} for the launcher",
+        )
+    train = replace(cfg.train_model, num_devices=local_world_size(), parallelism=kind)
+    return replace(cfg, train_model=train)
+
+
+def parallelism(cfg: Config) -> str:
+    """How several ranks hold the model: ``train_model.parallelism``, ``auto`` being what the launcher says.
+
+    Raises:
+        ConfigError: the launcher was configured for another way, or the model cannot be held so.
+    """
+    asked = cfg.train_model.parallelism
+    told = _told_by_launcher(asked)
+    # A launcher that says nothing leaves it open; one that was set up for something means it.
+    if asked not in ("auto", told) and told != "ddp":
+        name = "FSDP" if told == "fsdp2" else f"DeepSpeed ZeRO-{ZERO_STAGES[told]}"
+        raise bad_value(
+            "train_model.parallelism",
+            asked,
+            f"the launcher was configured for {name}",
+            f"train_model.parallelism=auto, or config/accelerate/{_FILES[asked]}.yaml for the launcher",
+        )
+    kind = told if asked == "auto" else asked
+    if kind in ZERO_STAGES and cfg.train_model.compile:
+        wrong = f"this version does not compile layers that are held with {kind}"
+        raise bad_value("train_model.compile", True, wrong, "train_model.compile=false")
+    if kind == "ddp":
+        return kind
+    if cfg.train_model.autocast == "fp16":
+        wrong = "the loss scaler would see the overflow of one shard only"
+        raise bad_value("train_model.autocast", "fp16", wrong, "train_model.autocast=bf16")
+    if cfg.train_model.lora.rank > 0:
+        raise bad_value(
+            "train_model.parallelism",
+            asked,
+            "adapters are merged on one rank, which must hold their matrices whole; they need no shards",
+            "train_model.parallelism=ddp, or config/accelerate/multi_gpu.yaml for the launcher",
+        )
+    return kind
+
+
+def _told_by_launcher(asked: str) -> str:
+    """How ``accelerate launch`` was configured, as a value of ``train_model.parallelism``."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
+        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "none")
+        for kind, number in ZERO_STAGES.items():
+            if stage == str(number):
+                return kind
+        raise bad_value(
+            "train_model.parallelism",
+            asked,
+            f"the launcher was configured for DeepSpeed with zero_stage {stage}; only 2 and 3 are run",
+            "--config_file config/accelerate/deepspeed_zero2.yaml for the launcher",
+        )
+    return "fsdp2" if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" else "ddp"
+
+
+def launch(words: Sequence[str], count: int) -> int:
+    """Run this script's command line in ``count`` ranks on this machine.
+
+    Args:
+        words: the command line without the script's name.
+        count: of ranks.
+
+    Returns:
+        The exit code: that of the first rank that failed, 0 when none did; after an interrupt rank 0's.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted, and rank 0 ended in good order or not in time.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+    common = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        # Ranks that compute on the CPU share its cores.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, allowed_cores() // count))),
+    }
+    # The library answers an interrupt by killing all ranks; rank 0 still has something to say and to finish.
+    # One that is ignored, as under nohup, stays ignored.
+    before = signal.getsignal(signal.SIGINT)
+    ranks = start_processes(
+        name="rank",
+        entrypoint=sys.executable,
+        args={number: (sys.argv[0], *words) for number in range(count)},
+        envs={number: {**common, "RANK": str(number), "LOCAL_RANK": str(number)} for number in range(count)},
+        logs_specs=DefaultLogsSpecs(),
+    )
+    signal.signal(signal.SIGINT, before)
+    try:
+        result = ranks.wait()
+    except KeyboardInterrupt:
+        assert isinstance(ranks, SubprocessContext), "of a script, not of a function"
+        main = ranks.subprocess_handlers[0].proc
+        # Another interrupt ends all of them at once.
+        main.send_signal(signal.SIGINT)
+        # For rank 0 alone: one that it has let go may fail while it leaves, which must not cut rank 0 short.
+        with suppress(subprocess.TimeoutExpired):
+            main.wait(timeout=_FAREWELL_S)
+        if main.returncode in (None, 0, INTERRUPTED_CODE):
+            raise
+        return _shown(main.returncode)
+    finally:
+        ranks.close()
+    assert result is not None
+    if not result.failures:
+        return 0
+    first = min(result.failures.values(), key=lambda failure: failure.timestamp)
+    return _shown(first.exitcode)
+
+
+def _shown(code: int) -> int:
+    return code if code > 0 else _ENDED_BY_SIGNAL
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,158 @@
+"""The training ranks: processes that hold the model, or a shard of it, and take each step together.
+
+Rank 0 runs the program: it grades, decides, publishes, logs and saves. The others hold their part of the
+model, and an engine where ranks generate, and do what rank 0 does with its own, call by call
+(:meth:`Ranks.together`). While rank 0 waits for engines elsewhere, so do they, in a blocking receive.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from torch import Tensor
+
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.distributed import launch
+from torchrl_grpo.planning.cores import cores_to_divide, divide_cores
+from torchrl_grpo.planning.plan import Plan
+from torchrl_grpo.runtime.interrupts import held
+
+_T = TypeVar("_T")
+
+# A round may take hours to generate, and an idle rank must not take that for a death: the connection tells.
+_PATIENCE = timedelta(days=30)
+
+
+class Ranks:
+    """This process's place among the ranks.
+
+    Args:
+        on_cpu: the ranks compute on the CPU.
+    """
+
+    def __init__(self, on_cpu: bool) -> None:
+        self.rank, self.size = launch.rank(), launch.world_size()
+        self._orders: dist.ProcessGroup | None = None
+        # Something raised while the others were in the same call: they may wait for this rank in the middle.
+        self._broken = False
+        if self.size > 1:
+            # Transformers would leave all ranks but the first without weights, for Accelerate to fill in.
+            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+            PartialState(cpu=on_cpu, timeout=_PATIENCE)
+            # Orders are Python objects in the CPU's memory, whatever the tensors travel with.
+            self._orders = dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that runs the program."""
+        return self.rank == 0
+
+    def tell(self, message: Any) -> None:
+        """On rank 0: give every other rank what :meth:`hear` returns there."""
+        if self.size > 1:
+            dist.broadcast_object_list([message], src=0, group=self._orders)
+
+    def hear(self) -> Any:
+        """On the others: what rank 0 tells next; None when it is gone, which it has then said itself."""
+        box = [None]
+        try:
+            dist.broadcast_object_list(box, src=0, group=self._orders)
+        except RuntimeError:
+            return None
+        return box[0]
+
+    def together(self, target: object, method: str, *arguments: Any) -> Any:
+        """On rank 0: call a method of ``target`` while every other rank calls that of its own.
+
+        Args:
+            target: what the others gave to :meth:`follow`.
+            method: its name; with dots, of what ``target`` holds.
+            arguments: sent to the others.
+
+        Returns:
+            What it returned on this rank.
+        """
+        if self.size == 1:
+            return _call(target, method, arguments)
+        # Interrupted half way, this rank would leave the others in the middle of a collective call.
+        with held(), self.united():
+            self.tell((method, arguments))
+            return _call(target, method, arguments)
+
+    @contextmanager
+    def united(self) -> Iterator[None]:
+        """Around what every rank does at the same time, where an exception leaves them apart."""
+        try:
+            yield
+        except BaseException:
+            self._broken = True
+            raise
+
+    def follow(self, target: object) -> None:
+        """On the others: do what :meth:`together` says, until rank 0 dismisses them."""
+        while (order := self.hear()) is not None:
+            _call(target, *order)
+
+    def dismiss(self) -> None:
+        """On rank 0: let the others end :meth:`follow`.
+
+        After an exception in a common call they listen no more: this process's end is what ends them.
+        """
+        if not self._broken:
+            self.tell(None)
+
+    def add_up(self, values: dict[str, float], names: Sequence[str]) -> dict[str, float]:
+        """The sum over all ranks of each of ``names``; a rank adds nothing for those it does not have."""
+        if self.size == 1:
+            return {name: values.get(name, 0.0) for name in names}
+        total = torch.tensor([values.get(name, 0.0) for name in names], dtype=torch.float64)
+        dist.all_reduce(total, group=self._orders)
+        return dict(zip(names, total.tolist(), strict=True))
+
+    def largest(self, value: int) -> int:
+        """The largest of what the ranks say."""
+        if self.size == 1:
+            return value
+        box = torch.tensor([value])
+        dist.all_reduce(box, dist.ReduceOp.MAX, group=self._orders)
+        return int(box)
+
+    def agree(self, value: int) -> bool:
+        """Whether all ranks say the same."""
+        return len(set(self.gather(value))) == 1
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Rank 0's ``tensor``, with which those of the others (same shape, own device) are filled."""
+        if self.size == 1:
+            return tensor
+        found = tensor.contiguous()
+        dist.broadcast(found, src=0)
+        return found
+
+    def gather(self, found: _T) -> list[_T]:
+        """What every rank has, in their order; tensors in it are on the CPU, and shapes may differ."""
+        if self.size == 1:
+            return [found]
+        boxes: list[Any] = [None] * self.size
+        dist.all_gather_object(boxes, found, group=self._orders)
+        return boxes
+
+
+def _call(target: object, method: str, arguments: tuple[Any, ...]) -> Any:
+    function: Callable[..., Any] = operator.attrgetter(method)(target)
+    return function(*arguments)
+
+
+def divide_threads(cfg: Config, plan: Plan) -> None:
+    """Give this rank its threads: as configured, or its share of what several processes compute on."""
+    ranks = launch.local_world_size()
+    # Also where all cores are its own: the job before it in a sweep may have had fewer.
+    torch.set_num_threads(divide_cores(cfg, plan, cores_to_divide(ranks), ranks)[0])

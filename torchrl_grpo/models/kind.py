@@ -1,0 +1,56 @@
+"""Whether ``model.name`` is a causal language model at all, as far as files on this machine say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torchrl_grpo.config.schema import ModelConfig
+from torchrl_grpo.errors import ModelError
+from torchrl_grpo.models.shape import local_folder
+
+# What a config.json has of models that read more than text, and of those with an encoder for it.
+_MORE_THAN_TEXT = ("vision_config", "audio_config")
+
+
+def check_kind(cfg: ModelConfig) -> None:
+    """Refuse a model that needs images or sound beside text, or an encoder before its decoder.
+
+    Some models of images and text are causal language models where they are given text alone: transformers
+    knows which, and is imported, which takes seconds, only for such a model.
+
+    Raises:
+        ModelError: transformers loads no causal language model out of it.
+    """
+    folder = local_folder(cfg)
+    if folder is None:
+        return
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+    except ValueError:
+        return  # read_shape() says what is wrong with it
+    architectures = [str(name) for name in settings.get("architectures") or ()]
+    if not _suspicious(settings, architectures) or _brings_its_own(settings, cfg):
+        return
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if settings.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return
+    reads = "more than text" if any(key in settings for key in _MORE_THAN_TEXT) else "text with an encoder"
+    raise ModelError(
+        f"model.name={cfg.name}: {', '.join(architectures) or settings.get('model_type')} reads {reads}, and "
+        "transformers has no causal language model of this type; write the name of a text-only instruct "
+        "model instead"
+    )
+
+
+def _suspicious(settings: dict[str, Any], architectures: list[str]) -> bool:
+    return (
+        any(key in settings for key in _MORE_THAN_TEXT)
+        or bool(settings.get("is_encoder_decoder"))
+        or any(name.endswith("ForConditionalGeneration") for name in architectures)
+    )
+
+
+def _brings_its_own(settings: dict[str, Any], cfg: ModelConfig) -> bool:
+    return cfg.trust_remote_code and "AutoModelForCausalLM" in (settings.get("auto_map") or {})

@@ -1,0 +1,1 @@
+"""Log-probabilities of given tokens: the output head, the attention and the shared prompt."""

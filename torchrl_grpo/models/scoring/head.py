@@ -1,0 +1,247 @@
+"""Log-probability and entropy under an output head, without the logits of the whole vocabulary.
+
+The vocabulary is worked through in blocks that fit in a processor's cache, with a running log-sum-exp; the
+backward pass computes each block again. Memory depends on neither the vocabulary nor, beyond the hidden
+states, on the number of tokens. A fused kernel for some GPUs is in
+:mod:`~torchrl_grpo.models.scoring.fused_head`.
+
+Axes: ``N`` tokens, ``H`` hidden size, ``V`` words of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# 16 MiB in float32: within the last-level cache of a small CPU. GPUs want larger products.
+_BLOCK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
+# Below this many tokens in a product, a CPU reads the matrix more than it computes with it.
+_MIN_TOKENS = 1024
+
+
+class HeadOptions(NamedTuple):
+    """How logits come out of ``hidden @ weight.T + bias``.
+
+    Attributes:
+        temperature: logits are divided by it, last.
+        softcap: ``softcap * tanh(logits / softcap)`` before, or None (Gemma 2, arXiv 2408.00118, sec. 2).
+        dtype: the product's operands are cast to it and its sums rounded to it, in the backward pass too; all
+            that follows, and the results, are float32.
+        entropy_gradient: let gradients flow through the entropy.
+        scale: logits are multiplied by it, first (Granite, Cohere).
+    """
+
+    temperature: float = 1.0
+    softcap: float | None = None
+    dtype: torch.dtype = torch.float32
+    entropy_gradient: bool = False
+    scale: float = 1.0
+
+
+def finished_logits(product: Tensor, options: HeadOptions) -> Tensor:
+    """Float32 logits at temperature 1 from ``hidden @ weight.T + bias``."""
+    logits = product.float() * options.scale
+    return logits if options.softcap is None else options.softcap * torch.tanh(logits / options.softcap)
+
+
+def score_tokens(
+    hidden: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    options: HeadOptions = HeadOptions(),  # noqa: B008 - immutable
+    block_elements: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of ``targets`` and entropy in nats.
+
+    With ``l`` the logits, ``p = softmax(l)``, ``H = -sum p log p``: ``d log p_y / d l_v = [v = y] - p_v`` and
+    ``d H / d l_v = -p_v (log p_v + H)``.
+
+    Args:
+        hidden: ``[N, H]``.
+        targets: ``[N]`` int64.
+        weight: ``[V, H]``.
+        bias: ``[V]`` or None.
+        options: temperature, cap and numbers.
+        block_elements: logits in memory at a time; None chooses by device.
+
+    Returns:
+        Both ``[N]`` float32.
+    """
+    size = block_elements or _BLOCK_ELEMENTS.get(hidden.device.type, _BLOCK_ELEMENTS["cuda"])
+    log_probs, entropy = _Score.apply(hidden, targets, weight, bias, options, size)
+    return log_probs, entropy
+
+
+def _pieces(count: int, size: int) -> Iterator[slice]:
+    yield from (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+class _Score(torch.autograd.Function):
+    """:func:`score_tokens`; the backward pass needs hidden states, weights and two numbers a token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        targets: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: HeadOptions,
+        block_elements: int,
+    ) -> tuple[Tensor, Tensor]:
+        head = _Head(weight, bias, options, block_elements)
+        results = [head.score(hidden[rows], targets[rows]) for rows in head.row_pieces(len(hidden))]
+        log_probs, normaliser, entropy = (
+            torch.cat(column) if results else hidden.new_zeros(0, dtype=torch.float32)
+            for column in (zip(*results, strict=True) if results else ((), (), ()))
+        )
+        ctx.save_for_backward(hidden, targets, weight, bias, normaliser, entropy)
+        ctx.options, ctx.block_elements = options, block_elements
+        if not options.entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, targets, weight, bias, normaliser, entropy = ctx.saved_tensors
+        by_log_prob = gradients[0]
+        by_entropy = gradients[1] if ctx.options.entropy_gradient else None
+        head = _Head(weight, bias, ctx.options, ctx.block_elements)
+        wants_hidden, _, wants_weight, wants_bias, _, _ = ctx.needs_input_grad
+        d_hidden = torch.zeros(hidden.shape, device=hidden.device) if wants_hidden else None
+        # Of weights in 16 bits as well: it is rounded once, and not with every block of tokens.
+        d_weight = torch.zeros(weight.shape, device=weight.device) if wants_weight else None
+        d_bias = torch.zeros_like(bias) if wants_bias and bias is not None else None
+        # What the clip cut off or an advantage of zero multiplies adds nothing; its logits are not needed.
+        active = by_log_prob != 0 if by_entropy is None else (by_log_prob != 0) | (by_entropy != 0)
+        rows_of = active.nonzero().squeeze(-1)
+        for piece in head.row_pieces(len(rows_of)):
+            rows = rows_of[piece]
+            head.add_gradients(
+                hidden[rows],
+                targets[rows],
+                normaliser[rows],
+                by_log_prob[rows],
+                None if by_entropy is None else (by_entropy[rows], entropy[rows]),
+                rows,
+                (d_hidden, d_weight, d_bias),
+            )
+        return (None if d_hidden is None else d_hidden.to(hidden.dtype)), None, d_weight, d_bias, None, None
+
+
+class _Head:
+    """The head's arithmetic, a block of tokens and words at a time."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, options: HeadOptions, block: int) -> None:
+        self.weight, self.bias, self.options, self.block = weight, bias, options, block
+        # At least a word and a token at a time, and no more tokens than leave room for a square.
+        self.rows = max(1, min(block, max(_MIN_TOKENS, int(block**0.5))))
+
+    def row_pieces(self, count: int) -> Iterator[slice]:
+        """Tokens to work through together."""
+        return _pieces(count, self.rows)
+
+    def _blocks(self, tokens: int) -> Iterator[slice]:
+        return _pieces(len(self.weight), max(1, self.block // max(1, tokens)))
+
+    def _logits(self, hidden: Tensor, words: slice) -> tuple[Tensor, Tensor | None]:
+        """Final logits ``[n, v]`` of ``words`` and, with a cap, the cap's derivative."""
+        dtype, softcap, scale = self.options.dtype, self.options.softcap, self.options.scale
+        bias = None if self.bias is None else self.bias[words].to(dtype)
+        logits = F.linear(hidden.to(dtype), self.weight[words].to(dtype), bias).float()
+        slope = None
+        if scale != 1:
+            logits = logits.mul_(scale)
+        if softcap is not None:
+            bent = torch.tanh(logits / softcap)
+            logits, slope = softcap * bent, 1 - bent.square()
+        if self.options.temperature != 1:
+            logits = logits.div_(self.options.temperature)
+        return logits, slope
+
+    def score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probability, log-sum-exp and entropy ``[n]``."""
+        n, device = len(hidden), hidden.device
+        highest = torch.full((n,), -torch.inf, device=device)
+        total, weighted, chosen = torch.zeros(3, n, device=device)
+        for words in self._blocks(n):
+            logits, _ = self._logits(hidden, words)
+            inside = (targets >= words.start) & (targets < words.stop)
+            column = (targets - words.start).clamp(0, words.stop - words.start - 1)
+            chosen = torch.where(inside, logits.gather(1, column[:, None]).squeeze(1), chosen)
+            higher = torch.maximum(highest, logits.amax(1))
+            shrink = (highest - higher).exp()
+            logits -= higher[:, None]
+            share = logits.exp()
+            # Sums relative to the highest logit so far; sum of share * (logit - highest) likewise.
+            block_total = share.sum(1)
+            block_weighted = torch.linalg.vecdot(share, logits)
+            # The first block has nothing before it, and 0 times -inf is NaN.
+            moved = torch.where(total > 0, (highest - higher) * total, total)
+            weighted = (weighted + moved) * shrink + block_weighted
+            total = total * shrink + block_total
+            highest = higher
+        normaliser = highest + total.log()
+        return chosen - normaliser, normaliser, total.log() - weighted / total
+
+    def add_gradients(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        normaliser: Tensor,
+        by_log_prob: Tensor,
+        by_entropy: tuple[Tensor, Tensor] | None,
+        rows: Tensor,
+        gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
+    ) -> None:
+        """Add these tokens' share to the gradients of hidden states, weight and bias.
+
+        ``by_entropy`` holds the incoming gradient and the entropy itself.
+        """
+        d_hidden, d_weight, d_bias = gradients
+        dtype = self.options.dtype
+        by_hidden = torch.zeros(hidden.shape, device=hidden.device)
+        operand = hidden.to(dtype)
+        for words in self._blocks(len(hidden)):
+            logits, slope = self._logits(hidden, words)
+            logits -= normaliser[:, None]
+            probabilities = logits.exp()
+            if by_entropy is None:
+                d_logits = probabilities.mul_(-by_log_prob[:, None])
+            else:
+                incoming, entropy = by_entropy
+                logits += entropy[:, None]
+                logits *= -incoming[:, None]
+                logits -= by_log_prob[:, None]
+                d_logits = probabilities.mul_(logits)
+            inside = (targets >= words.start) & (targets < words.stop)
+            column = (targets - words.start).clamp(0, words.stop - words.start - 1)
+            d_logits.scatter_add_(1, column[:, None], (by_log_prob * inside)[:, None])
+            if self.options.temperature != 1:
+                d_logits /= self.options.temperature
+            if slope is not None:
+                d_logits *= slope
+            if self.options.scale != 1:
+                d_logits *= self.options.scale
+            if d_bias is not None:
+                d_bias[words] += d_logits.sum(0)
+            d_logits = d_logits.to(dtype)
+            if d_hidden is not None:
+                _add_product(by_hidden, d_logits, self.weight[words].to(dtype))
+            if d_weight is not None:
+                _add_product(d_weight[words], d_logits.T, operand)
+        if d_hidden is not None:
+            d_hidden[rows] = by_hidden
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, in one call where the formats agree."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

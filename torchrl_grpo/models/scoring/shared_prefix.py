@@ -1,0 +1,329 @@
+"""Groups of responses in one row without padding, each prompt there once.
+
+Every matrix product, norm and activation of the model runs over a single row of real tokens: all prompts,
+then all responses. Only attention must know who may look at whom; it is put behind transformers' attention
+interface, so gradient checkpointing and adapters work as they do everywhere. Gradients of all responses
+add up in the prompt's states. Attention with a varlen kernel is left out.
+
+Axes: ``P`` prompts, ``G`` responses of a prompt, ``L`` prompt tokens, ``T`` response tokens, ``N`` tokens in
+the row, ``H`` heads, ``D`` size of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from torchrl_grpo.models.scoring import attention
+
+_NAME = "grpo_shared_prefix"
+# Sinks, caps and biases of attention scores, by the names that transformers' models give them.
+_OTHER_TERMS = ("s_aux", "softcap", "position_bias")
+
+
+class PrefixLayout:
+    """Where each token of a batch of groups stands in the row.
+
+    A response's last token is only predicted, so it is no input and not in the row.
+
+    Args:
+        prompt: ``[P, L]`` int64, padded on the left.
+        prompt_mask: ``[P, L]`` bool, True on real tokens.
+        response: ``[P, G, T]`` int64, padded on the right.
+        response_mask: ``[P, G, T]`` bool, True on real tokens.
+    """
+
+    def __init__(self, prompt: Tensor, prompt_mask: Tensor, response: Tensor, response_mask: Tensor) -> None:
+        P, G, T = response.shape
+        device = prompt.device
+        # The longest prompt first, and cut into classes of like length: rectangles are half full at least.
+        by_length = prompt_mask.sum(-1).argsort(descending=True, stable=True)
+        prompt, prompt_mask = prompt[by_length], prompt_mask[by_length]
+        response, response_mask = response[by_length], response_mask[by_length]
+        lengths = prompt_mask.sum(-1)
+        classes = list(_alike(lengths.tolist()))
+        # One row a response, by class, the longest first: neighbours in the row are of like length.
+        feeds = response_mask[..., 1:].reshape(P * G, -1)
+        counts = feeds.sum(-1)
+        order = torch.cat(
+            [
+                rows.start * G + counts[rows.start * G : rows.stop * G].argsort(descending=True, stable=True)
+                for rows, _ in classes
+            ]
+        )
+        feeds, counts = feeds[order], counts[order]
+        self.classes = []
+        for rows, width in classes:
+            of_class = slice(rows.start * G, rows.stop * G)
+            its_feeds, its_order = feeds[of_class], order[of_class]
+            runs = [
+                _Run(
+                    _Ragged(its_feeds[some, :most]),
+                    its_order[some].div(G, rounding_mode="floor") - rows.start,
+                )
+                for some, most in _alike(counts[of_class].tolist())
+            ]
+            prompts = _Ragged(prompt_mask[rows].flip(-1)[:, :width])
+            self.classes.append(_Class(prompts, lengths[rows], runs))
+        inputs = response[..., :-1].reshape(P * G, -1)[order][feeds]
+        self.ids = torch.cat([prompt[prompt_mask], inputs])[None]
+        positions = (prompt_mask.long().cumsum(-1) - 1)[prompt_mask]
+        steps = torch.arange(feeds.shape[1], device=device)
+        later = (lengths.repeat_interleave(G)[order][:, None] + steps)[feeds]
+        self.positions = torch.cat([positions, later])[None]
+        # Token 0 is predicted at its prompt's last token, token t at the slot of token t - 1.
+        slots = torch.zeros(feeds.shape, dtype=torch.int64, device=device)
+        slots[feeds] = len(positions) + torch.arange(len(later), device=device)
+        first = (lengths.cumsum(0) - 1)[:, None, None].expand(P, G, min(T, 1))
+        source = torch.cat([first, torch.empty_like(slots).index_copy_(0, order, slots).view(P, G, -1)], -1)
+        # In the order that the caller's mask lists them.
+        back = by_length.argsort()
+        self.source = source[back][response_mask[back]]
+        self.attended = 0
+        self._masks: dict[int | None, list[tuple[Tensor | None, list[Tensor]]]] = {}
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of the prompts of each class, and then of each class's runs of responses, as they stand."""
+        runs = [run.responses.count for one in self.classes for run in one.runs]
+        return [*(one.prompts.count for one in self.classes), *runs]
+
+    def masks(self, window: int | None) -> list[tuple[Tensor | None, list[Tensor]]]:
+        """Who sees whom in each class, for a sliding ``window`` of tokens or None.
+
+        Returns:
+            Over the prompts ``[L, L]``, None where plain causal attention is meant; over each run of B
+            responses ``[B, 1, W, L + W]``, keys being the prompt's and then the response's own. Prompts are
+            padded on the right here, so causality alone hides their padding from them, as it does
+            for responses.
+        """
+        if window not in self._masks:
+            self._masks[window] = [one.masks(window) for one in self.classes]
+        return self._masks[window]
+
+
+class _Class(NamedTuple):
+    """Prompts of like length and their responses.
+
+    Attributes:
+        prompts: between the row and a rectangle.
+        lengths: ``[B]`` of the prompts.
+        runs: their responses.
+    """
+
+    prompts: _Ragged
+    lengths: Tensor
+    runs: list[_Run]
+
+    def masks(self, window: int | None) -> tuple[Tensor | None, list[Tensor]]:
+        """See :meth:`PrefixLayout.masks`."""
+        L, prompts = self.prompts.width, None
+        if window is not None and window < L:
+            order = torch.arange(L, device=self.lengths.device)
+            apart = order[:, None] - order
+            prompts = (apart >= 0) & (apart < window)
+        return prompts, [self._seen(run, window) for run in self.runs]
+
+    def _seen(self, run: _Run, window: int | None) -> Tensor:
+        L, W = self.prompts.width, run.responses.width
+        device = self.lengths.device
+        lengths = self.lengths[run.prompts][:, None, None, None]
+        query, key = torch.arange(W, device=device)[:, None], torch.arange(L + W, device=device)
+        own = key >= L
+        seen = torch.where(own, key - L <= query, key < lengths)
+        if window is None:
+            return seen
+        position = torch.where(own, key - L + lengths, key)
+        return seen & (query + lengths - position < window)
+
+
+class _Run(NamedTuple):
+    """Responses of like length that stand next to each other in the row.
+
+    Attributes:
+        responses: between the row and a rectangle.
+        prompts: ``[B]``, which prompt of the class each belongs to.
+    """
+
+    responses: _Ragged
+    prompts: Tensor
+
+
+def _alike(counts: Sequence[int]) -> Iterator[tuple[slice, int]]:
+    """Cut descending lengths where one is less than half of the first: rectangles are half full at least."""
+    start = 0
+    while start < len(counts) and counts[start] > 0:
+        stop = next((i for i in range(start, len(counts)) if 2 * counts[i] < counts[start]), len(counts))
+        yield slice(start, stop), counts[start]
+        start = stop
+
+
+class _Ragged:
+    """Rows of several lengths, between a flat list of tokens and a rectangle padded on the right.
+
+    Args:
+        mask: ``[B, W]`` bool, True on the leading entries of each row.
+    """
+
+    def __init__(self, mask: Tensor) -> None:
+        self.rows, self.width = mask.shape
+        self.count = int(mask.sum())
+        self._full = self.count == mask.numel()
+        if not self._full:
+            self._slots = mask.flatten().nonzero().squeeze(-1)
+            # Padding repeats some real token: it must be finite, for what hides it is a mask.
+            self._tokens = (mask.flatten().cumsum(0) - 1).clamp(min=0)
+
+    def pad(self, tokens: Tensor) -> Tensor:
+        """From ``[1, H, n, D]`` to ``[B, H, W, D]``."""
+        flat = tokens[0].transpose(0, 1)
+        if not self._full:
+            flat = _Gather.apply(flat, self._tokens, self._slots)
+        return flat.reshape(self.rows, self.width, *flat.shape[1:]).transpose(1, 2)
+
+    def flat(self, padded: Tensor) -> Tensor:
+        """From ``[B, H, W, D]`` to ``[1, n, H, D]``."""
+        rows = padded.transpose(1, 2).flatten(0, 1)
+        return (rows if self._full else rows.index_select(0, self._slots))[None]
+
+
+class _Gather(torch.autograd.Function):
+    """Rows ``tokens`` of a tensor; the gradient takes rows ``slots`` back and drops that of padding.
+
+    ``index_select``'s own backward adds row by row; here every row has one reader, so it is a gather too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        return flat.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+# Its shapes change with every batch, and its products are kernels already: nothing for a compiler.
+@torch.compiler.disable
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    prefix_layout: PrefixLayout | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer: over a row when the call has a layout, the usual one when it has none.
+
+    Raises:
+        ValueError: the layer has a term in its scores that neither way computes.
+    """
+    if terms := [name for name in _OTHER_TERMS if options.get(name) is not None]:
+        raise ValueError(f"its attention has {', '.join(terms)}")
+    if prefix_layout is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+    layout = prefix_layout
+    layout.attended += 1
+    # Under autocast they may come in two formats, and are cast last: gradients of a prompt's keys add up in
+    # the longer one.
+    pieces = zip(*(x.split(layout.sizes, dim=2) for x in (query, key, value)), strict=True)
+    of_prompts = [next(pieces) for _ in layout.classes]
+    out, of_responses = [], []
+    for one, (prompt_mask, run_masks), (q, k, v) in zip(
+        layout.classes, layout.masks(sliding_window), of_prompts, strict=True
+    ):
+        kp, vp = one.prompts.pad(k), one.prompts.pad(v)
+        out.append(one.prompts.flat(_attend(one.prompts.pad(q), kp, vp, prompt_mask, scaling)))
+        for run, mask in zip(one.runs, run_masks, strict=True):
+            q, k, v = next(pieces)
+            keys, values = (
+                torch.cat([shared.index_select(0, run.prompts), run.responses.pad(own)], dim=2)
+                for shared, own in ((kp, k), (vp, v))
+            )
+            of_responses.append(
+                run.responses.flat(_attend(run.responses.pad(q), keys, values, mask, scaling))
+            )
+    return torch.cat([*out, *of_responses], dim=1), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """Attention of ``[B, H, T, D]`` queries, causal where there is no mask."""
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    if attention.suits(query, key, dtype):
+        return attention.attend(query.to(dtype), key.to(dtype), value.to(dtype), mask, scaling)
+    shared = query.shape[1] // key.shape[1]
+    if shared > 1 and query.is_cuda:
+        # The kernel that takes masks there does not share heads; without one all scores would be held.
+        key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+AttentionInterface.register(_NAME, _attention)
+AttentionMaskInterface.register(_NAME, sdpa_mask)
+
+
+def enable(model: PreTrainedModel) -> str | None:
+    """Let ``model`` take rows of groups, besides all it takes already.
+
+    Returns:
+        Why it cannot, as far as its configuration tells; None when it can.
+    """
+    config = model.config.get_text_config()
+    settings = config.to_dict()
+    kinds = set(settings.get("layer_types") or ["full_attention"])
+    if other := kinds - {"full_attention", "sliding_attention"}:
+        return f"its layers are {', '.join(sorted(other))}"
+    if settings.get("attn_logit_softcapping") is not None:
+        return "it caps its attention scores (attn_logit_softcapping)"
+    if config._attn_implementation != _NAME:
+        model.set_attn_implementation(_NAME)
+    if config._attn_implementation != _NAME:
+        return "its attention does not use transformers' attention interface"
+    return None
+
+
+def hidden_states(backbone: nn.Module, layout: PrefixLayout) -> Tensor:
+    """Last hidden states ``[M, H]`` that predict the M response tokens, in the order the mask lists them.
+
+    Args:
+        backbone: of a model that :func:`enable` has seen, without its head.
+        layout: of the tokens.
+
+    Raises:
+        ValueError: the model's attention does not go through transformers' attention interface.
+    """
+    # A mask of four axes is passed through as it is, so no mask of N x N is built.
+    nothing = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=layout.ids.device)
+    output = backbone(
+        input_ids=layout.ids,
+        attention_mask=nothing,
+        position_ids=layout.positions,
+        use_cache=False,
+        prefix_layout=layout,
+    )
+    if not layout.attended:
+        raise ValueError("its attention does not use transformers' attention interface")
+    return output.last_hidden_state[0].index_select(0, layout.source)

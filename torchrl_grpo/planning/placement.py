@@ -1,0 +1,417 @@
+"""``num_devices`` and ``devices`` to who runs where. Imports no torch: the planner is pure.
+
+:func:`plan` takes what is asked for (:class:`Request`) and how many GPUs there are, and gives a :class:`Plan`
+or an error that says what to write. Left out: what a plan costs in memory
+(:mod:`~torchrl_grpo.planning.memory`), and whether this version can run it
+(:mod:`~torchrl_grpo.config.checks_schedule`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torchrl_grpo.config.keys import bad_value
+from torchrl_grpo.objectives.coefficients import needs_reference
+from torchrl_grpo.planning.plan import Plan, RolePlan, counted, share_for_vllm, show_list, which
+
+if TYPE_CHECKING:
+    from torchrl_grpo.config.schema import Config, InferenceModelConfig, RefModelConfig, TrainModelConfig
+
+
+@dataclass(frozen=True)
+class Role:
+    """What is asked for one role.
+
+    Attributes:
+        key: its section of the configuration.
+        num_devices: how many devices; None leaves it to the planner.
+        devices: numbers of GPUs, or None.
+    """
+
+    key: str
+    num_devices: int | None = None
+    devices: tuple[int, ...] | None = None
+
+    @property
+    def count(self) -> int:
+        """Devices it gets; engines that nobody has counted may share all of the trainer's."""
+        if self.num_devices is not None:
+            return self.num_devices
+        return 1 if self.devices is None else len(self.devices)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the planner.
+
+    Attributes:
+        train: the model that is trained.
+        inference: the engines.
+        reference: the reference model.
+        asynchronous: of grpo-async.py, whose engines work while the trainer does.
+        cluster: the engines live on a Ray cluster, which has GPUs of its own.
+        uses_reference: something reads the reference model's log-probabilities.
+        lora: only adapters are trained, so the reference is the same model without them.
+        backend: ``inference_model.backend``.
+        sleep: whether the engine gives its memory up while the trainer trains; None leaves it to the planner.
+        gpu_share: of a GPU's memory that vLLM takes; None leaves it to the planner.
+        ranks: training ranks on all machines, where a launcher has started them.
+        reference_ahead: a reference with devices of its own scores in processes of its own while the trainer
+            trains. Not in turn with it, which would win nothing, and not where it follows the policy, which
+            happens between two steps.
+    """
+
+    train: Role = Role("train_model")
+    inference: Role = Role("inference_model")
+    reference: Role = Role("ref_model")
+    asynchronous: bool = False
+    cluster: bool = False
+    uses_reference: bool = False
+    lora: bool = False
+    backend: str = "vllm"
+    sleep: bool | None = None
+    gpu_share: float | None = None
+    ranks: int = 1
+    reference_ahead: bool = False
+
+    @property
+    def needs_processes(self) -> bool:
+        """Whether the engines run as workers in processes of their own wherever they are placed.
+
+        Those of grpo-async.py do, several do, and vLLM beside several ranks does: in the process of one it
+        would take the ranks' process group for its own.
+        """
+        beside_ranks = self.backend == "vllm" and max(self.ranks, self.train.count) > 1
+        return self.asynchronous or self.cluster or self.inference.count > 1 or beside_ranks
+
+    @property
+    def ranks_generate(self) -> bool:
+        """Whether each training rank has an engine, where it is to share the trainer's devices."""
+        unsaid = self.inference.num_devices is None and self.inference.devices is None
+        return unsaid and not self.needs_processes and max(self.ranks, self.train.count) > 1
+
+
+def num_devices(section: TrainModelConfig | RefModelConfig | InferenceModelConfig) -> int:
+    """Devices that are asked for: one with ``num_devices=auto``."""
+    return _role("", section.num_devices, section.devices).count
+
+
+def request_of(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
+    """What a configuration asks of the planner.
+
+    Args:
+        cfg: the three roles, ``policy`` and ``ray`` are read.
+        asynchronous: of grpo-async.py.
+        ranks: training ranks on all machines, where a launcher has started them.
+    """
+    return Request(
+        train=_role("train_model", cfg.train_model.num_devices, cfg.train_model.devices),
+        inference=_role("inference_model", cfg.inference_model.num_devices, cfg.inference_model.devices),
+        reference=_role("ref_model", cfg.ref_model.num_devices, cfg.ref_model.devices),
+        asynchronous=asynchronous,
+        cluster=cfg.ray.address is not None,
+        uses_reference=needs_reference(cfg.policy),
+        lora=cfg.train_model.lora.rank > 0,
+        backend=cfg.inference_model.backend,
+        sleep=cfg.inference_model.sleep,
+        gpu_share=cfg.inference_model.gpu_memory_utilization,
+        ranks=ranks,
+        reference_ahead=asynchronous
+        and cfg.collector.max_policy_age > 0
+        and cfg.ref_model.refresh_frequency == 0,
+    )
+
+
+def _role(key: str, count: int | str, devices: list[int] | None) -> Role:
+    # Any other text than auto was refused when the configuration was read.
+    return Role(key, count if isinstance(count, int) else None, None if devices is None else tuple(devices))
+
+
+def plan(request: Request, num_gpus: int) -> Plan:
+    """Place the three roles.
+
+    GPUs are dealt out in the order train, inference, reference, so that no two roles share one. A role of a
+    single device that finds none left shares the trainer's first; engines nobody has counted, all of them.
+
+    Args:
+        request: what is asked for.
+        num_gpus: GPUs of this machine; with none, every role runs on the CPU.
+
+    Raises:
+        ConfigError: there are too few GPUs, or lists of GPUs that overlap or name one that is not there.
+    """
+    return _plan_cpu(request) if num_gpus == 0 else _Deal(request, num_gpus).plan()
+
+
+def _plan_cpu(request: Request) -> Plan:
+    ranks, engines = request.train.count, request.inference.count
+    why = "no GPU to use"
+    train = RolePlan(
+        ("cpu",) * ranks, "separate", why if ranks == 1 else f"{why}: {ranks} ranks, a process each"
+    )
+    apart = request.needs_processes
+    if apart:
+        inference = _workers(request, ("cpu",) * engines, "process")
+    elif request.ranks_generate:
+        inference = _in_each_rank(request, train.devices)
+    else:
+        inference = RolePlan(("cpu",), "colocated", "in the trainer's process")
+    reference = _not_loaded(request, train)
+    # Where there are no devices to divide, a number that is asked for means processes.
+    own = request.reference.num_devices if request.reference_ahead else None
+    if reference is None and own is not None:
+        reference = _reference_actors(request, ("cpu",) * own, "")
+    elif reference is None:
+        where = "in the trainer's process" if ranks == 1 else "in the first rank's process"
+        reference = RolePlan(train.devices[:1], "colocated", where)
+    train = _beside(train, inference, reference)
+    return Plan(
+        train,
+        inference,
+        reference,
+        apart,
+        0,
+        _sleeps(request, apart, automatic=False),
+        request.asynchronous,
+        request.ranks_generate,
+        share_for_vllm(request.gpu_share, inference, reference),
+        _notes(request),
+    )
+
+
+def _sleeps(request: Request, apart: bool, automatic: bool) -> bool:
+    if request.sleep and apart:
+        raise bad_value(
+            "inference_model.sleep",
+            True,
+            "the engine runs in a process of its own here, and only one in the trainer's sleeps",
+            "inference_model.sleep=false",
+        )
+    return automatic if request.sleep is None else request.sleep
+
+
+def _beside(train: RolePlan, inference: RolePlan, reference: RolePlan) -> RolePlan:
+    """The trainer's plan, which says whether another role's is on its devices."""
+    shared = any(
+        other.placement == "colocated" and set(other.devices) & set(train.devices)
+        for other in (inference, reference)
+    )
+    return replace(train, placement="colocated") if shared else train
+
+
+def _in_each_rank(request: Request, devices: tuple[str, ...]) -> RolePlan:
+    ranks = max(request.ranks, len(devices))
+    return RolePlan(devices, "colocated", f"an engine in each of {ranks} ranks, which generates its share")
+
+
+def _workers(request: Request, devices: tuple[str, ...], each: str) -> RolePlan:
+    count = len(devices)
+    if request.cluster:
+        return RolePlan(
+            ("ray",) * count, "cluster", f"{counted(count, 'worker')}, where ray.address puts them"
+        )
+    own = f"one worker, a {each} of its own" if count == 1 else f"{count} workers, a {each} each"
+    return RolePlan(devices, "separate", own)
+
+
+def _reference_actors(request: Request, devices: tuple[str, ...], said: str) -> RolePlan:
+    count = len(devices)
+    if request.cluster:
+        what = f"{counted(count, 'actor')}, where ray.address puts them"
+        return RolePlan(("ray",) * count, "cluster", what, apart=True)
+    device = "GPU and process" if devices[0].startswith("cuda:") else "process"
+    own = f"a {device} of its own" if count == 1 else f"{count} copies, a {device} each"
+    return RolePlan(devices, "separate", f"{said}{own}", apart=True)
+
+
+def _notes(request: Request) -> tuple[str, ...]:
+    """What is asked for and not done, for people."""
+    role = request.reference
+    if request.uses_reference or (role.num_devices is None and role.devices is None):
+        return ()
+    asked = f"{role.key}.num_devices={role.num_devices}"
+    if role.devices is not None:
+        asked = f"{role.key}.devices={show_list(role.devices)}"
+    return (
+        f"{asked} is not used: with policy.kl_coef=0 and no policy.kl_target no reference model is loaded; "
+        "to have one, write policy.kl_coef=0.01",
+    )
+
+
+def _not_loaded(request: Request, train: RolePlan) -> RolePlan | None:
+    """The reference's plan where no second model is loaded."""
+    if not request.uses_reference:
+        return RolePlan((), "off", "nothing asks for it (policy.kl_coef=0, no policy.kl_target)")
+    if request.lora:
+        return RolePlan(train.devices, "adapter off", "the trained model without its adapters, no copy")
+    return None
+
+
+class _Deal:
+    """Deals GPUs out to roles, those that are named first."""
+
+    def __init__(self, request: Request, num_gpus: int) -> None:
+        self.request, self.num_gpus = request, num_gpus
+        # Lists are checked whether or not there is a model for them: a coefficient may come later.
+        self.named = [role for role in self._placed_here() if role.devices is not None]
+        for role in self.named:
+            self._check_there(role)
+        for index, role in enumerate(self.named):
+            for earlier in self.named[:index]:
+                self._check_overlap(earlier, role)
+        if not request.uses_reference or request.lora:
+            self.named = [role for role in self.named if role is not request.reference]
+        self.taken = {gpu for role in self.named for gpu in role.devices or ()}
+
+    def _placed_here(self) -> list[Role]:
+        """The roles whose lists name GPUs of this machine."""
+        ask = self.request
+        return [ask.train, *([] if ask.cluster else [ask.inference]), ask.reference]
+
+    def _left(self) -> list[int]:
+        return [gpu for gpu in range(self.num_gpus) if gpu not in self.taken]
+
+    def plan(self) -> Plan:
+        ask = self.request
+        gpus = self._take(ask.train, [])
+        engine = [] if ask.cluster else self._take(ask.inference, gpus)
+        in_ranks = ask.ranks_generate and engine == gpus
+        train = RolePlan(_names(gpus), "separate", self._why_train(gpus))
+        # vLLM takes the first GPU that its process sees: any other needs a process that sees no other.
+        apart = ask.needs_processes or (ask.backend == "vllm" and not gpus == engine == [0])
+        inference = self._inference(gpus, engine, apart)
+        shared = inference.placement == "colocated"
+        sleeps = _sleeps(ask, apart, automatic=shared and not apart and ask.backend == "vllm")
+        if shared:
+            inference = replace(inference, why=f"{inference.why}; {'sleeps' if sleeps else 'stays awake'}")
+        reference = _not_loaded(ask, train) or self._reference(gpus, engine)
+        return Plan(
+            _beside(train, inference, reference),
+            inference,
+            reference,
+            apart,
+            self.num_gpus,
+            sleeps,
+            ask.asynchronous,
+            in_ranks,
+            share_for_vllm(ask.gpu_share, inference, reference),
+            _notes(ask),
+        )
+
+    def _take(self, role: Role, trainer: Sequence[int]) -> list[int]:
+        """GPUs for ``role``; those of the trainer, as far as dealt out, may be shared."""
+        if role.devices is not None:
+            return list(role.devices)
+        left = self._left()
+        if len(left) >= role.count:
+            found = left[: role.count]
+            self.taken.update(found)
+            return found
+        if role.count > 1:
+            raise self._too_few(role, len(left))
+        if role is self.request.train and self.num_gpus > 1:
+            raise self._none_for_trainer()
+        if role is self.request.inference and role.num_devices is None:
+            # On each of them: the others would do nothing while one generates and evaluates.
+            return list(trainer) or [0]
+        return [trainer[0] if trainer else 0]
+
+    def _too_few(self, role: Role, left: int) -> Exception:
+        key = f"{role.key}.num_devices"
+        here = f"this machine has {counted(self.num_gpus, 'GPU')}"
+        if left == self.num_gpus:
+            return bad_value(key, role.count, here, f"{key}={left}")
+        have = "none is" if left == 0 else f"{left} {'is' if left == 1 else 'are'}"
+        wrong = f"{here}, of which {have} left beside those of the other roles"
+        return bad_value(key, role.count, wrong, f"{key}={left or 'auto'}")
+
+    def _none_for_trainer(self) -> Exception:
+        role = max(self.named, key=lambda one: one.count)
+        fewer = (role.devices or ())[1:]
+        return bad_value(
+            f"{role.key}.devices",
+            list(role.devices or ()),
+            f"leaves none of this machine's {self.num_gpus} GPUs for the trainer",
+            f"{role.key}.devices={show_list(fewer) if fewer else 'null'}",
+        )
+
+    def _why_train(self, gpus: Sequence[int]) -> str:
+        if self.request.train.devices is not None:
+            return "as train_model.devices says"
+        asked = self.request.train.num_devices
+        said = "auto" if asked is None else str(asked)
+        return f"train_model.num_devices={said}: {which(gpus)}"
+
+    def _inference(self, trainer: list[int], gpus: list[int], apart: bool) -> RolePlan:
+        ask = self.request
+        if ask.cluster:
+            return _workers(ask, ("ray",) * ask.inference.count, "")
+        if ask.ranks_generate and gpus == trainer:
+            return _in_each_rank(ask, _names(gpus))
+        shared = bool(set(gpus) & set(trainer))
+        said = "as inference_model.devices says: " if ask.inference.devices is not None else ""
+        if shared:
+            one_gpu = "one GPU" if self.num_gpus == 1 else "no GPU left"
+            each = f", {len(gpus)} workers" if len(gpus) > 1 and not said else ""
+            why = f"{said or f'{one_gpu}: '}shares the trainer's{each}"
+            return RolePlan(_names(gpus), "colocated", why)
+        if apart:
+            found = _workers(ask, _names(gpus), "GPU")
+            return replace(found, why=said + found.why)
+        return RolePlan(_names(gpus), "separate", f"{said}a GPU of its own")
+
+    def _reference(self, trainer: list[int], engine: list[int]) -> RolePlan:
+        ask = self.request
+        number, named = ask.reference.num_devices, ask.reference.devices is not None
+        if ask.cluster and ask.reference_ahead and number is not None and not named:
+            return _reference_actors(ask, ("ray",) * number, "")
+        if ask.cluster and ask.reference.count == 1 and not named:
+            why = "ray.address: which other GPUs are free is not known here; shares the trainer's"
+            return RolePlan(_names(trainer[:1]), "colocated", why)
+        gpus = self._take(ask.reference, trainer)
+        said = "as ref_model.devices says: " if named else ""
+        one_gpu = "one GPU" if self.num_gpus == 1 else "no GPU left"
+        if set(gpus) & set(trainer):
+            return RolePlan(_names(gpus), "colocated", f"{said or f'{one_gpu}: '}shares the trainer's")
+        if set(gpus) & set(engine):
+            return RolePlan(_names(gpus), "colocated", f"{said}shares the engine's")
+        # A cluster places its processes itself: on a GPU that is named here, the trainer's process scores.
+        if ask.reference_ahead and not ask.cluster:
+            return _reference_actors(ask, _names(gpus), said)
+        own = "a GPU of its own" if len(gpus) == 1 else f"{len(gpus)} GPUs of its own"
+        return RolePlan(_names(gpus), "separate", said + own)
+
+    def _check_there(self, role: Role) -> None:
+        devices = role.devices or ()
+        if max(devices) < self.num_gpus:
+            return
+        here = f"this machine has {counted(self.num_gpus, 'GPU')}, numbered from 0"
+        raise bad_value(f"{role.key}.devices", list(devices), here, self._others_for(role))
+
+    def _check_overlap(self, earlier: Role, role: Role) -> None:
+        before, now = set(earlier.devices or ()), set(role.devices or ())
+        shared = before & now
+        if not shared:
+            return
+        wrong = f"GPU {min(shared)} is also in {earlier.key}.devices={show_list(earlier.devices or ())}"
+        together = before == now
+        workers = self.request.asynchronous and {earlier.key, role.key} == {"train_model", "inference_model"}
+        if together and not (workers and self.num_gpus > 1):
+            return
+        if together:
+            wrong += ", and workers of grpo-async.py generate while the trainer trains"
+        else:
+            wrong += "; two roles share all of their GPUs or none"
+        raise bad_value(f"{role.key}.devices", list(role.devices or ()), wrong, self._others_for(role))
+
+    def _others_for(self, role: Role) -> str:
+        """What to write for a list that cannot be: as many GPUs that no other list names, or none at all."""
+        named = {gpu for one in self.named if one is not role for gpu in one.devices or ()}
+        free = [gpu for gpu in range(self.num_gpus) if gpu not in named][: role.count]
+        return f"{role.key}.devices={show_list(free) if len(free) == role.count else 'null'}"
+
+
+def _names(gpus: Iterable[int]) -> tuple[str, ...]:
+    return tuple(f"cuda:{gpu}" for gpu in gpus)

@@ -1,0 +1,1 @@
+"""Grading in processes of its own, with time limits."""

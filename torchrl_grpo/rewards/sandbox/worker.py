@@ -1,0 +1,65 @@
+"""The program of a worker process: one JSON request a line in, one JSON reply a line out.
+
+    python -m torchrl_grpo.rewards.sandbox.worker MODULE:FUNCTION LIMIT_SECONDS
+
+The function takes the request's ``payload`` and returns something JSON can hold. A job that outlives the
+limit ends the process from inside, by a signal that no Python code handles: also when its parent is gone,
+and also when the job holds the interpreter's lock. The parent has its own clock (pool.py) and does not rely
+on this one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+#: Address space of a worker: a runaway expression ends as a MemoryError here, not as the end of the machine.
+_MAX_BYTES = 4 * 2**30
+
+
+def main(target: str, limit_s: float) -> None:
+    """Serve requests until the input ends.
+
+    Args:
+        target: ``"module:function"``.
+        limit_s: seconds after which a job ends this process.
+    """
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever a library prints must not land between the replies
+    if sys.platform == "linux":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    module, _, name = target.partition(":")
+    _send(replies, {"ready": True, **_attempt(lambda: importlib.import_module(module) and None)})
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for line in sys.stdin:
+        payload = json.loads(line)["payload"]
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        reply = _attempt(lambda: getattr(importlib.import_module(module), name)(payload))  # noqa: B023
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _send(replies, reply)
+
+
+def _attempt(job: Any) -> dict[str, Any]:
+    try:
+        return {"value": job()}
+    except BaseException as error:  # noqa: BLE001  it is the parent that raises it
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _send(replies: Any, reply: dict[str, Any]) -> None:
+    try:
+        line = json.dumps(reply)
+    except (TypeError, ValueError) as error:
+        line = json.dumps({"error": f"the result is not JSON: {error}"})
+    replies.write(line + "\n")
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))

@@ -1,0 +1,103 @@
+"""Log-probabilities of the responses under another model than the engine's, written on the way in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl.envs.transforms import Transform
+
+from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, divide
+from torchrl_grpo.models.saving import Named
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+
+
+class LogProbScorer(Transform):
+    """Write-side transform that adds ``("log_probs", name)`` ``[P, G, T]``.
+
+    ``reference`` is a frozen model, for the KL divergence; ``proximal`` the trained one as it is when a round
+    comes in (decoupled PPO, arXiv 2110.00641, sec. 3). Both run before the advantages are computed, so the
+    divergence may enter the reward.
+
+    Args:
+        scorer: around the model, at the sampling temperature.
+        name: of what is written.
+        budget: how much is scored at a time.
+        stance: entered around the scoring of a round, e.g. to switch a model's adapters off.
+        others: the same model on further devices, each with a budget of its own; the groups are divided among
+            all of them by cost, and scored at the same time.
+    """
+
+    def __init__(
+        self,
+        scorer: TokenScorer,
+        name: str,
+        budget: TokenBudget,
+        stance: Callable[[], AbstractContextManager[None]] = nullcontext,
+        others: Sequence[tuple[TokenScorer, TokenBudget]] = (),
+    ) -> None:
+        super().__init__()
+        # Not submodules: the buffer must not list the models among its parameters.
+        self.__dict__["scorer"] = scorer
+        self.__dict__["scorers"] = [(scorer, budget), *others]
+        self.name = name
+        self.budget = budget
+        self.stance = stance
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Reading changes nothing."""
+        return tensordict
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        written = torch.zeros(tensordict["masks", "response"].shape)
+
+        # Gradients are switched off for a thread, not for the process.
+        @torch.no_grad()
+        def work(scorer: TokenScorer, budget: TokenBudget, rows: Sequence[int]) -> None:
+            def score(micro: MicroBatch) -> None:
+                piece = micro.of(tensordict)
+                found = scorer(
+                    piece["tokens", "prompt"],
+                    piece["masks", "prompt"],
+                    piece["tokens", "response"],
+                    piece["masks", "response"],
+                ).log_probs.cpu()
+                written[list(micro.rows), micro.samples, : found.shape[-1]] = found
+
+            # An attempt that is repeated writes over what the last one left.
+            share = [MicroBatch(tuple(rows), slice(None))] if rows else []
+            budget.run(tensordict, score, undo=lambda: None, pieces=share)
+
+        shares = divide(self.budget.costs(tensordict), len(self.scorers))
+        scorers, budgets = zip(*self.scorers, strict=True)
+        with self.stance():
+            if len(shares) == 1:
+                # Not in a thread of its own, for which OpenMP would start another team of threads.
+                work(self.scorer, self.budget, *shares)
+            else:
+                with ThreadPoolExecutor(len(shares)) as threads:
+                    list(threads.map(work, scorers, budgets, shares))
+        return tensordict.set(("log_probs", self.name), written)
+
+    @torch.no_grad()
+    def mix_in(self, model: Named, share: float) -> None:
+        """Move each weight w to ``(1 - share) w + share v``, v being ``model``'s (TR-DPO, arXiv 2404.09656).
+
+        Args:
+            model: of the same architecture.
+            share: 1 copies it.
+        """
+        own = [dict(scorer.model.named_parameters()) for scorer, _ in self.scorers]
+        # A model in shards hands its weights out one by one.
+        for name, theirs in model.named_parameters():
+            for weights in own:
+                weights[name].lerp_(theirs.to(weights[name]), share)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take weights by name, for the model on every device."""
+        for scorer, _ in self.scorers:
+            scorer.model.load_state_dict(weights, strict=False)

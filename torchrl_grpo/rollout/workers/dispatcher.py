@@ -1,0 +1,350 @@
+"""The thread between trainer and workers: it calls workers, scores what they bring, and replaces the dead.
+
+All bookkeeping happens in this one thread, which waits on one queue: replies of workers, scores, and what the
+trainer asks for. Nothing is polled; the only clock is that of workers that do not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torchrl_grpo.errors import UserError, WorkersLost
+from torchrl_grpo.inference.protocol import NextTokens
+from torchrl_grpo.rollout.groups import Group
+from torchrl_grpo.rollout.workers.scheduler import Call, Errand, Scheduler, Weights
+from torchrl_grpo.rollout.workers.types import Labour, Pool, Publication, Reference, ScoredGroup
+
+_T = TypeVar("_T")
+
+# Loading a model and compiling an engine take minutes on a slow machine.
+START_LIMIT_S = 900.0
+
+
+class Dispatcher:
+    """Runs a :class:`Scheduler` on a :class:`Pool`.
+
+    Args:
+        scheduler: decides; touched by this thread only once it runs.
+        pool: the workers.
+        score: rewards a whole group.
+        timeout_s: seconds after which a worker that does not answer is taken for dead; a start is allowed
+            at least :data:`START_LIMIT_S`.
+        max_restarts: workers replaced by this process before it stops.
+        refills: rounds may be taken again, so that what is too late for the next one may still be wanted.
+        reference: the reference model in processes of its own; None where nobody asks for it or the trainer
+            has it.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pool: Pool,
+        score: Callable[[Group], ScoredGroup],
+        timeout_s: float,
+        max_restarts: int,
+        refills: bool = False,
+        reference: Reference | None = None,
+    ) -> None:
+        count = len(scheduler.seats)
+        self.scheduler = scheduler
+        self.labour = Labour([0] * count, [0.0] * count)
+        self.accepted: dict[int, ScoredGroup] = {}
+        self._pool = pool
+        self._score = score
+        self._timeout_s = timeout_s
+        self._max_restarts = max_restarts
+        self._restarts = 0
+        self._refills = refills
+        self.reference = reference
+        self._starting: Future[None] | None = None
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._scorer = ThreadPoolExecutor(1, thread_name_prefix="rewards")
+        self._lives = [0] * count
+        # By the monotonic clock, with the seconds that were allowed.
+        self._deadlines: dict[int, tuple[float, float]] = {}
+        self._taker: Future[list[ScoredGroup]] | None = None
+        self._open: set[Future[Any]] = set()
+        self._error: BaseException | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="dispatcher", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread and every worker; returns when all of them can be called."""
+        ready: Future[None] = self._promise()
+        self._inbox.put(lambda: self._start_all(ready))
+        self._thread.start()
+        ready.result()
+
+    def ask(self, question: Callable[[], _T]) -> _T:
+        """Run ``question`` in the thread, and return what it returns; after a failure, in this one.
+
+        Raises:
+            WorkersLost: workers failed too often.
+            UserError: a worker found something wrong at the start that the user can mend.
+        """
+        answer: Future[_T] = self._promise()
+        begun = False
+
+        def run() -> None:
+            nonlocal begun
+            begun = True
+            answer.set_result(question())
+
+        self._inbox.put(run)
+        try:
+            return answer.result()
+        except BaseException as error:
+            if begun or error is not self._error:
+                raise
+            # The thread has ended, or ends before it comes to this. Nobody else touches the books any more,
+            # and what they hold can still be saved.
+            self._thread.join()
+            return question()
+
+    def take(self, again: bool) -> list[ScoredGroup]:
+        """Wait for the next round, in the order of group numbers.
+
+        Args:
+            again: in place of the round taken last.
+
+        Raises:
+            UserError: as for :meth:`ask`.
+        """
+        if again:
+            # By itself: the books must say so also where there is nobody left to collect.
+            self.ask(self.scheduler.ledger.reopen)
+        taken: Future[list[ScoredGroup]] = self._promise()
+        self._inbox.put(lambda: self._want(taken))
+        return taken.result()
+
+    def publish(self, publication: Publication, version: int) -> None:
+        """Hand weights to all workers; returns at once."""
+
+        def post() -> None:
+            before = self.scheduler.newest
+            self.scheduler.publish(Weights(0 if before is None else before.number + 1, version, publication))
+            if before is not None:
+                # Nobody is handed these any more; what they take up in the object store is free again.
+                before.content.content = None
+                before.content.arrived.cancel()
+
+        self._watch(publication.arrived)
+        self._inbox.put(post)
+
+    def errands(self, jobs: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+        """Run job i on worker i with the newest weights, and wait for all."""
+        results: list[Future[Any]] = [self._promise() for _ in jobs]
+
+        def post() -> None:
+            for seat, (method, arguments), result in zip(self.scheduler.seats, jobs, results, strict=False):
+                seat.errands.append(Errand(method, arguments, result.set_result))
+
+        self._inbox.put(post)
+        return [result.result() for result in results]
+
+    def close(self) -> None:
+        """End the thread and the workers; what is on its way is given up."""
+
+        def stop() -> None:
+            self._stopping = True
+
+        if self._thread.is_alive():
+            self._inbox.put(stop)
+            self._thread.join()
+        # Workers first: a reward that hangs must not keep their devices.
+        self._pool.close()
+        self._scorer.shutdown(cancel_futures=True)
+
+    def _promise(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._watch(future)
+        return future
+
+    def _watch(self, future: Future[Any]) -> None:
+        """Whatever ends the thread ends this future too."""
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        if self._error is not None:
+            _fail(future, self._error)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self._turn()
+            except BaseException as error:  # noqa: BLE001  it is raised where somebody waits
+                self._error = error
+                for future in list(self._open):
+                    _fail(future, error)
+                return
+
+    def _turn(self) -> None:
+        deadline = math.inf if self.reference is None else self.reference.deadline()
+        deadline = min(deadline, *(until for until, _ in self._deadlines.values()), math.inf)
+        try:
+            wait = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
+            self._inbox.get(timeout=wait)()
+        except queue.Empty:
+            self._give_up_on_silent()
+        self._hand_out()
+        for number in range(len(self.scheduler.seats)):
+            call = self.scheduler.next_call(number)
+            if call is not None:
+                self._send(number, call)
+
+    def _start_all(self, ready: Future[None]) -> None:
+        self._starting = ready
+        for number in range(len(self.scheduler.seats)):
+            self._begin(number)
+
+    def _begin(self, number: int) -> None:
+        self._lives[number] += 1
+        self._allow(number, max(START_LIMIT_S, self._timeout_s))
+        self._pool.start(number, self._posting(number, lambda _: self._started(number)))
+
+    def _allow(self, number: int, seconds: float) -> None:
+        self._deadlines[number] = time.monotonic() + seconds, seconds
+
+    def _started(self, number: int) -> None:
+        self.scheduler.started(number)
+        if self._starting is not None and all(seat.ready for seat in self.scheduler.seats):
+            self._starting.set_result(None)
+            self._starting = None
+
+    def _posting(self, number: int, handle: Callable[[Any], None]) -> Callable[[Any], None]:
+        """A callback that brings a result into this thread, unless its worker has been replaced since."""
+        life = self._lives[number]
+
+        def receive(result: Any) -> None:
+            if self._lives[number] != life:
+                return
+            del self._deadlines[number]
+            if isinstance(result, BaseException):
+                self._failed(number, result)
+            else:
+                handle(result)
+
+        return lambda result: self._inbox.put(lambda: receive(result))
+
+    def _send(self, number: int, call: Call) -> None:
+        arguments = call.arguments
+        if call.method == "load":
+            weights = self.scheduler.newest
+            assert weights is not None
+            publication, version, give_back = arguments
+            arguments = (publication.content, version, publication.probe, give_back)
+            handle = self._posting(number, lambda result: self._loaded(number, weights, *result))
+        elif call.method == "work":
+            handle = self._posting(number, lambda turn: self._worked(number, turn))
+        else:
+            handle = self._posting(number, lambda result: self.scheduler.ran_errand(number, result))
+        self._allow(number, self._timeout_s)
+        self._pool.call(number, call.method, arguments, handle)
+
+    def _loaded(self, number: int, weights: Weights, answer: NextTokens, cut: list[Group]) -> None:
+        self.scheduler.loaded(number, weights, cut)
+        publication: Publication = weights.content
+        publication.proofs.put(answer)
+        everywhere = all(seat.holds is weights for seat in self.scheduler.seats)
+        if everywhere and not publication.arrived.done():
+            publication.arrived.set_result(None)
+
+    def _worked(self, number: int, turn: Any) -> None:
+        self.labour.tokens[number] += turn.tokens
+        self.labour.seconds[number] += turn.seconds
+        for group in self.scheduler.worked(number, turn.finished):
+            self._begin_to_score(group)
+
+    def _begin_to_score(self, group: Group) -> None:
+        asked: Future[Any] = Future()
+        if self.reference is None:
+            asked.set_result(None)
+        else:
+            asked = self.reference.score(group)
+        rewarded = self._scorer.submit(self._timed_score, group)
+        rewarded.add_done_callback(
+            lambda done: self._inbox.put(lambda: self._rewarded(*done.result(), asked))
+        )
+
+    def _rewarded(self, scored: ScoredGroup, seconds: float, asked: Future[Any]) -> None:
+        self.labour.score_seconds += seconds
+        asked.add_done_callback(
+            lambda done: self._inbox.put(lambda: self._accept(replace(scored, reference=done.result())))
+        )
+
+    def _timed_score(self, group: Group) -> tuple[ScoredGroup, float]:
+        start = time.perf_counter()
+        return self._score(group), time.perf_counter() - start
+
+    def _accept(self, scored: ScoredGroup) -> None:
+        number, oldest = scored.group.group_id, scored.group.oldest
+        # Dropped while it was scored: the books know no more of it.
+        if number in self.scheduler.ledger.running:
+            assert oldest is not None
+            self.scheduler.ledger.accept(number, oldest)
+            self.accepted[number] = scored
+
+    def _want(self, taken: Future[list[ScoredGroup]]) -> None:
+        self._taker = taken
+        self.scheduler.wanted = True
+
+    def _hand_out(self) -> None:
+        if self._taker is None:
+            return
+        self._expire()
+        chosen = self.scheduler.ledger.take()
+        if chosen is None:
+            return
+        self.scheduler.wanted = False
+        taker, self._taker = self._taker, None
+        taker.set_result([self.accepted.pop(number) for number in chosen])
+        if not self._refills:
+            # What was in time for this round may be too late for the next.
+            self._expire()
+
+    def _expire(self) -> None:
+        for number in self.scheduler.expire():
+            self.accepted.pop(number, None)
+
+    def _give_up_on_silent(self) -> None:
+        now = time.monotonic()
+        if self.reference is not None:
+            self.reference.give_up_on_silent()
+        for number, (until, allowed) in list(self._deadlines.items()):
+            if until <= now:
+                del self._deadlines[number]
+                self._failed(number, TimeoutError(f"no answer within {allowed:g} s"))
+
+    def _failed(self, number: int, error: BaseException) -> None:
+        if isinstance(error, UserError) and self._starting is not None:
+            raise error
+        self._pool.kill(number)
+        self.scheduler.lost(number)
+        self.labour.restarts += 1
+        self._restarts += 1
+        if self._restarts > self._max_restarts:
+            raise WorkersLost(
+                f"rollout worker {number} failed ({_first_line(error)}), and "
+                f"collector.max_restarts={self._max_restarts} workers have been replaced already; mend the "
+                "cause and go on with resume=auto (without a checkpoint start again), or raise "
+                "collector.max_restarts or collector.timeout_s"
+            ) from error
+        self._begin(number)
+
+
+def _fail(future: Future[Any], error: BaseException) -> None:
+    """End a future that another thread may be ending, too."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_exception(error)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

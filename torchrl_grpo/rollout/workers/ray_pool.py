@@ -1,0 +1,320 @@
+"""Workers as Ray actors, each with an engine of its own, placed by a placement group.
+
+A cluster named by ``ray.address`` is joined; otherwise one is started on this machine and ended with the run.
+Its processes end with this one however it ends: Ray asks the kernel for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch import Tensor
+
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.inference.protocol import SteppingEngine
+from torchrl_grpo.planning.cores import WAITING
+from torchrl_grpo.planning.plan import SHARED_GPU
+
+_PLACEMENT_LIMIT_S = 60.0
+# Ray gathers objects that nobody needs for a second, which is several copies of the weights when steps are
+# short; a copy is gone after so many milliseconds here, unless the environment says otherwise.
+_FREED_AFTER = "RAY_free_objects_period_milliseconds"
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker is built from.
+
+    Attributes:
+        cfg: the run's configuration.
+        source: folder or hub name of the model; on a cluster, a folder that every node sees.
+        end_ids: tokens that end a response.
+        pad_id: padding id.
+        max_num_seqs: most responses decoded at a time.
+        threads: CPU threads of its engine.
+        on_gpu: whether it has a GPU.
+        gpus: of this machine, for the processes of a Ray that is started here.
+        gpu_share: of its GPU's memory that vLLM takes.
+    """
+
+    cfg: Config
+    source: str
+    end_ids: Sequence[int]
+    pad_id: int
+    max_num_seqs: int
+    threads: int
+    on_gpu: bool
+    gpus: Sequence[int] = ()
+    gpu_share: float = SHARED_GPU
+
+
+# A weight as Ray hands it over without copying it: bytes, number format, shape.
+Shipped = dict[str, tuple[numpy.ndarray, str, tuple[int, ...]]]
+
+
+def pack(weights: Iterable[tuple[str, Tensor]]) -> Shipped:
+    """Weights as arrays of bytes, which hold any number format; on the CPU without a copy."""
+    return {
+        name: (
+            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(),
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+        )
+        for name, tensor in weights
+    }
+
+
+def unpack(shipped: Shipped) -> Iterator[tuple[str, Tensor]]:
+    """What :meth:`pack` was given; the tensors must not be written to."""
+    for name, (content, dtype, shape) in shipped.items():
+        # A copy: the shared memory of the object store cannot be written to, and torch warns of that.
+        yield name, torch.from_numpy(content.copy()).view(getattr(torch, dtype)).view(shape)
+
+
+class RolloutActor:
+    """A rollout worker in a process of its own."""
+
+    def setup(self, spec: WorkerSpec) -> None:
+        """Build the engine. Not in the constructor: an error here reaches the caller as it is."""
+        from torchrl_grpo.rollout.workers.worker import RolloutWorker
+        from torchrl_grpo.runtime.malloc import keep_freed_memory
+
+        torch.set_num_threads(spec.threads)
+        if not spec.on_gpu:
+            keep_freed_memory()
+        options = spec.cfg.inference_model
+        self.worker = RolloutWorker(
+            self.engine(spec), options.max_new_tokens, options.temperature, time.perf_counter
+        )
+
+    def engine(self, spec: WorkerSpec) -> SteppingEngine:
+        """The engine that the configuration names."""
+        from torchrl_grpo.inference.build import build_engine
+
+        device = torch.device("cuda:0" if spec.on_gpu else "cpu")
+        return build_engine(
+            spec.cfg,
+            spec.source,
+            device,
+            spec.end_ids,
+            spec.pad_id,
+            spec.max_num_seqs,
+            gpu_share=spec.gpu_share,
+        )
+
+    def load(self, shipped: Shipped, *arguments: Any) -> Any:
+        """See :meth:`RolloutWorker.load`."""
+        return self.worker.load(unpack(shipped), *arguments)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Any other method of the worker."""
+        return getattr(self.worker, method)(*arguments)
+
+
+class RayPool:
+    """Workers on a Ray cluster.
+
+    Args:
+        cfg: ``ray`` is read.
+        spec: of every worker.
+        count: workers.
+        actor: what a worker is.
+        others: processes beside them that get a place of their own, each as large as a worker's.
+
+    Raises:
+        ConfigError: the cluster cannot be reached, or cannot hold so many workers.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        spec: WorkerSpec,
+        count: int,
+        actor: type[RolloutActor] = RolloutActor,
+        others: int = 0,
+    ) -> None:
+        places = count + others
+        self._spec = spec
+        self._actor = actor
+        # With a cluster that somebody else started, or that an earlier part of this process joined.
+        self._owns_ray = not ray.is_initialized()
+        if self._owns_ray:
+            _connect(cfg, places, spec.gpus)
+        bundle = {"CPU": 1.0, **({"GPU": 1.0} if spec.on_gpu else {})}
+        self._actors: list[Any] = [None] * count
+        self._group: Any = None
+        there = ray.cluster_resources()
+        try:
+            if any(there.get(name, 0.0) < amount * places for name, amount in bundle.items()):
+                raise GetTimeoutError("waiting for it would be in vain")
+            self._group = placement_group([bundle] * places, strategy=cfg.ray.placement.upper())
+            # Somebody else's job may be about to end.
+            ray.get(self._group.ready(), timeout=_PLACEMENT_LIMIT_S)
+        except GetTimeoutError as error:
+            self.close()
+            beside = f" and {others} of the reference model" if others else ""
+            fewer = "inference_model.num_devices" + (" or ref_model.num_devices" if others else "")
+            raise ConfigError(
+                f"inference_model.num_devices={count}: {count} workers{beside} with {bundle} each do not fit "
+                f"into the Ray cluster, whose total is {_total(there, 'CPU')} and {_total(there, 'GPU')}; "
+                f"lower {fewer}, or add nodes"
+            ) from error
+
+    def start(self, number: int, done: Callable[[Any], None]) -> None:
+        """See :class:`~torchrl_grpo.rollout.workers.dispatcher.Pool`."""
+        spec = self._spec
+        self._actors[number] = (
+            ray.remote(self._actor)
+            .options(
+                num_cpus=1,
+                num_gpus=1 if spec.on_gpu else 0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, number),
+                runtime_env={"env_vars": variables(spec.threads)},
+            )
+            .remote()
+        )
+        report(self._actors[number].setup.remote(spec), done)
+
+    def place_of_another(self, number: int) -> PlacementGroupSchedulingStrategy:
+        """Where the process ``number`` of those beside the workers goes; it ends with the pool."""
+        return PlacementGroupSchedulingStrategy(self._group, len(self._actors) + number)
+
+    def call(self, number: int, method: str, arguments: Sequence[Any], done: Callable[[Any], None]) -> None:
+        """See :class:`~torchrl_grpo.rollout.workers.dispatcher.Pool`."""
+        actor = self._actors[number]
+        if method == "load":
+            report(actor.load.remote(*arguments), done)
+        else:
+            report(actor.call.remote(method, *arguments), done)
+
+    def ship(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        """Weights in the object store: one copy a node, however many workers read it."""
+        return ray.put(pack(weights))
+
+    def kill(self, number: int) -> None:
+        """See :class:`~torchrl_grpo.rollout.workers.dispatcher.Pool`."""
+        if self._actors[number] is not None:
+            ray.kill(self._actors[number])
+
+    def close(self) -> None:
+        """See :class:`~torchrl_grpo.rollout.workers.dispatcher.Pool`."""
+        for number in range(len(self._actors)):
+            self.kill(number)
+        self._actors = [None] * len(self._actors)
+        if self._group is not None:
+            remove_placement_group(self._group)
+        if self._owns_ray:
+            ray.shutdown()
+
+
+def _total(resources: dict[str, float], name: str) -> str:
+    return f"{resources.get(name, 0.0):g} {name}"
+
+
+def variables(threads: int) -> dict[str, str]:
+    """Environment of a process that computes on ``threads`` cores beside the trainer."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **WAITING,
+        # It is none of the training ranks, in whose environment Ray was started.
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+
+
+def report(ref: Any, done: Callable[[Any], None]) -> None:
+    """Call ``done`` with what becomes of an actor's call: its result or its error, from any thread."""
+
+    def finished(future: Any) -> None:
+        error = future.exception()
+        if isinstance(error, RayTaskError):
+            # What the worker raised, and not Ray's wrapping of it.
+            error = error.cause if isinstance(error.cause, Exception) else error
+        done(future.result() if error is None else error)
+
+    ref.future().add_done_callback(finished)
+
+
+def _connect(cfg: Config, count: int, gpus: Sequence[int]) -> None:
+    address = cfg.ray.address
+    quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    # Workers import this project from where the trainer did, also on a cluster that shares its file system.
+    quiet["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(_import_path())}}
+    if address is None:
+        # A worker needs a slot, whatever it shares the cores with.
+        with inherited(of_nodes(gpus)):
+            ray.init(
+                address="local",
+                num_cpus=max(count, os.cpu_count() or 1),
+                num_gpus=len(gpus),
+                include_dashboard=False,
+                **quiet,
+            )
+        return
+    try:
+        _knock(address)
+        ray.init(address=address, **quiet)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"ray.address={address}: no Ray cluster answers there ({str(error).splitlines()[0]}); start one "
+            "with `ray start --head`, or write ray.address=null to start one for this run"
+        ) from error
+
+
+def _knock(address: str) -> None:
+    """Ray itself tries for minutes to reach a HOST:PORT where nobody is.
+
+    Raises:
+        OSError: nobody is there.
+    """
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=10).close()
+
+
+def of_nodes(gpus: Sequence[int]) -> dict[str, str]:
+    """Environment of a Ray that is started here, which hands out the GPUs that its node's process sees."""
+    found = {_FREED_AFTER: os.environ.get(_FREED_AFTER, "10")}
+    if gpus:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = seen.split(",") if seen else None
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
+    return found
+
+
+@contextlib.contextmanager
+def inherited(variables: dict[str, str]) -> Iterator[None]:
+    """Have processes that are started meanwhile find these in their environment."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _import_path() -> list[str]:
+    root = str(Path(__file__).resolve().parents[3])
+    there = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [root, *(entry for entry in there if entry and entry != root)]

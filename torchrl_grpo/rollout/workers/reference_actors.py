@@ -1,0 +1,174 @@
+"""The reference model of ``grpo-async.py`` in processes of its own, which score while the trainer trains.
+
+Each is a Ray actor with a copy of the model on a device of its own. The model is frozen, so an actor holds
+nothing that could be lost: one that dies is started anew by Ray, and what it was asked is asked again.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayActorError, RayError
+from tensordict import TensorDict
+
+from torchrl_grpo.batch.micro_batches import TokenBudget
+from torchrl_grpo.batch.schema import tokens_of
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.errors import WorkersLost
+from torchrl_grpo.planning.workload import token_budget
+from torchrl_grpo.rollout.groups import Group
+from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
+from torchrl_grpo.rollout.workers.ray_pool import RayPool, report, variables
+from torchrl_grpo.rollout.workers.types import UnderReference
+
+
+@dataclass(frozen=True)
+class ReferenceSpec:
+    """What an actor is built from.
+
+    Attributes:
+        cfg: the run's configuration.
+        source: folder or hub name of the model; on a cluster, one that every node sees.
+        pad_id: padding id.
+        threads: CPU threads.
+        on_gpu: whether it has a GPU.
+        autocast_dtype: the trainer's number format.
+        shares_prefix: whether a prompt is run once per group.
+    """
+
+    cfg: Config
+    source: str
+    pad_id: int
+    threads: int
+    on_gpu: bool
+    autocast_dtype: torch.dtype | None
+    shares_prefix: bool
+
+
+class ReferenceScorer:
+    """Log-probabilities of one group at a time, with the reference in this process."""
+
+    def __init__(self, spec: ReferenceSpec) -> None:
+        from torchrl_grpo.models.reference import load_reference
+        from torchrl_grpo.runtime.malloc import keep_freed_memory
+
+        torch.set_num_threads(spec.threads)
+        if not spec.on_gpu:
+            keep_freed_memory()
+        device = torch.device("cuda:0" if spec.on_gpu else "cpu")
+        scorer = load_reference(spec.cfg, spec.source, device, spec.autocast_dtype, spec.shares_prefix)
+        # Nobody reads what is said here; a budget that halves changes nothing but this process's speed.
+        budget = TokenBudget(token_budget(spec.cfg), spec.shares_prefix, say=lambda text: None)
+        self._pad_id = spec.pad_id
+        self._scorer = LogProbScorer(scorer, "reference", budget)
+
+    def score(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> UnderReference:
+        """Log-probabilities of each token of G responses to a prompt, at the sampling temperature."""
+        group = TensorDict(tokens_of([prompt], [responses], self._pad_id), [1])
+        (rows,) = self._scorer.inv(group)["log_probs", "reference"]
+        return [row[: len(response)].tolist() for row, response in zip(rows, responses, strict=True)]
+
+
+class ReferenceActors:
+    """Actors in the places that ``pool`` keeps for them; whoever has least to do gets the next group.
+
+    Args:
+        pool: reserved a place for each of them, after those of its workers; ends them when it is closed.
+        spec: of every actor.
+        count: actors.
+        limit_s: seconds an actor may take for an answer, a start included.
+
+    Raises:
+        WorkersLost: one could not be started.
+    """
+
+    def __init__(self, pool: RayPool, spec: ReferenceSpec, count: int, limit_s: float) -> None:
+        restarts = spec.cfg.collector.max_restarts
+        self._actors = [
+            ray.remote(ReferenceScorer)
+            .options(
+                num_cpus=1,
+                num_gpus=1 if spec.on_gpu else 0,
+                scheduling_strategy=pool.place_of_another(number),
+                max_restarts=restarts,
+                max_task_retries=restarts,
+                runtime_env={"env_vars": variables(spec.threads)},
+            )
+            .remote(spec)
+            for number in range(count)
+        ]
+        self._limit_s = limit_s
+        # Answers come in threads of Ray's.
+        self._lock = threading.Lock()
+        self._unanswered = [0] * count
+        self._deadlines = [math.inf] * count
+        try:
+            ray.get([actor.__ray_ready__.remote() for actor in self._actors], timeout=limit_s)
+        except RayError as error:
+            raise WorkersLost(
+                f"ref_model.num_devices={count}: a process of the reference model could not be started "
+                f"({_cause(error)})"
+            ) from error
+
+    def score(self, group: Group) -> Future[UnderReference]:
+        """See :class:`~torchrl_grpo.rollout.workers.types.Reference`."""
+        found: Future[UnderReference] = Future()
+        with self._lock:
+            number = min(range(len(self._actors)), key=self._unanswered.__getitem__)
+            if self._unanswered[number] == 0:
+                self._deadlines[number] = time.monotonic() + self._limit_s
+            self._unanswered[number] += 1
+
+        def receive(result: Any) -> None:
+            with self._lock:
+                self._unanswered[number] -= 1
+                waits = self._unanswered[number] > 0
+                self._deadlines[number] = time.monotonic() + self._limit_s if waits else math.inf
+            if isinstance(result, BaseException):
+                found.set_exception(_lost(result))
+            else:
+                found.set_result(result)
+
+        responses = [response.token_ids for response in group.responses]
+        report(self._actors[number].score.remote(group.prompt, responses), receive)
+        return found
+
+    def deadline(self) -> float:
+        """See :class:`~torchrl_grpo.rollout.workers.types.Reference`."""
+        with self._lock:
+            return min(self._deadlines)
+
+    def give_up_on_silent(self) -> None:
+        """See :class:`~torchrl_grpo.rollout.workers.types.Reference`."""
+        now = time.monotonic()
+        with self._lock:
+            silent = [number for number, deadline in enumerate(self._deadlines) if deadline <= now]
+            for number in silent:
+                self._deadlines[number] = now + self._limit_s
+        for number in silent:
+            # Ray starts it again, as when it dies, and asks it again.
+            ray.kill(self._actors[number], no_restart=False)
+
+
+def _cause(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # Ray's own message begins with how it noticed, and ends with the cause.
+    return lines[-1 if isinstance(error, RayActorError) else 0].strip()
+
+
+def _lost(error: BaseException) -> WorkersLost:
+    died = "it died more than collector.max_restarts times; " if isinstance(error, RayActorError) else ""
+    lost = WorkersLost(
+        f"a process of the reference model failed ({_cause(error)}); {died}mend the cause and go on "
+        "with resume=auto"
+    )
+    lost.__cause__ = error
+    return lost

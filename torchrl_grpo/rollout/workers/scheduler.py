@@ -1,0 +1,211 @@
+"""Which worker does what next: pure bookkeeping, without threads, clocks or Ray.
+
+Each worker has one call under way at most. When a call comes back, or the trainer has asked for something,
+:meth:`Scheduler.next_call` says what the worker does next:
+
+1. new weights, as soon as it may take them: at once with ``weight_update="in_flight"`` or with partial
+   rollouts; once its running groups are whole with ``"drain"``, and meanwhile it gets no new ones;
+2. what the trainer waits for: a probe, or a share of an evaluation;
+3. groups: cut or reissued ones first, then new ones while the ledger has room for its weights;
+4. nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrl_grpo.rollout.groups import Group, Response
+from torchrl_grpo.rollout.workers.staleness import Ledger
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights that workers are to take.
+
+    Attributes:
+        number: later ones have larger numbers.
+        version: optimiser steps behind them.
+        content: what a worker is handed.
+    """
+
+    number: int
+    version: int
+    content: Any
+
+
+@dataclass
+class Errand:
+    """Something the trainer waits for from one worker, with the newest weights."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    deliver: Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a worker is to do: ``load``, ``work``, or the method of an errand."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass
+class Seat:
+    """What is known of one worker.
+
+    Attributes:
+        ready: it has started and can be called.
+        holds: the weights it has; None right after its start.
+        running: its groups, as they were handed to it.
+        dropped: groups it need not go on with.
+        errands: what the trainer waits for.
+        call: what it is doing.
+    """
+
+    ready: bool = False
+    holds: Weights | None = None
+    running: dict[int, Group] = field(default_factory=dict)
+    dropped: list[int] = field(default_factory=list)
+    errands: deque[Errand] = field(default_factory=deque)
+    call: Call | None = None
+
+
+class Scheduler:
+    """Hands groups and weights to workers.
+
+    Args:
+        ledger: how many groups there may be.
+        num_workers: seats.
+        num_samples: G.
+        prompt_of: prompt and seed of a group's number.
+        wait_for_running: with ``drain``, whether weights wait until a worker's groups are whole.
+        give_back: groups cut by new weights go back into the queue, and any worker continues them.
+
+    Attributes:
+        wanted: the trainer waits for a round.
+        runs_ahead: groups are also begun while it does not. Not before publication has been proven; and never
+            with a bound of zero, where nothing else may be in an engine whose numbers must be those of
+            synchronous training.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        num_workers: int,
+        num_samples: int,
+        prompt_of: Callable[[int], tuple[list[int], int]],
+        *,
+        wait_for_running: bool,
+        give_back: bool,
+    ) -> None:
+        self.ledger = ledger
+        self.seats = [Seat() for _ in range(num_workers)]
+        self.wanted = False
+        self.runs_ahead = False
+        self.newest: Weights | None = None
+        self._samples = num_samples
+        self._prompt_of = prompt_of
+        self._wait_for_running = wait_for_running and not give_back
+        self._give_back = give_back
+        # Groups of a round are spread evenly: a worker with more would make the others wait.
+        self._per_worker = -(-ledger.groups_per_round // num_workers)
+        # Begun, and with no worker: cut by new weights, or lost with a worker.
+        self._queue: dict[int, Group] = {}
+
+    def next_call(self, number: int) -> Call | None:
+        """What worker ``number`` does next, None for nothing; the seat is marked as busy with it."""
+        seat = self.seats[number]
+        if not seat.ready or seat.call is not None or self.newest is None:
+            return None
+        seat.call = self._choose(seat, self.newest)
+        return seat.call
+
+    def _choose(self, seat: Seat, newest: Weights) -> Call | None:
+        current = seat.holds is newest
+        if not current and not (self._wait_for_running and seat.running):
+            return Call("load", (newest.content, newest.version, self._give_back))
+        if current and seat.errands:
+            return Call(seat.errands[0].method, seat.errands[0].arguments)
+        begun = list(self._admit(seat)) if current else []
+        if not (begun or seat.running or seat.dropped):
+            return None
+        dropped, seat.dropped = seat.dropped, []
+        return Call("work", (begun, dropped))
+
+    def _admit(self, seat: Seat) -> Iterator[Group]:
+        assert seat.holds is not None
+        version = seat.holds.version
+        while len(seat.running) < self._per_worker and (self.wanted or self.runs_ahead):
+            if self._queue:
+                group = self._queue.pop(min(self._queue))
+            elif self.ledger.room(version) > 0:
+                group = self._new_group(self.ledger.issue())
+            else:
+                return
+            oldest = group.oldest
+            self.ledger.start(group.group_id, version if oldest is None else oldest)
+            seat.running[group.group_id] = group
+            yield group
+
+    def _new_group(self, number: int) -> Group:
+        prompt, seed = self._prompt_of(number)
+        return Group(number, prompt, seed, [Response() for _ in range(self._samples)])
+
+    def worked(self, number: int, finished: list[Group]) -> list[Group]:
+        """Worker ``number`` came back from ``work``; returns the whole groups that are still wanted."""
+        seat = self.seats[number]
+        seat.call = None
+        return [group for group in finished if seat.running.pop(group.group_id, None) is not None]
+
+    def loaded(self, number: int, weights: Weights, cut: list[Group]) -> None:
+        """Worker ``number`` has taken ``weights``, and gave back the groups that it was cut in."""
+        seat = self.seats[number]
+        seat.call = None
+        seat.holds = weights
+        for group in cut:
+            if seat.running.pop(group.group_id, None) is not None:
+                self._queue[group.group_id] = group
+
+    def ran_errand(self, number: int, result: Any) -> None:
+        """Worker ``number`` came back from an errand; without a result it is sent on the same one again."""
+        seat = self.seats[number]
+        seat.call = None
+        if result is None:
+            return
+        seat.errands.popleft().deliver(result)
+
+    def lost(self, number: int) -> None:
+        """Worker ``number`` is gone with all it held; its groups are reissued as they were handed to it."""
+        seat = self.seats[number]
+        for group in seat.running.values():
+            if group.oldest is None:
+                self.ledger.restart(group.group_id)
+            self._queue[group.group_id] = group
+        # What the trainer waits for is asked again of the worker that follows.
+        self.seats[number] = Seat(errands=seat.errands)
+
+    def started(self, number: int) -> None:
+        """The worker of this seat can be called."""
+        self.seats[number].ready = True
+
+    def publish(self, weights: Weights) -> None:
+        """From now on workers are to hold ``weights``."""
+        self.newest = weights
+
+    def expire(self) -> list[int]:
+        """Drop groups that the next round is too late for, wherever they are; returns their numbers."""
+        gone = self.ledger.expire()
+        for number in gone:
+            self._queue.pop(number, None)
+            for seat in self.seats:
+                if seat.running.pop(number, None) is not None:
+                    seat.dropped.append(number)
+        return gone
+
+    def reissue(self, numbers: list[int]) -> None:
+        """Groups of a checkpoint that were begun and not accepted: begin them anew."""
+        self._queue |= {number: self._new_group(number) for number in numbers}

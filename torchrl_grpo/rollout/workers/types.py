@@ -1,0 +1,97 @@
+"""What the dispatcher deals with: workers to call, weights on their way, and groups that came back."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torchrl_grpo.inference.protocol import NextTokens, Probe
+from torchrl_grpo.rewards.types import Scored
+from torchrl_grpo.rollout.groups import Group
+
+# Log-probabilities of each token of G responses under the reference model.
+UnderReference = list[list[float]]
+
+
+class Reference(Protocol):
+    """The reference model in processes of its own. Called from the dispatcher's thread only."""
+
+    def score(self, group: Group) -> Future[UnderReference]:
+        """Begin to score a whole group; in the end the future has its log-probabilities or WorkersLost."""
+
+    def deadline(self) -> float:
+        """When by the monotonic clock a process that does not answer is to be given up; infinite if none."""
+
+    def give_up_on_silent(self) -> None:
+        """Have every process whose deadline is over started anew, and asked again what it was asked."""
+
+
+class Pool(Protocol):
+    """Where workers live. ``done`` is called from any thread, with a result or an exception."""
+
+    def start(self, number: int, done: Callable[[Any], None]) -> None:
+        """Start worker ``number``, in place of an earlier one."""
+
+    def call(self, number: int, method: str, arguments: Sequence[Any], done: Callable[[Any], None]) -> None:
+        """Call a method of it."""
+
+    def kill(self, number: int) -> None:
+        """End it at once; a call under way need not come back."""
+
+    def close(self) -> None:
+        """End all of them in good order."""
+
+
+@dataclass
+class Publication:
+    """Weights on their way to the workers.
+
+    Attributes:
+        content: what a worker is handed.
+        probe: what it answers with the new weights.
+        proofs: the answer of each worker that has taken them, in the order they came.
+        arrived: done when every worker has.
+    """
+
+    content: Any
+    probe: Probe
+    proofs: queue.SimpleQueue[NextTokens] = field(default_factory=queue.SimpleQueue)
+    arrived: Future[None] = field(default_factory=Future)
+
+
+@dataclass
+class ScoredGroup:
+    """A whole group with its rewards.
+
+    Attributes:
+        group: the responses.
+        texts: the same as text.
+        scored: G of them.
+        reference: log-probabilities of its tokens under the reference model, where that has processes of its
+            own; G lists.
+    """
+
+    group: Group
+    texts: list[str]
+    scored: list[Scored]
+    reference: UnderReference | None = None
+
+
+@dataclass
+class Labour:
+    """What the workers have done so far, added up.
+
+    Attributes:
+        tokens: sampled, by worker.
+        seconds: spent generating, by worker.
+        score_seconds: spent in rewards.
+        restarts: workers replaced.
+    """
+
+    tokens: list[int]
+    seconds: list[float]
+    score_seconds: float = 0.0
+    restarts: int = 0

@@ -1,0 +1,99 @@
+"""The workers as one thing that generates: weights go to all of them, an evaluation is divided among them."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from torchrl_grpo.inference.protocol import Completion, Inference, NextTokens, Probe, Sampling
+from torchrl_grpo.rollout.workers.dispatcher import Dispatcher
+from torchrl_grpo.rollout.workers.types import Publication
+
+
+class Fleet(Inference):
+    """Workers behind a dispatcher.
+
+    Args:
+        dispatcher: calls them; started here and closed with the fleet.
+        ship: makes what a worker is handed out of weights, once for all workers.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, ship: Callable[[Iterable[tuple[str, Tensor]]], object]
+    ) -> None:
+        self.dispatcher = dispatcher
+        self._ship = ship
+        try:
+            dispatcher.start()
+        except BaseException:
+            dispatcher.close()
+            raise
+
+    @property
+    def size(self) -> int:
+        """Workers."""
+        return len(self.dispatcher.scheduler.seats)
+
+    def offer(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        probe: Probe,
+    ) -> Publication:
+        """Send weights on their way; the copy is made now, so the caller's may change at once."""
+        publication = Publication(self._ship(weights), probe)
+        self.dispatcher.publish(publication, version)
+        self.policy_version = version
+        return publication
+
+    def publish(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        probe: Probe,
+    ) -> NextTokens:
+        """See :meth:`Inference.publish`; waits until every worker has answered."""
+        publication = self.offer(weights, version, probe)
+        publication.arrived.result()
+        return stacked(arrived(publication))
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
+        """See :meth:`Inference.generate`; every worker takes a share."""
+        share = -(-len(prompts) // self.size)
+        jobs = []
+        for start in range(0, len(prompts), share):
+            chosen = slice(start, start + share)
+            seeds = None if sampling.seeds is None else sampling.seeds[chosen]
+            part = dataclasses.replace(sampling, seeds=seeds)
+            jobs.append(("generate", (list(prompts[chosen]), part)))
+        return [group for part in self.dispatcher.errands(jobs) for group in part]
+
+    def close(self) -> None:
+        """See :meth:`Inference.close`."""
+        self.dispatcher.close()
+
+
+def arrived(publication: Publication) -> Iterator[NextTokens]:
+    """The answers that have come and have not been handed out yet."""
+    while True:
+        try:
+            yield publication.proofs.get_nowait()
+        except queue.Empty:
+            return
+
+
+def stacked(answers: Iterable[NextTokens]) -> NextTokens:
+    """Answers to the same probe, one below the other."""
+    listed = list(answers)
+    before = [answer.before for answer in listed if answer.before is not None]
+    return NextTokens(
+        torch.cat([answer.token_ids for answer in listed]),
+        torch.cat([answer.log_probs for answer in listed]),
+        sum(answer.cached_tokens for answer in listed),
+        tuple(one for answer in listed for one in answer.checksums),
+        stacked(before) if len(before) == len(listed) else None,
+    )

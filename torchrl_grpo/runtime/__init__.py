@@ -1,0 +1,1 @@
+"""This process and this machine: devices, memory, signals and random numbers."""

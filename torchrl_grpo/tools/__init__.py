@@ -1,0 +1,1 @@
+"""Commands for users beside the two training scripts."""

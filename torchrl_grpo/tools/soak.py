@@ -1,0 +1,186 @@
+"""Shows on this machine that asynchronous runs survive what happens to processes.
+
+``python -m torchrl_grpo.tools.soak [--kills 20] [--seed 0] [overrides ...]``
+
+runs ``grpo-async.py`` and, at random moments, kills with signal 9 one of: a rollout worker; the trainer, with
+its buffer; Ray's node process, with the object store. A run whose trainer is gone is resumed. At the end
+
+* the run has taken every step, and each group was trained on once;
+* its books add up: issued = trained + dropped + left;
+* no process and no shared memory is left of any of the trainers.
+
+Exit code 0 when all of it holds, 1 when not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import shutil
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from torchrl_grpo.tools.processes import check, has_checkpoint, newest_step, started
+
+DEFAULTS = (
+    "--config-name=grpo_quickstart",
+    "collector.max_policy_age=2",
+    "collector.max_restarts=1000",
+    "inference_model.num_devices=2",
+    "train.checkpoint_frequency=1",
+    "logging.progress=false",
+)
+SCRIPT = "grpo-async.py"
+KINDS = ("worker", "trainer", "node")
+# How the operating system shows them.
+_COMMANDS = {"worker": "ray::RolloutActor", "node": "--raylet_socket_name="}
+# Ray's helpers look every few seconds whether their node still lives.
+_LINGER_S = 90.0
+
+
+def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The processes below a trainer."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(process.pid).children(recursive=True)
+    return []
+
+
+def victim(process: subprocess.Popen[bytes], kind: str, moments: random.Random) -> psutil.Process | None:
+    """A process of this kind; None while there is none."""
+    if kind == "trainer":
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(process.pid)
+        return None
+    found = []
+    for one in family(process):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            words = one.cmdline()
+            at = {"worker": words[:1], "node": words[1:2]}[kind]
+            if at and at[0].startswith(_COMMANDS[kind]):
+                found.append(one)
+    return moments.choice(found) if found else None
+
+
+def kill_at_random(
+    folder: Path, overrides: Sequence[str], moments: random.Random, left: int, longest_s: float
+) -> tuple[Counter[str], bool]:
+    """Run until the trainer has been killed or has ended; returns the kills, and whether it ended by itself.
+
+    Args:
+        folder: of the run.
+        overrides: of the configuration.
+        moments: draws who dies and when.
+        left: kills at most.
+        longest_s: between two kills.
+    """
+    kills: Counter[str] = Counter()
+    seen: dict[int, psutil.Process] = {}
+    with started(folder, overrides, SCRIPT) as process:
+        due = time.monotonic() + moments.uniform(0, longest_s)
+        while process.poll() is None:
+            seen |= {one.pid: one for one in family(process)}
+            if sum(kills.values()) < left and time.monotonic() >= due and (folder / "metrics.jsonl").exists():
+                kind = moments.choice(KINDS)
+                target = victim(process, kind, moments)
+                if target is not None:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        target.kill()
+                        kills[kind] += 1
+                        print(f"killed: {kind}, after step {newest_step(folder)}", flush=True)
+                    due = time.monotonic() + moments.uniform(0, longest_s)
+            # Nothing tells when a process is there to be killed; this also sees the trainer's end at once.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.1)
+    _, alive = psutil.wait_procs(list(seen.values()), timeout=_LINGER_S)
+    if alive:
+        names = []
+        for one in alive:
+            # It may end at any moment.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                names.append(" ".join(one.cmdline())[:80])
+                one.kill()
+        raise SystemExit(f"left behind: {', '.join(names) or 'processes that have ended since'}")
+    ended = process.returncode == 0
+    if not ended and not (kills["trainer"] or kills["node"]):
+        check(folder, process)
+    return kills, ended
+
+
+def soak(overrides: Sequence[str], kills: int, seed: int, folder: Path, longest_s: float) -> bool:
+    """See the module; returns whether all of it holds."""
+    moments = random.Random(seed)
+    before = _shared_memory()
+    run = folder / "run"
+    done: Counter[str] = Counter()
+    ended = False
+    while not ended:
+        more, ended = kill_at_random(run, overrides, moments, kills - sum(done.values()), longest_s)
+        done += more
+        if not ended and not has_checkpoint(run) and run.exists():
+            # Nothing to resume: what a user does is start again.
+            shutil.rmtree(run)
+    summary = json.loads((run / "summary.json").read_text())
+    books = summary["groups"]
+    rows = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    each = Counter(row["group_id"] for row in rows)
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    findings = {
+        "every kill happened": sum(done.values()) == kills,
+        "issued = trained + dropped + left": books["issued"]
+        == books["trained"] + books["dropped_age"] + books["dropped_filter"] + books["left"],
+        "every group was trained on once": len(each) == books["trained"] and len(set(each.values())) == 1,
+        "every step was logged once": steps == sorted(set(steps)) and steps[-1] == summary["steps"],
+        "no shared memory is left": not (_shared_memory() - before),
+    }
+    print(
+        f"{sum(done.values())} kills: {dict(done)}; groups: {books}; restarts: {summary['worker_restarts']}"
+    )
+    print(f"held-out accuracy: {summary['accuracy_before']} -> {summary['accuracy_after']}")
+    for what, holds in findings.items():
+        print(f"{'holds' if holds else 'FAILS'}: {what}")
+    return all(findings.values())
+
+
+def _shared_memory() -> set[str]:
+    root = Path("/dev/shm")
+    # Semaphores of other programs come and go there.
+    return (
+        {path.name for path in root.iterdir() if not path.name.startswith("sem.")} if root.exists() else set()
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchrl_grpo.tools.soak",
+        description="Kill processes of an asynchronous run at random moments, and check what comes of it.",
+    )
+    parser.add_argument("--kills", type=int, default=20, help="how many (default 20)")
+    parser.add_argument("--seed", type=int, default=0, help="of moments and victims (default 0)")
+    parser.add_argument("--longest", type=float, default=40.0, help="seconds between two kills at most")
+    parser.add_argument("--folder", type=Path, help="keep the run here instead of in a temporary folder")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        help=f"of the configuration, after those of the check itself: {' '.join(DEFAULTS)}",
+    )
+    args = parser.parse_args(argv)
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="soak-"))
+    holds = soak([*DEFAULTS, *args.overrides], args.kills, args.seed, folder, args.longest)
+    if args.folder is None and holds:
+        shutil.rmtree(folder)
+    else:
+        print(f"the run is in {folder}")
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

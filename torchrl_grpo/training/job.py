@@ -1,0 +1,184 @@
+"""One job from its configuration to its summary. Whatever is wrong with data or resumption is said before
+torch is imported.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchrl_grpo import data, rewards
+from torchrl_grpo.checkpoints import checkpoint
+from torchrl_grpo.checkpoints.run_dir import claimed
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.distributed import launch
+from torchrl_grpo.errors import CheckpointError, TrainingStopped, WorkersLost
+from torchrl_grpo.planning import preflight
+from torchrl_grpo.planning.cores import WAITING
+from torchrl_grpo.planning.plan import Plan
+from torchrl_grpo.rewards.graders import CountingGrader
+from torchrl_grpo.runtime.disk_full import says_no_room
+from torchrl_grpo.runtime.optional_packages import quieten_unused
+
+
+def run(cfg: Config, run_dir: Path) -> dict[str, Any]:
+    """Train as ``cfg`` says, writing to ``run_dir``.
+
+    Args:
+        cfg: a validated configuration.
+        run_dir: the run's folder; with ``cfg.resume`` the one to continue.
+
+    Returns:
+        What ``summary.json`` holds.
+
+    Raises:
+        UserError: data, checkpoint, model or training is at fault in a way the user can mend.
+    """
+    return _claim_and_train(cfg, run_dir, asynchronous=False)
+
+
+def run_async(cfg: Config, run_dir: Path) -> dict[str, Any]:
+    """The same with rollout workers on Ray that generate while the trainer trains."""
+    return _claim_and_train(cfg, run_dir, asynchronous=True)
+
+
+def follow() -> None:
+    """What a training rank other than the first does: hold its part of the model and do as rank 0 does."""
+    _prepare_process(None)
+    import torch
+
+    from torchrl_grpo.distributed.ranks import Ranks, divide_threads
+    from torchrl_grpo.training.learner import Learner
+
+    ranks = Ranks(on_cpu=not torch.cuda.is_available())
+    begin = ranks.hear()
+    if begin is None:
+        return
+    cfg, weights, resume_from, reward_weights, plan = begin
+    device = torch.device(plan.train.devices[launch.local_rank()])
+    divide_threads(cfg, plan)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    learner = Learner(cfg, weights, resume_from, reward_weights, device, ranks, say=lambda text: None)
+    ranks.follow(learner)
+    # As Session.close() does: a sweep's next job needs the memory.
+    del learner
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _claim_and_train(cfg: Config, run_dir: Path, asynchronous: bool) -> dict[str, Any]:
+    cfg = preflight.with_proximal(cfg, asynchronous)
+    # A new run has nothing to compare, and leaves nothing behind when its data cannot be read.
+    problems = data.load(cfg) if cfg.resume is None else None
+    with claimed(run_dir):
+        resume_from = None
+        if cfg.resume is not None:
+            checkpoint.clean(run_dir)
+            resume_from = checkpoint.find(run_dir, cfg.resume)
+            checkpoint.check_same_run(resume_from, cfg)
+        problems = problems or data.load(cfg)
+        plan = preflight.announce(cfg, asynchronous)
+        collect = ("ray_workers" if asynchronous else "workers_in_turn") if plan.apart else "one_engine"
+        return _prepare_and_train(cfg, run_dir, problems, resume_from, collect, plan)
+
+
+def _prepare_and_train(
+    cfg: Config, run_dir: Path, problems: data.Problems, resume_from: Path | None, collect: str, plan: Plan
+) -> dict[str, Any]:
+    reward_set = rewards.build(cfg)
+    grader = rewards.grader(cfg, reward_set)
+    try:
+        return _train(cfg, run_dir, problems, reward_set, grader, resume_from, collect, plan)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{checkpoint.how_to_continue(run_dir)}\n")
+        raise
+    except OSError as error:
+        if not says_no_room(error):
+            raise
+        where = "there" if error.filename else f"on the disk of {run_dir} and that of temporary files"
+        raise TrainingStopped(f"{error}; make room {where}: {checkpoint.how_to_continue(run_dir)}") from error
+    finally:
+        grader.close()
+        reward_set.close()
+
+
+def _train(
+    cfg: Config,
+    run_dir: Path,
+    problems: data.Problems,
+    reward_set: rewards.RewardSet,
+    grader: CountingGrader,
+    resume_from: Path | None,
+    collect: str,
+    plan: Plan,
+) -> dict[str, Any]:
+    _prepare_process(cfg)
+    import torch
+
+    from torchrl_grpo.distributed.ranks import Ranks, divide_threads
+    from torchrl_grpo.observe import report
+    from torchrl_grpo.observe.metrics import read_jsonl
+    from torchrl_grpo.observe.stats import peak_memory_gib
+    from torchrl_grpo.rollout import build
+    from torchrl_grpo.runtime.interrupts import remembered
+    from torchrl_grpo.training.loop import train
+    from torchrl_grpo.training.session import Session
+
+    ranks = Ranks(on_cpu=not torch.cuda.is_available())
+    divide_threads(cfg, plan)
+    if plan.num_gpus > 0:
+        # Accelerate takes the GPU of the rank's number, which is not always the plan's.
+        torch.cuda.set_device(plan.train_device)
+    how = vars(build)[collect]
+    if resume_from is not None and (summary := report.of_ended_run(run_dir, int(resume_from.name))):
+        # Its figures are those of the whole run; measuring them again would overwrite them.
+        ranks.dismiss()
+        steps = summary["steps"]
+        sys.stderr.write(f"resumed {run_dir} after step {steps} of {steps}; it has already ended\n")
+        return summary
+    try:
+        session = Session(cfg, run_dir, problems, reward_set, grader, resume_from, how, plan, ranks)
+    except BaseException:
+        ranks.dismiss()
+        raise
+    try:
+        with remembered() as check_interrupts:
+            session.begin()
+            try:
+                train(session, check_interrupts)
+            except WorkersLost as lost:
+                try:
+                    session.save()
+                except CheckpointError as error:
+                    raise CheckpointError(f"{lost}; and {error}") from lost
+                raise
+        last = read_jsonl(session.metrics_writer.path)[-1]
+        figures = session.figures()
+    finally:
+        ranks.dismiss()
+        session.close()
+    report.plot(run_dir)
+    after = last.get("eval/accuracy")
+    path = report.summary(
+        run_dir,
+        accuracy_before=session.counters.accuracy_before,
+        accuracy_after=after,
+        accuracy_ci95=None if after is None else (last["eval/accuracy_low"], last["eval/accuracy_high"]),
+        steps=session.counters.step,
+        seconds=session.seconds(),
+        peak_memory_gib=peak_memory_gib(),
+        extras=figures,
+    )
+    return dict(json.loads(path.read_text()))
+
+
+def _prepare_process(cfg: Config | None) -> None:
+    quieten_unused(cfg)
+    if not WAITING.keys() & os.environ.keys():
+        os.environ.update(WAITING)

@@ -1,0 +1,348 @@
+"""One optimiser step: micro-batches, gradients, clipping, the step itself or its refusal.
+
+With several training ranks each works through its share of the groups; denominators are those of the whole
+batch, so gradients and metrics add up over ranks as they do over micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, divide, equal_pieces
+from torchrl_grpo.config.schema import OptimizerConfig
+from torchrl_grpo.distributed.parallelism import resting, synchronising
+from torchrl_grpo.distributed.ranks import Ranks
+from torchrl_grpo.errors import TrainingStopped
+from torchrl_grpo.objectives.aggregation import BatchTotals, totals_of
+from torchrl_grpo.objectives.loss import GroupPolicyLoss
+from torchrl_grpo.runtime.oom import stopping
+from torchrl_grpo.training.optimizer_backend import make_update
+
+# Low enough that the first steps are not spent on finding the scale, as with torch's 2^16.
+_INITIAL_SCALE = 2.0**12
+
+# What a rank that has nothing to do computes with the others, for nothing.
+_IDLE = MicroBatch((0,), slice(0, 1))
+
+_NO_ROOM_FOR_UPDATE = (
+    "memory ran out in the optimiser's update, which keeps 8 bytes a trained weight: start a new run "
+    "with train_model.lora.rank=16 or a smaller model.name, or resume with the model divided among GPUs by "
+    "train_model.parallelism=fsdp2 or, where vLLM is on the same GPU, with a lower "
+    "inference_model.gpu_memory_utilization"
+)
+
+# What the loss calls a mean, and what the log calls it.
+_METRICS = {
+    "loss_objective": "loss/objective",
+    "loss_kl": "loss/kl",
+    "loss_kl_inference": "loss/kl_inference",
+    "loss_entropy": "loss/entropy",
+    "kl_ref": "kl/reference",
+    "kl_approx": "kl/sampling_policy",
+    "entropy": "policy/entropy",
+    "clip_fraction": "policy/clip_fraction",
+    "ratio": "policy/ratio",
+    "gap": "policy/log_prob_gap",
+    "mismatch_kl_approx": "mismatch/kl",
+    "correction": "policy/correction",
+    "correction_zero": "policy/correction_zero",
+}
+
+
+class OptimiserStep:
+    """Turns an optimiser batch into one update of ``model``.
+
+    Args:
+        model: what is trained.
+        loss: the objective around it.
+        cfg: optimiser settings.
+        total_steps: optimiser steps of the whole run, for the schedule.
+        groups_per_batch: groups in a batch; fewer where some are dropped.
+        micro_batches: how many pieces a batch is worked through in; the result does not depend on it.
+        budget: cuts pieces further that have too many tokens.
+        use_scaler: scale the loss, for fp16.
+        max_skipped_steps: refused steps in a row after which training stops.
+        ranks: that take the step together, None for this process alone; each has the same batch.
+        network: what the loss calls, as :func:`~torchrl_grpo.distributed.parallelism.distribute` made it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: GroupPolicyLoss,
+        cfg: OptimizerConfig,
+        *,
+        total_steps: int,
+        groups_per_batch: int,
+        micro_batches: int,
+        budget: TokenBudget,
+        use_scaler: bool,
+        max_skipped_steps: int,
+        ranks: Ranks | None = None,
+        network: nn.Module | None = None,
+    ) -> None:
+        self.network = network
+        self.ranks = Ranks(on_cpu=True) if ranks is None else ranks
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.loss = loss
+        self.groups_per_batch = groups_per_batch
+        self.micro_batches = micro_batches
+        self.budget = budget
+        self.max_skipped_steps = max_skipped_steps
+        self.optimizer = torch.optim.AdamW(
+            parameter_groups(model, cfg.weight_decay),
+            lr=cfg.lr,
+            betas=(cfg.betas[0], cfg.betas[1]),
+            eps=cfg.eps,
+            fused=True,
+        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: learning_rate_factor(step, total_steps, cfg)
+        )
+        device = self.parameters[0].device.type
+        self.scaler = torch.amp.GradScaler(device, init_scale=_INITIAL_SCALE, enabled=use_scaler)
+        self.update = make_update(network, self.optimizer, self.scaler, cfg.max_grad_norm)
+        self.skipped = 0
+        self.skipped_in_a_row = 0
+
+    def __call__(self, batch: TensorDict) -> dict[str, float]:
+        """Update the model on ``batch`` (batch size ``[P]``).
+
+        Returns:
+            Metrics of the step, means over the tokens that the loss counts. Where it counts none, the model
+            stays as it is.
+
+        Raises:
+            TrainingStopped: more than ``max_skipped_steps`` steps in a row had a loss or a gradient that is
+                not finite.
+        """
+        lr = float(self.scheduler.get_last_lr()[0])
+        responses = batch["masks", "response"].shape[:2].numel()
+        batch = batch[batch["masks", "loss"].any(-1).any(-1)]
+        if not len(batch):
+            self._advance_schedule()
+            return {"optimizer/lr": lr, "optimizer/skipped": self.skipped}
+        sums = self.accumulate(batch)
+        loss = sums.pop("loss")
+        # The first update makes the optimiser's moments: nothing smaller would do instead.
+        with stopping(_NO_ROOM_FOR_UPDATE):
+            norm = self.update.step(allowed=math.isfinite(loss))
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        self._count(finite, loss, norm)
+        # Also after a refused step: an overflow is how the scaler learns to scale less.
+        self.scaler.update()
+        self._advance_schedule()
+        self.update.drop_gradients()
+        metrics = {
+            "loss/total": loss,
+            **{name: sums[key] for key, name in _METRICS.items() if key in sums},
+            "policy/ess": _effective_share(sums["ratio"], sums["ratio_squared"]),
+            **(
+                {"mismatch/ess": _effective_share(sums["mismatch_ratio"], sums["mismatch_ratio_squared"])}
+                if "mismatch_ratio" in sums
+                else {}
+            ),
+            **self._coefficients(),
+            "optimizer/grad_norm": norm,
+            "optimizer/lr": lr,
+            "optimizer/skipped": self.skipped,
+            **({"optimizer/loss_scale": self.scaler.get_scale()} if self.scaler.is_enabled() else {}),
+        }
+        if finite:
+            self.loss.after_step(sums["entropy"], sums.get("kl_ref"), responses)
+        return metrics
+
+    def _advance_schedule(self) -> None:
+        with warnings.catch_warnings():
+            # The schedule counts steps of the run, also a first one that leaves the weights as they are.
+            warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
+            self.scheduler.step()
+
+    def _coefficients(self) -> dict[str, float]:
+        """The coefficients in force in this step, of the terms that are in use."""
+        kl, entropy = self.loss.kl, self.loss.entropy
+        return {
+            **({"policy/kl_coef": kl.value} if kl.in_use else {}),
+            **({"policy/entropy_coef": entropy.value} if entropy.in_use else {}),
+        }
+
+    def accumulate(self, batch: TensorDict) -> dict[str, float]:
+        """Add the gradients of ``batch`` to the parameters, and return its summed loss terms and metrics.
+
+        Groups without a gradient are only measured, which takes a third of the time.
+        """
+        totals = totals_of(batch["masks", "loss"])
+        moves = self.loss.has_gradient(batch)
+        terms = [*self._measure(batch[~moves], totals), *self._backward(batch[moves], totals)]
+        if not moves.any():
+            # Last: measuring again with smaller micro-batches, where memory runs out, drops gradients.
+            self.update.without_gradient(lambda: _total(self.loss(_IDLE.of(batch), totals=totals)))
+        own = {name: sum(one[name] for one in terms) for name in terms[0]}
+        return self.ranks.add_up(own, sorted(own))
+
+    def _backward(self, batch: TensorDictBase, totals: BatchTotals) -> list[dict[str, float]]:
+        if not len(batch):
+            return []
+
+        def work(micro: MicroBatch, weight: float = 1.0, last: bool = True) -> dict[str, float]:
+            with synchronising(self.network, last):
+                terms = self.loss(micro.of(batch), totals=totals)
+                loss = _total(terms)
+                # The exchange takes the mean over ranks, and meant is the sum.
+                self.update.backward(loss * (weight * self.ranks.size))
+            return _as_floats(terms, loss, weight)
+
+        samples = batch["masks", "response"].shape[1]
+
+        def cut(groups: int) -> list[MicroBatch]:
+            return equal_pieces(groups, samples, self.micro_batches, self.groups_per_batch)
+
+        return self._work_through(batch, work, cut)
+
+    @torch.no_grad()
+    def _measure(self, batch: TensorDictBase, totals: BatchTotals) -> list[dict[str, float]]:
+        if not len(batch):
+            return []
+
+        def work(micro: MicroBatch, weight: float = 1.0, last: bool = True) -> dict[str, float]:
+            terms = self.loss(micro.of(batch), totals=totals)
+            return _as_floats(terms, _total(terms), weight)
+
+        with resting(self.network):
+            return self._work_through(
+                batch, work, lambda groups: [MicroBatch(tuple(range(groups)), slice(None))]
+            )
+
+    def _work_through(
+        self,
+        batch: TensorDictBase,
+        work: Callable[..., dict[str, float]],
+        cut: Callable[[int], list[MicroBatch]],
+    ) -> list[dict[str, float]]:
+        """Do ``work`` on this rank's share of ``batch``, in the pieces that ``cut`` makes of so many groups.
+
+        Passes through the model are collective: a rank with fewer micro-batches than another runs some piece
+        of the batch again, with a weight of zero.
+        """
+        if self.ranks.size == 1:
+            return self.budget.run(batch, work, self.update.drop_gradients, cut(len(batch)))
+        mine = divide(self.budget.costs(batch), self.ranks.size)[self.ranks.rank]
+        pieces = [MicroBatch(tuple(mine[row] for row in one.rows), one.samples) for one in cut(len(mine))]
+        micro_batches = self.budget.cut(batch, [piece for piece in pieces if piece.rows])
+        passes = self.ranks.largest(len(micro_batches))
+        idle = [(_IDLE, 0.0)] * (passes - len(micro_batches))
+        with self.budget.named_when_exceeded():
+            return [
+                work(micro, weight, last=number == passes - 1)
+                for number, (micro, weight) in enumerate([*((m, 1.0) for m in micro_batches), *idle])
+            ]
+
+    def _count(self, finite: bool, loss: float, norm: float) -> None:
+        if finite:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped += 1
+        # A scale only falls after a gradient that is not finite; a loss alone would never end the search.
+        overflowed = self.scaler.is_enabled() and not math.isfinite(norm)
+        if not (overflowed and self.scaler.get_scale() > 1.0):
+            self.skipped_in_a_row += 1
+        if self.skipped_in_a_row > self.max_skipped_steps:
+            raise TrainingStopped(
+                f"{self.skipped_in_a_row} optimiser steps in a row were skipped because the loss ({loss}) or "
+                f"the gradient norm ({norm}) is not finite, and train.max_skipped_steps="
+                f"{self.max_skipped_steps}; resume with train_model.autocast=no if it was another, or start "
+                f"a new run with a lower optimizer.lr={self.optimizer.defaults['lr']}, from the weights of "
+                "an earlier checkpoint with model.name=RUN/checkpoints/STEP/model"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimiser, schedule, scaler and counters; the same whatever the ranks. All of them must ask.
+
+        Only rank 0's has the optimiser's moments.
+        """
+        return {
+            "optimizer": self.update.optimizer_state(keep=self.ranks.is_main),
+            "scheduler": {"last_epoch": self.scheduler.last_epoch},
+            "scaler": self.scaler.state_dict(),
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "budget": self.budget.state_dict(),
+            "kl": self.loss.kl.state_dict(),
+            "entropy": self.loss.entropy.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken; the schedule follows the present configuration."""
+        self.update.load_optimizer_state(state["optimizer"])
+        self.scheduler.last_epoch = state["scheduler"]["last_epoch"]
+        rates = [
+            base * factor(self.scheduler.last_epoch)
+            for base, factor in zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.scheduler._last_lr = rates
+        if state["scaler"]:  # empty of a run without one, and such a run may go on with one
+            self.scaler.load_state_dict(state["scaler"])
+        self.skipped = state["skipped"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+        if "budget" in state:  # not in checkpoints of earlier versions
+            self.budget.load_state_dict(state["budget"])
+        self.loss.kl.load_state_dict(state["kl"])
+        self.loss.entropy.load_state_dict(state["entropy"])
+
+
+def _total(terms: TensorDictBase) -> Tensor:
+    return torch.stack([value for name, value in terms.items() if name.startswith("loss_")]).sum()
+
+
+def _as_floats(terms: TensorDictBase, loss: Tensor, weight: float) -> dict[str, float]:
+    found = {"loss": loss, **dict(terms.items())}
+    return {name: weight * float(value.detach()) for name, value in found.items()}
+
+
+def _effective_share(mean: float, mean_square: float) -> float:
+    """Kish's effective sample size of importance weights, as a share of the tokens; at most 1."""
+    # Equal ratios are squared and summed one by one: rounding must not make them more than all.
+    return min(mean**2 / mean_square, 1.0) if mean_square > 0 else math.nan
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; biases and norms do not, also those that are kept as matrices.
+
+    GPT-OSS has biases of all experts in one matrix, and Cohere's norms have a row for each head.
+    """
+    kept = {
+        id(parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim < 2 or "bias" in name or "norm" in type(module).__name__.lower()
+    }
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if id(p) not in kept], "weight_decay": weight_decay},
+        {"params": [p for p in trained if id(p) in kept], "weight_decay": 0.0},
+    ]
+
+
+def learning_rate_factor(step: int, total_steps: int, cfg: OptimizerConfig) -> float:
+    """What ``optimizer.lr`` is multiplied by at ``step`` (0-based): linear warm-up, then the schedule.
+
+    A decay ends in the last step. One to 0 would end in the step after it, because a step at rate 0 wastes a
+    round; so do the linear and the cosine schedule of transformers.
+    """
+    if step < cfg.warmup_steps:
+        return (step + 1) / (cfg.warmup_steps + 1)
+    if cfg.schedule == "constant":
+        return 1.0
+    last = total_steps - 1 if cfg.min_lr_ratio > 0 else total_steps
+    done = min(1.0, (step - cfg.warmup_steps) / max(1, last - cfg.warmup_steps))
+    shape = 1 - done if cfg.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape

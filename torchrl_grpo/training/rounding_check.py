@@ -1,0 +1,47 @@
+"""Say beforehand when a run's updates are too small for the number format that samples or trains."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from torchrl_grpo.config.schema import OptimizerConfig
+from torchrl_grpo.models.lora import adapted_layers
+from torchrl_grpo.models.precision import lost_to_rounding
+from torchrl_grpo.training.optimizer_step import learning_rate_factor
+
+# Above this share of weights that cannot have moved by the end, a run was seen to learn nothing: the quick
+# start in bfloat16 (0.69) went from 0.01 to 0.075, in float32 to 0.9.
+_TOO_MANY = 0.5
+
+
+def rounding_warning(
+    model: nn.Module, dtype: torch.dtype, cfg: OptimizerConfig, total_steps: int
+) -> str | None:
+    """What to tell the user when most updates of the run would be rounded away; None otherwise.
+
+    Args:
+        model: before training, weights in float32; of one in shards, this rank's are looked at.
+        dtype: the coarser of the formats that the engine samples and the trainer multiplies with; of adapters
+            the engine's, because the trainer adds what they compute to what the frozen matrices compute.
+        cfg: Adam moves a weight by about the learning rate a step, in one direction at most.
+        total_steps: of the run.
+    """
+    if dtype == torch.float32:
+        return None
+    move = cfg.lr * sum(learning_rate_factor(step, total_steps, cfg) for step in range(total_steps))
+    share = lost_to_rounding(model, dtype, move)
+    if share <= _TOO_MANY:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if adapted_layers(model):
+        return (
+            f"warning: what adapters can add to a weight in {total_steps} steps of optimizer.lr={cfg.lr:g} "
+            f"is rounded away for {share:.0%} of the weights when they are merged for an engine in {name}: "
+            "train longer, raise optimizer.lr, or write inference_model.dtype=float32"
+        )
+    return (
+        f"warning: in all {total_steps} steps together optimizer.lr={cfg.lr:g} moves a weight at most "
+        f"by {move:.1g}, which {name} rounds away for {share:.0%} of the weights: train longer, raise "
+        "optimizer.lr, or write inference_model.dtype=float32 train_model.autocast=no"
+    )

@@ -1,0 +1,1 @@
+"""Hands the trainer's weights to the engines and proves that they arrived."""

@@ -1,0 +1,364 @@
+"""Weight publication with proof: after it, the engine is shown to hold the trainer's weights, bit for bit.
+
+Checksums of the weights that the engine computes with, in its own number format, are compared with those of
+the trainer's weights cast to that format (:mod:`torchrl_grpo.inference.checksums`). They do not depend on
+rounding: a sound engine always passes, and one element that is stale never does. A count of cached tokens
+shows whether key/value states of earlier weights are still served.
+
+How far the log-probabilities of engine and trainer are apart is measured beside that on a few prompts. It
+says how differently the two compute, and stops a run only where an engine holds tensors that cannot be read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_grpo.batch.padding import pad_left
+from torchrl_grpo.errors import TrainingStopped
+from torchrl_grpo.inference.checksums import Checksums, checksum, digest, gathered
+from torchrl_grpo.inference.protocol import Inference, NextTokens, Probe
+from torchrl_grpo.models import lora
+from torchrl_grpo.models.quantization import is_quantized
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.weight_sync.probe import named_weights, perturbed
+
+if TYPE_CHECKING:
+    from torchrl_grpo.training.learner import GatheredModel
+
+_T = TypeVar("_T")
+
+TOP_K = 20
+# The mean difference of log-probabilities that sound engines stay below, in nats: several times what was
+# measured (float32: 1e-5; bfloat16: up to 0.25; float16: 0.02).
+_FLOOR = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+# Where the start shows more, as with adapters or a quantized engine, the bound is this many times as much.
+_GROWTH = 5.0
+# What the mean may grow by, in nats, where weights are the same: kernels that add up in another order.
+_SAME = 1e-3
+# Two ways to compute a layer with an adapter in float32, as a share of its output; rounding is about 1e-6.
+_MERGE_ERROR = 1e-5
+_OTHER_ENGINE = "inference_model.backend=transformers takes weights another way"
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What an engine must hold and answer once it has certain weights.
+
+    Attributes:
+        version: optimizer steps behind them.
+        ours: ``[N, V]``, the trainer's log-probabilities after each probe prompt.
+        checksums: of the weights in the engine's number format.
+    """
+
+    version: int
+    ours: Tensor
+    checksums: Checksums
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Absolute differences of log-probabilities between the engine and the trainer, in nats.
+
+    Attributes:
+        mean: over the likeliest tokens after the probe prompts.
+        p99: 99th percentile.
+        largest: of all.
+    """
+
+    mean: float
+    p99: float
+    largest: float
+
+    @classmethod
+    def of(cls, ours: Tensor, answer: NextTokens) -> Difference:
+        """Compare ``ours`` ``[N, V]`` with an answer; those of several engines stand below one another."""
+        rows = ours.repeat(len(answer.token_ids) // len(ours), 1)
+        found = (rows.gather(1, answer.token_ids) - answer.log_probs).abs().flatten()
+        if not bool(found.isfinite().all()):
+            return cls(math.nan, math.nan, math.nan)
+        return cls(float(found.mean()), float(found.quantile(0.99)), float(found.max()))
+
+
+class WeightPublisher:
+    """Publishes the weights of ``model`` to ``engine`` and proves that they arrived.
+
+    Args:
+        model: the model that is trained; published tensor by tensor, without a copy of the whole.
+        scorer: around ``model``.
+        engine: takes the weights.
+        probe_prompts: token ids; long enough to fill a block of a prefix cache, no common beginning.
+        pad_id: padding id.
+        precision: the coarser of the engine's and the trainer's number formats.
+        engine_dtype: number format of the engine; weights are cast to it before they leave the trainer.
+        bound: largest mean difference of log-probabilities that is no reason for a warning, in nats; None to
+            derive it from the first one seen.
+        warn: where it is said that the bound is exceeded.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | GatheredModel,
+        scorer: TokenScorer | GatheredModel,
+        engine: Inference,
+        probe_prompts: Sequence[Sequence[int]],
+        pad_id: int,
+        precision: torch.dtype,
+        engine_dtype: torch.dtype,
+        bound: float | None = None,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.model = model
+        self.scorer = scorer
+        self.engine = engine
+        self.engine_dtype = engine_dtype
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in named_weights(model)}
+        self.probe = Probe(probe_prompts, TOP_K, self._shapes)
+        self._precision = str(precision).removeprefix("torch.")
+        self._floor = _FLOOR[precision]
+        self.bound = self._floor if bound is None else bound
+        self._derives_bound = bound is None
+        self._noise = 0.0
+        self._padded = pad_left(probe_prompts, pad_id)
+        self._warn = warn
+        self._warned = False
+        # Tensors that no engine could read back so far: for them the answers must do.
+        self.unread: list[str] = []
+
+    def prove_at_start(
+        self, version: int, publish: Callable[[int], dict[str, float]] | None = None
+    ) -> dict[str, float]:
+        """Show that published weights are those that answer, and lie where they belong.
+
+        All weights are perturbed, which must change the answers as it changes the trainer's, and put back.
+        Then the engine must compute as it did with the weights that it read from disk itself: a loader that
+        puts a published tensor where another belongs computes something else.
+
+        Args:
+            version: of the weights that are in the model now.
+            publish: what the weights are published with afterwards; :meth:`publish` unless told.
+
+        Returns:
+            ``publish/perturbation``, the mean change of log-probabilities that the engine showed in nats, and
+            the metrics of :meth:`publish`.
+
+        Raises:
+            TrainingStopped: the perturbation did not arrive, or did not show, or the proof failed afterwards.
+        """
+        before = self._trainer_view()
+        with perturbed(self.model):
+            answer, expectation = self.hand_over(version, self.engine.publish)
+            self._check_cache(answer, version)
+            self._check_weights(answer, expectation)
+        metrics = (publish or self.publish)(version)
+        now = metrics["publish/logprob_diff_mean"]
+        was = math.inf if answer.before is None else Difference.of(before, answer.before).mean
+        if now > 2 * was + _SAME:
+            raise TrainingStopped(
+                f"{self._engine_name()}: with the weights that it read itself its log-probabilities were "
+                f"{was:.2g} nats from the trainer's on average, and with those published to it they are "
+                f"{now:.2g}: its loader puts published tensors where others belong. {_OTHER_ENGINE}"
+            )
+        seen, left = Difference.of(before, answer).mean, Difference.of(expectation.ours, answer).mean
+        # Written so that NaN fails too.
+        if not seen > 2 * left:
+            raise TrainingStopped(
+                f"{self._engine_name()}: all weights were perturbed for a test, which moved its "
+                f"log-probabilities by {seen:.2g} nats on average and left them {left:.2g} nats from the "
+                "trainer's: the weights that it was given are not those that answer. Write "
+                "inference_model.enforce_eager=true in case compiled graphs hold copies, or "
+                "inference_model.backend=transformers"
+            )
+        return {"publish/perturbation": seen, **metrics}
+
+    def summary(self, proof: dict[str, float]) -> str:
+        """A line about what :meth:`prove_at_start` has shown."""
+        count = len(self._shapes) - len(self.unread)
+        dtype = str(self.engine_dtype).removeprefix("torch.")
+        rest = f" ({len(self.unread)} cannot be read back, as {self.unread[0]})" if self.unread else ""
+        return (
+            f"weights proven: {count} tensors in the engine equal the trainer's in {dtype}{rest}; "
+            f"log-probabilities differ by {proof['publish/logprob_diff_mean']:.2g} nats on average, and "
+            f"perturbed weights move them by {proof['publish/perturbation']:.2g}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The mean difference seen at the run's start, the bound derived from it, and the formats of both."""
+        return {"noise": self._noise, "bound": self.bound, "precision": self._precision}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Judge by what the run began with, unless a bound is given now or the formats have changed since."""
+        if self._derives_bound and state.get("precision") == self._precision:
+            self._noise, self.bound = state["noise"], state["bound"]
+            self._derives_bound = False
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Publish the weights as they are now.
+
+        Args:
+            version: optimizer steps behind them.
+
+        Returns:
+            See :meth:`judge`.
+
+        Raises:
+            TrainingStopped: the engine does not hold these weights.
+        """
+        answer, expectation = self.hand_over(version, self.engine.publish)
+        metrics = self.judge(expectation, answer)
+        self.engine.policy_version = version
+        return metrics
+
+    def hand_over(self, version: int, take: Callable[..., _T]) -> tuple[_T, Expectation]:
+        """Hand the weights as they are now to ``take``, as :meth:`Inference.publish` takes them.
+
+        Returns:
+            What ``take`` returned, and what an engine that has the weights must hold and answer.
+
+        Raises:
+            TrainingStopped: it did not take all of them, or they are not those of the model.
+        """
+        ours = self._trainer_view()
+        sums: list[tuple[str, Tensor]] = []
+        result = take(self._listed(sums), version, self.probe)
+        missing = sorted(self._shapes.keys() - {name for name, _ in sums})
+        if missing:
+            raise TrainingStopped(
+                f"{self._engine_name()}: {len(missing)} of {len(self._shapes)} tensors were not published, "
+                f"the first is {missing[0]}: the engine did not ask for them. {_OTHER_ENGINE}"
+            )
+        expected = gathered(sums, self.engine_dtype)
+        self._check_merged(expected)
+        return result, Expectation(version, ours, expected)
+
+    def _listed(self, sums: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The weights in the engine's format; ``sums`` gets a checksum for each as it is taken."""
+        own = dict(self.model.named_parameters()) if isinstance(self.model, nn.Module) else {}
+        for name, tensor in named_weights(self.model):
+            plain = own.get(name)
+            if plain is not None and not is_quantized(plain) and plain.data_ptr() != tensor.data_ptr():
+                raise TrainingStopped(
+                    f"{self._engine_name()}: the weights listed for publication are stale, the first is "
+                    f"{name}: they are a copy of the model and not the model that is trained"
+                )
+            cast = tensor.to(self.engine_dtype)
+            sums.append((name, digest(cast)))
+            yield name, cast
+
+    def _check_merged(self, published: Checksums) -> None:
+        """Compare what was published of layers with adapters with what those layers compute."""
+        layers = lora.adapted_layers(self.model) if isinstance(self.model, nn.Module) else {}
+        stale, wrong = [], []
+        for path, layer in layers.items():
+            name, matrix = f"{path}.weight", lora.merged(layer)
+            if published.values[name] != (checksum(matrix.to(self.engine_dtype)),):
+                stale.append(name)
+            elif not lora.merge_error(layer, matrix) <= _MERGE_ERROR:
+                wrong.append(name)
+        if stale or wrong:
+            how = "stale" if stale else "not what matrix and adapter amount to"
+            raise TrainingStopped(
+                f"{self._engine_name()}: {len(stale or wrong)} of the weights listed for publication are "
+                f"{how}, the first is {(stale or wrong)[0]}: adapters are merged wrongly. This is a defect "
+                "of the program; a new run with train_model.lora.rank=0 trains without adapters"
+            )
+
+    def judge(self, expectation: Expectation, answer: NextTokens) -> dict[str, float]:
+        """Compare what an engine holds and answers with what was expected.
+
+        Returns:
+            ``publish/logprob_diff_mean``, ``_p99`` and ``_max``: absolute differences of log-probabilities
+            between engine and trainer over the likeliest tokens after the probe prompts, in nats.
+
+        Raises:
+            TrainingStopped: the engine does not hold the weights.
+        """
+        self._check_cache(answer, expectation.version)
+        self._check_weights(answer, expectation)
+        found = Difference.of(expectation.ours, answer)
+        if self._derives_bound:
+            self._noise, self._derives_bound = found.mean, False
+            self.bound = max(self._floor, _GROWTH * self._noise) if math.isfinite(found.mean) else self._floor
+        self._check_answers(found, expectation.version)
+        return {
+            "publish/logprob_diff_mean": found.mean,
+            "publish/logprob_diff_p99": found.p99,
+            "publish/logprob_diff_max": found.largest,
+        }
+
+    def _check_cache(self, answer: NextTokens, version: int) -> None:
+        if answer.cached_tokens:
+            raise TrainingStopped(
+                f"{self._engine_name()}: after publishing version {version}, {answer.cached_tokens} tokens "
+                f"of the probe came out of a prefix cache that older weights had filled. {_OTHER_ENGINE}"
+            )
+
+    def _check_weights(self, answer: NextTokens, expectation: Expectation) -> None:
+        expected = expectation.checksums
+        unread: set[str] = set() if answer.checksums else set(expected.values)
+        for number, held in enumerate(answer.checksums):
+            which = f" {number}" if len(answer.checksums) > 1 else ""
+            if held.dtype != expected.dtype:
+                raise TrainingStopped(
+                    f"{self._engine_name()}{which} computes in {held.dtype}, and weights are published in "
+                    f"{expected.dtype}: machines differ in what inference_model.dtype=auto means. Write "
+                    f"inference_model.dtype={held.dtype}"
+                )
+            unread |= {name for name in expected.values if not held.values.get(name)}
+            wrong = sorted(
+                name
+                for name, (value,) in expected.values.items()
+                if any(copy != value for copy in held.values.get(name, ()))
+            )
+            if wrong:
+                raise TrainingStopped(
+                    f"{self._engine_name()}{which}: after publishing version {expectation.version}, "
+                    f"{len(wrong)} of {len(expected.values)} tensors that it computes with are not the "
+                    f"trainer's in {held.dtype}, the first is {wrong[0]}: they did not arrive, or not whole. "
+                    f"{_OTHER_ENGINE}"
+                )
+        self.unread = sorted(unread)
+
+    def _check_answers(self, found: Difference, version: int) -> None:
+        if found.mean <= self.bound:
+            return
+        what = (
+            f"{self._engine_name()}: after publishing version {version}, its log-probabilities differ from "
+            f"the trainer's by {found.mean:.3g} nats on average (99th percentile {found.p99:.3g}), and "
+            f"{self.bound:.3g} is expected"
+        )
+        advice = (
+            "Compare inference_model.dtype with train_model.autocast; train_model.head_dtype=float32 and "
+            "inference_model.head_dtype=float32 compute the output head more exactly"
+        )
+        if math.isnan(found.mean):
+            raise TrainingStopped(
+                f"{what}: the engine or the trainer computes numbers that are not finite. Start a new "
+                "run from the weights of an earlier checkpoint, with a lower optimizer.lr and "
+                "model.name=RUN/checkpoints/STEP/model"
+            )
+        if self.unread:
+            raise TrainingStopped(
+                f"{what}; {len(self.unread)} of its tensors cannot be read back, the first is "
+                f"{self.unread[0]}, so the answers are all there is to tell whether weights arrived. "
+                f"{advice}; inference_model.max_logprob_gap={2 * found.mean:.2g} with resume=auto goes on "
+                "all the same"
+            )
+        if not self._warned:
+            self._warned = True
+            self._warn(
+                f"warning: {what}. The weights are the trainer's, bit for bit: the two compute differently. "
+                f"{advice}. This is said once; publish/logprob_diff_mean goes on"
+            )
+
+    @torch.no_grad()
+    def _trainer_view(self) -> Tensor:
+        return self.scorer.next_token_log_probs(*self._padded).cpu()
+
+    def _engine_name(self) -> str:
+        return type(self.engine).__name__
