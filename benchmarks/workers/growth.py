@@ -18,7 +18,7 @@ from benchmarks.protocol import serve
 from benchmarks.workload import Workload, settle, use_all_cores
 from torchrl_grpo.batch.micro_batches import TokenBudget
 from torchrl_grpo.batch.schema import build_batch
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.inference.protocol import Completion
 from torchrl_grpo.models.precision import resolve_autocast
 from torchrl_grpo.models.prepare import prepare_for_training

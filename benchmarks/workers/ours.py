@@ -18,7 +18,7 @@ from benchmarks.workload import Workload, reward, settle, use_all_cores
 from torchrl_grpo import data, rewards
 from torchrl_grpo.batch.micro_batches import TokenBudget
 from torchrl_grpo.batch.schema import build_batch
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.inference.protocol import Completion
 from torchrl_grpo.models import loading

@@ -20,10 +20,10 @@ from benchmarks.protocol import serve
 from benchmarks.workers.ours import Drawn, config
 from benchmarks.workload import Workload
 from torchrl_grpo import data, rewards
+from torchrl_grpo.config.derived import num_devices
 from torchrl_grpo.inference.protocol import Completion, Request, SteppingEngine
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.planning import placement
-from torchrl_grpo.planning.placement import num_devices
 from torchrl_grpo.rollout import build as collections
 from torchrl_grpo.rollout.workers.ray_pool import RayPool, RolloutActor, WorkerSpec
 from torchrl_grpo.training.loop import step as loop_step

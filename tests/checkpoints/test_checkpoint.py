@@ -21,7 +21,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_grpo.checkpoints import checkpoint
-from torchrl_grpo.config.schema import Config, keys
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.parsing import keys
 from torchrl_grpo.errors import CheckpointError
 from torchrl_grpo.training.counters import Counters, random_state, seed_everything, set_random_state
 

@@ -15,7 +15,7 @@ import pytest
 from cli_calls import ROOT, SEEN, call, set_up
 from omegaconf import OmegaConf
 
-from torchrl_grpo.config.schema import parse
+from torchrl_grpo.config import parse
 
 SCRIPT = ROOT / "sota-implementations" / "grpo" / "grpo.py"
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import validate
 from torchrl_grpo.config.checks_schedule import check_async, check_sync
 from torchrl_grpo.config.derived import length, rounds, steps_per_round, with_turns
-from torchrl_grpo.config.schema import Config
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning.cores import divide_cores
 from torchrl_grpo.planning.placement import plan, request_of

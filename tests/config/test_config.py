@@ -13,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchrl_grpo import rewards
 from torchrl_grpo.cli.compose import composer, open_free_form
-from torchrl_grpo.config import checks
+from torchrl_grpo.config import Config, checks, parse
 from torchrl_grpo.config import keys as config_keys
-from torchrl_grpo.config.schema import Config, keys, parse
+from torchrl_grpo.config.parsing import keys
 from torchrl_grpo.data import load
 from torchrl_grpo.errors import ConfigError
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from torchrl_grpo.config.schema import Config, EnvConfig
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.data import Example, codec, load, problems, prompts, sources
 from torchrl_grpo.data.latex import last_boxed
 from torchrl_grpo.data.problems import question_key
@@ -560,7 +561,7 @@ def test_the_codec_refuses_what_json_cannot_hold() -> None:
 def test_local_files_load_without_torch_or_a_hub_client(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", gsm8k_rows(9))
     code = (
-        "import sys; from torchrl_grpo.config.schema import Config; from torchrl_grpo import data\n"
+        "import sys; from torchrl_grpo.config import Config; from torchrl_grpo import data\n"
         f"cfg = Config(); cfg.env.data_path = {str(path)!r}; cfg.eval.num_problems = 2\n"
         "print(len(data.load(cfg).train), [m for m in ('torch', 'datasets', 'sympy') if m in sys.modules])"
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.data.ifeval import load
 from torchrl_grpo.data.problems import question_key
 from torchrl_grpo.errors import DataError, UserError

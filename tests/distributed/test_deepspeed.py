@@ -26,12 +26,11 @@ from helpers_ranks import (
 )
 from rank_program import CASES, RELOADED
 
-from torchrl_grpo.config import checks
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config, checks
 from torchrl_grpo.config.values import ZERO_STAGES
-from torchrl_grpo.distributed import launch
 from torchrl_grpo.distributed.deepspeed import engine_config
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.planning import launcher
 
 KINDS = tuple(ZERO_STAGES)
 installed = pytest.mark.skipif(
@@ -169,7 +168,7 @@ def test_the_launcher_s_stage_is_taken(
     _as_told(monkeypatch, stage)
     cfg = Config()
     cfg.train_model.parallelism = asked
-    assert launch.parallelism(cfg) == kind
+    assert launcher.parallelism(cfg) == kind
 
 
 def _as_told(monkeypatch: pytest.MonkeyPatch, stage: str | None) -> None:
@@ -201,7 +200,7 @@ def test_contradictions_are_told(
     for name, value in values.items():
         setattr(cfg.train_model, name, value)
     with pytest.raises(ConfigError, match=message):
-        launch.parallelism(cfg)
+        launcher.parallelism(cfg)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -210,7 +209,7 @@ def test_adapters_are_refused(kind: str) -> None:
     cfg.train_model.parallelism = kind
     cfg.train_model.lora.rank = 4
     with pytest.raises(ConfigError, match=r"adapters are merged.*write train_model.parallelism=ddp"):
-        launch.parallelism(cfg)
+        launcher.parallelism(cfg)
 
 
 def test_one_rank_needs_no_engine() -> None:

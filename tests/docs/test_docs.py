@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_grpo.config import schema
+from torchrl_grpo.config.parsing import keys
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -61,7 +61,7 @@ def is_key(word: str) -> bool:
     key = word.split("=", 1)[0]
     return (
         re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", key) is not None
-        and key.split(".")[0] in schema.keys().sections
+        and key.split(".")[0] in keys().sections
         and not key.endswith(FILE_ENDS)
     )
 
@@ -125,7 +125,7 @@ def test_command_lines_of_the_recipe_use_keys_and_configurations_that_exist(page
                 # Several, as a sweep has them.
                 options = word.split("=", 1)[1].split(",")
                 group = all((ROOT / "config" / key / f"{option}.yaml").is_file() for option in options)
-                assert group or key in schema.keys().leaves or schema.keys().free_form_parent(key), (
+                assert group or key in keys().leaves or keys().free_form_parent(key), (
                     f"{' '.join(words)}: no key {key}"
                 )
 
@@ -134,7 +134,7 @@ def test_command_lines_of_the_recipe_use_keys_and_configurations_that_exist(page
 def test_keys_in_backticks_are_in_the_schema(page: Path) -> None:
     for word in [part for code in inline(page.read_text()) for part in code.split()]:
         if is_key(word):
-            assert schema.keys().knows(word.split("=", 1)[0]), f"`{word}`: the schema has no such key"
+            assert keys().knows(word.split("=", 1)[0]), f"`{word}`: the schema has no such key"
 
 
 def test_the_readers_of_this_file_find_something_to_check() -> None:
@@ -144,7 +144,7 @@ def test_the_readers_of_this_file_find_something_to_check() -> None:
 
 
 def test_a_misspelt_key_would_be_seen() -> None:
-    assert is_key("policy.kl_coeff=0.1") and not schema.keys().knows("policy.kl_coeff")
+    assert is_key("policy.kl_coeff=0.1") and not keys().knows("policy.kl_coeff")
     assert is_key("env.fields={question:q}") and not is_key("train.jsonl") and not is_key("torch.load")
 
 

@@ -10,7 +10,7 @@ import pytest
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.data import Example, Problems, prompts
 from torchrl_grpo.envs import lengths, render
 from torchrl_grpo.errors import DataError

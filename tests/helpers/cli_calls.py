@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchrl_grpo.cli import main
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,7 +11,7 @@ import ast
 import dataclasses
 import typing
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 
 
 def _sections(schema: type, prefix: str = "") -> dict[str, str]:

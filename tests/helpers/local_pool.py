@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import SteppingEngine

@@ -11,7 +11,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from torchrl_grpo.cli.compose import composer
-from torchrl_grpo.config.schema import Config, parse
+from torchrl_grpo.config import Config, parse
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning import preflight
 from torchrl_grpo.planning.placement import Request, plan, request_of

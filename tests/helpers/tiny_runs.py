@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.rewards.text import BareNumberReward
 from torchrl_grpo.tools.verify_resume import read, unmeasured
 from torchrl_grpo.training.job import run

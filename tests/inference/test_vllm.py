@@ -15,10 +15,10 @@ from torch._dynamo import convert_frame
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from vllm_arguments import ON_A_CPU, TINY_ENGINE
 
-from torchrl_grpo.batch.padding import pad_left, pad_right
 from torchrl_grpo.errors import ModelError, TrainingStopped
 from torchrl_grpo.inference.protocol import Probe, Sampling
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
+from torchrl_grpo.models.scoring.padding import pad_left, pad_right
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.weight_sync import publisher as publish
 from torchrl_grpo.weight_sync.probe import probe_prompts

@@ -11,10 +11,10 @@ from families import FAMILIES, PLAIN, RECOMPUTED, SHARED, VOCAB, build
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from torchrl_grpo.batch.padding import pad_left, pad_right
 from torchrl_grpo.config.schema import TrainModelConfig
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models.prepare import prepare_for_training, shares_prefix
+from torchrl_grpo.models.scoring.padding import pad_left, pad_right
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 
 pytestmark = pytest.mark.slow

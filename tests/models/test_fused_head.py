@@ -13,7 +13,7 @@ import torch
 from batches import make_batch, make_model
 from torch import Tensor
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.models.reference import load_reference
 from torchrl_grpo.models.scoring import fused_head
 from torchrl_grpo.models.scoring.head import HeadOptions, score_tokens

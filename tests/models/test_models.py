@@ -24,7 +24,8 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from torchrl_grpo.config.schema import Config, ModelConfig, TrainModelConfig
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.schema import ModelConfig, TrainModelConfig
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models import loading, precision, smollm2
 from torchrl_grpo.models.flops import FlopCounter

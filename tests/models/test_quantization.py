@@ -13,8 +13,8 @@ from test_publish import prompts
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from torchrl_grpo.config import checks
-from torchrl_grpo.config.schema import Config, LoraConfig, ModelConfig, TrainModelConfig
+from torchrl_grpo.config import Config, checks
+from torchrl_grpo.config.schema import LoraConfig, ModelConfig, TrainModelConfig
 from torchrl_grpo.errors import ConfigError, TrainingStopped
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.models import loading, lora, saving

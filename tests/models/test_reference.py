@@ -10,7 +10,7 @@ from tiny_model import build_tiny_model
 from tiny_runs import Runner, config, train  # noqa: F401 - fixtures
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.models import precision
 from torchrl_grpo.models.reference import hold_as_computed, load_reference
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer

@@ -21,7 +21,7 @@ from torchrl.objectives.llm import DAPO, CISPOLoss, GRPOLoss, MCAdvantage
 from trl.rewards import get_soft_overlong_punishment
 
 from torchrl_grpo.cli.compose import composer, open_free_form
-from torchrl_grpo.config.schema import parse
+from torchrl_grpo.config import parse
 from torchrl_grpo.models.scoring.token_scorer import TokenScores
 from torchrl_grpo.objectives.advantage import group_advantage, overlong_penalty
 from torchrl_grpo.objectives.aggregation import totals_of

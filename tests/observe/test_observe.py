@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, ConfigError
 from torchrl_grpo.observe import (
     MetricsWriter,
@@ -376,7 +376,7 @@ def config(*backends: str) -> Config:
 
 def test_observe_is_light():
     code = (
-        "import sys\nfrom torchrl_grpo.config.schema import Config\nfrom torchrl_grpo import observe\n"
+        "import sys\nfrom torchrl_grpo.config import Config\nfrom torchrl_grpo import observe\n"
         "loggers = observe.build(Config(), '.')\nloggers.log_scalars({'a': 1.0}, 1)\nloggers.close()\n"
         "print([name for name in ('torch', 'matplotlib', 'wandb') if name in sys.modules])"
     )

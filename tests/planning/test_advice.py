@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from torchrl_grpo.config import checks, checks_schedule
-from torchrl_grpo.config.schema import Config, parse
+from torchrl_grpo.config import Config, checks, checks_schedule, parse
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.shape import ModelShape
 from torchrl_grpo.planning import preflight

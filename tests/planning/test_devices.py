@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from plan_cases import answer, dry_run, read
 
-from torchrl_grpo.config import checks
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config, checks
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning import preflight
 from torchrl_grpo.planning.placement import Request, Role, plan

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchrl_grpo.config import checks
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config, checks
 from torchrl_grpo.inference import vllm_engine
 from torchrl_grpo.planning import placement
 from torchrl_grpo.rollout import build

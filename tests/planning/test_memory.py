@@ -15,9 +15,9 @@ import pytest
 from cli_calls import ROOT
 from omegaconf import DictConfig, OmegaConf
 
-from torchrl_grpo.config import checks
+from torchrl_grpo.config import Config, checks, parse
 from torchrl_grpo.config.derived import steps_per_round
-from torchrl_grpo.config.schema import Config, LoraConfig, ModelConfig, parse
+from torchrl_grpo.config.schema import LoraConfig, ModelConfig
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.models import smollm2
 from torchrl_grpo.models.shape import _SMOLLM2, ModelShape, Unknown, count_parameters, read_shape, shape_of
@@ -793,7 +793,7 @@ def test_predicted_memory_is_that_of_a_run(
     cfg.policy.entropy_coef = 1e-3
     code = (
         "import json, sys; from pathlib import Path; from omegaconf import OmegaConf\n"
-        "from torchrl_grpo.config.schema import parse; from torchrl_grpo.training.job import run\n"
+        "from torchrl_grpo.config import parse; from torchrl_grpo.training.job import run\n"
         "run(parse(OmegaConf.load(sys.argv[1])), Path(sys.argv[2]))"
     )
     OmegaConf.save(OmegaConf.structured(cfg), tmp_path / "run.yaml")

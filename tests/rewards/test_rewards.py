@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from torchrl_grpo import rewards
-from torchrl_grpo.config.schema import Config, EnvConfig, RewardConfig
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.schema import EnvConfig, RewardConfig
 from torchrl_grpo.data import Example, load
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards import RewardSet, extract, numbers

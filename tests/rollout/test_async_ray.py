@@ -20,7 +20,7 @@ from batches import END, PAD, make_model
 from faulty_worker import FaultyActor, OneWorker
 from stale_parts import Fault, assert_each_is_found, every_part, of_each_kind
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.rollout.workers import ray_pool
 from torchrl_grpo.rollout.workers.ray_pool import pack, unpack

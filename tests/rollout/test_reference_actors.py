@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from torchrl_grpo.batch.micro_batches import TokenBudget
 from torchrl_grpo.checkpoints import checkpoint
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.errors import WorkersLost
 from torchrl_grpo.models.reference import load_reference
 from torchrl_grpo.planning.placement import plan, request_of

@@ -13,9 +13,9 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs.transforms import Transform
 
 from torchrl_grpo.batch.micro_batches import TokenBudget
-from torchrl_grpo.batch.padding import pad_left, pad_right
 from torchrl_grpo.batch.schema import build_batch, collate
 from torchrl_grpo.inference import Completion
+from torchrl_grpo.models.scoring.padding import pad_left, pad_right
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.advantage import group_advantage
 from torchrl_grpo.rollout.buffer import GroupBuffer

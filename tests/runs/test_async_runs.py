@@ -20,7 +20,7 @@ from tiny_runs import train as train_sync  # noqa: F401
 from torch import Tensor
 
 from torchrl_grpo.checkpoints import checkpoint
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, ModelError, TrainingStopped, WorkersLost
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.rollout import build

@@ -13,7 +13,7 @@ from cli_calls import BEHAVE, ROOT, SEEN, call, mistake, set_up, snapshot, write
 
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.checkpoints import run_dir as run_folder
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, ConfigError, DataError
 from torchrl_grpo.planning.preflight import with_proximal
 

@@ -13,7 +13,7 @@ import torch
 from tiny_runs import Runner, config, train, without_eval  # noqa: F401  fixtures
 from transformers import AutoModelForCausalLM
 
-from torchrl_grpo.config.schema import Config, parse
+from torchrl_grpo.config import Config, parse
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.models import loading, lora
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer

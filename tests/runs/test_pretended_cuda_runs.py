@@ -14,7 +14,7 @@ from pretended_cuda import DeviceMismatch, PretendedCuda
 from tiny_runs import config  # noqa: F401  a fixture
 from torch import Tensor
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.inference import transformers_engine
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.observe import report

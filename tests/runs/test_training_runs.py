@@ -16,7 +16,7 @@ from tiny_runs import Runner, config, train, without_eval  # noqa: F401  fixture
 from transformers import AutoModelForCausalLM
 
 from torchrl_grpo.checkpoints import checkpoint
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, DataError, ModelError, TrainingStopped, UserError
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.observe import report

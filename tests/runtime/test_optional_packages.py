@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from torchrl_grpo.config.schema import Config
 from torchrl_grpo.distributed import launch
-from torchrl_grpo.runtime.optional_packages import quieten_unused
+from torchrl_grpo.runtime.optional_packages import quiet_unused
 
 DEEPSPEED, BITSANDBYTES = "DeepSpeed", "bitsandbytes.backends.cpu.ops"
 
@@ -31,14 +30,12 @@ def as_before() -> object:
 
 
 def test_only_who_is_used_may_warn() -> None:
-    cfg = Config()
-    quieten_unused(cfg)
+    quiet_unused(uses_deepspeed=False, uses_bitsandbytes=False)
     assert not heard(DEEPSPEED, logging.WARNING) and not heard(BITSANDBYTES, logging.WARNING)
     assert heard(DEEPSPEED, logging.ERROR) and heard(BITSANDBYTES, logging.ERROR)
-    cfg.train_model.parallelism, cfg.train_model.quantization = "deepspeed_zero2", "nf4"
-    quieten_unused(cfg)
+    quiet_unused(uses_deepspeed=True, uses_bitsandbytes=True)
     assert heard(DEEPSPEED, logging.WARNING) and heard(BITSANDBYTES, logging.WARNING)
-    quieten_unused(None)
+    quiet_unused(uses_deepspeed=False, uses_bitsandbytes=False)
     assert not heard(DEEPSPEED, logging.WARNING) and not heard(BITSANDBYTES, logging.WARNING)
 
 
@@ -46,9 +43,8 @@ def test_only_who_is_used_may_warn() -> None:
 def test_deepspeed_is_imported_without_a_word() -> None:
     pytest.importorskip("deepspeed")
     code = (
-        "from torchrl_grpo.config.schema import Config\n"
-        "from torchrl_grpo.runtime.optional_packages import quieten_unused\n"
-        "quieten_unused(Config())\n"
+        "from torchrl_grpo.runtime.optional_packages import quiet_unused\n"
+        "quiet_unused(False, False)\n"
         "import deepspeed, logging; assert logging.getLogger('DeepSpeed').handlers"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,7 +10,7 @@ import torch
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from transformers import AutoModelForCausalLM
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
 from torchrl_grpo.models.build import build_model

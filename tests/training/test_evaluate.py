@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import DataError
 from torchrl_grpo.inference import Completion, Sampling

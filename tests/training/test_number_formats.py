@@ -11,7 +11,7 @@ import pytest
 import torch
 from batches import inputs, make_batch, make_model
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.inference import vllm_engine
 from torchrl_grpo.inference.build import build_engine

@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from torchrl_grpo.batch.padding import pad_left, pad_right
 from torchrl_grpo.inference.protocol import Completion
+from torchrl_grpo.models.scoring.padding import pad_left, pad_right
 
 # What a group has once; every other entry has an axis of its G responses.
 PROMPT_KEYS = (("tokens", "prompt"), ("masks", "prompt"))

@@ -27,7 +27,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from torchrl_grpo.config.schema import Config, first_line, keys
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.parsing import first_line, keys
 from torchrl_grpo.errors import ConfigError
 
 if TYPE_CHECKING:

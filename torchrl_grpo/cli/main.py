@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchrl_grpo.checkpoints import run_dir
 from torchrl_grpo.cli.help import help_text, primary_configs
+from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config.checks import check_installed
-from torchrl_grpo.config.schema import Config, parse
 from torchrl_grpo.distributed import launch
 from torchrl_grpo.errors import ConfigError, UserError
 from torchrl_grpo.models import kind
+from torchrl_grpo.planning import launcher
+from torchrl_grpo.runtime import rank_env
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -68,7 +70,7 @@ def main(
     try:
         _Command(run, config_name, config_dir, words, check, asynchronous).execute()
     except UserError as error:
-        if launch.rank() > 0 and isinstance(error, ConfigError):
+        if rank_env.rank() > 0 and isinstance(error, ConfigError):
             # Every rank reads the same words. The first one says what is wrong with them, and must not be
             # ended by a launcher that has seen another one fail before.
             return
@@ -206,10 +208,10 @@ class _Command:
     def _train(self) -> None:
         configs: list[Config] = []
         for job in self._jobs():
-            cfg = launch.resolved(parse(job.node))
+            cfg = launcher.resolved(parse(job.node))
             self.check(cfg)
             kind.check_kind(cfg.model)
-            if cfg.dry_run and launch.rank() == 0:
+            if cfg.dry_run and rank_env.rank() == 0:
                 self._show_plan(cfg, len(configs), job)
             else:
                 check_installed(cfg)
@@ -218,10 +220,10 @@ class _Command:
         ranks = launch.ranks_wanted(configs)
         if any(cfg.dry_run for cfg in configs):
             return
-        if launch.rank() > 0:
+        if rank_env.rank() > 0:
             self._follow(configs)
             return
-        if ranks > 1 and not launch.launched():
+        if ranks > 1 and not rank_env.launched():
             raise SystemExit(launch.launch(self.words, ranks))
         if (warning := launch.left_alone()) is not None:
             sys.stderr.write(f"{warning}\n")
@@ -326,13 +328,13 @@ class _Command:
         hydra_cfg = HydraConfig.get()
         where = f"job {hydra_cfg.job.num} ({hydra_cfg.job.override_dirname}): " if self.sweep else ""
         try:
-            cfg = launch.resolved(parse(node))
+            cfg = launcher.resolved(parse(node))
             module, _, name = self.run.partition(":")
             function = vars(importlib.import_module(module))[name]
             return function(cfg, Path(hydra_cfg.runtime.output_dir))
         except UserError as error:
             _report(error, where)
-            if not self.sweep or launch.launched():
+            if not self.sweep or rank_env.launched():
                 # Training ranks that one job has left in different places cannot run another.
                 raise SystemExit(USER_ERROR_CODE) from None
             # The other jobs of a sweep go on; Hydra raises the first failure at its end.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl_grpo.config.checks_engine import check_engine_args
 from torchrl_grpo.config.checks_lora import check_lora
 from torchrl_grpo.config.checks_policy import check_policy
+from torchrl_grpo.config.derived import optim_batch_size
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.values import (
     ABOVE_ZERO,
@@ -29,12 +30,7 @@ from torchrl_grpo.config.values import (
 )
 
 if TYPE_CHECKING:
-    from torchrl_grpo.config.schema import (
-        Config,
-        InferenceModelConfig,
-        RefModelConfig,
-        TrainModelConfig,
-    )
+    from torchrl_grpo.config.schema import Config, InferenceModelConfig, RefModelConfig, TrainModelConfig
 
 REWARDS = (
     "gsm8k",
@@ -319,7 +315,7 @@ def _round(cfg: Config) -> str:
 def _check_batches(cfg: Config) -> None:
     env, train = cfg.env, cfg.train
     round_size = env.num_envs * env.repeats
-    batch = round_size if train.optim_batch_size is None else train.optim_batch_size
+    batch = optim_batch_size(cfg)
     if batch % env.repeats or round_size % batch:
         sizes = [str(n * env.repeats) for n in range(1, env.num_envs + 1) if env.num_envs % n == 0]
         raise bad_value(

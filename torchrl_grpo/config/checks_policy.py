@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torchrl_grpo.config.derived import kl_start, needs_reference, optim_batch_size
 from torchrl_grpo.config.keys import bad_value, show
-from torchrl_grpo.objectives.coefficients import kl_start, needs_reference
-from torchrl_grpo.objectives.surrogates import options
+from torchrl_grpo.config.values import SURROGATE_OPTIONS
 
 if TYPE_CHECKING:
     from torchrl_grpo.config.schema import Config, PolicyConfig
@@ -48,7 +48,7 @@ def check_policy(cfg: Config) -> None:
     if policy.dual_clip is not None and policy.dual_clip <= 1:
         raise bad_value("policy.dual_clip", policy.dual_clip, "must be above 1", "policy.dual_clip=3.0")
     for name, value in policy.surrogate_args.items():
-        known = options(policy.surrogate)
+        known = SURROGATE_OPTIONS[policy.surrogate]
         if name not in known:
             wrong = f"surrogate {policy.surrogate} has {', '.join(known) or 'no options'}"
             good = "one of these, or start from policy=grpo" if known else "policy=grpo, which sets none,"
@@ -109,7 +109,7 @@ def _check_coefficients(cfg: Config) -> None:
     if policy.reward_combination == "apart" and policy.kl_in == "reward" and needs_reference(policy):
         wrong = "with policy.reward_combination=apart the normalisation would take its coefficient out again"
         raise bad_value("policy.kl_in", "reward", wrong, "policy.kl_in=loss")
-    batch = cfg.train.optim_batch_size or cfg.env.num_envs * cfg.env.repeats
+    batch = optim_batch_size(cfg)
     if policy.kl_target is not None and policy.kl_horizon < batch:
         wrong = f"is less than one optimiser batch, {batch} responses"
         raise bad_value("policy.kl_horizon", policy.kl_horizon, wrong, f"policy.kl_horizon={20 * batch}")

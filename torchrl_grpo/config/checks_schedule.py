@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from torchrl_grpo.config.derived import steps_per_round
+from torchrl_grpo.config.derived import num_devices, optim_batch_size, steps_per_round
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.schema import Config, InferenceModelConfig, TrainModelConfig
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.planning.placement import num_devices
 
 
 def check_sync(cfg: Config) -> None:
@@ -112,7 +111,7 @@ def _check_workers(cfg: Config) -> None:
 def _check_ranks(cfg: Config) -> None:
     """Refuse more training ranks than can share a batch."""
     ranks = num_devices(cfg.train_model)
-    groups = (cfg.train.optim_batch_size or cfg.env.num_envs * cfg.env.repeats) // cfg.env.repeats
+    groups = optim_batch_size(cfg) // cfg.env.repeats
     if ranks > groups:
         wrong = f"an optimiser batch has only {groups} groups, and a group is trained on one rank"
         raise _too_many("train_model", cfg.train_model, wrong, groups)

@@ -1,17 +1,31 @@
-"""Rounds and optimiser steps of a run, out of its configuration and its data. Imports no torch."""
+"""Quantities that follow from a configuration, and from how many problems there are."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config.schema import (
+    Config,
+    InferenceModelConfig,
+    PolicyConfig,
+    RefModelConfig,
+    TrainModelConfig,
+)
+
+# Tokens of a micro-batch that nobody has said anything about: large enough for matrix products to run at
+# full speed, small enough for models of a few billion parameters.
+TOKENS = 4096
+
+
+def optim_batch_size(cfg: Config) -> int:
+    """Samples of an optimizer step: ``train.optim_batch_size``, or else a whole collection round."""
+    return cfg.train.optim_batch_size or cfg.env.num_envs * cfg.env.repeats
 
 
 def steps_per_round(cfg: Config) -> int:
     """Optimiser steps that a collection round is trained for."""
-    size = cfg.env.num_envs * cfg.env.repeats
-    return cfg.train.epochs * size // (cfg.train.optim_batch_size or size)
+    return cfg.train.epochs * cfg.env.num_envs * cfg.env.repeats // optim_batch_size(cfg)
 
 
 def with_turns(cfg: Config, problems: int) -> Config:
@@ -52,3 +66,25 @@ def length(cfg: Config, problems: int) -> str:
         f"length: {rounds(whole)} rounds of {cfg.env.num_envs} problems x {cfg.env.repeats} samples, "
         f"{rounds(whole) * steps_per_round(whole)} optimiser steps, {epochs:.3g} times {problems} problems"
     )
+
+
+def token_budget(cfg: Config) -> int:
+    """Tokens in a micro-batch at most; never less than the longest sequence, which cannot be cut."""
+    return cfg.train.max_tokens_per_microbatch or max(TOKENS, cfg.inference_model.max_model_len)
+
+
+def kl_start(policy: PolicyConfig) -> float:
+    """The KL coefficient at the start of a run."""
+    return policy.kl_coef if policy.init_kl_coeff is None else policy.init_kl_coeff
+
+
+def needs_reference(policy: PolicyConfig) -> bool:
+    """Whether anything reads the reference model's log-probabilities."""
+    return kl_start(policy) != 0 or policy.kl_target is not None
+
+
+def num_devices(section: TrainModelConfig | RefModelConfig | InferenceModelConfig) -> int:
+    """Devices that a section asks for: one with ``num_devices=auto`` and no list of devices."""
+    if isinstance(section.num_devices, int):
+        return section.num_devices
+    return 1 if section.devices is None else len(section.devices)

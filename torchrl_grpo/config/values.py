@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from torchrl_grpo.objectives.surrogates import SURROGATES
-
 DATASETS = ("gsm8k", "math", "ifeval", "reasoning_gym", "jsonl")
+# Surrogate -> its options and their defaults. A test compares them with objectives/surrogates.py.
+SURROGATE_OPTIONS: dict[str, dict[str, float]] = {
+    "clip": {},
+    "cispo": {},
+    "log_likelihood": {},
+    "sapo": {"temperature_positive": 1.0, "temperature_negative": 1.05},
+}
 LEVELS = ("token", "sequence", "trajectory")
 
 # Values of train_model.parallelism that are DeepSpeed's, and what it calls them.
@@ -14,7 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "env.dataset": DATASETS,
     "env.answer_format": ("tags", "plain", "equation"),
     "env.overlong_prompts": ("error", "drop", "truncate_left", "truncate_right", "truncate_middle"),
-    "policy.surrogate": tuple(SURROGATES),
+    "policy.surrogate": tuple(SURROGATE_OPTIONS),
     "policy.ratio": LEVELS,
     "policy.aggregation": ("token", "sequence", "constant"),
     "policy.advantage_estimator": ("group_mean", "leave_one_out", "maxent"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torchrl_grpo.config.schema import Config, EnvConfig
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.data import columns, problems, prompts, sources
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import DataError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.errors import ConfigError
 

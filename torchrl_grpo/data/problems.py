@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torchrl_grpo.config.schema import Config, EnvConfig
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.sources import Row, Splits
 from torchrl_grpo.errors import DataError

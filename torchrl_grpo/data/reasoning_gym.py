@@ -12,7 +12,8 @@ import difflib
 from collections.abc import Sequence
 from typing import Any, overload
 
-from torchrl_grpo.config.schema import Config, EnvConfig
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.data import codec, columns, problems, prompts, sources
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import ConfigError, DataError

@@ -1,8 +1,6 @@
-"""Several training ranks: whether this process is one of them, and how they are started.
+"""Starts the training ranks of a run that asks for several and was started without a launcher.
 
-A rank is told who it is by the environment that ``torchrun`` and ``accelerate launch`` set. Started without
-one, a run that asks for several ranks starts them itself, each with the words it was called with.
-Reading the environment imports no torch.
+Each rank runs the same command line; :mod:`~torchrl_grpo.runtime.rank_env` tells it which one it is.
 """
 
 from __future__ import annotations
@@ -15,17 +13,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.derived import num_devices
 from torchrl_grpo.config.keys import bad_value
-from torchrl_grpo.config.schema import Config
-from torchrl_grpo.config.values import ZERO_STAGES
 from torchrl_grpo.planning.cores import allowed_cores
-from torchrl_grpo.planning.placement import num_devices
+from torchrl_grpo.runtime import rank_env
 
-# Which of the files in config/accelerate goes with each value.
-_FILES = {"ddp": "multi_gpu", "fsdp2": "fsdp2", **{kind: kind for kind in ZERO_STAGES}}
 # What a process ends with that was interrupted.
 INTERRUPTED_CODE = 130
 # What the launcher's process ends with when a rank was ended by a signal.
@@ -35,31 +30,6 @@ _ENDED_BY_SIGNAL = 1
 _FAREWELL_S = 600
 
 
-def launched() -> bool:
-    """Whether a launcher has started this process as one of several ranks."""
-    return world_size() > 1
-
-
-def rank() -> int:
-    """Number of this process among the training ranks; 0 is the one that collects, logs and saves."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def local_rank() -> int:
-    """Number of this process among the ranks of its machine."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def local_world_size() -> int:
-    """Training ranks on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def world_size() -> int:
-    """Training ranks, 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def ranks_wanted(configs: Sequence[Config]) -> int:
     """Training ranks that the jobs of a command ask for.
 
@@ -67,8 +37,8 @@ def ranks_wanted(configs: Sequence[Config]) -> int:
         ConfigError: they differ from job to job.
     """
     counts = sorted({num_devices(cfg.train_model) for cfg in configs})
-    if launched():
-        return world_size()
+    if rank_env.launched():
+        return rank_env.world_size()
     if len(counts) > 1:
         raise bad_value(
             "train_model.num_devices",
@@ -88,7 +58,7 @@ def left_alone() -> str | None:
     Returns:
         A line, or None.
     """
-    if launched() or "ACCELERATE_MIXED_PRECISION" not in os.environ:
+    if rank_env.launched() or "ACCELERATE_MIXED_PRECISION" not in os.environ:
         return None
     asked = _processes_asked_for(_words_of_parent())
     if asked < 2:
@@ -116,79 +86,6 @@ def _processes_asked_for(words: Sequence[str]) -> int:
         if name.replace("-", "_") == "__num_processes" and (value or following).isdecimal():
             return int(value or following)
     return 1
-
-
-def resolved(cfg: Config) -> Config:
-    """The configuration with what a launcher has decided: the number of ranks, and how they hold the model.
-
-    Raises:
-        ConfigError: it asks for something else.
-    """
-    kind = parallelism(cfg)
-    if not launched():
-        return cfg
-    asked, started = cfg.train_model.num_devices, world_size()
-    if asked not in ("auto", started):
-        raise bad_value(
-            "train_model.num_devices",
-            asked,
-            f"the launcher has started {started} processes",
-            f"train_model.num_devices={started}, or --num_processes {asked} for the launcher",
-        )
-    train = replace(cfg.train_model, num_devices=local_world_size(), parallelism=kind)
-    return replace(cfg, train_model=train)
-
-
-def parallelism(cfg: Config) -> str:
-    """How several ranks hold the model: ``train_model.parallelism``, ``auto`` being what the launcher says.
-
-    Raises:
-        ConfigError: the launcher was configured for another way, or the model cannot be held so.
-    """
-    asked = cfg.train_model.parallelism
-    told = _told_by_launcher(asked)
-    # A launcher that says nothing leaves it open; one that was set up for something means it.
-    if asked not in ("auto", told) and told != "ddp":
-        name = "FSDP" if told == "fsdp2" else f"DeepSpeed ZeRO-{ZERO_STAGES[told]}"
-        raise bad_value(
-            "train_model.parallelism",
-            asked,
-            f"the launcher was configured for {name}",
-            f"train_model.parallelism=auto, or config/accelerate/{_FILES[asked]}.yaml for the launcher",
-        )
-    kind = told if asked == "auto" else asked
-    if kind in ZERO_STAGES and cfg.train_model.compile:
-        wrong = f"this version does not compile layers that are held with {kind}"
-        raise bad_value("train_model.compile", True, wrong, "train_model.compile=false")
-    if kind == "ddp":
-        return kind
-    if cfg.train_model.autocast == "fp16":
-        wrong = "the loss scaler would see the overflow of one shard only"
-        raise bad_value("train_model.autocast", "fp16", wrong, "train_model.autocast=bf16")
-    if cfg.train_model.lora.rank > 0:
-        raise bad_value(
-            "train_model.parallelism",
-            asked,
-            "adapters are merged on one rank, which must hold their matrices whole; they need no shards",
-            "train_model.parallelism=ddp, or config/accelerate/multi_gpu.yaml for the launcher",
-        )
-    return kind
-
-
-def _told_by_launcher(asked: str) -> str:
-    """How ``accelerate launch`` was configured, as a value of ``train_model.parallelism``."""
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
-        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "none")
-        for kind, number in ZERO_STAGES.items():
-            if stage == str(number):
-                return kind
-        raise bad_value(
-            "train_model.parallelism",
-            asked,
-            f"the launcher was configured for DeepSpeed with zero_stage {stage}; only 2 and 3 are run",
-            "--config_file config/accelerate/deepspeed_zero2.yaml for the launcher",
-        )
-    return "fsdp2" if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" else "ddp"
 
 
 def launch(words: Sequence[str], count: int) -> int:

@@ -2,8 +2,8 @@
 
 The first two are torch's own; DeepSpeed's part is in :mod:`~torchrl_grpo.distributed.deepspeed`. Accelerate
 starts the processes and their groups (:mod:`~torchrl_grpo.distributed.ranks`). Its ``prepare`` is not used:
-in version 1.15 it has no FSDP without a GPU, and it puts the output head into a unit that is gathered when the
-head's ``forward`` runs, which a chunked loss never calls.
+in version 1.15 it has no FSDP without a GPU, and it puts the output head into a unit that is gathered when
+the head's ``forward`` runs, which a chunked loss never calls.
 """
 
 from __future__ import annotations

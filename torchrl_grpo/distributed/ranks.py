@@ -19,10 +19,10 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch import Tensor
 
-from torchrl_grpo.config.schema import Config
-from torchrl_grpo.distributed import launch
+from torchrl_grpo.config import Config
 from torchrl_grpo.planning.cores import cores_to_divide, divide_cores
 from torchrl_grpo.planning.plan import Plan
+from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.interrupts import held
 
 _T = TypeVar("_T")
@@ -39,7 +39,7 @@ class Ranks:
     """
 
     def __init__(self, on_cpu: bool) -> None:
-        self.rank, self.size = launch.rank(), launch.world_size()
+        self.rank, self.size = rank_env.rank(), rank_env.world_size()
         self._orders: dist.ProcessGroup | None = None
         # Something raised while the others were in the same call: they may wait for this rank in the middle.
         self._broken = False
@@ -153,6 +153,6 @@ def _call(target: object, method: str, arguments: tuple[Any, ...]) -> Any:
 
 def divide_threads(cfg: Config, plan: Plan) -> None:
     """Give this rank its threads: as configured, or its share of what several processes compute on."""
-    ranks = launch.local_world_size()
+    ranks = rank_env.local_world_size()
     # Also where all cores are its own: the job before it in a sweep may have had fewer.
     torch.set_num_threads(divide_cores(cfg, plan, cores_to_divide(ranks), ranks)[0])

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, overload
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.data import prompts
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.problems import Problems, separate

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.inference.protocol import SteppingEngine
 from torchrl_grpo.models.loading import load_model
 from torchrl_grpo.models.precision import resolve_dtype, resolve_head

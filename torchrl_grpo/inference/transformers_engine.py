@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from torchrl_grpo.batch.padding import pad_left
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.checksums import Checksums, checksums
 from torchrl_grpo.inference.layout import in_format
 from torchrl_grpo.inference.protocol import Completion, NextTokens, Probe, Request, SteppingEngine
 from torchrl_grpo.models.precision import choose_kernels
+from torchrl_grpo.models.scoring.padding import pad_left
 from torchrl_grpo.models.scoring.token_scorer import multiply_head_in
 from torchrl_grpo.planning.workload import MAX_ROWS
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.models import loading, lora
 from torchrl_grpo.models.precision import resolve_autocast, resolve_dtype
 from torchrl_grpo.runtime.rng import derive_seed

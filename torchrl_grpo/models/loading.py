@@ -10,7 +10,8 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from torchrl_grpo.config.schema import Config, ModelConfig
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.schema import ModelConfig
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models import smollm2
 from torchrl_grpo.models.quantization import loading_options

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.precision import choose_kernels, resolve_dtype, resolve_head
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
+from torchrl_grpo.config.derived import kl_start
 from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.objectives.advantage import GroupAdvantage
-from torchrl_grpo.objectives.coefficients import EntropyCoefficient, KLCoefficient, kl_start
+from torchrl_grpo.objectives.coefficients import EntropyCoefficient, KLCoefficient
 from torchrl_grpo.objectives.loss import GroupPolicyLoss
 
 

@@ -1,24 +1,6 @@
-"""Coefficients that are constant, or follow a measurement; their state is part of a checkpoint.
-
-Imports no torch: the configuration is checked with what is here before anything heavy loads.
-"""
+"""Coefficients that are constant, or follow a measurement; their state is part of a checkpoint."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torchrl_grpo.config.schema import PolicyConfig
-
-
-def kl_start(policy: PolicyConfig) -> float:
-    """The KL coefficient at the start of a run."""
-    return policy.kl_coef if policy.init_kl_coeff is None else policy.init_kl_coeff
-
-
-def needs_reference(policy: PolicyConfig) -> bool:
-    """Whether anything reads the reference model's log-probabilities."""
-    return kl_start(policy) != 0 or policy.kl_target is not None
 
 
 class KLCoefficient:

@@ -12,10 +12,11 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
+from torchrl_grpo.config.derived import kl_start
 from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.objectives import actors
 from torchrl_grpo.objectives.aggregation import BatchTotals, token_weights, totals_of
-from torchrl_grpo.objectives.coefficients import EntropyCoefficient, KLCoefficient, kl_start
+from torchrl_grpo.objectives.coefficients import EntropyCoefficient, KLCoefficient
 from torchrl_grpo.objectives.importance import at_level, correction_weights
 from torchrl_grpo.objectives.kl import kl_estimate
 from torchrl_grpo.objectives.surrogates import SURROGATES, Bounds, exp_bounded

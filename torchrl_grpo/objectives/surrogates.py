@@ -10,18 +10,14 @@ Every function takes
 and, by name, options of its own with their defaults, which ``policy.surrogate_args`` sets. It returns the
 objective of each token and a bool tensor that is True where the bounds cut the ratio, or None where nothing
 cuts it.
-
-Imports no torch: the configuration is checked against the names and options here before anything heavy loads.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 # Beyond e^20 a ratio says only that two models disagree completely; the bound keeps it finite.
 MAX_LOG_RATIO = 20.0
@@ -48,12 +44,6 @@ SURROGATES: dict[str, Surrogate] = {}
 def _named(function: Surrogate) -> Surrogate:
     SURROGATES[function.__name__] = function
     return function
-
-
-def options(name: str) -> dict[str, float]:
-    """The options of a surrogate and their defaults."""
-    parameters = inspect.signature(SURROGATES[name]).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
 def exp_bounded(log_ratio: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from torchrl_grpo.config.schema import Config, LoggingConfig
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.schema import LoggingConfig
 from torchrl_grpo.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from torchrl_grpo.checkpoints import checkpoint
-from torchrl_grpo.config import checks_schedule
+from torchrl_grpo.config import Config, checks_schedule
+from torchrl_grpo.config.derived import token_budget
 from torchrl_grpo.config.keys import show
-from torchrl_grpo.config.schema import Config
-from torchrl_grpo.distributed import launch
-from torchrl_grpo.planning.workload import token_budget
+from torchrl_grpo.config.resume import may_change
+from torchrl_grpo.runtime import rank_env
 
 if TYPE_CHECKING:
     from torchrl_grpo.planning.plan import Plan
@@ -70,7 +69,7 @@ def _in_shards(cfg: Config, plan: Planner) -> Iterator[Changes]:
     """More training ranks, each of which holds a part of the model."""
     kind, devices = cfg.train_model.parallelism, cfg.train_model.devices
     now = plan(cfg)
-    if now is None or now.plan.num_gpus < 2 or cfg.train_model.lora.rank > 0 or launch.launched():
+    if now is None or now.plan.num_gpus < 2 or cfg.train_model.lora.rank > 0 or rank_env.launched():
         # A launcher has decided how many ranks there are.
         return
     divided: Changes = (("train_model.parallelism", "fsdp2"),) if kind in ("auto", "ddp") else ()
@@ -156,7 +155,7 @@ def _written(changes: Changes) -> str:
 
 
 def _may_change(cfg: Config, changes: Changes) -> bool:
-    return cfg.resume is None or all(checkpoint.may_change(key) for key, _ in changes)
+    return cfg.resume is None or all(may_change(key) for key, _ in changes)
 
 
 def _ladders(cfg: Config, planned: Planned) -> list[list[Changes]]:

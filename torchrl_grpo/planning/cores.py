@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import cache
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.planning.plan import Plan
 
 # How OpenMP's threads wait for each other, in the environment of whoever computes; read when torch loads its

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import ZERO_STAGES
 from torchrl_grpo.models.shape import ModelShape
 from torchrl_grpo.planning.plan import Plan, aligned, show_devices

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from torchrl_grpo.config.derived import needs_reference
 from torchrl_grpo.config.keys import bad_value
-from torchrl_grpo.objectives.coefficients import needs_reference
 from torchrl_grpo.planning.plan import Plan, RolePlan, counted, share_for_vllm, show_list, which
 
 if TYPE_CHECKING:
-    from torchrl_grpo.config.schema import Config, InferenceModelConfig, RefModelConfig, TrainModelConfig
+    from torchrl_grpo.config import Config
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,6 @@ class Request:
         """Whether each training rank has an engine, where it is to share the trainer's devices."""
         unsaid = self.inference.num_devices is None and self.inference.devices is None
         return unsaid and not self.needs_processes and max(self.ranks, self.train.count) > 1
-
-
-def num_devices(section: TrainModelConfig | RefModelConfig | InferenceModelConfig) -> int:
-    """Devices that are asked for: one with ``num_devices=auto``."""
-    return _role("", section.num_devices, section.devices).count
 
 
 def request_of(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:

@@ -6,20 +6,18 @@ import math
 import sys
 from dataclasses import dataclass, replace
 
-from torchrl_grpo.config import checks_schedule
+from torchrl_grpo.config import Config, checks_schedule
 from torchrl_grpo.config.checks import validate
 from torchrl_grpo.config.keys import bad_value
-from torchrl_grpo.config.schema import Config
 from torchrl_grpo.config.values import VLLM_CPU_BLOCK_SIZE
-from torchrl_grpo.distributed import launch
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.shape import ModelShape, Unknown, read_shape
-from torchrl_grpo.planning import memory, placement
+from torchrl_grpo.planning import launcher, memory, placement
 from torchrl_grpo.planning.advice import advise
 from torchrl_grpo.planning.memory import GIB, PHASES, Prediction
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.workload import workload_of
-from torchrl_grpo.runtime import hardware
+from torchrl_grpo.runtime import hardware, rank_env
 from torchrl_grpo.runtime.hardware import Hardware
 
 # Predicted is the longest that is allowed, to within 20 %: what is short by less may well fit.
@@ -118,7 +116,7 @@ def make(cfg: Config, asynchronous: bool, there: Hardware) -> Planned:
 
 
 def _made(cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape | Unknown) -> Planned:
-    plan = placement.plan(placement.request_of(cfg, asynchronous, launch.world_size()), len(there.gpus))
+    plan = placement.plan(placement.request_of(cfg, asynchronous, rank_env.world_size()), len(there.gpus))
     if plan.apart and not asynchronous:
         checks_schedule.check_in_turn(cfg)
     if plan.sleeps:
@@ -289,7 +287,7 @@ def _advice(planned: Planned, mild: bool = False) -> list[str]:
         try:
             validate(changed)
             check(changed)
-            return _made(launch.resolved(changed), planned.asynchronous, planned.there, planned.shape)
+            return _made(launcher.resolved(changed), planned.asynchronous, planned.there, planned.shape)
         except ConfigError:
             return None
 

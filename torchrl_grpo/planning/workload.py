@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.derived import optim_batch_size, token_budget
 
-# Tokens of a micro-batch that nobody has said anything about: large enough for matrix products to run at
-# full speed, small enough for models of a few billion parameters.
-TOKENS = 4096
 # Responses that the transformers engine generates at a time.
 MAX_ROWS = 256
-
-
-def token_budget(cfg: Config) -> int:
-    """Tokens in a micro-batch at most; never less than the longest sequence, which cannot be cut."""
-    return cfg.train.max_tokens_per_microbatch or max(TOKENS, cfg.inference_model.max_model_len)
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,7 @@ def workload_of(cfg: Config, ranks: int = 1, engines: int = 1) -> Workload:
     """
     length, response = cfg.inference_model.max_model_len, cfg.inference_model.max_new_tokens
     prompt, samples = length - response, cfg.env.repeats
-    batch = cfg.train.optim_batch_size or cfg.env.num_envs * samples
+    batch = optim_batch_size(cfg)
     groups = max(1, batch // samples // ranks)
     pieces = cfg.train.gradient_accumulation_steps
     # As equal_pieces() cuts: along groups while they last, then within them.

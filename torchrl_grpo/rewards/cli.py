@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from torchrl_grpo.config.schema import Config, EnvConfig, RewardConfig
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.schema import EnvConfig, RewardConfig
 from torchrl_grpo.data import DATASETS, Example
 from torchrl_grpo.data.columns import text
 from torchrl_grpo.data.sources import Row, read_file

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import REWARD_READS
-from torchrl_grpo.config.schema import Config
 from torchrl_grpo.config.values import DATASETS
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards.format import FormatReward

@@ -11,10 +11,10 @@ import torch
 from tensordict import TensorDict
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from torchrl_grpo.batch.padding import pad_right
 from torchrl_grpo.batch.schema import build_batch
 from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.inference.protocol import Completion
+from torchrl_grpo.models.scoring.padding import pad_right
 from torchrl_grpo.rewards.types import Scored
 from torchrl_grpo.rollout.collector import Round
 from torchrl_grpo.rollout.groups import Group

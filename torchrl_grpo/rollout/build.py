@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import rounds, steps_per_round, total_turns
-from torchrl_grpo.config.schema import Config
-from torchrl_grpo.distributed import launch
 from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Engine, Inference
@@ -27,6 +26,7 @@ from torchrl_grpo.rollout.workers.scheduler import Scheduler
 from torchrl_grpo.rollout.workers.staleness import Ledger
 from torchrl_grpo.rollout.workers.types import Pool, Reference
 from torchrl_grpo.rollout.workers.worker_group import Fleet
+from torchrl_grpo.runtime import rank_env
 
 if TYPE_CHECKING:
     from torchrl_grpo.rollout.workers.ray_pool import RayPool, WorkerSpec
@@ -117,7 +117,7 @@ def ray_workers(
     from torchrl_grpo.rollout.workers.ray_pool import RayPool, WorkerSpec
 
     assert source.plan.apart, "workers see their own GPU as the first one"
-    count, ranks = source.plan.workers, launch.local_world_size()
+    count, ranks = source.plan.workers, rank_env.local_world_size()
     on_gpu = source.device.type == "cuda"
     # Decided here: a worker's machine may be fast in another format, and weights are cast before they leave.
     dtype = str(resolve_dtype(cfg.inference_model.dtype, source.device)).removeprefix("torch.")

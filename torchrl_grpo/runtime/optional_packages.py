@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import logging
 
-from torchrl_grpo.config.schema import Config
-from torchrl_grpo.config.values import ZERO_STAGES
-from torchrl_grpo.distributed.launch import parallelism
-
 
 class _ErrorsOnly(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
@@ -22,16 +18,11 @@ class _ErrorsOnly(logging.Filter):
 _ERRORS_ONLY = _ErrorsOnly()
 
 
-def quieten_unused(cfg: Config | None) -> None:
-    """Show warnings of DeepSpeed and bitsandbytes only in a job that uses them.
-
-    Args:
-        cfg: the job's configuration; None where another process speaks for it.
-    """
+def quiet_unused(uses_deepspeed: bool, uses_bitsandbytes: bool) -> None:
+    """Show warnings of DeepSpeed and bitsandbytes only in a job that uses them."""
     deepspeed = logging.getLogger("DeepSpeed")
     deepspeed.removeFilter(_ERRORS_ONLY)
-    if cfg is None or parallelism(cfg) not in ZERO_STAGES:
+    if not uses_deepspeed:
         deepspeed.addFilter(_ERRORS_ONLY)
-    quantized = cfg is not None and cfg.train_model.quantization != "none"
     # Its warnings come from loggers below this one.
-    logging.getLogger("bitsandbytes").setLevel(logging.NOTSET if quantized else logging.ERROR)
+    logging.getLogger("bitsandbytes").setLevel(logging.NOTSET if uses_bitsandbytes else logging.ERROR)

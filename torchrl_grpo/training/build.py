@@ -9,7 +9,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.derived import needs_reference
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import render
 from torchrl_grpo.inference.protocol import Inference
@@ -17,7 +18,6 @@ from torchrl_grpo.models import lora
 from torchrl_grpo.models.precision import resolve_dtype
 from torchrl_grpo.models.reference import load_reference
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
-from torchrl_grpo.objectives.coefficients import needs_reference
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
 from torchrl_grpo.training.learner import Learner
 from torchrl_grpo.weight_sync.probe import probe_prompts

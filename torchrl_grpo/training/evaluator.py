@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import check_length, render
 from torchrl_grpo.inference.protocol import Inference, Sampling

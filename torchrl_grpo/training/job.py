@@ -14,15 +14,16 @@ from typing import Any
 from torchrl_grpo import data, rewards
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.checkpoints.run_dir import claimed
-from torchrl_grpo.config.schema import Config
-from torchrl_grpo.distributed import launch
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import ZERO_STAGES
 from torchrl_grpo.errors import CheckpointError, TrainingStopped, WorkersLost
-from torchrl_grpo.planning import preflight
+from torchrl_grpo.planning import launcher, preflight
 from torchrl_grpo.planning.cores import WAITING
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.rewards.graders import CountingGrader
+from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.disk_full import says_no_room
-from torchrl_grpo.runtime.optional_packages import quieten_unused
+from torchrl_grpo.runtime.optional_packages import quiet_unused
 
 
 def run(cfg: Config, run_dir: Path) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def follow() -> None:
     if begin is None:
         return
     cfg, weights, resume_from, reward_weights, plan = begin
-    device = torch.device(plan.train.devices[launch.local_rank()])
+    device = torch.device(plan.train.devices[rank_env.local_rank()])
     divide_threads(cfg, plan)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -179,6 +180,10 @@ def _train(
 
 
 def _prepare_process(cfg: Config | None) -> None:
-    quieten_unused(cfg)
+    # Of the training ranks only the first, which has a configuration here, speaks.
+    quiet_unused(
+        cfg is not None and launcher.parallelism(cfg) in ZERO_STAGES,
+        cfg is not None and cfg.train_model.quantization != "none",
+    )
     if not WAITING.keys() & os.environ.keys():
         os.environ.update(WAITING)

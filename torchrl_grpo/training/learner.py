@@ -15,9 +15,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, divide
 from torchrl_grpo.checkpoints import checkpoint
-from torchrl_grpo.config.derived import rounds, steps_per_round
-from torchrl_grpo.config.schema import Config
-from torchrl_grpo.distributed.launch import parallelism
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.derived import optim_batch_size, rounds, steps_per_round, token_budget
 from torchrl_grpo.distributed.parallelism import distribute, resting, sharded, whole, writable
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.errors import ModelError
@@ -28,7 +27,7 @@ from torchrl_grpo.models.precision import choose_kernels, resolve_autocast, reso
 from torchrl_grpo.models.prepare import compile_layers, prepare_for_training, shares_prefix
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.build import build_objective
-from torchrl_grpo.planning.workload import token_budget
+from torchrl_grpo.planning.launcher import parallelism
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
 from torchrl_grpo.runtime.malloc import keep_freed_memory
 from torchrl_grpo.runtime.oom import stopping
@@ -95,9 +94,7 @@ class Learner:
         self.autocast_dtype = resolve_autocast(cfg.train_model.autocast, device)
         self.steps_per_round = steps_per_round(cfg)
         self.total_steps = rounds(cfg) * self.steps_per_round
-        self.groups_per_batch = (
-            cfg.train.optim_batch_size or cfg.env.num_envs * cfg.env.repeats
-        ) // cfg.env.repeats
+        self.groups_per_batch = optim_batch_size(cfg) // cfg.env.repeats
         self.scorer = TokenScorer(
             self.model,
             cfg.inference_model.temperature,

@@ -13,8 +13,8 @@ from tensordict import TensorDictBase
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.checkpoints import checkpoint
+from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import length, with_turns
-from torchrl_grpo.config.schema import Config
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.envs import GroupTextEnv, PromptStream, lengths

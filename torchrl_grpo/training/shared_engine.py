@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrl_grpo.batch.micro_batches import divide
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Probe, Sampling

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_grpo.models import lora
 from torchrl_grpo.models.quantization import is_quantized
-
-if TYPE_CHECKING:
-    from torchrl_grpo.training.learner import GatheredModel
+from torchrl_grpo.weight_sync.source import ShardedWeights
 
 # What test adapters change their matrices by, as a share: the engine then answers far from where it did.
 _STIR = 0.25
 
 
-def named_weights(model: nn.Module | GatheredModel) -> Iterator[tuple[str, Tensor]]:
+def named_weights(model: nn.Module | ShardedWeights) -> Iterator[tuple[str, Tensor]]:
     """What is published, by name: the parameters, tied ones once, detached but not copied.
 
     Of a model with adapters each matrix with its adapter merged in: see :func:`lora.merged_weights`.
@@ -28,7 +25,7 @@ def named_weights(model: nn.Module | GatheredModel) -> Iterator[tuple[str, Tenso
 
 
 @contextmanager
-def perturbed(model: nn.Module | GatheredModel) -> Iterator[None]:
+def perturbed(model: nn.Module | ShardedWeights) -> Iterator[None]:
     """Halve every eighth column of every parameter, and double it again on the way out.
 
     Powers of two change only the exponent, so the weights come back bit for bit without a copy of them, but

@@ -14,22 +14,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from torchrl_grpo.batch.padding import pad_left
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference.checksums import Checksums, checksum, digest, gathered
 from torchrl_grpo.inference.protocol import Inference, NextTokens, Probe
 from torchrl_grpo.models import lora
 from torchrl_grpo.models.quantization import is_quantized
-from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.models.scoring.padding import pad_left
 from torchrl_grpo.weight_sync.probe import named_weights, perturbed
-
-if TYPE_CHECKING:
-    from torchrl_grpo.training.learner import GatheredModel
+from torchrl_grpo.weight_sync.source import Prober, ShardedWeights
 
 _T = TypeVar("_T")
 
@@ -103,8 +100,8 @@ class WeightPublisher:
 
     def __init__(
         self,
-        model: nn.Module | GatheredModel,
-        scorer: TokenScorer | GatheredModel,
+        model: nn.Module | ShardedWeights,
+        scorer: Prober,
         engine: Inference,
         probe_prompts: Sequence[Sequence[int]],
         pad_id: int,

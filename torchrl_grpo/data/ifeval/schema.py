@@ -15,6 +15,8 @@ from torchrl_grpo.errors import DataError
 
 AT_LEAST, LESS_THAN = "at least", "less than"
 RELATIONS = (AT_LEAST, LESS_THAN)
+CONSTRAINED_RESPONSES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+RESPONSE_DIVIDER = "******"
 
 
 def _count(value: Any) -> int | None:

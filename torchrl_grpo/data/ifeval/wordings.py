@@ -12,8 +12,7 @@ from random import Random
 from typing import Any
 
 from torchrl_grpo.data.ifeval import topics
-from torchrl_grpo.data.ifeval.schema import AT_LEAST, LESS_THAN
-from torchrl_grpo.rewards.ifeval.checks import CONSTRAINED_RESPONSES, RESPONSE_DIVIDER
+from torchrl_grpo.data.ifeval.schema import AT_LEAST, CONSTRAINED_RESPONSES, LESS_THAN, RESPONSE_DIVIDER
 
 Kwargs = dict[str, Any]
 

@@ -12,14 +12,12 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torchrl_grpo.data.ifeval.schema import AT_LEAST
+from torchrl_grpo.data.ifeval.schema import AT_LEAST, CONSTRAINED_RESPONSES, RESPONSE_DIVIDER
 from torchrl_grpo.rewards.ifeval import text
 
 Kwargs = dict[str, Any]
 Check = Callable[[str, Kwargs], bool]
 
-CONSTRAINED_RESPONSES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-RESPONSE_DIVIDER = "******"
 
 _PARAGRAPH_DIVIDER = re.compile(r"\s?\*\*\*\s?")
 # Only blanks may be skipped before the mark, not line ends: same count, without quadratic rescans.

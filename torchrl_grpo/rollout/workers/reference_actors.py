@@ -21,9 +21,9 @@ from tensordict import TensorDict
 
 from torchrl_grpo.batch.micro_batches import TokenBudget
 from torchrl_grpo.batch.schema import tokens_of
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.derived import token_budget
 from torchrl_grpo.errors import WorkersLost
-from torchrl_grpo.planning.workload import token_budget
 from torchrl_grpo.rollout.groups import Group
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
 from torchrl_grpo.rollout.workers.ray_pool import RayPool, report, variables

@@ -1,0 +1,98 @@
+"""From a composed configuration to a checked :class:`~torchrl_grpo.config.schema.Config`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+from torchrl_grpo.config.checks import validate
+from torchrl_grpo.config.keys import KeyBook, show
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+@functools.cache
+def keys() -> KeyBook:
+    """Return the names of the schema's keys; read on first use, most runs need none of them."""
+    return KeyBook(Config)
+
+
+def parse(node: DictConfig) -> Config:
+    """Turn a composed configuration into a checked one.
+
+    Args:
+        node: the configuration, without Hydra's own ``hydra`` section. It need not have been
+            composed over the schema: every key and every type is checked here again, because
+            ``+key=value`` gets past a schema on the command line.
+
+    Returns:
+        The configuration, every interpolation resolved.
+
+    Raises:
+        ConfigError: a key is unknown, a value has the wrong type or is impossible by itself or
+            together with another; the message names key, value and mend.
+    """
+    # Imported here so that the schema's names and help cost no import of omegaconf.
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        plain = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = error.full_key or "configuration"
+        raise ConfigError(f"{key}: {first_line(error)}; write a value for {key} instead") from error
+    if not isinstance(plain, dict):
+        raise ConfigError(
+            f"configuration={show(plain)}: must be a mapping of keys; write key: value lines instead"
+        )
+    values = {str(key): value for key, value in plain.items()}
+    _check_keys(values, "", Config)
+    try:
+        # A node composed over the schema has its types checked; only another needs the merge.
+        typed = OmegaConf.get_type(node) is Config
+        config = OmegaConf.to_object(node if typed else OmegaConf.merge(OmegaConf.structured(Config), values))
+    except OmegaConfBaseException as error:
+        raise _type_error(error, values) from error
+    assert isinstance(config, Config)
+    validate(config)
+    return config
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, without a closing full stop."""
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+
+
+def _check_keys(values: dict[str, Any], prefix: str, schema: type) -> None:
+    defaults = vars(schema())
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if name not in defaults:
+            raise keys().unknown(key, f"{key}={show(value)}")
+        if dataclasses.is_dataclass(defaults[name]):
+            if not isinstance(value, dict):
+                raise keys().section_value(key, f"{key}={show(value)}")
+            _check_keys(value, f"{key}.", type(defaults[name]))
+
+
+def _type_error(error: Exception, values: dict[str, Any]) -> ConfigError:
+    """Name the first value that the schema refuses; omegaconf's own text names only its type."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    for key in keys().leaves:
+        value: Any = values
+        for part in key.split("."):
+            if not isinstance(value, dict) or part not in value:
+                break
+            value = value[part]
+        else:
+            try:
+                OmegaConf.update(OmegaConf.structured(Config), key, value, force_add=True)
+            except OmegaConfBaseException:
+                return keys().wrong_type(key, f"{key}={show(value)}")
+    return ConfigError(f"configuration: {first_line(error)}; write values that --cfg job shows instead")

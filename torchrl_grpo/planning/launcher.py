@@ -1,0 +1,87 @@
+"""What a launcher has decided: how many training ranks there are, and how they hold the model."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.keys import bad_value
+from torchrl_grpo.config.values import ZERO_STAGES
+from torchrl_grpo.runtime import rank_env
+
+# Which of the files in config/accelerate goes with each value.
+_FILES = {"ddp": "multi_gpu", "fsdp2": "fsdp2", **{kind: kind for kind in ZERO_STAGES}}
+
+
+def resolved(cfg: Config) -> Config:
+    """The configuration with what a launcher has decided: the number of ranks, and how they hold the model.
+
+    Raises:
+        ConfigError: it asks for something else.
+    """
+    kind = parallelism(cfg)
+    if not rank_env.launched():
+        return cfg
+    asked, started = cfg.train_model.num_devices, rank_env.world_size()
+    if asked not in ("auto", started):
+        raise bad_value(
+            "train_model.num_devices",
+            asked,
+            f"the launcher has started {started} processes",
+            f"train_model.num_devices={started}, or --num_processes {asked} for the launcher",
+        )
+    train = replace(cfg.train_model, num_devices=rank_env.local_world_size(), parallelism=kind)
+    return replace(cfg, train_model=train)
+
+
+def parallelism(cfg: Config) -> str:
+    """How several ranks hold the model: ``train_model.parallelism``, ``auto`` being what the launcher says.
+
+    Raises:
+        ConfigError: the launcher was configured for another way, or the model cannot be held so.
+    """
+    asked = cfg.train_model.parallelism
+    told = _told_by_launcher(asked)
+    # A launcher that says nothing leaves it open; one that was set up for something means it.
+    if asked not in ("auto", told) and told != "ddp":
+        name = "FSDP" if told == "fsdp2" else f"DeepSpeed ZeRO-{ZERO_STAGES[told]}"
+        raise bad_value(
+            "train_model.parallelism",
+            asked,
+            f"the launcher was configured for {name}",
+            f"train_model.parallelism=auto, or config/accelerate/{_FILES[asked]}.yaml for the launcher",
+        )
+    kind = told if asked == "auto" else asked
+    if kind in ZERO_STAGES and cfg.train_model.compile:
+        wrong = f"this version does not compile layers that are held with {kind}"
+        raise bad_value("train_model.compile", True, wrong, "train_model.compile=false")
+    if kind == "ddp":
+        return kind
+    if cfg.train_model.autocast == "fp16":
+        wrong = "the loss scaler would see the overflow of one shard only"
+        raise bad_value("train_model.autocast", "fp16", wrong, "train_model.autocast=bf16")
+    if cfg.train_model.lora.rank > 0:
+        raise bad_value(
+            "train_model.parallelism",
+            asked,
+            "adapters are merged on one rank, which must hold their matrices whole; they need no shards",
+            "train_model.parallelism=ddp, or config/accelerate/multi_gpu.yaml for the launcher",
+        )
+    return kind
+
+
+def _told_by_launcher(asked: str) -> str:
+    """How ``accelerate launch`` was configured, as a value of ``train_model.parallelism``."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
+        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "none")
+        for kind, number in ZERO_STAGES.items():
+            if stage == str(number):
+                return kind
+        raise bad_value(
+            "train_model.parallelism",
+            asked,
+            f"the launcher was configured for DeepSpeed with zero_stage {stage}; only 2 and 3 are run",
+            "--config_file config/accelerate/deepspeed_zero2.yaml for the launcher",
+        )
+    return "fsdp2" if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" else "ddp"
