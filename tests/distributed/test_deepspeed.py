@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
-from helpers_ranks import (
+from rank_program import CASES, RELOADED
+from rank_runs import (
     Runs,
     check_kept_and_loaded,
     check_same_numbers,
@@ -24,7 +25,6 @@ from helpers_ranks import (
     runs,  # noqa: F401
     sums,  # noqa: F401
 )
-from rank_program import CASES, RELOADED
 
 from torchrl_grpo.config import Config, checks
 from torchrl_grpo.config.values import ZERO_STAGES

@@ -15,7 +15,8 @@ import psutil
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
-from helpers_ranks import (
+from rank_program import CASES, MIXED, RELOADED
+from rank_runs import (
     Runs,
     check_kept_and_loaded,
     check_rounds_alike,
@@ -32,7 +33,6 @@ from helpers_ranks import (
     sums,  # noqa: F401
     words,
 )
-from rank_program import CASES, MIXED, RELOADED
 
 from torchrl_grpo.batch.micro_batches import divide
 

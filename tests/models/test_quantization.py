@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters import move
 from batches import END, PAD, inputs, make_batch, make_model, no_budget
-from test_lora import move
-from test_publish import prompts
+from faulty_engines import prompts
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from transformers import AutoModelForCausalLM, PreTrainedModel
 

@@ -32,7 +32,7 @@ from torchrl_grpo.rewards.sandbox.pool import JobError, JobFailed, JobTimeout, W
 from torchrl_grpo.rewards.text import BareNumberReward, ExactMatchReward
 
 TESTS = Path(__file__).resolve().parents[1]
-HANG = "helpers_jobs:hang"
+HANG = "jobs:hang"
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,8 @@ from typing import Any
 
 import local_pool
 import pytest
-from local_pool import LocalPool, collect_locally
+from async_runs import AsyncRunner, pools, train  # noqa: F401  fixtures
+from local_pool import LocalPool
 from tiny_runs import Runner, config, without_eval  # noqa: F401  fixtures
 from tiny_runs import train as train_sync  # noqa: F401
 from torch import Tensor
@@ -23,33 +24,7 @@ from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, ModelError, TrainingStopped, WorkersLost
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
-from torchrl_grpo.rollout import build
 from torchrl_grpo.tools.verify_resume import read, unmeasured
-from torchrl_grpo.training.job import run_async
-
-AsyncRunner = Callable[..., list[dict[str, Any]]]
-
-
-@pytest.fixture
-def pools() -> list[LocalPool]:
-    return []
-
-
-@pytest.fixture
-def train(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pools: list[LocalPool]
-) -> AsyncRunner:
-    """Like the synchronous fixture; ``options`` are those of the pool."""
-
-    def runs(name: str, options: dict[str, Any] | None = None, **changes: object) -> list[dict[str, Any]]:
-        for key, value in changes.items():
-            group, _, leaf = key.partition("__")
-            setattr(getattr(config, group) if leaf else config, leaf or group, value)
-        monkeypatch.setattr(build, "ray_workers", collect_locally(pools, **(options or {})))
-        run_async(config, tmp_path / name)
-        return read(tmp_path / name / "metrics.jsonl")
-
-    return runs
 
 
 def as_sync(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

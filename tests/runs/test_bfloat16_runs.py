@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_async_runs import AsyncRunner, pools, train  # noqa: F401
+from async_runs import AsyncRunner, pools, train  # noqa: F401
 from tiny_runs import Runner, config, without_eval  # noqa: F401
 from tiny_runs import train as train_sync  # noqa: F401
 

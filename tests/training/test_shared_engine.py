@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine_program import ASKS, PROMPTS
-from helpers_ranks import in_ranks
+from rank_runs import in_ranks
 
 # Which divide no round here evenly; commands with two are in tests/distributed/test_ranks.py.
 COUNT = 3

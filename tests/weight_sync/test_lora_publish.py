@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import adapted, by_formula, move
 from batches import END, PAD, make_model
+from faulty_engines import FORMATS, EngineIgnores, KeepsAPart, LoadsIntoACopy, prompts
 from peft.tuners.lora import LoraLayer
 from stale_parts import Fault, assert_each_is_found, every_part, move_everything
-from test_lora import adapted, by_formula, move
-from test_publish import FORMATS, EngineIgnores, KeepsAPart, LoadsIntoACopy, prompts
 from torch import Tensor, nn
 
 from torchrl_grpo.errors import TrainingStopped

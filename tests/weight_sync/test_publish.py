@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from batches import END, PAD, VOCAB, make_model
-from stale_parts import Fault, Faulty, assert_each_is_found, every_part
+from faulty_engines import FORMATS, EngineIgnores, KeepsAPart, LoadsIntoACopy, prompts
+from stale_parts import Fault, assert_each_is_found, every_part
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -24,12 +25,6 @@ from torchrl_grpo.weight_sync.probe import named_weights, perturbed, probe_promp
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
 Weights = Iterable[tuple[str, Tensor]]
-
-
-def prompts() -> list[list[int]]:
-    g = torch.Generator().manual_seed(0)
-    system = [9, 8, 7, 6, 5, 4]
-    return probe_prompts([system + torch.randint(3, VOCAB, (20,), generator=g).tolist() for _ in range(4)])
 
 
 def make_publisher(
@@ -70,11 +65,6 @@ def test_a_sound_engine_passes_ten_publications(family: str, dtype: torch.dtype,
     assert publisher.unread == []
 
 
-class KeepsAPart(Faulty, TransformersEngine):
-    """An engine that weights do not reach whole."""
-
-
-FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 NINE = ["llama_tied", "qwen2", "qwen3", "mistral", "gpt2", "gemma", "gemma3", "phi", "phi3"]
 
 
@@ -233,28 +223,6 @@ class EngineStopsEarly(TransformersEngine):
     def update(self, weights: Weights) -> None:
         iterator = iter(weights)
         super().update(next(iterator) for _ in range(5))
-
-
-class EngineIgnores(TransformersEngine):
-    """Goes through the list after the first few calls and takes nothing."""
-
-    calls = 0
-
-    def update(self, weights: Weights) -> None:
-        self.calls += 1
-        if self.calls <= 2:
-            super().update(weights)
-        else:
-            list(weights)
-
-
-class LoadsIntoACopy(TransformersEngine):
-    """The weights go into a model that does not answer."""
-
-    def update(self, weights: Weights) -> None:
-        own, self.model = self.model, copy.deepcopy(self.model)
-        super().update(weights)
-        self.model = own
 
 
 class AnswersFromACopy(TransformersEngine):
