@@ -59,6 +59,7 @@ def test_ranks_compute_what_one_process_does(
 def test_ranks_round_as_one_process_does(by_ranks: dict[int, Any], case: str, kind: str) -> None:
     found, alone = by_ranks[2][case, kind], measured_alone(case)
     check_rounds_alike(found, alone, measured_alone(MIXED[case]))
+    assert found["stale"] == [], "what the model computes with is what the optimizer has moved"
     # Whichever way weights come to a rank: what is computed with is the same, to the last bit.
     assert torch.equal(found["probe at start"], alone["probe at start"])
 

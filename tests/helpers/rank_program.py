@@ -44,12 +44,16 @@ MIXED = {
     "gpt2 in bfloat16": "gpt2",
     "gemma3 in bfloat16, checkpointed": "gemma3",
     "llama in bfloat16, float32 head": "llama",
+    "gemma3 in bfloat16, an idle step": "gemma3",
 }
 
 
-def batch_of(case: str) -> TensorDict:
+def batch_of(case: str, step: int = 1) -> TensorDict:
     """Five groups, so that no number of ranks divides them, of very different lengths."""
     batch = make_batch(P=5, G=3, L=9, T=7, seed=3)
+    if "idle" in case and step == 2:
+        # No group has a gradient: no backward pass, and yet momentum moves the weights.
+        batch["advantage"][:] = 0.0
     if "few" in case:
         # Only one group has a gradient: most ranks have nothing to do in the backward pass.
         batch["advantage"][1:] = 0.0
@@ -99,8 +103,10 @@ def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
     # Refused, which changes nothing and drops them.
     step.update.step(allowed=False)
     step.update.drop_gradients()
-    metrics = [step(batch), step(batch)]
+    held = {name: p for name, p in model.named_parameters()}
+    metrics = [step(batch), step(batch_of(case, step=2))]
     weights = {name: whole(p).clone() for name, p in model.named_parameters()}
+    stale = [name for name, p in held.items() if not torch.equal(whole(p), weights[name])]
     state = step.state_dict()
     with torch.no_grad(), resting(step.network):
         probe = _probe(step, batch)
@@ -110,6 +116,7 @@ def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
         "storages of gradients": len(storages),
         "metrics": metrics,
         "weights": weights,
+        "stale": stale,
         "probe at start": at_start,
         "probe": probe,
         "state": state,

@@ -94,10 +94,16 @@ def synchronising(network: object, last: bool) -> AbstractContextManager[None]:
 
 @contextmanager
 def resting(network: object) -> Iterator[None]:
-    """Afterwards parameters are shards again, also those that a pass without gradients leaves gathered."""
+    """Afterwards parameters are shards again, also those that a pass without gradients leaves gathered.
+
+    An update moves the shards. Whatever stayed gathered would keep the weights from before it.
+    """
     yield
     if isinstance(network, FSDPModule):
-        network.reshard()
+        # Of one module alone: its norms, which are modules of their own, would stay gathered.
+        for module in network.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def sharded(network: object) -> bool:
