@@ -106,8 +106,13 @@ def test_a_part_of_any_tensor_that_is_stale_in_vllm_is_found(family: str, tmp_pa
         def plant(fault: Fault | None) -> None:
             engine.fault = fault
 
-        # First, while the weights are as at a start: a swap in a packed matrix must show in the answers.
-        assert_a_new_engine_is_found(model, engine, [*of_each_kind(cases), (cases[0][0], PARTS[3])])
+        # First, while the weights are as at a start.
+        swapped = [case for case in cases if case[1] == PARTS[3]]
+        # GPT-2's matrices are published turned: columns of what is packed change places, and answers tell.
+        found = swapped[:1] if "gpt2" in family else swapped
+        assert_a_new_engine_is_found(
+            model, engine, [*of_each_kind(cases), *found], by_rows="gpt2" not in family
+        )
         publisher = make_publisher(model, engine)
         assert_each_is_found(publisher, publisher.publish, plant, cases)
         # A start takes several times as long.
@@ -157,8 +162,15 @@ def check_head(engine: VLLMEngine, weight: Tensor) -> None:
     )
 
 
-def assert_a_new_engine_is_found(model: Any, engine: KeepsAPart, cases: Cases) -> None:
-    """Have an engine learn where weights lie while a part never arrives: its start must not pass."""
+def assert_a_new_engine_is_found(model: Any, engine: KeepsAPart, cases: Cases, by_rows: bool) -> None:
+    """Have an engine learn where weights lie while a part never arrives: its start must not pass.
+
+    Args:
+        model: whose weights the engine has.
+        engine: takes them with a fault.
+        cases: names and parts of what goes wrong.
+        by_rows: swapped rows of a published matrix are rows of one of the engine's.
+    """
     for name, part in [*cases, (None, None)]:
         # As a new engine, which has read these weights from disk.
         engine.fault = None
@@ -170,8 +182,10 @@ def assert_a_new_engine_is_found(model: Any, engine: KeepsAPart, cases: Cases) -
             return
         held = dict(model.named_parameters())[name].detach().to(engine.dtype).clone()
         engine.fault = Fault(name, part, held)
-        # Where two rows of a matrix that is packed change places the answers tell, and they name no tensor.
-        swapped = "in another order than from disk|published tensors where others belong"
+        # In which published tensor two rows changed places, what vLLM read from disk does not tell.
+        swapped = "takes rows of .* in another order than from disk"
+        if not by_rows:
+            swapped += "|published tensors where others belong"
         with pytest.raises(UserError, match=swapped if part == PARTS[3] else rf"takes .* of {name};"):
             publisher.prove_at_start(1)
 

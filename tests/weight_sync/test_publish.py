@@ -34,11 +34,14 @@ def make_publisher(
     dtype: torch.dtype = torch.float32,
     bound: float | None = None,
     warn: Callable[[str], None] = lambda text: None,
+    backend: str = "vllm",
 ) -> WeightPublisher:
     # The engine starts with the weights of the trainer, as it does in a run.
     model = make_model(family)
     engine = engine_type(copy.deepcopy(model).to(dtype), [END], PAD)
-    return publisher_type(model, TokenScorer(model), engine, prompts(), PAD, dtype, dtype, bound, warn)
+    return publisher_type(
+        model, TokenScorer(model), engine, prompts(), PAD, dtype, dtype, bound, warn, backend
+    )
 
 
 def update(model: PreTrainedModel | Any, size: float, seed: int = 0) -> None:
@@ -87,6 +90,19 @@ def test_a_part_of_any_tensor_that_is_stale_is_found(family: str, dtype: torch.d
 def test_the_start_shows_that_published_weights_are_those_that_answer() -> None:
     with pytest.raises(TrainingStopped, match="moved its log-probabilities by 0 nats"):
         make_publisher(AnswersFromACopy, bound=50.0).prove_at_start(0)
+
+
+@pytest.mark.parametrize(("backend", "advised"), [("vllm", True), ("transformers", False)])
+def test_nobody_is_sent_to_the_engine_that_failed(backend: str, advised: bool) -> None:
+    for engine in (AnswersFromACopy, KeepsAPart):
+        publisher = make_publisher(engine, backend=backend)
+        if isinstance(publisher.engine, KeepsAPart):
+            name, tensor = next(iter(named_weights(publisher.model)))
+            publisher.engine.fault = Fault(name, "tensor", tensor.clone())
+        with pytest.raises(TrainingStopped) as stopped:
+            publisher.prove_at_start(0)
+        assert ("backend=transformers" in str(stopped.value)) == advised
+        assert ("defect of the program" in str(stopped.value)) == (not advised)
 
 
 def test_publication_makes_the_engine_answer_like_the_trainer() -> None:
@@ -168,6 +184,15 @@ def test_answers_are_what_counts_where_a_tensor_cannot_be_read() -> None:
         TrainingStopped, match=r"cannot be read back.*inference_model.max_logprob_gap=0.6 with"
     ):
         publisher.publish(2)
+    # By this run's own noise, whatever the format: a bound that holds for all would let much more pass.
+    rounded = make_publisher(CannotBeRead, dtype=torch.bfloat16)
+    noise = rounded.prove_at_start(0)["publish/logprob_diff_mean"]
+    rounded.engine.off = 3 * noise + 0.01  # type: ignore[attr-defined]
+    assert 4 * noise < rounded.bound
+    rounded.publish(1)
+    rounded.engine.off = 6 * noise + 0.01  # type: ignore[attr-defined]
+    with pytest.raises(TrainingStopped, match="cannot be read back"):
+        rounded.publish(2)
     raised = make_publisher(CannotBeRead, bound=0.6)
     raised.prove_at_start(0)
     raised.engine.off = 0.3  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # A resumed run may change these and still be the same run.
-_FREE_KEYS = (
+FREE_KEYS = (
     "resume",
     "dry_run",
     "logging",
@@ -47,4 +47,4 @@ _FREE_KEYS = (
 
 def may_change(key: str) -> bool:
     """Whether a resumed run may have another value of a key."""
-    return any(key == free or key.startswith(f"{free}.") for free in _FREE_KEYS)
+    return any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)

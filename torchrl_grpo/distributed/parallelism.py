@@ -99,8 +99,8 @@ def resting(network: object) -> Iterator[None]:
     An update moves the shards. Whatever stayed gathered would keep the weights from before it.
     """
     yield
-    if isinstance(network, FSDPModule):
-        # Of one module alone: its norms, which are modules of their own, would stay gathered.
+    if isinstance(network, nn.Module):
+        # One by one: a module reshards itself alone, and norms are modules of their own.
         for module in network.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

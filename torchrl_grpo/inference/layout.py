@@ -174,19 +174,22 @@ def _find_rows(
                 if len(place) == counts[number] and bool((place.diff() == 1).all()):
                     where = _run(inside[order_of_rows])
                     layout.places.setdefault(key, []).append(_Place(names[number], where, False, turned))
+    # Of equal rows, as narrow matrices have them, a search finds the first.
+    there = there[torch.searchsorted(known, known)]
     some, gone = (set(owner[rows].unique().tolist()) for rows in (there, ~there))
     layout.torn += [names[number] for number in sorted(some & gone)]
 
 
 def _find_vector(name: str, vector: Tensor, seen: Mapping[str, Seen], layout: Layout) -> None:
     sent = Seen.of(vector)
-    size, length = sent.itemsize, len(sent.content)
+    size, length, found = sent.itemsize, len(sent.content), False
     for key, one in seen.items():
         if not one.content:
             continue
         if length < _LEAST_BYTES:
             # Too short to be known by what it holds; the same tensor in the engine has the same name.
             if key.partition(":")[0] == name and len(one.content) == length:
+                found = True
                 layout.places.setdefault(key, []).append(_Place(name, slice(0, length // size), True))
             continue
         where = _find(sent.content, one.content, size)
@@ -198,7 +201,8 @@ def _find_vector(name: str, vector: Tensor, seen: Mapping[str, Seen], layout: La
             where = None if pieces is None else _find_pieces(sent.content, one.content, size, pieces)
         if where is not None:
             layout.places.setdefault(key, []).append(_Place(name, _run(where), True))
-    if _is_there_in_part(sent.content, max(_PIECE * size, _LEAST_BYTES), size, seen):
+            found = True
+    if not found and _is_there_in_part(sent.content, max(_PIECE * size, _LEAST_BYTES), size, seen):
         layout.torn.append(name)
 
 

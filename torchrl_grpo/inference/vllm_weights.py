@@ -21,8 +21,8 @@ from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.checksums import Checksums, gathered, ordered_row_sums, row_sums
 from torchrl_grpo.inference.layout import Layout, Seen, Shape, fingerprint, in_format, learn
 
-# Columns of a packed matrix that are multiplied out when the layout is learned, and of how many matrices one
-# gives back a column at each publication.
+# Columns of a packed matrix that are multiplied out when the layout is learned. At a publication one matrix
+# in so many, drawn at random, gives back a column.
 _LEARNED_COLUMNS, _ONE_IN = 8, 16
 # Publications that are compared with what vLLM read from disk: the start test publishes twice.
 _COMPARED = 2
@@ -62,7 +62,6 @@ class VLLMWeights:
         # Sums of the rows that vLLM read from disk itself, and for how many publications they are of use.
         self._first: dict[str, Tensor] = {}
         self._compared = 0
-        self._turn = itertools.count()
         # vLLM's, whose processing of weights is watched.
         self._methods: list[Any] = []
         self._generator = torch.Generator().manual_seed(0)
@@ -110,10 +109,18 @@ class VLLMWeights:
         On a CPU vLLM multiplies with a packed copy of each matrix and renews the copy of every layer it
         reloads. A head that shares its matrix with the embedding is not reloaded, and would keep the old one.
         """
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-        for module in self.model.modules():
-            if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+        modules: list[Any] = list(self.model.modules())
+        tables = {
+            id(module.weight)
+            for module in modules
+            if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+        }
+        for module in modules:
+            packed = isinstance(module, ParallelLMHead) and "cpu_linear" in vars(module)
+            # A head with a matrix of its own was reloaded, and packed, like every other layer.
+            if packed and id(module.weight) in tables:
                 module.quant_method.process_weights_after_loading(module)
 
     def release(self) -> None:
@@ -141,7 +148,7 @@ class VLLMWeights:
             ModelError: a tensor, or a part of one, is not taken.
         """
         device = self._worker.device
-        self._first = {key: row_sums(tensor) for key, tensor in self._readable() if tensor.dim() > 1}
+        self._first = dict(self._sums_of_rows())
         self._compared = _COMPARED
         seen = self._with_fingerprints(shapes, update)
         for path, module in self.model.named_modules():
@@ -204,12 +211,23 @@ class VLLMWeights:
             self._first.clear()
             return
         self._compared -= 1
-        for key, tensor in self._readable():
+        for key, now in self._sums_of_rows():
             if key not in self._first:
                 continue
-            was, now = self._first[key], row_sums(tensor)
+            was = self._first[key]
             if torch.equal(was.sort().values, now.sort().values) and not torch.equal(was, now):
                 raise _not_taken(f"rows of {key} in another order than from disk")
+
+    def _sums_of_rows(self) -> Iterator[tuple[str, Tensor]]:
+        """Keys and sums of the rows of all matrices; of a packed one by some columns that it gives back."""
+        for key, tensor in self._readable():
+            if tensor.dim() > 1:
+                yield key, row_sums(tensor)
+        for path, module in self.model.named_modules():
+            if "cpu_linear" in vars(module):
+                width = _width(module)
+                columns = torch.linspace(0, width - 1, _LEARNED_COLUMNS).long()
+                yield f"{path}:columns", row_sums(_multiplied_out(module, columns, width, self.dtype))
 
     def _readable(self) -> Iterator[tuple[str, Tensor]]:
         """Keys and tensors of parameters and buffers that are there, each storage once."""
@@ -260,7 +278,8 @@ class VLLMWeights:
             for key in before.keys() & self._packed_keys:
                 assert self.layout is not None
                 noted[key] = list(self.layout.read(key, before[key]))
-            columns = 1 if next(self._turn) % _ONE_IN == 0 else 0
+            # Drawn, because a count would come to the same layers again wherever both numbers have a divisor.
+            columns = int(torch.randint(_ONE_IN, (1,), generator=self._generator) == 0)
             process(module, *arguments)
             sound = not columns or not noted or self._gives_back(module, path, before, columns)
             multiply = vars(module).get("cpu_linear")
@@ -274,12 +293,27 @@ class VLLMWeights:
         if "cpu_linear" not in vars(module) or matrix is None or matrix.dim() != 2:
             return True
         chosen = torch.randint(matrix.shape[1], (columns,), generator=self._generator)
-        ones = torch.zeros(columns, matrix.shape[1], dtype=matrix.dtype)
-        ones[torch.arange(columns), chosen] = 1
-        found = module.cpu_linear(ones, matrix, None)  # type: ignore[operator]
-        same = bool((found == matrix[:, chosen].t()).all())
+        found = _multiplied_out(module, chosen, matrix.shape[1], matrix.dtype)
+        same = bool((found == matrix[:, chosen]).all())
         # Zeros times what is not finite are not zeros; the answers show such weights.
         return same or not bool(matrix.isfinite().all())
+
+
+def _multiplied_out(module: Any, columns: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Columns ``[R, C]`` of the matrix that a layer multiplies with on a CPU, whose rows have ``width``."""
+    ones = torch.zeros(len(columns), width, dtype=dtype)
+    ones[torch.arange(len(columns)), columns] = 1
+    found: Tensor = module.cpu_linear(ones, module.weight, None)
+    return found.t()
+
+
+def _width(module: Any) -> int:
+    """The width of a layer's matrix, also where it was freed once it was packed."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    if module.weight.numel():
+        return int(module.weight.shape[-1])
+    return int(module.input_size if isinstance(module, LinearBase) else module.embedding_dim)
 
 
 def _equal(one: Mapping[str, Seen], other: Mapping[str, Seen]) -> bool:

@@ -104,4 +104,5 @@ def build_publisher(
         engine_dtype,
         cfg.inference_model.max_logprob_gap,
         warn,
+        cfg.inference_model.backend,
     )

@@ -28,8 +28,9 @@ def named_weights(model: nn.Module | ShardedWeights) -> Iterator[tuple[str, Tens
 def perturbed(model: nn.Module | ShardedWeights) -> Iterator[None]:
     """Halve every eighth column of every parameter, and double it again on the way out.
 
-    Powers of two change only the exponent, so the weights come back bit for bit without a copy of them, but
-    for float16, whose small numbers lose a bit when they are halved: there the columns are copied. Only some
+    Powers of two change only the exponent, so the weights come back bit for bit without a copy of them. Small
+    numbers of float16 lose a bit when they are halved: there the columns are copied. Numbers of the other
+    formats do so below 1e-38, which is nothing to a product. Only some
     columns, so that no normalisation layer cancels the change. Adapters, which change nothing at their
     beginning, are stirred first.
     """

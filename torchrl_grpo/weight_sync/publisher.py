@@ -40,7 +40,11 @@ _GROWTH = 5.0
 _SAME = 1e-3
 # Two ways to compute a layer with an adapter in float32, as a share of its output; rounding is about 1e-6.
 _MERGE_ERROR = 1e-5
+# Where a tensor cannot be read back, a mean of so many times the run's first one stops it. Sound runs in
+# bfloat16 came to 2.4 times.
+_UNREAD_GROWTH = 4.0
 _OTHER_ENGINE = "inference_model.backend=transformers takes weights another way"
+_DEFECT = "This is a defect of the program; please report it"
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class WeightPublisher:
         bound: largest mean difference of log-probabilities that is no reason for a warning, in nats; None to
             derive it from the first one seen.
         warn: where it is said that the bound is exceeded.
+        backend: ``inference_model.backend``, for advice.
     """
 
     def __init__(
@@ -109,6 +114,7 @@ class WeightPublisher:
         engine_dtype: torch.dtype,
         bound: float | None = None,
         warn: Callable[[str], None] = lambda text: None,
+        backend: str = "vllm",
     ) -> None:
         self.model = model
         self.scorer = scorer
@@ -119,11 +125,13 @@ class WeightPublisher:
         self._precision = str(precision).removeprefix("torch.")
         self._floor = _FLOOR[precision]
         self.bound = self._floor if bound is None else bound
-        self._derives_bound = bound is None
+        self._derives_bound = self._may_derive = bound is None
         self._noise = 0.0
         self._padded = pad_left(probe_prompts, pad_id)
         self._warn = warn
         self._warned = False
+        # An engine that is the last resort itself has none.
+        self._way_out = _DEFECT if backend == "transformers" else _OTHER_ENGINE
         # Tensors that no engine could read back so far: for them the answers must do.
         self.unread: list[str] = []
 
@@ -159,7 +167,7 @@ class WeightPublisher:
             raise TrainingStopped(
                 f"{self._engine_name()}: with the weights that it read itself its log-probabilities were "
                 f"{was:.2g} nats from the trainer's on average, and with those published to it they are "
-                f"{now:.2g}: its loader puts published tensors where others belong. {_OTHER_ENGINE}"
+                f"{now:.2g}: its loader puts published tensors where others belong. {self._way_out}"
             )
         seen, left = Difference.of(before, answer).mean, Difference.of(expectation.ours, answer).mean
         # Written so that NaN fails too.
@@ -167,9 +175,9 @@ class WeightPublisher:
             raise TrainingStopped(
                 f"{self._engine_name()}: all weights were perturbed for a test, which moved its "
                 f"log-probabilities by {seen:.2g} nats on average and left them {left:.2g} nats from the "
-                "trainer's: the weights that it was given are not those that answer. Write "
-                "inference_model.enforce_eager=true in case compiled graphs hold copies, or "
-                "inference_model.backend=transformers"
+                "trainer's: the weights that it was given are not those that answer. With "
+                "inference_model.enforce_eager=true no compiled graph holds a copy of them, and "
+                f"{self._way_out}"
             )
         return {"publish/perturbation": seen, **metrics}
 
@@ -227,7 +235,7 @@ class WeightPublisher:
         if missing:
             raise TrainingStopped(
                 f"{self._engine_name()}: {len(missing)} of {len(self._shapes)} tensors were not published, "
-                f"the first is {missing[0]}: the engine did not ask for them. {_OTHER_ENGINE}"
+                f"the first is {missing[0]}: the engine did not ask for them. {self._way_out}"
             )
         expected = gathered(sums, self.engine_dtype)
         self._check_merged(expected)
@@ -292,7 +300,7 @@ class WeightPublisher:
         if answer.cached_tokens:
             raise TrainingStopped(
                 f"{self._engine_name()}: after publishing version {version}, {answer.cached_tokens} tokens "
-                f"of the probe came out of a prefix cache that older weights had filled. {_OTHER_ENGINE}"
+                f"of the probe came out of a prefix cache that older weights had filled. {self._way_out}"
             )
 
     def _check_weights(self, answer: NextTokens, expectation: Expectation) -> None:
@@ -317,17 +325,20 @@ class WeightPublisher:
                     f"{self._engine_name()}{which}: after publishing version {expectation.version}, "
                     f"{len(wrong)} of {len(expected.values)} tensors that it computes with are not the "
                     f"trainer's in {held.dtype}, the first is {wrong[0]}: they did not arrive, or not whole. "
-                    f"{_OTHER_ENGINE}"
+                    f"{self._way_out}"
                 )
         self.unread = sorted(unread)
 
     def _check_answers(self, found: Difference, version: int) -> None:
-        if found.mean <= self.bound:
+        bound = self.bound
+        if self.unread and self._may_derive:
+            bound = max(_SAME, _UNREAD_GROWTH * self._noise)
+        if found.mean <= bound:
             return
         what = (
             f"{self._engine_name()}: after publishing version {version}, its log-probabilities differ from "
             f"the trainer's by {found.mean:.3g} nats on average (99th percentile {found.p99:.3g}), and "
-            f"{self.bound:.3g} is expected"
+            f"{bound:.3g} is expected"
         )
         advice = (
             "Compare inference_model.dtype with train_model.autocast; train_model.head_dtype=float32 and "
