@@ -26,10 +26,11 @@ test: setup-dev  ## Run the whole test suite, real vLLM and SmolLM2 included, in
 bench: setup-dev  ## Compare with TRL and TorchRL side by side (hours; ARGS="trl-64 --pairs 2" is a part)
 	$(PY) -m benchmarks $(ARGS)
 
-lint: setup-dev  ## Check style (ruff), formatting (ruff format) and types (mypy)
+lint: setup-dev  ## Check style (ruff), formatting (ruff format), types (mypy) and imports between rooms (import-linter)
 	$(PY) -m ruff check $(CHECKED)
 	$(PY) -m ruff format --check $(CHECKED)
 	$(PY) -m mypy
+	.venv/bin/lint-imports --no-cache
 
 format: setup-dev  ## Rewrite files into the project's format and mend what ruff can mend
 	$(PY) -m ruff format $(CHECKED)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -318,3 +320,44 @@ def test_tiny_tokenizer_round_trips_and_has_a_chat_template(tiny_model_dir: Path
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("module", "added", "broken"),
+    [
+        ("config/values.py", None, None),
+        ("config/values.py", "import torchrl_grpo.training.loop", "Rooms import only rooms below them"),
+        ("data/latex.py", "import torch", "What is read before a run starts imports no torch"),
+        (
+            "objectives/kl.py",
+            "import torchrl_grpo.objectives.loss",
+            "No module imports itself by way of others",
+        ),
+    ],
+)
+def test_imports_between_rooms_run_one_way(
+    repo_root: Path, tmp_path: Path, module: str, added: str | None, broken: str | None
+) -> None:
+    shutil.copytree(repo_root / "torchrl_grpo", tmp_path / "torchrl_grpo")
+    shutil.copy(repo_root / "pyproject.toml", tmp_path)
+    if added is not None:
+        path = tmp_path / "torchrl_grpo" / module
+        path.write_text(f"{path.read_text()}\n{added}\n")
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == (broken is not None), done.stdout + done.stderr
+    found = re.findall(r"^(.*) BROKEN$", done.stdout, re.MULTILINE)
+    assert found == [] if broken is None else broken in found
+
+
+def test_rooms_are_small_and_nothing_lies_loose(repo_root: Path) -> None:
+    package = repo_root / "torchrl_grpo"
+    assert {path.name for path in package.glob("*.py")} == {"__init__.py", "errors.py"}
+    for folder in (path for path in package.rglob("*") if path.is_dir() and path.name != "__pycache__"):
+        assert 1 <= len(list(folder.glob("*.py"))) <= 14, folder

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from accelerate import PartialState
 from torch import Tensor
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.planning.cores import cores_to_divide, divide_cores
+from torchrl_grpo.planning.cores import divide_cores
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.interrupts import held
@@ -149,6 +150,20 @@ class Ranks:
 def _call(target: object, method: str, arguments: tuple[Any, ...]) -> Any:
     function: Callable[..., Any] = operator.attrgetter(method)(target)
     return function(*arguments)
+
+
+@cache
+def cores_to_divide(ranks: int) -> int:
+    """Cores for training ranks and engines together, as this process found them.
+
+    Asked for once: dividing them changes what torch says, and the next job of a sweep divides the same ones.
+
+    Args:
+        ranks: training ranks on this machine, each of which has what torch takes by itself. That heeds
+            ``OMP_NUM_THREADS``, which launchers set for several, and a single rank's numbers are the same
+            beside engines and without.
+    """
+    return torch.get_num_threads() * ranks
 
 
 def divide_threads(cfg: Config, plan: Plan) -> None:

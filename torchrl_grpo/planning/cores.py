@@ -1,9 +1,8 @@
-"""How training ranks and rollout workers share the cores of a machine. Importing it imports no torch."""
+"""How training ranks and rollout workers share the cores of a machine."""
 
 from __future__ import annotations
 
 import os
-from functools import cache
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.planning.plan import Plan
@@ -20,22 +19,6 @@ def allowed_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-@cache
-def cores_to_divide(ranks: int) -> int:
-    """Cores for training ranks and engines together, as this process found them.
-
-    Asked for once: dividing them changes what torch says, and the next job of a sweep divides the same ones.
-
-    Args:
-        ranks: training ranks on this machine, each of which has what torch takes by itself. That heeds
-            ``OMP_NUM_THREADS``, which launchers set for several, and a single rank's numbers are the same
-            beside engines and without.
-    """
-    import torch
-
-    return torch.get_num_threads() * ranks
 
 
 def divide_cores(cfg: Config, plan: Plan, cores: int, ranks: int) -> tuple[int, int]:

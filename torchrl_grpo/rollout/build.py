@@ -13,11 +13,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import rounds, steps_per_round, total_turns
+from torchrl_grpo.distributed.ranks import cores_to_divide
 from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Engine, Inference
 from torchrl_grpo.models.precision import resolve_dtype
-from torchrl_grpo.planning.cores import cores_to_divide, divide_cores
+from torchrl_grpo.planning.cores import divide_cores
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.rollout.async_collector import AsyncCollector, GroupScorer
 from torchrl_grpo.rollout.collector import RolloutCollector
