@@ -188,13 +188,19 @@ def check_memory(planned: Planned) -> None:
     """Check that every device has the memory that is predicted for it, as far as predictions go.
 
     Raises:
-        ConfigError: one has not; the message names overrides with which all would fit.
+        ConfigError: one has not; the message names overrides with which all would fit; those of a new
+            run where one is resumed and nothing that it may change is enough.
     """
     short = _small_share(planned) or _small_cache(planned) or _shortage(planned)
     if short is None:
         return
     key, value, wrong = short
     instead = " or ".join(_advice(planned))
+    if not instead and planned.cfg.resume is not None:
+        # What a resumed run may not change may well be enough.
+        fresh = replace(planned, cfg=replace(planned.cfg, resume=None))
+        if advice := _advice(fresh):
+            instead = f"in a new run {' or '.join(advice)}"
     raise bad_value(key, value, wrong, instead or f"a smaller {_NOTHING_ELSE}")
 
 
