@@ -150,12 +150,13 @@ def test_a_misspelt_key_would_be_seen() -> None:
 
 @pytest.mark.parametrize("key", ["resume", "checkpoint.keep", "train.max_skipped_steps", "logging.*"])
 def test_the_keys_said_to_be_free_on_resuming_are(key: str) -> None:
-    source = ast.parse((ROOT / "torchrl_grpo/checkpoints/checkpoint.py").read_text())
-    free = next(
-        ast.literal_eval(node.value)
+    source = ast.parse((ROOT / "torchrl_grpo/config/resume.py").read_text())
+    named = {
+        ast.unparse(node.targets[0]): ast.literal_eval(node.value)
         for node in source.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_FREE_KEYS"
-    )
+        if isinstance(node, ast.Assign)
+    }
+    free = [*named["_FREE_KEYS"], *named["_FREE_FROM"]]
     page = (ROOT / "docs/checkpoints.md").read_text()
     said = set(_CODE.findall(page.partition("### Which keys may change")[2].partition("Any other")[0]))
     assert key in said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 # A resumed run may change these and still be the same run.
 _FREE_KEYS = (
     "resume",
@@ -45,6 +47,17 @@ _FREE_KEYS = (
 )
 
 
-def may_change(key: str) -> bool:
-    """Whether a resumed run may have another value of a key."""
+# A resumed run may change these too, from this value: with it a run ends where it would have mattered.
+_FREE_FROM = {"env.overlong_prompts": "error"}
+
+
+def may_change(key: str, before: Any = None) -> bool:
+    """Whether a resumed run may have another value of a key.
+
+    Args:
+        key: dotted.
+        before: the value that the run was started with; None asks whether any may change.
+    """
+    if key in _FREE_FROM and before == _FREE_FROM[key]:
+        return True
     return any(key == free or key.startswith(f"{free}.") for free in _FREE_KEYS)

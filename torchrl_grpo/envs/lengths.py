@@ -105,7 +105,7 @@ class Cutter:
             if around > self._bound:
                 raise DataError(
                     f"The prompt of {example.id} has {around} tokens without its question, and at most "
-                    f"{self._bound} fit: raise inference_model.max_model_len, lower "
+                    f"{self._bound} fit: in a new run raise inference_model.max_model_len, lower "
                     "inference_model.max_new_tokens, or shorten env.system_prompt or env.prompt_template."
                 )
         while tokens > self._bound:
