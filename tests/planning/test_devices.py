@@ -320,6 +320,21 @@ def test_a_driver_or_gpu_that_is_too_old_is_refused(
     assert hardware.present().gpus == ()
 
 
+def test_nvidia_smi_is_not_run_where_no_gpu_is_to_be_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi(tmp_path, "580.65.06", "9.0", monkeypatch)
+    ran = tmp_path / "ran"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ntouch {ran}\nexit 1\n")
+    for wanted in ("", " "):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
+        assert hardware.present().gpus == ()
+    assert not ran.exists()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    hardware.present()
+    assert ran.exists()
+
+
 @pytest.mark.parametrize(("capability", "fast"), [("7.5", False), ("8.0", True), ("10.0", True), ("", True)])
 def test_gpus_that_compute_fast_in_bfloat16(
     capability: str, fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

