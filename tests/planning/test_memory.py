@@ -149,19 +149,37 @@ def cached(root: Path, name: str, settings: dict[str, Any]) -> Path:
     return file
 
 
-def test_of_a_model_on_the_hub_the_configuration_alone_is_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def hub(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> list[tuple[str, str]]:
+    """A hub whose every model has this configuration; what is fetched of it."""
     import huggingface_hub
 
     fetched = []
 
     def download(name: str, file: str, cache_dir: str) -> str:
         fetched.append((name, file))
-        return str(cached(Path(cache_dir), name, QWEN))
+        return str(cached(Path(cache_dir), name, settings))
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url, timeout: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    return fetched
+
+
+def test_a_model_of_images_on_the_hub_gets_no_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = {"model_type": "qwen2_vl", "vision_config": {}, "text_config": QWEN}
+    fetched = hub(monkeypatch, images | {"architectures": ["Qwen2VLForConditionalGeneration"]})
+    cfg = config(model__name="some/images", model__cache_dir=str(tmp_path))
+    for prepare in (preflight.report, preflight.announce):
+        with pytest.raises(ModelError, match=r"model\.name=some/images: Qwen2VL\w+ reads more than text"):
+            prepare(cfg, False)
+    assert fetched == [("some/images", "config.json")] and capsys.readouterr().out == ""
+
+
+def test_of_a_model_on_the_hub_the_configuration_alone_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = hub(monkeypatch, QWEN)
     for _ in range(2):
         shape = read_shape(ModelConfig(name="some/model", cache_dir=str(tmp_path)))
         assert isinstance(shape, ModelShape) and shape.parameters == pytest.approx(494e6, rel=0.01)

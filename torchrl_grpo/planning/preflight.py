@@ -11,6 +11,7 @@ from torchrl_grpo.config.checks import validate
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.values import VLLM_CPU_BLOCK_SIZE
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.models.kind import check_kind
 from torchrl_grpo.models.shape import ModelShape, Unknown, read_shape
 from torchrl_grpo.planning import launcher, memory, placement
 from torchrl_grpo.planning.advice import advise
@@ -111,8 +112,12 @@ def make(cfg: Config, asynchronous: bool, there: Hardware) -> Planned:
 
     Raises:
         ConfigError: what is asked for is not there.
+        ModelError: the model's files are damaged, or it is no causal language model.
     """
-    return _made(cfg, asynchronous, there, read_shape(cfg.model))
+    shape = read_shape(cfg.model)
+    # Of a model on the hub nobody knew before its config.json was fetched.
+    check_kind(cfg.model)
+    return _made(cfg, asynchronous, there, shape)
 
 
 def _made(cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape | Unknown) -> Planned:
