@@ -119,6 +119,11 @@ def test_generated_problems_are_cut_when_they_are_drawn(tokenizer: PreTrainedTok
     assert note is None and len(found.train) == 2 and found.train[0] == given.train[0]
     assert len(render(tokenizer, found.train[1].messages)[1]) <= tokens(tokenizer, cfg, LONG) - 20
     assert found.train[:2] == [found.train[0], found.train[1]]
+    # Nobody knows how many they will be.
+    held_out = problems(cfg, [], ["one", LONG]).held_out
+    _, note = lengths.fit(dataclasses.replace(lazy, held_out=held_out), tokenizer, cfg)
+    assert note is not None and "1 of 2 held-out problems are cut" in note
+    assert "training problems are cut when they are drawn" in note and "0 of" not in note
 
 
 @pytest.mark.parametrize("how", ["drop", "truncate_right"])
