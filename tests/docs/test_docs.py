@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchrl_grpo.config.parsing import keys
+from torchrl_grpo.config.resume import may_change
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -158,12 +159,30 @@ def test_the_keys_said_to_be_free_on_resuming_are(key: str) -> None:
     }
     free = [*named["_FREE_KEYS"], *named["_FREE_FROM"]]
     page = (ROOT / "docs/checkpoints.md").read_text()
-    said = set(_CODE.findall(page.partition("### Which keys may change")[2].partition("Any other")[0]))
+    table = page.partition("### Which keys may change")[2].partition("Any other")[0]
+    rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    said = {name for row in rows for name in _CODE.findall(row)}
     assert key in said
     assert {name.removesuffix(".*") for name in said} == {*free} - {"checkpoint"} | {
         "checkpoint.keep",
         "checkpoint.export_merged",
     }
+
+
+def test_no_comment_says_that_a_run_is_resumed_with_the_same_value_of_a_free_key() -> None:
+    section, comment, seen = "", "", set()
+    for line in (ROOT / "config/base.yaml").read_text().splitlines():
+        if line.lstrip().startswith("#"):
+            comment += f" {line.strip(' #')}"
+            continue
+        name, found, value = line.strip().partition(":")
+        if found and not line.startswith(" "):
+            section = "" if value.strip() else f"{name}."
+        if "resumed" in comment:
+            seen.add(f"{section}{name}")
+            assert ("resumed with the same" in comment) is not may_change(f"{section}{name}"), comment
+        comment = ""
+    assert "inference_model.engine_args" in seen
 
 
 # -- metrics

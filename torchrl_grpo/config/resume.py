@@ -36,7 +36,8 @@ _FREE_KEYS = (
     "ref_model.devices",
     # Who samples a response does not change what it is sampled from.
     "inference_model.backend",
-    # What one backend alone takes, and has to go when another takes its place.
+    # What one backend alone takes, and has to go when another takes its place. Some (quantization) change
+    # what is sampled from; what engine and trainer differ by is measured anew.
     "inference_model.engine_args",
     "collector.timeout_s",
     "collector.max_restarts",
