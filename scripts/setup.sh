@@ -157,14 +157,19 @@ make_venv() {
     printf '%s\n' "$accelerator" >"$VENV/.accelerator"
 }
 
-pip_setting() { # what pip would use for option $1 (as in find-links): environment first, then its files
-    local variable
+pip_setting() { # what "pip install" would use for option $1 (as in find-links): environment first, then its files
+    local variable listed section value
     variable="PIP_$(printf '%s' "$1" | tr 'a-z-' 'A-Z_')"
     if [ -n "${!variable:-}" ]; then
         printf '%s\n' "${!variable}"
     else
         # Not "config get", which reads one file, the user's. A list shows what holds, as Python would write it.
-        printf '%b\n' "$("$VENV/bin/python" -m pip config list 2>/dev/null | sed -n "s/^global[.]$1='\(.*\)'\$/\1/p")"
+        listed=$("$VENV/bin/python" -m pip config list 2>/dev/null) || true
+        for section in install global; do # a command's own section goes before the one of all
+            value=$(sed -n "s/^$section[.]$1='\(.*\)'\$/\1/p" <<<"$listed")
+            if [ -n "$value" ]; then break; fi
+        done
+        printf '%b\n' "$value"
     fi
 }
 

@@ -209,6 +209,18 @@ global.index-url='file:///mirror'"""
     assert asked and all(line.endswith(passed_on) for line in asked), asked
 
 
+def test_what_pip_conf_says_of_install_alone_reaches_uv(repo_root: Path, tmp_path: Path) -> None:
+    conf = f"""global.cert='/company.pem'
+global.index-url='file:///everybody'
+install.find-links='{tmp_path}'
+install.index-url='file:///mirror'
+download.cert='/other.pem'"""
+    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cuda", PIP_CONF=conf)
+    assert done.returncode == 0, done.stderr
+    passed_on = f" index=file:///mirror cert=/company.pem system=true links={tmp_path}"
+    assert asked and all(line.endswith(passed_on) for line in asked), asked
+
+
 def test_a_gpu_machine_takes_no_cpu_build_from_a_folder(repo_root: Path, tmp_path: Path) -> None:
     done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cuda")
     assert done.returncode == 0, done.stderr
