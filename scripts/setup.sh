@@ -62,17 +62,31 @@ has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null |
 
 version_of() { sed -n "s/^$1==//p" requirements_common.txt; } # the pinned version of package $1
 
+cuda_of_driver() { # the newest CUDA that libcuda knows, as interpreter $1 finds it: 13000 for 13.0; 0 where there is none
+    "$1" -c '
+import ctypes
+version = ctypes.c_int(0)
+ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+print(version.value)' 2>/dev/null || printf '0\n'
+}
+
 # What the pinned torch and vLLM for CUDA 13 need; torchrl_grpo/runtime/hardware.py checks the same before each run.
 readonly OLDEST_DRIVER=580 OLDEST_CAPABILITY=7.5
 
 check_gpu() { # refuse a driver that is too old, or GPUs that all are; a machine without a driver is not asked
-    local driver found
+    local driver found python known library="there is no libcuda.so.1"
     local needs="torch $(version_of torch) for CUDA 13 needs"
     local cpu="or set up for the CPU: make setup ACCELERATOR=cpu"
     has_gpu || return 0
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || true
     if [[ "$driver" =~ ^[0-9]+ ]] && [ "${BASH_REMATCH[0]}" -lt "$OLDEST_DRIVER" ]; then
-        die "the NVIDIA driver is $driver, and $needs $OLDEST_DRIVER or newer; update the driver, $cpu"
+        # NVIDIA's packages for forward compatibility bring a newer libcuda for an older driver.
+        python=$(find_python)
+        known=$(cuda_of_driver "$python")
+        if [ "$known" -gt 0 ]; then library="its libcuda.so.1 knows CUDA up to $((known / 1000)).$((known % 1000 / 10))"; fi
+        if [ "$known" -lt 13000 ]; then
+            die "the NVIDIA driver is $driver and $library, and $needs $OLDEST_DRIVER or newer; update the driver, or install NVIDIA's package cuda-compat-13-0 and put its folder into LD_LIBRARY_PATH, $cpu"
+        fi
     fi
     found=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -rV | head -n 1) || true # old drivers do not know the field
     if [[ "$found" =~ ^[0-9]+[.][0-9]+$ ]] && [ "$(printf '%s\n' "$found" "$OLDEST_CAPABILITY" | sort -V | head -n 1)" != "$OLDEST_CAPABILITY" ]; then
@@ -143,14 +157,19 @@ make_venv() {
     printf '%s\n' "$accelerator" >"$VENV/.accelerator"
 }
 
-pip_setting() { # what pip would use for option $1 (as in find-links): environment first, then its files
-    local variable
+pip_setting() { # what "pip install" would use for option $1 (as in find-links): environment first, then its files
+    local variable listed section value
     variable="PIP_$(printf '%s' "$1" | tr 'a-z-' 'A-Z_')"
     if [ -n "${!variable:-}" ]; then
         printf '%s\n' "${!variable}"
     else
         # Not "config get", which reads one file, the user's. A list shows what holds, as Python would write it.
-        printf '%b\n' "$("$VENV/bin/python" -m pip config list 2>/dev/null | sed -n "s/^global[.]$1='\(.*\)'\$/\1/p")"
+        listed=$("$VENV/bin/python" -m pip config list 2>/dev/null) || true
+        for section in install global; do # a command's own section goes before the one of all
+            value=$(sed -n "s/^$section[.]$1='\(.*\)'\$/\1/p" <<<"$listed")
+            if [ -n "$value" ]; then break; fi
+        done
+        printf '%b\n' "$value"
     fi
 }
 

@@ -23,7 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.parsing import keys
-from torchrl_grpo.errors import CheckpointError
+from torchrl_grpo.data import Example
+from torchrl_grpo.envs.chat import check_length
+from torchrl_grpo.errors import CheckpointError, DataError
 from torchrl_grpo.training.counters import Counters, random_state, seed_everything, set_random_state
 
 
@@ -304,14 +306,35 @@ def test_a_run_from_before_a_key_existed_is_the_same_run(run_dir: Path) -> None:
     folder = save(run_dir, 5)
     saved = folder / "config.yaml"
     lines = saved.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if line.split(":")[0].strip() not in {"overlong_prompts", "engine_args"}]
+    kept = [line for line in lines if line.split(":")[0].strip() not in {"answer_format", "engine_args"}]
     assert len(kept) == len(lines) - 2
     saved.write_text("".join(kept))
     checkpoint.check_same_run(folder, Config())
     changed = Config()
-    changed.env.overlong_prompts = "drop"
-    with pytest.raises(CheckpointError, match=r"env.overlong_prompts=drop.*started with .*=error"):
+    changed.env.answer_format = "plain"
+    with pytest.raises(CheckpointError, match=r"env.answer_format=plain.*started with .*=tags"):
         checkpoint.check_same_run(folder, changed)
+
+
+def test_a_run_that_a_long_prompt_has_ended_goes_on_with_such_prompts_cut(run_dir: Path) -> None:
+    folder, cut = save(run_dir, 5), Config()
+    for cut.env.overlong_prompts in ("truncate_left", "drop"):
+        checkpoint.check_same_run(folder, cut)
+    # What was cut once is cut for good.
+    before = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(before.replace("overlong_prompts: error", "overlong_prompts: drop"))
+    for cut.env.overlong_prompts in ("error", "truncate_left"):
+        with pytest.raises(CheckpointError, match=r"env\.overlong_prompts=.* started with .*=drop"):
+            checkpoint.check_same_run(folder, cut)
+    with pytest.raises(DataError) as caught:
+        check_length(Example("train/7", []), 90, 80)
+    resumed, _, new = str(caught.value).partition("in a new run")
+    keys = [re.findall(r"[a-z_]+\.[a-z_]+", part) for part in (resumed.partition(": ")[2], new)]
+    assert keys == [
+        ["env.overlong_prompts"],
+        ["inference_model.max_model_len", "inference_model.max_new_tokens"],
+    ]
+    assert all(checkpoint.may_change(key, "error") for key in keys[0])
 
 
 def messages_that_end_runs() -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -330,6 +331,43 @@ def test_mistake(
 )
 def test_what_the_messages_advise_works(line: str) -> None:
     assert call(*line.split()) == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "policy.tau=0.5",
+        "policy.q_temperature=0.5",
+        "policy.q_epsilon=0.01",
+        "policy.q_epsilon=0.5",
+        "policy.length_normalize_ref=false",
+        "policy.correction_level=sequence",
+        "policy.correction_cap=3.0",
+        "policy.correction_cap=0.5",
+        "policy.correction_floor=0.5",
+        "policy.correction_floor=3",
+        "policy.kl_horizon=500",
+        "policy.kl_horizon=20",
+        "policy.kl_coef=0.01 policy.kl_horizon=5000",
+        "policy.kl_coef=0.01 policy.kl_horizon=20",
+        "policy.init_kl_coeff=0.2 policy.kl_horizon=5000",
+        "policy.entropy_delta=0.1",
+        "policy.entropy_delta=0",
+        "policy.entropy_coef_max=0.1",
+        "policy.entropy_coef_max=0",
+        "policy.entropy_coef=0.5 policy.entropy_coef_max=0.1",
+        "policy.max_refills=5",
+    ],
+)
+def test_what_reads_an_unread_key_is_advised_as_it_is_accepted(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = mistake(capsys, *line.split())
+    for advice in re.split(r",? or ", message.partition("write ")[2].removesuffix(" instead\n")):
+        changed = {word.partition("=")[0]: word for word in [*line.split(), *advice.split()]}
+        if "init_kl_coeff" in line and "kl_target" not in advice:
+            del changed["policy.init_kl_coeff"]  # A mistake of its own, which this advice is not about.
+        assert call(*changed.values()) == 0, f"{advice}: {capsys.readouterr().err}"
 
 
 def test_there_are_enough_mistakes() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchrl_grpo.config.parsing import keys
-from torchrl_grpo.config.resume import FREE_KEYS
+from torchrl_grpo.config.resume import FREE_FROM, FREE_KEYS, may_change
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -152,12 +152,30 @@ def test_a_misspelt_key_would_be_seen() -> None:
 @pytest.mark.parametrize("key", ["resume", "checkpoint.keep", "train.max_skipped_steps", "logging.*"])
 def test_the_keys_said_to_be_free_on_resuming_are(key: str) -> None:
     page = (ROOT / "docs/checkpoints.md").read_text()
-    said = set(_CODE.findall(page.partition("### Which keys may change")[2].partition("Any other")[0]))
+    table = page.partition("### Which keys may change")[2].partition("Any other")[0]
+    rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    said = {name for row in rows for name in _CODE.findall(row)}
     assert key in said
-    assert {name.removesuffix(".*") for name in said} == {*FREE_KEYS} - {"checkpoint"} | {
+    assert {name.removesuffix(".*") for name in said} == {*FREE_KEYS, *FREE_FROM} - {"checkpoint"} | {
         "checkpoint.keep",
         "checkpoint.export_merged",
     }
+
+
+def test_no_comment_says_that_a_run_is_resumed_with_the_same_value_of_a_free_key() -> None:
+    section, comment, seen = "", "", set()
+    for line in (ROOT / "config/base.yaml").read_text().splitlines():
+        if line.lstrip().startswith("#"):
+            comment += f" {line.strip(' #')}"
+            continue
+        name, found, value = line.strip().partition(":")
+        if found and not line.startswith(" "):
+            section = "" if value.strip() else f"{name}."
+        if "resumed" in comment:
+            seen.add(f"{section}{name}")
+            assert ("resumed with the same" in comment) is not may_change(f"{section}{name}"), comment
+        comment = ""
+    assert "inference_model.engine_args" in seen
 
 
 # -- metrics
@@ -175,8 +193,8 @@ def written() -> dict[str, str]:
     A name that is put together, ``f"reward/{name}"``, ends in ``<``.
     """
     found: dict[str, str] = {}
-    folders = [ROOT / "torchrl_grpo" / name for name in ("rollout", "training")]
-    for path in sorted(path for folder in folders for path in folder.glob("*.py")):
+    folders = [ROOT / "torchrl_grpo" / name for name in ("rollout", "training", "weight_sync", "distributed")]
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
         tree = ast.parse(path.read_text())
         inside = {
             id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values
@@ -211,13 +229,13 @@ def test_every_documented_metric_is_written() -> None:
 
 def test_the_table_of_shapes_is_that_of_the_schema() -> None:
     row = re.compile(r'^\|? ?`?(\("\w+", "\w+"\)|"\w+")`?[ |]+`?(\[[\w, ]+\])`?[ |]+(\w+)', re.MULTILINE)
-    code = row.findall((ROOT / "torchrl_grpo" / "rollout" / "schema.py").read_text())
+    code = row.findall((ROOT / "torchrl_grpo" / "batch" / "schema.py").read_text())
     page = row.findall((ROOT / "docs" / "step.md").read_text())
     assert code == page and len(code) == 16
 
 
 def test_the_bounds_of_the_proof_are_those_of_the_code() -> None:
-    tree = ast.parse((ROOT / "torchrl_grpo" / "training" / "publish.py").read_text())
+    tree = ast.parse((ROOT / "torchrl_grpo" / "weight_sync" / "publisher.py").read_text())
     values: dict[str, dict[str, float]] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):

@@ -92,6 +92,7 @@ case "$*" in
     --version) echo Python 3.12.1 ;;
     *"cp%d%d"*) echo cp312 ;;
     *"%d.%d"*) echo 3.12 ;;
+    *cuDriverGetVersion*) [ -n "$LIBCUDA" ] || exit 1; echo "$LIBCUDA" ;;
     *"config list"*) printf '%s\\n' "$PIP_CONF" ;;
 esac
 """
@@ -210,6 +211,18 @@ global.index-url='file:///mirror'"""
     assert asked and all(line.endswith(passed_on) for line in asked), asked
 
 
+def test_what_pip_conf_says_of_install_alone_reaches_uv(repo_root: Path, tmp_path: Path) -> None:
+    conf = f"""global.cert='/company.pem'
+global.index-url='file:///everybody'
+install.find-links='{tmp_path}'
+install.index-url='file:///mirror'
+download.cert='/other.pem'"""
+    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cuda", PIP_CONF=conf)
+    assert done.returncode == 0, done.stderr
+    passed_on = f" index=file:///mirror cert=/company.pem system=true links={tmp_path}"
+    assert asked and all(line.endswith(passed_on) for line in asked), asked
+
+
 def test_a_gpu_machine_takes_no_cpu_build_from_a_folder(repo_root: Path, tmp_path: Path) -> None:
     done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cuda")
     assert done.returncode == 0, done.stderr
@@ -231,7 +244,8 @@ esac"""
     [
         (
             _smi("570.133.20", "9.0"),
-            r"driver is 570\.133\.20, and torch 2\.\d+\.\d .* needs 580 or newer; update",
+            r"driver is 570\.133\.20 and there is no libcuda\.so\.1, and torch 2\.\d+\.\d .* needs 580 "
+            "or newer; update the driver, or .*cuda-compat-13-0",
         ),
         (_smi("450.80.02"), r"driver is 450\.80\.02"),
         (
@@ -246,6 +260,16 @@ def test_setup_refuses_a_driver_or_gpus_that_are_too_old(
     done, asked = _setup_with_fakes(repo_root, tmp_path, smi)
     assert done.returncode == 2 and asked == []
     assert re.search(rf"^setup: error: .*{said}.*make setup ACCELERATOR=cpu$", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("libcuda", "fine"), [("12080", False), ("13000", True), ("13010", True)])
+def test_setup_takes_an_older_driver_whose_libcuda_is_new_enough(
+    repo_root: Path, tmp_path: Path, libcuda: str, fine: bool
+) -> None:
+    done, asked = _setup_with_fakes(repo_root, tmp_path, _smi("570.133.20", "9.0"), LIBCUDA=libcuda)
+    assert (done.returncode == 0) is fine, done.stderr
+    assert bool([line for line in asked if "-r requirements_ifeval.txt" in line]) is fine
+    assert fine or "and its libcuda.so.1 knows CUDA up to 12.8, and torch" in done.stderr
 
 
 @pytest.mark.parametrize("capabilities", [("7.5",), ("10.0",), ("7.0", "8.6"), ()])

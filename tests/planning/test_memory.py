@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -20,7 +21,15 @@ from torchrl_grpo.config.derived import steps_per_round
 from torchrl_grpo.config.schema import LoraConfig, ModelConfig
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.models import smollm2
-from torchrl_grpo.models.shape import _SMOLLM2, ModelShape, Unknown, count_parameters, read_shape, shape_of
+from torchrl_grpo.models.shape import (
+    _PLAIN,
+    _SMOLLM2,
+    ModelShape,
+    Unknown,
+    count_parameters,
+    read_shape,
+    shape_of,
+)
 from torchrl_grpo.planning import memory, placement, preflight
 from torchrl_grpo.planning.memory import GIB
 from torchrl_grpo.planning.workload import Workload, workload_of
@@ -106,11 +115,54 @@ def test_shapes_of_configurations() -> None:
         ({"sliding_window": 4096}, False),
         ({"layer_types": ["full_attention", "linear_attention"] * 12}, False),
         ({"kv_lora_rank": 512}, False),
+        # Jamba, Bamba, Nemotron-H, Zamba, Qwen3-Next: attention in some of the layers.
+        ({"attn_layer_period": 8, "attn_layer_offset": 4}, False),
+        ({"attn_layer_indices": [9, 18, 27]}, False),
+        ({"hybrid_override_pattern": "M-M-M*-M-"}, False),
+        ({"layers_block_type": ["mamba", "hybrid"] * 12}, False),
+        ({"full_attention_interval": 4}, False),
     ],
 )
 def test_layers_that_keep_all_keys_and_values(more: dict[str, Any], full: bool) -> None:
     shape = shape_of(QWEN | more, 5)
     assert shape is not None and shape.full_cache is full
+
+
+FALCON = {"model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32, "vocab_size": 65024}
+FALCON |= {"num_attention_heads": 71, "num_kv_heads": 71}
+BIGCODE = {"model_type": "gpt_bigcode", "n_embd": 6144, "n_layer": 40, "n_head": 48, "vocab_size": 49152}
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys"),
+    [
+        # As published: Falcon-7B, which names a number that is not read, and Falcon-40B with both decoders.
+        (FALCON | {"multi_query": True, "new_decoder_architecture": False}, 64),
+        (FALCON, 64),
+        (FALCON | {"multi_query": False}, 4544),
+        (FALCON | {"num_kv_heads": 8, "multi_query": True, "new_decoder_architecture": True}, 8 * 64),
+        (QWEN | {"model_type": "RefinedWeb", "num_key_value_heads": None, "n_head_kv": 8}, 8 * 64),
+        # StarCoder.
+        (BIGCODE | {"multi_query": True}, 128),
+        (BIGCODE, 128),
+        (BIGCODE | {"multi_query": False}, 6144),
+    ],
+)
+def test_heads_of_keys(settings: dict[str, Any], keys: int) -> None:
+    shape = shape_of(settings, None)
+    assert shape is not None and shape.keys == keys
+    if keys == 64:
+        # As published of Falcon-7B.
+        assert shape.parameters == pytest.approx(6.92e9, rel=0.01)
+
+
+@pytest.mark.parametrize("family", _PLAIN)
+def test_families_with_a_gate(family: str) -> None:
+    folder = family.removesuffix("_text")
+    file = f"transformers/models/{folder}/modeling_{folder}.py"
+    code = Path(str(importlib.metadata.distribution("transformers").locate_file(file))).read_text()
+    shape = shape_of(QWEN | {"model_type": family}, 5)
+    assert shape is not None and shape.gated is bool(re.search("gate_proj|gate_up_proj", code))
 
 
 def test_weights_that_a_folder_holds_twice_are_counted_once(tmp_path: Path) -> None:
@@ -149,19 +201,37 @@ def cached(root: Path, name: str, settings: dict[str, Any]) -> Path:
     return file
 
 
-def test_of_a_model_on_the_hub_the_configuration_alone_is_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def hub(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> list[tuple[str, str]]:
+    """A hub whose every model has this configuration; what is fetched of it."""
     import huggingface_hub
 
     fetched = []
 
     def download(name: str, file: str, cache_dir: str) -> str:
         fetched.append((name, file))
-        return str(cached(Path(cache_dir), name, QWEN))
+        return str(cached(Path(cache_dir), name, settings))
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url, timeout: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    return fetched
+
+
+def test_a_model_of_images_on_the_hub_gets_no_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = {"model_type": "qwen2_vl", "vision_config": {}, "text_config": QWEN}
+    fetched = hub(monkeypatch, images | {"architectures": ["Qwen2VLForConditionalGeneration"]})
+    cfg = config(model__name="some/images", model__cache_dir=str(tmp_path))
+    for prepare in (preflight.report, preflight.announce):
+        with pytest.raises(ModelError, match=r"model\.name=some/images: Qwen2VL\w+ reads more than text"):
+            prepare(cfg, False)
+    assert fetched == [("some/images", "config.json")] and capsys.readouterr().out == ""
+
+
+def test_of_a_model_on_the_hub_the_configuration_alone_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = hub(monkeypatch, QWEN)
     for _ in range(2):
         shape = read_shape(ModelConfig(name="some/model", cache_dir=str(tmp_path)))
         assert isinstance(shape, ModelShape) and shape.parameters == pytest.approx(494e6, rel=0.01)

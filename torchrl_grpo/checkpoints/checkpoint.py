@@ -222,7 +222,7 @@ def check_same_run(folder: Path, cfg: Config) -> None:
 
     saved = OmegaConf.to_container(OmegaConf.load(folder / _CONFIG))
     for key, before, now in _differences(_completed(saved, asdict(Config())), asdict(cfg)):
-        if not may_change(key):
+        if not may_change(key, before):
             weights = folder / ("merged" if (folder / "merged").is_dir() else "model")
             run_dir = folder.parent.parent
             which = f" (its words were {known})" if (known := words_of(run_dir)) else ""

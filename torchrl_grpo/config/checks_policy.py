@@ -5,14 +5,14 @@ What nothing would read is refused as well: whoever sets a bound believes that i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.config.derived import kl_start, needs_reference, optim_batch_size
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.values import SURROGATE_OPTIONS
 
 if TYPE_CHECKING:
-    from torchrl_grpo.config.schema import Config, PolicyConfig
+    from torchrl_grpo.config.schema import Config
 
 # What a part of the objective reads alone: the part, how to switch it on, and its keys.
 _READ_BY = (
@@ -26,7 +26,7 @@ _READ_BY = (
         "policy.proximal=trainer policy.correction=truncate",
         ("correction_level", "correction_cap"),
     ),
-    ("a policy.kl_target", "policy.init_kl_coeff=0.1 policy.kl_target=0.1", ("kl_horizon",)),
+    ("a policy.kl_target", "policy.kl_target=0.1", ("kl_horizon",)),
     ("a policy.entropy_target", "policy.entropy_target=1.0", ("entropy_delta", "entropy_coef_max")),
     ("policy.constant_groups=refill", "policy.constant_groups=refill", ("max_refills",)),
 )
@@ -57,7 +57,7 @@ def check_policy(cfg: Config) -> None:
             raise bad_value(
                 f"policy.surrogate_args.{name}", value, "must be greater than 0", str(known[name])
             )
-    _check_unread(policy)
+    _check_unread(cfg)
     _check_coefficients(cfg)
     _check_off_policy(cfg)
     _check_maxent(cfg)
@@ -76,7 +76,8 @@ def check_policy(cfg: Config) -> None:
         raise bad_value("policy.overlong_buffer", buffer, wrong, "policy.overlong_buffer=null")
 
 
-def _check_unread(policy: PolicyConfig) -> None:
+def _check_unread(cfg: Config) -> None:
+    policy = cfg.policy
     used = (
         policy.advantage_estimator == "maxent",
         policy.correction != "none",
@@ -89,8 +90,27 @@ def _check_unread(policy: PolicyConfig) -> None:
         for name in names:
             value, default = vars(policy)[name], defaults[name]
             if not on and value != default:
-                good = f"{switch} policy.{name}={show(value)}, or policy.{name}={show(default)}"
+                if name == "kl_horizon" and kl_start(policy) == 0:
+                    # A target scales a coefficient.
+                    switch = f"policy.init_kl_coeff=0.1 {switch}"
+                works = show(_accepted(name, value, cfg))
+                good = f"{switch} policy.{name}={works}, or policy.{name}={show(default)}"
                 raise bad_value(f"policy.{name}", value, f"is only read with {part}", good)
+
+
+def _accepted(name: str, value: Any, cfg: Config) -> Any:
+    """The value of an unread key, or the nearest one that is accepted where it is read."""
+    if name == "kl_horizon":
+        return max(value, optim_batch_size(cfg))
+    if name == "correction_cap":
+        return max(value, 1.0)
+    if name == "q_epsilon":
+        return min(value, 1 / cfg.env.repeats)
+    if name == "entropy_coef_max":
+        return max(value, cfg.policy.entropy_coef) or type(cfg.policy)().entropy_coef_max
+    if name == "entropy_delta":
+        return value or type(cfg.policy)().entropy_delta
+    return value
 
 
 def _check_coefficients(cfg: Config) -> None:
@@ -155,12 +175,10 @@ def _check_off_policy(cfg: Config) -> None:
         raise bad_value("policy.correction_cap", policy.correction_cap, wrong, "policy.correction_cap=2.0")
     if policy.correction_floor > 0 and policy.correction != "mask":
         wrong = f"is not read with policy.correction={policy.correction}"
-        raise bad_value(
-            "policy.correction_floor",
-            policy.correction_floor,
-            wrong,
-            f"policy.correction=mask policy.correction_floor={policy.correction_floor}",
-        )
+        good = f"policy.correction=mask policy.correction_floor={min(policy.correction_floor, 1.0)}"
+        if policy.proximal != "trainer":
+            good = f"policy.proximal=trainer {good}"
+        raise bad_value("policy.correction_floor", policy.correction_floor, wrong, good)
     if policy.correction_floor > 1:
         wrong = "must be at most 1, the weight of a token on which engine and trainer agree"
         raise bad_value(

@@ -62,9 +62,11 @@ def length(cfg: Config, problems: int) -> str:
     """How long a run is, in a line."""
     whole = with_turns(cfg, problems)
     epochs = rounds(whole) * cfg.env.num_envs / problems
+    refilled = ", and more for refills" if cfg.policy.constant_groups == "refill" else ""
     return (
         f"length: {rounds(whole)} rounds of {cfg.env.num_envs} problems x {cfg.env.repeats} samples, "
         f"{rounds(whole) * steps_per_round(whole)} optimiser steps, {epochs:.3g} times {problems} problems"
+        f"{refilled}"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 # A resumed run may change these and still be the same run.
 FREE_KEYS = (
     "resume",
@@ -34,7 +36,8 @@ FREE_KEYS = (
     "ref_model.devices",
     # Who samples a response does not change what it is sampled from.
     "inference_model.backend",
-    # What one backend alone takes, and has to go when another takes its place.
+    # What one backend alone takes, and has to go when another takes its place. Some (quantization) change
+    # what is sampled from; what engine and trainer differ by is measured anew.
     "inference_model.engine_args",
     "collector.timeout_s",
     "collector.max_restarts",
@@ -45,6 +48,17 @@ FREE_KEYS = (
 )
 
 
-def may_change(key: str) -> bool:
-    """Whether a resumed run may have another value of a key."""
+# A resumed run may change these too, from this value: with it a run ends where it would have mattered.
+FREE_FROM = {"env.overlong_prompts": "error"}
+
+
+def may_change(key: str, before: Any = None) -> bool:
+    """Whether a resumed run may have another value of a key.
+
+    Args:
+        key: dotted.
+        before: the value that the run was started with; None asks whether any may change.
+    """
+    if key in FREE_FROM and before == FREE_FROM[key]:
+        return True
     return any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)

@@ -86,9 +86,10 @@ def check_length(example: Example, length: int, max_prompt_tokens: int) -> None:
     """
     if length > max_prompt_tokens:
         raise DataError(
-            f"The prompt of {example.id} has {length} tokens, and at most {max_prompt_tokens} fit: raise "
-            "inference_model.max_model_len, lower inference_model.max_new_tokens, or let such prompts be cut "
-            "(env.overlong_prompts=truncate_right) or, of a data set of rows, left out (drop)."
+            f"The prompt of {example.id} has {length} tokens, and at most {max_prompt_tokens} fit: let such "
+            "prompts be cut (env.overlong_prompts=truncate_right, also of a run that is resumed) or, of a "
+            "data set of rows, left out (drop), or in a new run raise inference_model.max_model_len or "
+            "lower inference_model.max_new_tokens."
         )
 
 

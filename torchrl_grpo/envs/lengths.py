@@ -69,10 +69,16 @@ def fit(problems: Problems, tokenizer: PreTrainedTokenizerBase, cfg: Config) -> 
                 fitted = separate(train, held_out, "what env.overlong_prompts has cut")
     if not long_train and not long_held_out:
         return fitted, None
+    held_out_too = f"{len(long_held_out)} of {len(problems.held_out)} held-out"
+    if not known:
+        return fitted, (
+            f"env.overlong_prompts={how}: {held_out_too} problems are cut, their prompts have more than "
+            f"{bound} tokens; training problems are cut when they are drawn, and not counted"
+        )
     return fitted, (
         f"env.overlong_prompts={how}: {len(long_train)} of {len(problems.train)} training problems and "
-        f"{len(long_held_out)} of {len(problems.held_out)} held-out ones are "
-        f"{'left out' if how == 'drop' else 'cut'}, their prompts have more than {bound} tokens"
+        f"{held_out_too} ones are {'left out' if how == 'drop' else 'cut'}, their prompts have more than "
+        f"{bound} tokens"
     )
 
 
@@ -105,7 +111,7 @@ class Cutter:
             if around > self._bound:
                 raise DataError(
                     f"The prompt of {example.id} has {around} tokens without its question, and at most "
-                    f"{self._bound} fit: raise inference_model.max_model_len, lower "
+                    f"{self._bound} fit: in a new run raise inference_model.max_model_len, lower "
                     "inference_model.max_new_tokens, or shorten env.system_prompt or env.prompt_template."
                 )
         while tokens > self._bound:

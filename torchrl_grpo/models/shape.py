@@ -17,10 +17,19 @@ from torchrl_grpo.models import smollm2
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _MLP = ("intermediate_size", "n_inner", "ffn_dim")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Families whose feed-forward layer is two matrices and an activation; the rest have a gate too.
-_UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "bloom", "falcon", "starcoder2")
+_UNGATED = (
+    *("gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "bloom", "falcon", "starcoder2"),
+    *("nemotron", "arcee", "apertus", "codegen", "persimmon"),
+)
+# How families with linear attention in some of their layers say in which.
+_HYBRID = (
+    *("attn_layer_period", "attn_layer_indices", "hybrid_override_pattern", "layers_block_type"),
+    *("block_types", "full_attn_idxs", "full_attention_interval"),
+)
 # Families whose layers are linear layers and norms alone; of others it is not known here.
 _PLAIN = (
     *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gemma4_text"),
@@ -176,7 +185,7 @@ def shape_of(settings: dict[str, Any], parameters: int | None) -> ModelShape | N
         return None
     mlp = _first(settings, _MLP) or 4 * hidden
     head = settings.get("head_dim") or hidden // heads
-    keys = (settings.get("num_key_value_heads") or heads) * head
+    keys = _key_heads(settings, heads) * head
     gated, plain = settings.get("model_type") not in _UNGATED, settings.get("model_type") in _PLAIN
     vocabulary, queries = int(settings["vocab_size"]), heads * head
     if parameters is None:
@@ -191,11 +200,22 @@ def shape_of(settings: dict[str, Any], parameters: int | None) -> ModelShape | N
     return ModelShape(parameters, vocabulary, hidden, layers, mlp, queries, keys, gated, full_cache, plain)
 
 
+def _key_heads(settings: dict[str, Any], heads: int) -> int:
+    """Heads of keys and of values, each for several of the queries where there are fewer."""
+    kind = settings.get("model_type")
+    # Falcon-7B names as many as there are queries and has one: its newer decoder alone reads the number.
+    several = bool(settings.get("new_decoder_architecture")) or "n_head_kv" in settings
+    if settings.get("multi_query", kind in ("falcon", "gpt_bigcode")) and not several:
+        return 1
+    return _first(settings, _KEY_HEADS) or heads
+
+
 def _caches_all(settings: dict[str, Any]) -> bool:
     """Whether no layer forgets tokens (windows, linear attention) or packs their keys and values."""
     window = settings.get("use_sliding_window", True) and settings.get("sliding_window") is not None
     kinds = set(settings.get("layer_types") or ())
-    return not window and kinds <= {"full_attention"} and settings.get("kv_lora_rank") is None
+    hybrid = any(settings.get(name) is not None for name in _HYBRID)
+    return not window and not hybrid and kinds <= {"full_attention"} and settings.get("kv_lora_rank") is None
 
 
 def _first(settings: dict[str, Any], names: tuple[str, ...]) -> int | None:

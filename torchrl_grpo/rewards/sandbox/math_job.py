@@ -22,11 +22,13 @@ _HAS_MATH = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
 _NO_WORD = re.compile(r"\\text\s*\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _PROSE = 3
-_INTEGER = r"[\d.,\s]+"
-# What the parser works out by itself, so that only the text still shows it.
+# What the parser works out by itself, so that only the text still shows it: numbers and divisions alone, once
+# brackets, signs, spaces and the like are taken out. A space stands for each: it may end a command's name.
+_AROUND_NUMBERS = re.compile(
+    r"\\(?:left|right|displaystyle|cdot|times|quad)(?![A-Za-z])|\\[,;:!{}$%\s]|\^\{?\\circ\}?|[-+−*×·()\[\]{}$%~]"
+)
 _WORKED_OUT_BY_PARSER = re.compile(
-    rf"[-+(\s]*{_INTEGER}[)\s]*(?:/|:|÷|\\div)[(\s]*{_INTEGER}[)\s]*|"
-    rf"[-+\s]*\\[dt]?(?:frac|binom)\s*\{{{_INTEGER}\}}\s*\{{{_INTEGER}\}}\s*"
+    r"(?=.*(?:[/:÷]|\\))(?:[\d.,\s/:÷]|\\(?:div|over|choose|[cdt]?frac|[dt]?binom)(?![A-Za-z]))+", re.DOTALL
 )
 
 
@@ -50,7 +52,8 @@ def run(payload: dict[str, str]) -> float:
     whole = any(_is_number(part) and part.is_finite and part == int(part) for part in truth)
     if not any(_undone(part) for part in truth) and not (whole and _worked_out_by_parser(truth)):
         equation = any(isinstance(part, sympy.core.relational.Relational) for part in truth)
-        answer = _worked_out(answer, whole, equation)
+        names = any(part.free_symbols for part in truth if isinstance(part, sympy.Basic))
+        answer = _worked_out(answer, whole, equation, names)
     # Its own limits are signals; they are off, the pool's limit stands in. Errors inside must not become
     # "wrong".
     return float(math_verify.verify(truth, answer, timeout_seconds=None, raise_on_error=True))
@@ -71,39 +74,60 @@ def _parse(text: str, prose: bool = False) -> list[Any]:
     return found
 
 
-def _worked_out(found: list[Any], whole: bool, equation: bool) -> list[Any]:
+def _worked_out(found: list[Any], whole: bool, equation: bool, names: bool) -> list[Any]:
     """What is worked out among the expressions in an answer.
 
     Args:
         found: the answer as :func:`_parse` gives it.
         whole: whether the truth is a whole number; a quotient of numbers is not worked out then.
         equation: whether the truth is one; otherwise an equation's last side that is worked out is taken.
+        names: whether the truth has any; otherwise a side with names says what the answer is called.
     """
     if whole and _worked_out_by_parser(found):
-        return []
+        # 8 = 16/2 is an answer, its first side.
+        rest = (_without_last_quotients(text) for text in found if isinstance(text, str))
+        found = [part for text in rest if text for part in _parse(text)]
     kept: list[Any] = []
     for part in found:
         sides = [] if equation else _sides(part)
-        if len(sides) > 1:
-            kept += [side for side in sides if not _undone(side, whole)][-1:]
+        if sides:
+            done = [side for side in sides if not _undone(side, whole)]
+            kept += [side for side in done if names or not side.free_symbols][-1:]
         elif not _undone(part, whole):
             kept.append(part)
     return kept
 
 
 def _sides(part: Any) -> list[Any]:
-    """The sides of an equation, or of a chain of them; anything else is its own one side."""
-    if isinstance(part, sympy.Equality) or (
-        isinstance(part, sympy.And) and all(isinstance(link, sympy.Equality) for link in part.args)
-    ):
-        return [side for link in part.args for side in _sides(link)]
-    return [part]
+    """The sides of an equation, or of a chain of them, in the order of the text; none of anything else.
+
+    The parser gives a chain as a conjunction, which sorts its links. So the chain is followed back from its
+    end, the right-hand side that is no link's left-hand side. One that ends as it began has no such side.
+    """
+    links = [part] if isinstance(part, sympy.Equality) else part.args if isinstance(part, sympy.And) else ()
+    if not links or not all(isinstance(link, sympy.Equality) for link in links):
+        return []
+    lefts = [link.lhs for link in links]
+    sides = [link.rhs for link in links if link.rhs not in lefts]
+    if len(sides) != 1:
+        return [side for link in links for side in link.args]
+    before = {link.rhs: link.lhs for link in links}
+    while sides[0] in before:
+        sides.insert(0, before.pop(sides[0]))
+    return sides
 
 
 def _worked_out_by_parser(found: list[Any]) -> bool:
-    """Whether the text is a quotient or the like of numbers, which the parser has turned into its value."""
-    texts = (part.rsplit("=", 1)[-1].strip() for part in found if isinstance(part, str))
-    return any(_WORKED_OUT_BY_PARSER.fullmatch(text) for text in texts)
+    """Whether a text ends in a quotient or the like of numbers, which the parser turns into its value."""
+    return any(text != _without_last_quotients(text) for text in found if isinstance(text, str))
+
+
+def _without_last_quotients(text: str) -> str:
+    """The text without the last sides of its equation that the parser works out; empty where all are such."""
+    sides = text.split("=")
+    while sides and _WORKED_OUT_BY_PARSER.fullmatch(_AROUND_NUMBERS.sub(" ", sides[-1])):
+        sides.pop()
+    return "=".join(sides)
 
 
 def _undone(part: Any, whole: bool = False) -> bool:
