@@ -7,7 +7,9 @@ import inspect
 import pytest
 from batches import make_batch, make_model, make_objective
 
+from torchrl_grpo.config.values import SURROGATE_OPTIONS
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.objectives.surrogates import SURROGATES
 
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
