@@ -4,7 +4,6 @@ torch is imported.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -53,6 +52,7 @@ def follow() -> None:
     import torch
 
     from torchrl_grpo.distributed.ranks import Ranks, divide_threads
+    from torchrl_grpo.runtime.malloc import give_back_freed_memory
     from torchrl_grpo.training.learner import Learner
 
     ranks = Ranks(on_cpu=not torch.cuda.is_available())
@@ -68,9 +68,7 @@ def follow() -> None:
     ranks.follow(learner)
     # As Session.close() does: a sweep's next job needs the memory.
     del learner
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    give_back_freed_memory()
 
 
 def _claim_and_train(cfg: Config, run_dir: Path, asynchronous: bool) -> dict[str, Any]:

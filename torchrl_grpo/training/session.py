@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.rollout.build import Collect, Source, one_engine
 from torchrl_grpo.rollout.collector import Round
 from torchrl_grpo.rollout.records import rollout_rows
+from torchrl_grpo.runtime.malloc import give_back_freed_memory
 from torchrl_grpo.runtime.rng import derive_seed
 from torchrl_grpo.training import schedule
 from torchrl_grpo.training.build import build_publisher, build_reference, coarser, update_format
@@ -391,6 +391,4 @@ class Session:
             self.evaluator,
             self.engine,
         )
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        give_back_freed_memory()
