@@ -193,7 +193,7 @@ def overlap(work: Workload, rows: dict[int, Comparison], asked: int) -> Part:
             "ratio": dataclasses.astuple(ratio),
         }
     return Part(
-        "Collecting and optimising at the same time",
+        "Collecting and optimizing at the same time",
         f"{work.prompts} prompts x {work.samples} responses; a small random model is really trained, on one "
         "core; engines sleep for as long as the trainer takes without them, divided over the tokens of a "
         "round. `collector.max_policy_age=1`, weights in flight; publication, its proof and everything else "
@@ -216,7 +216,7 @@ def async_memory(points: list[dict[str, float]], plot: Path) -> Part:
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for key, label in names.items():
         axes.plot([point["step"] for point in points], [point[key] for point in points], label=label)
-    axes.set_xlabel("optimiser step")
+    axes.set_xlabel("optimizer step")
     axes.set_ylabel("MiB")
     axes.set_ylim(bottom=0)
     axes.legend()
@@ -226,7 +226,7 @@ def async_memory(points: list[dict[str, float]], plot: Path) -> Part:
     found = {key: memory.growth(points, key, warm_up=20) for key in names}
     return Part(
         "Memory of a long asynchronous run",
-        f"{int(points[-1]['step'])} optimiser steps on a small random model, 16 responses each, two workers, "
+        f"{int(points[-1]['step'])} optimizer steps on a small random model, 16 responses each, two workers, "
         "weights published after every step. Medians of the second and of the last fifth of the run, in MiB.",
         ["", "second fifth", "last fifth", "growth"],
         [
@@ -266,7 +266,7 @@ def growth(rows: dict[str, list[dict[str, Any]]], asked: int, plot: Path) -> Par
         "Growth of the training phase",
         "A random Llama of 4 layers, hidden size 576; 4 prompts of 100 tokens x 8 responses of 64, "
         "vocabulary 8,192, micro-batches of 4,096 tokens, unless the table says otherwise. Peak memory is "
-        "the process's, or the GPU's where there is one, without the head's weight, gradient and optimiser "
+        "the process's, or the GPU's where there is one, without the head's weight, gradient and optimizer "
         "state. "
         f"From {vocab[0]['value']:,} to {vocab[-1]['value']:,} words it grows by {grown:.1%}.",
         ["what grows", "to", "training phase, s", "peak memory, GiB"],

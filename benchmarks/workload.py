@@ -1,4 +1,4 @@
-"""The work that every library is given: the same model, prompts, group size, lengths and optimiser."""
+"""The work that every library is given: the same model, prompts, group size, lengths and optimizer."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.observe.stats import peak_memory_gib
 from torchrl_grpo.rollout.buffer import GroupBuffer
-from torchrl_grpo.training.optimizer_step import OptimiserStep
+from torchrl_grpo.training.optimizer_step import OptimizerStep
 
 _EMBEDDED = 8192
 
@@ -56,7 +56,7 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
     P, G = workload.prompts, workload.samples
     scorer = TokenScorer(model, 1.0, resolve_autocast(workload.autocast, device))
     loss, advantage = build_objective(cfg.policy, scorer, (1.0,), workload.response_tokens)
-    optimise = OptimiserStep(
+    optimize = OptimizerStep(
         model,
         loss,
         cfg.optimizer,
@@ -80,7 +80,7 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
         ready = buffer.sample()
         before = _set_back(device)
         started = time.perf_counter()
-        optimise(ready)
+        optimize(ready)
         settle()
         seconds = time.perf_counter() - started
         return {"train": seconds, "between_gib": before, "phase_gib": _peak(device)}

@@ -29,7 +29,7 @@ from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.runtime.malloc import keep_freed_memory
 from torchrl_grpo.training.loop import step as loop_step
-from torchrl_grpo.training.optimizer_step import OptimiserStep
+from torchrl_grpo.training.optimizer_step import OptimizerStep
 from torchrl_grpo.training.session import Session
 
 
@@ -135,7 +135,7 @@ def _training_phase(workload: Workload) -> Callable[[], dict[str, float]]:
     loss, advantage = build_objective(cfg.policy, scorer, (1.0,), workload.response_tokens)
     groups = len(recorded["prompts"])
     samples = len(recorded["responses"][0])
-    optimise = OptimiserStep(
+    optimize = OptimizerStep(
         model,
         loss,
         cfg.optimizer,
@@ -167,7 +167,7 @@ def _training_phase(workload: Workload) -> Callable[[], dict[str, float]]:
         fresh = batch.clone()
         started = time.perf_counter()
         buffer.refill(fresh)
-        optimise(buffer.sample())
+        optimize(buffer.sample())
         settle()
         return {"train": time.perf_counter() - started}
 

@@ -20,7 +20,7 @@ expensive, and ``Workload.settings`` can switch them off:
 vLLM keeps the workload's numbers.
 
 Phases: ``generate`` is what the collector does, environment and reward included; ``train`` is advantages,
-buffer and optimiser step. Publishing weights is in neither, since TorchRL's own updaters need GPUs.
+buffer and optimizer step. Publishing weights is in neither, since TorchRL's own updaters need GPUs.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _collate(rows: list[dict[str, str]]) -> dict[str, list[str]]:
 
 
 class _Trainer:
-    """Advantages, micro-batches and one optimiser step for a batch of samples."""
+    """Advantages, micro-batches and one optimizer step for a batch of samples."""
 
     def __init__(self, workload: Workload, tokenizer: Any) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(workload.model, dtype=torch.float32).eval()

@@ -1,4 +1,4 @@
-"""Train a language model with GRPO, collecting and optimising at the same time, on Ray.
+"""Train a language model with GRPO, collecting and optimizing at the same time, on Ray.
 
     python sota-implementations/grpo/grpo-async.py --help
 

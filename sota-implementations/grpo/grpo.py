@@ -1,4 +1,4 @@
-"""Train a language model with GRPO, collecting and optimising in turn.
+"""Train a language model with GRPO, collecting and optimizing in turn.
 
     python sota-implementations/grpo/grpo.py --help
 

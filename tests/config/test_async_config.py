@@ -42,7 +42,7 @@ def config(**changes: object) -> Config:
         ),
         (
             {"train__optim_batch_size": 16, "train__weight_update_frequency": 3},
-            r"train\.weight_update_frequency=3: must divide a collection round of 4 optimiser steps",
+            r"train\.weight_update_frequency=3: must divide a collection round of 4 optimizer steps",
         ),
         (
             {"collector__partial_rollout": True, "collector__max_policy_age": 0},

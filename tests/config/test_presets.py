@@ -337,7 +337,7 @@ def test_advantages_with_a_std_do_not_change_under_a_scale(rewards: list[float],
 # Several rewards
 
 
-def test_rewards_normalised_apart() -> None:
+def test_rewards_normalized_apart() -> None:
     # GDPO, eqs. 4 to 6, on two rewards of very different spread.
     parts = torch.tensor([[[0.0, 10.0], [1.0, 30.0], [1.0, 20.0]], [[1.0, 5.0], [0.0, 5.0], [0.0, 5.0]]])
     batch = make_batch(P=2, G=3)
@@ -460,7 +460,7 @@ def test_maxent_limits() -> None:
     assert weights(u, ref, tau=1.0) == pytest.approx([value / sum(q) for value in q])
 
 
-def test_maxent_weights_maximise_what_they_are_said_to_maximise() -> None:
+def test_maxent_weights_maximize_what_they_are_said_to_maximize() -> None:
     g = torch.Generator().manual_seed(0)
     u, ref = torch.randn(2, 5, generator=g, dtype=torch.float64).unbind()
     tau, beta, eps = 0.3, 0.7, 0.01
@@ -469,7 +469,7 @@ def test_maxent_weights_maximise_what_they_are_said_to_maximise() -> None:
 
     def objective(w: Tensor) -> Tensor:
         log_w = w.log()
-        # The reference need not be normalised over the candidates: that would only add a constant.
+        # The reference need not be normalized over the candidates: that would only add a constant.
         return (w * log_q).sum() - beta * (w * (log_w - ref)).sum() - tau * (w * log_w).sum()
 
     best = listwise_weights(u[None], ref[None], tau=tau, beta=beta, q_temperature=0.8, q_epsilon=eps)[0]

@@ -59,7 +59,7 @@ def test_ranks_compute_what_one_process_does(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
-def test_the_optimiser_s_state_is_the_same_for_all_layouts(
+def test_the_optimizer_s_state_is_the_same_for_all_layouts(
     by_ranks: dict[int, Any], case: str, count: int, kind: str
 ) -> None:
     check_same_state(by_ranks[count][case, kind]["state"], measured_alone(case)["state"])

@@ -86,7 +86,7 @@ def test_gradients_of_whole_models_lie_in_what_is_exchanged(by_ranks: dict[int, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_optimiser_s_state_is_the_same_for_all_layouts(by_ranks: dict[int, Any], kind: str) -> None:
+def test_the_optimizer_s_state_is_the_same_for_all_layouts(by_ranks: dict[int, Any], kind: str) -> None:
     check_same_state(by_ranks[2]["llama", kind]["state"], measured_alone("llama")["state"])
 
 
@@ -280,7 +280,7 @@ def test_a_run_on_one_rank_continues_on_two(kind: str, engines: str, runs: Runs,
         (
             None,
             ("train_model.num_devices=5",),
-            "train_model.num_devices=5: an optimiser batch has only 4 groups",
+            "train_model.num_devices=5: an optimizer batch has only 4 groups",
         ),
         (
             None,

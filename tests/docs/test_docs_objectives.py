@@ -77,7 +77,7 @@ def test_a_preset_arrives_unchanged_in_every_primary_configuration(name: str) ->
 
 
 @pytest.mark.parametrize("primary", ["grpo_gsm8k", "grpo_ifeval", "grpo_quickstart"])
-def test_the_shipped_recipes_take_one_optimiser_step_a_round(primary: str) -> None:
+def test_the_shipped_recipes_take_one_optimizer_step_a_round(primary: str) -> None:
     with composer(CONFIG, primary) as tree:
         train = parse(tree.compose([]).node).train
     assert (train.optim_batch_size, train.epochs) == (None, 1)

@@ -23,7 +23,7 @@ def k_by_hand(kind: str, new: Any, ref: Any) -> Any:
     return {"k1": new - ref, "k2": 0.5 * d**2, "k3": exp(d) - d - 1}[kind]
 
 
-def penalised(cfg: PolicyConfig, length: int, longest: int) -> float:
+def penalized(cfg: PolicyConfig, length: int, longest: int) -> float:
     """DAPO, eq. 13, case by case."""
     if cfg.overlong != "penalise":
         return 0.0
@@ -40,7 +40,7 @@ def shaped(cfg: PolicyConfig, reward: float) -> float:
     return value if cfg.reward_clip is None else max(-cfg.reward_clip, min(cfg.reward_clip, value))
 
 
-def normalised(cfg: PolicyConfig, group: list[float], everything: list[float]) -> list[float]:
+def normalized(cfg: PolicyConfig, group: list[float], everything: list[float]) -> list[float]:
     """Advantages of one group."""
     if max(group) == min(group):
         return [0.0] * len(group)
@@ -81,7 +81,7 @@ def advantages_by_hand(cfg: PolicyConfig, batch: TensorDict, longest: int) -> li
         for s in range(G):
             kept = [t for t in range(T) if mask[p, s, t]]
             reward = shaped(cfg, float(batch["next", "reward"][p, s, 0].double()))
-            reward += penalised(cfg, len(kept), longest)
+            reward += penalized(cfg, len(kept), longest)
             if cfg.kl_in == "reward":
                 reward -= cfg.kl_coef * sum(
                     k_by_hand(cfg.kl_estimator, logs["response"][p][s][t], logs["reference"][p][s][t])
@@ -100,7 +100,7 @@ def advantages_by_hand(cfg: PolicyConfig, batch: TensorDict, longest: int) -> li
             found.append(maxent(cfg, totals[p], ref))
         return found
     everything = [reward for row in totals for reward in row]
-    return [normalised(cfg, row, everything) for row in totals]
+    return [normalized(cfg, row, everything) for row in totals]
 
 
 def counted(cfg: PolicyConfig, batch: TensorDict) -> list[list[list[bool]]]:

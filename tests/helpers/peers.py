@@ -117,7 +117,7 @@ class Trl:
         Args:
             numbers: what its model, engine and rewards say.
             kind: ``grpo`` or ``rloo``.
-            pieces: micro-batches of an optimiser step.
+            pieces: micro-batches of an optimizer step.
             settings: of TRL's configuration. ``use_vllm`` is set behind the constructor's back, which would
                 start an engine.
         """
@@ -156,7 +156,7 @@ class Trl:
         return trainer
 
     def outcome(self, numbers: Numbers, kind: str = "grpo", pieces: int = 1, **settings: Any) -> Outcome:
-        """Rewards to advantages to the loss of an optimiser step; arguments as of :meth:`trainer`."""
+        """Rewards to advantages to the loss of an optimizer step; arguments as of :meth:`trainer`."""
         trainer = self.trainer(numbers, kind, pieces, **settings)
         scored = trainer._generate_and_score_completions([{"prompt": "x"}] * len(numbers.rewards))
         size = len(numbers.rewards) // pieces

@@ -23,7 +23,7 @@ from torchrl_grpo.distributed.parallelism import distribute, resting, whole
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.aggregation import totals_of
-from torchrl_grpo.training.optimizer_step import OptimiserStep
+from torchrl_grpo.training.optimizer_step import OptimizerStep
 
 CPU = torch.device("cpu")
 # Every term a loss can have, so that every metric is added up over ranks.
@@ -60,7 +60,7 @@ def batch_of(case: str, step: int = 1) -> TensorDict:
     return batch
 
 
-def build(case: str, kind: str, ranks: Ranks) -> tuple[OptimiserStep, torch.nn.Module]:
+def build(case: str, kind: str, ranks: Ranks) -> tuple[OptimizerStep, torch.nn.Module]:
     family, tokens, policy = CASES[MIXED.get(case, case)]
     model = make_model(family)
     if "checkpointed" in case:
@@ -74,7 +74,7 @@ def build(case: str, kind: str, ranks: Ranks) -> tuple[OptimiserStep, torch.nn.M
     network = distribute(scorer, kind, ranks.size, CPU)
     loss, _ = make_objective(scorer, **policy)
     loss.score_through(network)
-    step = OptimiserStep(
+    step = OptimizerStep(
         model,
         loss,
         # The first steps of Adam follow a gradient's sign, also where it is rounding; not with this eps.
@@ -92,7 +92,7 @@ def build(case: str, kind: str, ranks: Ranks) -> tuple[OptimiserStep, torch.nn.M
 
 
 def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
-    """Loss terms, gradients, and what two optimiser steps make of the weights; whole on every rank."""
+    """Loss terms, gradients, and what two optimizer steps make of the weights; whole on every rank."""
     step, model = build(case, kind, ranks)
     batch = batch_of(case)
     with torch.no_grad(), resting(step.network):
@@ -166,7 +166,7 @@ def _gradient(parameter: torch.nn.Parameter) -> Tensor:
     return safe_get_full_grad(parameter)
 
 
-def _probe(step: OptimiserStep, batch: TensorDict) -> Tensor:
+def _probe(step: OptimizerStep, batch: TensorDict) -> Tensor:
     network: Any = step.network
     scorer = getattr(network, "module", network)
     return scorer.next_token_log_probs(batch["tokens", "prompt"], batch["masks", "prompt"])

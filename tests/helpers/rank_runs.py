@@ -65,7 +65,7 @@ def check_same_numbers(found: dict[str, Any], alone: dict[str, Any]) -> None:
 
 
 def check_same_state(found: dict[str, Any], alone: dict[str, Any]) -> None:
-    """And so is the optimiser's state, which every layout saves alike."""
+    """And so is the optimizer's state, which every layout saves alike."""
     assert found["optimizer"]["param_groups"] == alone["optimizer"]["param_groups"]
     assert found["optimizer"]["state"].keys() == alone["optimizer"]["state"].keys()
     for index, entry in alone["optimizer"]["state"].items():

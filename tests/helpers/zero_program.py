@@ -20,7 +20,7 @@ from torchrl_grpo.distributed.parallelism import whole, writable
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.models.precision import lost_to_rounding
 from torchrl_grpo.models.shards import count_parameters, own_part
-from torchrl_grpo.training.optimizer_step import OptimiserStep
+from torchrl_grpo.training.optimizer_step import OptimizerStep
 from torchrl_grpo.training.throughput import Speedometer
 
 
@@ -32,7 +32,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def by_hand(case: str, *, steps: int) -> tuple[OptimiserStep, Any]:
+def by_hand(case: str, *, steps: int) -> tuple[OptimizerStep, Any]:
     """One process alone, after ``steps`` steps with a gradient."""
     alone = Ranks(on_cpu=True)
     alone.size, alone.rank = 1, 0

@@ -64,7 +64,7 @@ def publisher_for(engine: VLLMEngine, model: PreTrainedModel, prompts: list[list
 
 
 def nudge(model: PreTrainedModel, size: float, seed: int = 0) -> None:
-    """An update of the size an optimiser makes, on every weight."""
+    """An update of the size an optimizer makes, on every weight."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -184,7 +184,7 @@ def test_a_sabotaged_engine_is_stopped(
     if moment == "later":
         nudge(model, 1e-4)
         step = publisher.publish
-    # The object is the healthy engine; only its behaviour is swapped, so that one engine serves all cases.
+    # The object is the healthy engine; only its behavior is swapped, so that one engine serves all cases.
     monkeypatch.setattr(engine, "__class__", sabotage)
     with pytest.raises(TrainingStopped, match=message):
         step(1)

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 
 
-def test_quantisation_is_for_frozen_models_and_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantization_is_for_frozen_models_and_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = Config()
     cfg.train_model.quantization = "nf4"
     with pytest.raises(ConfigError, match=r"quantization=nf4: .*write train_model\.lora\.rank=16"):
@@ -71,7 +71,7 @@ def plain(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("targets", [["all-linear"], ["q_proj"]])
-def test_published_weights_compute_what_the_quantised_model_computes(
+def test_published_weights_compute_what_the_quantized_model_computes(
     folder: Path, targets: list[str]
 ) -> None:
     model, batch = quantized(folder, target_modules=targets), make_batch(P=2, G=2, kl=False)
@@ -91,7 +91,7 @@ def test_published_weights_compute_what_the_quantised_model_computes(
     assert 1 < whole / FlopCounter(small)([5], [[4]], backward=False) < 1.3
 
 
-def test_the_proof_of_weights_covers_a_quantised_base(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_of_weights_covers_a_quantized_base(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def publisher() -> WeightPublisher:
         model = quantized(folder, moved=0)
         engine = TransformersEngine(make_model("llama_tied", **SHAPE), [END], PAD)
@@ -105,7 +105,7 @@ def test_the_proof_of_weights_covers_a_quantised_base(folder: Path, monkeypatch:
     assert all(torch.equal(p, before[name]) for name, p in sound.model.named_parameters())
     move(sound.model, 0.01)
     assert sound.publish(1)["publish/logprob_diff_max"] < 1e-3
-    # The base as it was before it was quantised is not what the trainer computes with.
+    # The base as it was before it was quantized is not what the trainer computes with.
     full = dict(make_model("llama_tied", **SHAPE).named_parameters())
     left_out = "model.layers.1.mlp.up_proj"
     honest = lora.merged
@@ -124,7 +124,7 @@ def test_the_proof_of_weights_covers_a_quantised_base(folder: Path, monkeypatch:
         sabotaged.prove_at_start(0)
 
 
-def test_a_quantised_base_is_exported_unpacked(folder: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_quantized_base_is_exported_unpacked(folder: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
     model, ids = quantized(folder), torch.arange(3, 20)[None]
     tokenizer = loading.load_tokenizer(str(tiny_model_dir), ModelConfig())
     (tmp_path / "merged").mkdir()

@@ -108,7 +108,7 @@ class Case:
         return group_advantage(self.batch["next", "reward"].squeeze(-1), "unbiased", 1e-4).unsqueeze(-1)
 
     def ours(self, pieces: int = 1, **policy: Any) -> Outcome:
-        """Rewards to advantages to the loss of an optimiser step, in so many micro-batches."""
+        """Rewards to advantages to the loss of an optimizer step, in so many micro-batches."""
         return self.terms(pieces, **policy)[0]
 
     def terms(self, pieces: int = 1, own_totals: bool = False, **policy: Any) -> tuple[Outcome, TensorDict]:
@@ -511,7 +511,7 @@ def test_trl_leaves_rounding_in_groups_of_equal_rewards(trl: Trl) -> None:
     assert 0 < theirs.gradient.abs().max() < 1e-3
 
 
-def test_trl_normalises_rloo_by_the_spread_of_advantages(trl: Trl) -> None:
+def test_trl_normalizes_rloo_by_the_spread_of_advantages(trl: Trl) -> None:
     """``normalize_advantages``; ``policy.advantage_std=batch`` is the spread of rewards, as in GRPO."""
     case = Case(spread=0.2)
     theirs = trl.outcome(case.numbers, "rloo", num_generations=GROUP, beta=0.0, normalize_advantages=True)
@@ -569,7 +569,7 @@ AGGREGATIONS = {"token_mean": "token", "prompt_mean": "sequence"}
 def torchrl_outcome(
     case: Case, kind: type[GRPOLoss], pieces: int = 1, kept: Tensor | None = None, **settings: Any
 ) -> Outcome:
-    """TorchRL's loss of an optimiser step with our advantages: the mean over micro-batches.
+    """TorchRL's loss of an optimizer step with our advantages: the mean over micro-batches.
 
     ``kept`` ``[P, G, 1]`` masks the other responses.
     """

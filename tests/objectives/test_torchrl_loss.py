@@ -68,7 +68,7 @@ def module_around(scorer: nn.Module, entropy: bool = True, log_prob: Any = ("log
 # --- parameters ------------------------------------------------------------------------------------
 
 
-def test_an_optimiser_over_the_parameters_of_the_loss_trains_the_model(model, batch) -> None:
+def test_an_optimizer_over_the_parameters_of_the_loss_trains_the_model(model, batch) -> None:
     loss = GroupPolicyLoss(TokenScorer(model))
     assert {id(p) for p in loss.parameters()} == {id(p) for p in model.parameters()}
     assert len(list(loss.parameters())) == len(list(model.parameters())), "found twice"

@@ -388,15 +388,15 @@ def test_rows_on_a_gpu_with_an_engine_that_sleeps() -> None:
     )
     whole = predicted(cfg, (80.0,))
     weights = 4 * SEVEN_B.parameters
-    train = row(whole, "train", "optimise")
-    assert (train.weights, train.optimiser) == (weights, 2 * weights)
+    train = row(whole, "train", "optimize")
+    assert (train.weights, train.optimizer) == (weights, 2 * weights)
     assert weights <= train.gradients <= weights * 1.1
     engine = row(whole, "inference", "generate")
     assert engine.total == pytest.approx(0.4 * 80 * GIB) and engine.weights == weights / 2
-    assert row(whole, "inference", "optimise").total < GIB
+    assert row(whole, "inference", "optimize").total < GIB
     awake = predicted(config(inference_model__sleep=False, inference_model__backend="vllm"), (80.0,))
-    assert row(awake, "inference", "optimise").total == pytest.approx(0.4 * 80 * GIB)
-    assert whole.peak("cuda:0")[1] == "optimise"
+    assert row(awake, "inference", "optimize").total == pytest.approx(0.4 * 80 * GIB)
+    assert whole.peak("cuda:0")[1] == "optimize"
 
 
 def test_adapters_have_small_gradients_and_no_reference() -> None:
@@ -406,8 +406,8 @@ def test_adapters_have_small_gradients_and_no_reference() -> None:
     adapters = predicted(cfg)
     assert row(whole, "reference", "score").weights == 4 * SEVEN_B.parameters
     assert not [one for one in adapters.rows if one.role == "reference"]
-    small = row(adapters, "train", "optimise")
-    assert small.gradients + small.optimiser < 0.1 * row(whole, "train", "optimise").gradients
+    small = row(adapters, "train", "optimize")
+    assert small.gradients + small.optimizer < 0.1 * row(whole, "train", "optimize").gradients
 
 
 def test_a_frozen_base_is_held_as_configured() -> None:
@@ -416,7 +416,7 @@ def test_a_frozen_base_is_held_as_configured() -> None:
     sizes = {}
     for dtype, quantization in (("float32", "none"), ("bfloat16", "none"), ("auto", "nf4")):
         cfg.train_model.lora.base_dtype, cfg.train_model.quantization = dtype, quantization
-        sizes[dtype] = row(predicted(cfg), "train", "optimise").weights
+        sizes[dtype] = row(predicted(cfg), "train", "optimize").weights
     assert (sizes["float32"], sizes["bfloat16"]) == (4 * SEVEN_B.parameters, 2 * SEVEN_B.parameters)
     # Embedding and output head are not packed.
     packed = (sizes["auto"] - 4 * SEVEN_B.outer) / (SEVEN_B.parameters - SEVEN_B.outer)
@@ -432,7 +432,7 @@ def test_copies_of_weights_that_a_pass_computes_with() -> None:
         for base in ("float32", "bfloat16"):
             cfg = config(train_model__autocast="bf16", **changes)
             cfg.train_model.lora.rank, cfg.train_model.lora.base_dtype = 16, base
-            found.append(row(predicted(cfg), "train", "optimise").activations)
+            found.append(row(predicted(cfg), "train", "optimize").activations)
         return found[0] - found[1]
 
     # A base of 16 bits is computed with as it is; of one in float32 the backward pass keeps what was cast.
@@ -442,13 +442,13 @@ def test_copies_of_weights_that_a_pass_computes_with() -> None:
         train_model__num_devices=4, train_model__parallelism="fsdp2", train_model__autocast="bf16"
     )
     ranks = config(train_model__num_devices=4, train_model__autocast="bf16")
-    kept = [row(predicted(cfg, (80.0,) * 8), "train", "optimise").activations for cfg in (ranks, shards)]
+    kept = [row(predicted(cfg, (80.0,) * 8), "train", "optimize").activations for cfg in (ranks, shards)]
     # What is gathered for the whole pass comes in float32, and the fused head keeps a copy of its matrix.
     gathered = 4 * SEVEN_B.outer + 2 * SEVEN_B.vocabulary * SEVEN_B.hidden + 2 * 2 * SEVEN_B.layer
     assert kept[0] - kept[1] == 2 * whole - gathered
     # Layers with more than linear layers come in float32, and autocast keeps a copy of each.
     other = predicted(shards, (80.0,) * 8, shape=replace(SEVEN_B, plain=False))
-    more = row(other, "train", "optimise").activations - kept[1]
+    more = row(other, "train", "optimize").activations - kept[1]
     assert more == 2 * (whole - SEVEN_B.outer) + 2 * 2 * SEVEN_B.layer
 
 
@@ -491,10 +491,10 @@ def test_a_gpu_without_bfloat16_computes_in_float32() -> None:
 
 
 def test_shards_divide_what_is_trained() -> None:
-    whole = row(predicted(config(train_model__num_devices=4), (80.0,) * 8), "train", "optimise")
+    whole = row(predicted(config(train_model__num_devices=4), (80.0,) * 8), "train", "optimize")
     cfg = config(train_model__num_devices=4, train_model__parallelism="fsdp2")
-    shards = row(predicted(cfg, (80.0,) * 8), "train", "optimise")
-    assert shards.weights == whole.weights / 4 and shards.optimiser == whole.optimiser / 4
+    shards = row(predicted(cfg, (80.0,) * 8), "train", "optimize")
+    assert shards.weights == whole.weights / 4 and shards.optimizer == whole.optimizer / 4
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "deepspeed_zero3"])
@@ -512,17 +512,17 @@ def test_a_rank_loads_all_of_what_it_divides(kind: str) -> None:
 
 
 def test_deepspeed_divides_what_it_says_and_updates_a_copy() -> None:
-    whole = row(predicted(config(train_model__num_devices=4), (80.0,) * 8), "train", "optimise")
+    whole = row(predicted(config(train_model__num_devices=4), (80.0,) * 8), "train", "optimize")
     for kind, weights in (("deepspeed_zero2", 1 + 1 / 4), ("deepspeed_zero3", 2 / 4)):
         cfg = config(train_model__num_devices=4, train_model__parallelism=kind)
-        found = row(predicted(cfg, (80.0,) * 8), "train", "optimise")
-        assert found.weights == whole.weights * weights and found.optimiser == whole.optimiser / 4
+        found = row(predicted(cfg, (80.0,) * 8), "train", "optimize")
+        assert found.weights == whole.weights * weights and found.optimizer == whole.optimizer / 4
 
 
 def test_checkpointing_and_smaller_micro_batches_take_less() -> None:
-    plain = row(predicted(config()), "train", "optimise").activations
-    again = row(predicted(config(train_model__gradient_checkpointing=True)), "train", "optimise").activations
-    half = row(predicted(config(train__max_tokens_per_microbatch=2048)), "train", "optimise").activations
+    plain = row(predicted(config()), "train", "optimize").activations
+    again = row(predicted(config(train_model__gradient_checkpointing=True)), "train", "optimize").activations
+    half = row(predicted(config(train__max_tokens_per_microbatch=2048)), "train", "optimize").activations
     assert again < plain / 2 and half == pytest.approx(plain / 2, rel=0.1)
 
 
@@ -781,7 +781,7 @@ def test_dry_run_prints_and_does_nothing(script: str, tmp_path: Path, tiny_model
     result = dry_run(script, tmp_path, *words)
     assert result.returncode == 0, result.stderr[-500:]
     assert re.search(r"^train +c\w+", result.stdout) is None and "role " in result.stdout
-    assert re.search(r"^train +optimise", result.stdout, re.MULTILINE) and "\nmemory: c" in result.stdout
+    assert re.search(r"^train +optimize", result.stdout, re.MULTILINE) and "\nmemory: c" in result.stdout
     imported = {
         line.rsplit("|", 1)[1].strip().split(".")[0] for line in result.stderr.splitlines() if "|" in line
     }
@@ -852,7 +852,7 @@ def test_predicted_memory_is_that_of_a_run(
     (tmp_path / "questions.jsonl").write_text(
         "".join(json.dumps({"question": text, "answer": "#### 1"}) + "\n" for text in QUESTIONS)
     )
-    # Two rounds: the moments of the optimiser are there from the second step on.
+    # Two rounds: the moments of the optimizer are there from the second step on.
     small = kind == "smollm2"
     cfg = config(env__num_envs=2 if small else 4, env__repeats=4, env__prompt_template="{question}")
     cfg.model.name, cfg.env.data_path, cfg.env.answer_format = str(model), "questions.jsonl", "plain"

@@ -261,7 +261,7 @@ def test_a_megabyte_of_garbage_is_judged_in_under_a_second(piece: str) -> None:
     before = judge(garbage, "72")
     parts = FormatReward()(garbage, example())
     after_half = judge(garbage + "\n<answer>72</answer>", "72")
-    seconds = time.process_time() - started  # two judgements: twice the second
+    seconds = time.process_time() - started  # two judgments: twice the second
     assert before == {"strict": 0.0, "flexible": 0.0}
     assert after_half == {"strict": 1.0, "flexible": 1.0}
     assert parts["exact"] == 0.0

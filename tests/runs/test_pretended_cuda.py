@@ -1,4 +1,4 @@
-"""Pretended GPUs: by which rules operators are refused, and that nothing of the pretence stays behind."""
+"""Pretended GPUs: by which rules operators are refused, and that nothing of the pretense stays behind."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_refusal_that_is_swallowed_is_said_at_the_end() -> None:
 
 
 def originals() -> list[tuple[Any, str, Any]]:
-    """What stands where the pretence replaces something; None where it is inherited."""
+    """What stands where the pretense replaces something; None where it is inherited."""
     return [(owner, name, vars(owner).get(name)) for owner, name, _ in replacements(PretendedCuda())]
 
 

@@ -20,7 +20,7 @@ from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.surrogates import SURROGATES
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
-from torchrl_grpo.training.optimizer_step import OptimiserStep
+from torchrl_grpo.training.optimizer_step import OptimizerStep
 
 EXPERTS = {"num_experts_per_tok": 2}
 MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -75,12 +75,12 @@ def make_step(
     autocast: torch.dtype | None = torch.bfloat16,
     layers: int = 2,
     **policy: Any,
-) -> OptimiserStep:
+) -> OptimizerStep:
     """A step of a model on ``cuda:0``."""
     depth = {"n_layer": layers} if family == "gpt2" else {"num_hidden_layers": layers}
     model = make_model(family, **depth).to("cuda")
     loss, _ = make_objective(TokenScorer(model, autocast_dtype=autocast), **policy)
-    return OptimiserStep(
+    return OptimizerStep(
         model,
         loss,
         OptimizerConfig(),

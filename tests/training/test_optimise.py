@@ -1,4 +1,4 @@
-"""One optimiser step: AdamW by hand, schedules, clipping, refusal of what is not finite, and its state."""
+"""One optimizer step: AdamW by hand, schedules, clipping, refusal of what is not finite, and its state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.aggregation import BatchTotals, totals_of
 from torchrl_grpo.objectives.coefficients import EntropyCoefficient, KLCoefficient
 from torchrl_grpo.training.optimizer_step import (
-    OptimiserStep,
+    OptimizerStep,
     _effective_share,
     learning_rate_factor,
     parameter_groups,
@@ -68,7 +68,7 @@ class Tiny(nn.Module):
         self.vector = nn.Parameter(torch.tensor([0.7, -0.1]))
 
 
-def make_step(model: nn.Module, loss: Any, total_steps: int = 10, **changes: Any) -> OptimiserStep:
+def make_step(model: nn.Module, loss: Any, total_steps: int = 10, **changes: Any) -> OptimizerStep:
     options = {
         "budget": no_budget(),
         "groups_per_batch": 4,
@@ -77,7 +77,7 @@ def make_step(model: nn.Module, loss: Any, total_steps: int = 10, **changes: Any
         "max_skipped_steps": 2,
     }
     options |= {key: changes.pop(key) for key in list(changes) if key in options}
-    return OptimiserStep(model, loss, OptimizerConfig(**changes), total_steps=total_steps, **options)
+    return OptimizerStep(model, loss, OptimizerConfig(**changes), total_steps=total_steps, **options)
 
 
 def adamw_by_hand(
@@ -243,7 +243,7 @@ def test_the_effective_sample_size_of_ratios_that_differ() -> None:
     assert math.isnan(_effective_share(0.0, 0.0)) and math.isnan(_effective_share(math.nan, 1.0))
 
 
-def real_step(**changes: Any) -> tuple[nn.Module, OptimiserStep]:
+def real_step(**changes: Any) -> tuple[nn.Module, OptimizerStep]:
     model = make_model()
     loss, _ = make_objective(TokenScorer(model), clip_epsilon_high=0.28, kl_coef=0.05)
     return model, make_step(model, loss, **{"lr": 1e-2, **changes})
@@ -376,7 +376,7 @@ def test_an_update_without_room_for_its_moments_says_what_to_change(monkeypatch:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(step.optimizer, "step", full)
-    with pytest.raises(TrainingStopped, match=r"optimiser's update.*lora\.rank=16.*gpu_memory_utilization"):
+    with pytest.raises(TrainingStopped, match=r"optimizer's update.*lora\.rank=16.*gpu_memory_utilization"):
         step(make_batch())
 
 
@@ -437,7 +437,7 @@ def test_training_stops_after_too_many_refusals_in_a_row() -> None:
     for _ in range(2):
         step(spoilt(batch))
     with pytest.raises(
-        TrainingStopped, match=r"3 optimiser steps in a row.*max_skipped_steps=2.*optimizer.lr"
+        TrainingStopped, match=r"3 optimizer steps in a row.*max_skipped_steps=2.*optimizer.lr"
     ):
         step(spoilt(batch))
 
@@ -469,7 +469,7 @@ def test_a_refused_step_still_moves_the_schedule() -> None:
 
 @pytest.mark.parametrize("fp16", [False, True])
 def test_the_state_goes_through_a_file(fp16: bool) -> None:
-    def build() -> tuple[nn.Module, OptimiserStep]:
+    def build() -> tuple[nn.Module, OptimizerStep]:
         return real_step(use_scaler=fp16, schedule="cosine", warmup_steps=2, total_steps=9)
 
     batches = [make_batch(seed=i) for i in range(5)]
@@ -538,7 +538,7 @@ def test_fp16_autocast_on_cpu_takes_a_step() -> None:
     assert any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def adaptive_step() -> OptimiserStep:
+def adaptive_step() -> OptimizerStep:
     model = make_model()
     loss, _ = make_objective(TokenScorer(model), init_kl_coeff=0.1, kl_target=0.01, kl_horizon=160)
     return make_step(model, loss, max_skipped_steps=9)

@@ -17,7 +17,7 @@ key                            shape           dtype    meaning
 "truncated"                    [P, G, 1]       bool     True where the length bound ended the response
 "advantage"                    [P, G, 1]       float32  written on the way into the buffer
 ("masks", "loss")              [P, G, T]       bool     tokens that the loss counts; written likewise
-"policy_version"               [P, G]          int64    optimiser steps before its oldest token
+"policy_version"               [P, G]          int64    optimizer steps before its oldest token
 "newest_policy_version"        [P, G]          int64    the same of its newest token
 ("versions", "response")       [P, G, T]       int64    the same of each token
 "group_id"                     [P, G]          int64    running number of the group

@@ -5,7 +5,7 @@
 * ``model/``: weights (safetensors), configuration and tokenizer, as ``from_pretrained`` reads them; with LoRA
   adapters and tokenizer, as PEFT reads them;
 * ``merged/``: the model with its adapters merged, on request;
-* ``trainer.pt``: optimiser, schedule, scaler, random states, buffer, data position, counters, as tensors
+* ``trainer.pt``: optimizer, schedule, scaler, random states, buffer, data position, counters, as tensors
   and plain values, read with ``weights_only=True`` so that no code can hide in it;
 * ``config.yaml``: the full configuration;
 * ``manifest.json``: size and checksum of each file, written last.
@@ -51,7 +51,7 @@ def save(
 
     Args:
         run_dir: the run's folder.
-        step: optimiser steps done.
+        step: optimizer steps done.
         cfg: the configuration, saved in full.
         write_model: writes model and tokenizer into the folder it is given.
         state: tensors and plain values.

@@ -39,10 +39,10 @@ keys most used (key=value; `--cfg job` shows all with their values, config/base.
   optimizer.weight_decay         weight decay
   train.total_dialog_turns       samples over the whole run; null with train.num_epochs=2, which
                                  goes through the training problems that often
-  train.optim_batch_size         samples in one optimiser step
+  train.optim_batch_size         samples in one optimizer step
   train.gradient_accumulation_steps
-                                 micro-batches an optimiser step is cut into
-  train.checkpoint_frequency     optimiser steps between checkpoints
+                                 micro-batches an optimizer step is cut into
+  train.checkpoint_frequency     optimizer steps between checkpoints
   seed                           of data order, sampling and engine
   resume                         auto, or the path of a run: continue it
   logging.backends               any of [csv,tensorboard,wandb]

@@ -330,7 +330,7 @@ def _check_batches(cfg: Config) -> None:
         raise bad_value(
             "train.gradient_accumulation_steps",
             steps,
-            f"must divide the {groups} groups of an optimiser batch of {batch} samples, or be that number "
+            f"must divide the {groups} groups of an optimizer batch of {batch} samples, or be that number "
             f"times a divisor of env.repeats={env.repeats}",
             f"train.gradient_accumulation_steps={max(n for n in good if n <= max(steps, 1))}",
         )

@@ -31,7 +31,7 @@ def check_lora(cfg: Config) -> None:
         return
     quantization = cfg.train_model.quantization
     if quantization != "none":
-        wrong = "only a frozen model can be quantised, and with train_model.lora.rank=0 all of it is trained"
+        wrong = "only a frozen model can be quantized, and with train_model.lora.rank=0 all of it is trained"
         good = f"train_model.lora.rank=16 train_model.quantization={quantization}"
         raise bad_value("train_model.quantization", quantization, wrong, good)
     if cfg.checkpoint.export_merged:

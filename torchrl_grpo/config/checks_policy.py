@@ -127,11 +127,11 @@ def _check_coefficients(cfg: Config) -> None:
         good = f"policy.kl_coef={policy.init_kl_coeff:g}"
         raise bad_value("policy.init_kl_coeff", policy.init_kl_coeff, wrong, good)
     if policy.reward_combination == "apart" and policy.kl_in == "reward" and needs_reference(policy):
-        wrong = "with policy.reward_combination=apart the normalisation would take its coefficient out again"
+        wrong = "with policy.reward_combination=apart the normalization would take its coefficient out again"
         raise bad_value("policy.kl_in", "reward", wrong, "policy.kl_in=loss")
     batch = optim_batch_size(cfg)
     if policy.kl_target is not None and policy.kl_horizon < batch:
-        wrong = f"is less than one optimiser batch, {batch} responses"
+        wrong = f"is less than one optimizer batch, {batch} responses"
         raise bad_value("policy.kl_horizon", policy.kl_horizon, wrong, f"policy.kl_horizon={20 * batch}")
     if policy.entropy_target is not None and policy.entropy_coef > policy.entropy_coef_max:
         wrong = f"is above policy.entropy_coef_max={policy.entropy_coef_max}"

@@ -73,7 +73,7 @@ def check_sleep(cfg: Config) -> None:
             "train.weight_update_frequency",
             cfg.train.weight_update_frequency,
             "an engine that sleeps while the trainer trains loses its weights, and needs new ones before "
-            f"each round of {steps} optimiser steps",
+            f"each round of {steps} optimizer steps",
             f"train.weight_update_frequency={steps} or inference_model.sleep=false",
         )
 
@@ -88,7 +88,7 @@ def _check_rounds(cfg: Config, age: int, allowed: str) -> None:
         raise bad_value(
             "train.weight_update_frequency",
             frequency,
-            f"weights would be {oldest} rounds of {steps} optimiser steps old before they are replaced, "
+            f"weights would be {oldest} rounds of {steps} optimizer steps old before they are replaced, "
             f"{allowed}",
             f"train.weight_update_frequency={(age + 1) * steps}",
         )
@@ -96,7 +96,7 @@ def _check_rounds(cfg: Config, age: int, allowed: str) -> None:
         raise bad_value(
             "train.weight_update_frequency",
             frequency,
-            f"must divide a collection round of {steps} optimiser steps, or be a multiple of it",
+            f"must divide a collection round of {steps} optimizer steps, or be a multiple of it",
             f"train.weight_update_frequency={steps}",
         )
 
@@ -113,7 +113,7 @@ def _check_ranks(cfg: Config) -> None:
     ranks = num_devices(cfg.train_model)
     groups = optim_batch_size(cfg) // cfg.env.repeats
     if ranks > groups:
-        wrong = f"an optimiser batch has only {groups} groups, and a group is trained on one rank"
+        wrong = f"an optimizer batch has only {groups} groups, and a group is trained on one rank"
         raise _too_many("train_model", cfg.train_model, wrong, groups)
 
 

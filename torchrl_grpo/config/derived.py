@@ -24,7 +24,7 @@ def optim_batch_size(cfg: Config) -> int:
 
 
 def steps_per_round(cfg: Config) -> int:
-    """Optimiser steps that a collection round is trained for."""
+    """Optimizer steps that a collection round is trained for."""
     return cfg.train.epochs * cfg.env.num_envs * cfg.env.repeats // optim_batch_size(cfg)
 
 
@@ -65,7 +65,7 @@ def length(cfg: Config, problems: int) -> str:
     refilled = ", and more for refills" if cfg.policy.constant_groups == "refill" else ""
     return (
         f"length: {rounds(whole)} rounds of {cfg.env.num_envs} problems x {cfg.env.repeats} samples, "
-        f"{rounds(whole) * steps_per_round(whole)} optimiser steps, {epochs:.3g} times {problems} problems"
+        f"{rounds(whole) * steps_per_round(whole)} optimizer steps, {epochs:.3g} times {problems} problems"
         f"{refilled}"
     )
 

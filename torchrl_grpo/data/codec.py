@@ -15,7 +15,7 @@ _FRACTION = "__fraction__"
 
 
 def encode(value: Any) -> Any:
-    """A JSON-serialisable twin of ``value``.
+    """A JSON-serializable twin of ``value``.
 
     Args:
         value: nested lists, tuples, dictionaries, strings, numbers, fractions, booleans and None.

@@ -13,7 +13,7 @@ class Example:
     Attributes:
         id: stable name of the row, unique within its data set, e.g. ``"gsm8k/train/17"``.
         messages: chat messages ``[{"role": ..., "content": ...}, ...]`` ending with the user's turn.
-        truth: what the rewards need, JSON-serialisable; its keys belong to the data set.
+        truth: what the rewards need, JSON-serializable; its keys belong to the data set.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""Training ranks that divide the model with DeepSpeed: ZeRO-2 its gradients and optimiser state, ZeRO-3 all.
+"""Training ranks that divide the model with DeepSpeed: ZeRO-2 its gradients and optimizer state, ZeRO-3 all.
 
 DeepSpeed is an optional package, imported here and when it is asked for. Of its engine the forward and the
 backward pass and the step are used; micro-batches, schedule and mixed precision stay those of the project.
@@ -64,7 +64,7 @@ class ZeroUpdate:
     def __init__(self, optimizer: torch.optim.Optimizer, max_grad_norm: float, network: ZeroNetwork) -> None:
         self._optimizer = optimizer
         self._network = network
-        # As the optimiser numbers them, until it holds others in their place.
+        # As the optimizer numbers them, until it holds others in their place.
         self._parameters = [list(group["params"]) for group in optimizer.param_groups]
         self._engine = _make_engine(optimizer, max_grad_norm, network)
         network.__dict__["engine"] = self._engine
@@ -205,10 +205,10 @@ def _make_engine(optimizer: torch.optim.Optimizer, max_grad_norm: float, network
     # It would choose by what it finds on the machine.
     os.environ["DS_ACCELERATOR"] = network.device.type
     with _quiet():
-        return _initialise(optimizer, max_grad_norm, network)
+        return _initialize(optimizer, max_grad_norm, network)
 
 
-def _initialise(optimizer: torch.optim.Optimizer, max_grad_norm: float, network: ZeroNetwork) -> Any:
+def _initialize(optimizer: torch.optim.Optimizer, max_grad_norm: float, network: ZeroNetwork) -> Any:
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

@@ -36,7 +36,7 @@ def distribute(scorer: TokenScorer, kind: str, ranks: int, device: torch.device)
 
     Args:
         scorer: around the model; with FSDP2 its parameters become shards, in place; with ZeRO-3 they do when
-            the optimiser is there.
+            the optimizer is there.
         kind: ``ddp``, ``fsdp2``, ``deepspeed_zero2`` or ``deepspeed_zero3``.
         ranks: training ranks; with one nothing is done.
         device: of this rank.
@@ -80,7 +80,7 @@ def _in_16_bits(dtype: torch.dtype | None) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
-def synchronising(network: object, last: bool) -> AbstractContextManager[None]:
+def synchronizing(network: object, last: bool) -> AbstractContextManager[None]:
     """With DDP gradients are exchanged in the last backward pass of a step, and add up locally before.
 
     With shards they are exchanged in each: whole gradients of several passes would not fit where shards do.

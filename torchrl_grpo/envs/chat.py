@@ -101,7 +101,7 @@ def lengths_above(
 ) -> dict[int, int]:
     """The prompts that are longer than a bound.
 
-    A prompt of no more bytes than the bound has tokens is not tokenised: a token stands for a byte at
+    A prompt of no more bytes than the bound has tokens is not tokenized: a token stands for a byte at
     the least. That makes ten thousand ordinary prompts a matter of a second.
 
     Args:

@@ -97,7 +97,7 @@ class FlopCounter:
 
 
 def _size(layer: nn.Linear | Conv1D) -> int:
-    # Of a quantised layer the weight is a list of bytes, and of one in DeepSpeed's shards it is empty.
+    # Of a quantized layer the weight is a list of bytes, and of one in DeepSpeed's shards it is empty.
     return layer.in_features * layer.out_features if isinstance(layer, nn.Linear) else layer.nx * layer.nf
 
 

@@ -104,7 +104,7 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The weights of the model that ``model`` with its adapters amounts to, under the base model's own names.
 
     ``W + s B A`` is computed in float32, for one matrix at a time and only when it is asked for; every other
-    parameter, tied ones once, comes as it is, or unpacked where it is quantised. ``model`` is not touched.
+    parameter, tied ones once, comes as it is, or unpacked where it is quantized. ``model`` is not touched.
     """
     layers = adapted_layers(model)
     for name, parameter in model.named_parameters():

@@ -1,8 +1,8 @@
 """A frozen base in 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes, which is imported only where it is used.
 
-NF4 with double quantisation: a matrix takes about half a byte a weight; embeddings and output head stay as
+NF4 with double quantization: a matrix takes about half a byte a weight; embeddings and output head stay as
 they are. It computes with the numbers that its bits stand for, and these are what is published. Left out: 8
-bits, and bases that were saved quantised.
+bits, and bases that were saved quantized.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 
 def loading_options(kind: str, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What ``from_pretrained`` is told so that matrices arrive on ``device`` quantised.
+    """What ``from_pretrained`` is told so that matrices arrive on ``device`` quantized.
 
     Args:
         kind: ``train_model.quantization``.
@@ -24,13 +24,13 @@ def loading_options(kind: str, device: torch.device, dtype: torch.dtype) -> dict
     """
     if kind == "none":
         return {}
-    quantised = BitsAndBytesConfig(
+    quantized = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=kind,
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
     )
-    return {"quantization_config": quantised, "device_map": {"": device}}
+    return {"quantization_config": quantized, "device_map": {"": device}}
 
 
 def is_quantized(parameter: Tensor) -> bool:
@@ -39,7 +39,7 @@ def is_quantized(parameter: Tensor) -> bool:
 
 
 def plain_weight(layer: nn.Module) -> Tensor:
-    """The layer's weight as the numbers it computes with; a quantised one is unpacked into a new tensor."""
+    """The layer's weight as the numbers it computes with; a quantized one is unpacked into a new tensor."""
     from peft.utils.integrations import dequantize_module_weight
 
     weight = dequantize_module_weight(layer)

@@ -47,7 +47,7 @@ def save_merged(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
     """Write the float32 model that ``model`` with its adapters amounts to; a copy of it is in memory."""
     state = {name: tensor.float().cpu() for name, tensor in lora.merged_weights(model)}
     save_torch_state_dict(state, folder)
-    # Not save_pretrained of the model, which would write the format, and the quantisation, of the base.
+    # Not save_pretrained of the model, which would write the format, and the quantization, of the base.
     config = copy.deepcopy(model.config)
     config.dtype, config.architectures = "float32", [type(model).__name__]
     if "quantization_config" in config.to_dict():

@@ -61,23 +61,23 @@ def group_advantage(
         ValueError: another name for ``std``.
     """
     samples = rewards.shape[-1]
-    centred = rewards - rewards.mean(-1, keepdim=True)
+    centered = rewards - rewards.mean(-1, keepdim=True)
     if leave_one_out:
-        centred = centred * samples / (samples - 1)
+        centered = centered * samples / (samples - 1)
     if std == "batch":
-        centred = centred / (rewards.std() + eps)
+        centered = centered / (rewards.std() + eps)
     elif std in ("population", "unbiased"):
-        centred = centred / (rewards.std(-1, keepdim=True, correction=int(std == "unbiased")) + eps)
+        centered = centered / (rewards.std(-1, keepdim=True, correction=int(std == "unbiased")) + eps)
     elif std != "none":
         raise ValueError(f"advantage std {std!r} is none of population, unbiased, batch, none")
     # Equal floats can differ from their mean in the last bit, and a tiny std would blow that up.
-    return centred.masked_fill(is_constant(rewards, offset)[:, None], 0.0)
+    return centered.masked_fill(is_constant(rewards, offset)[:, None], 0.0)
 
 
 def decoupled_advantage(
     rewards: Tensor, weights: Sequence[float], std: str, eps: float, leave_one_out: bool, offset: float = 0.0
 ) -> Tensor:
-    """Each reward normalised within its group, their weighted sum normalised over the batch.
+    """Each reward normalized within its group, their weighted sum normalized over the batch.
 
     GDPO (arXiv 2601.05242, eqs. 4 to 6): no reward is drowned by one of a larger spread.
 

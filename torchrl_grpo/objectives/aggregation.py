@@ -1,6 +1,6 @@
 """From a value per token to one loss: what each token weighs.
 
-All weights are shares of the whole optimiser batch, so the sums of its micro-batches add up to what one large
+All weights are shares of the whole optimizer batch, so the sums of its micro-batches add up to what one large
 batch gives.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class BatchTotals(NamedTuple):
-    """What is counted in a whole optimiser batch, over the tokens that the loss counts.
+    """What is counted in a whole optimizer batch, over the tokens that the loss counts.
 
     Attributes:
         tokens: response tokens.
@@ -43,7 +43,7 @@ def token_weights(
     Args:
         mask: ``[P, G, T]`` bool, tokens that the loss counts.
         aggregation: ``token``, ``sequence`` or ``constant``.
-        totals: of the whole optimiser batch.
+        totals: of the whole optimizer batch.
         constant_length: tokens, for ``constant``.
         dtype: of the weights.
 

@@ -26,7 +26,7 @@ class KLCoefficient:
         return self.value != 0 or self.target is not None
 
     def update(self, kl: float, responses: int) -> None:
-        """Take note of an optimiser step's mean divergence (nats per token) and number of responses."""
+        """Take note of an optimizer step's mean divergence (nats per token) and number of responses."""
         if self.target is not None:
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.value *= 1 + error * responses / self.horizon
@@ -51,7 +51,7 @@ class EntropyCoefficient:
     Args:
         value: where it starts.
         target: entropy aimed at, nats per token; None keeps the coefficient constant.
-        delta: change per optimiser step.
+        delta: change per optimizer step.
         largest: upper bound.
     """
 
@@ -75,7 +75,7 @@ class EntropyCoefficient:
         return self._coefficient if self._counts else 0.0
 
     def update(self, entropy: float) -> None:
-        """Take note of an optimiser step's mean entropy, nats per token."""
+        """Take note of an optimizer step's mean entropy, nats per token."""
         if self.target is None:
             return
         self._counts = entropy <= self.target

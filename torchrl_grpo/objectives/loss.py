@@ -26,7 +26,7 @@ class GroupPolicyLoss(LossModule):
     """``sum_it a_it (-c_it J_it + kl KL_it + kl_inference KL'_it) - entropy sum_it H_it / N``.
 
     ``J`` is the surrogate (:mod:`~torchrl_grpo.objectives.surrogates`), ``c`` the correction for the engine's
-    mismatch (:mod:`~torchrl_grpo.objectives.importance`), ``a`` the share of a token in the whole optimiser
+    mismatch (:mod:`~torchrl_grpo.objectives.importance`), ``a`` the share of a token in the whole optimizer
     batch (:mod:`~torchrl_grpo.objectives.aggregation`), N the tokens in it. The terms of micro-batches add up
     to those of one large batch, and padding appears nowhere. TorchRL's ``GRPOLoss`` takes its means over a
     micro-batch and counts padding in its KL and its metrics.
@@ -165,7 +165,7 @@ class GroupPolicyLoss(LossModule):
 
         Args:
             tensordict: a micro-batch ``[P]`` of groups.
-            totals: of the whole optimiser batch; this batch's own when omitted.
+            totals: of the whole optimizer batch; this batch's own when omitted.
 
         Returns:
             Scalars. Those named ``loss_*`` add up to the loss and carry gradients. The rest are shares of a
@@ -297,7 +297,7 @@ class GroupPolicyLoss(LossModule):
         )
 
     def after_step(self, entropy: float, kl: float | None, responses: int) -> None:
-        """Let the coefficients follow what the optimiser step measured (means over its tokens, nats)."""
+        """Let the coefficients follow what the optimizer step measured (means over its tokens, nats)."""
         self.entropy.update(entropy)
         if kl is not None:
             self.kl.update(kl, responses)

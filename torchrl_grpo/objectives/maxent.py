@@ -23,7 +23,7 @@ def listwise_weights(
 
         w = softmax_i[(log q_i + beta l_ref,i) / (tau + beta)]
 
-    maximises ``E_w[log q] - beta KL(w || ref) + tau H(w)`` over the simplex. As ``tau + beta`` goes to 0 it
+    maximizes ``E_w[log q] - beta KL(w || ref) + tau H(w)`` over the simplex. As ``tau + beta`` goes to 0 it
     picks the best candidate, for large ``tau`` it is uniform, for ``beta`` far above ``tau`` it follows the
     reference.
 

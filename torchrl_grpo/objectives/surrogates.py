@@ -1,4 +1,4 @@
-"""What is maximised per token, by name: each surrogate is one function, and adding one is adding a function.
+"""What is maximized per token, by name: each surrogate is one function, and adding one is adding a function.
 
 Every function takes
 

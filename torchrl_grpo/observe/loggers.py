@@ -52,7 +52,7 @@ class Loggers:
 
         Args:
             metrics: names to values.
-            step: the optimiser step.
+            step: the optimizer step.
         """
         numbers = {
             name: float(value)

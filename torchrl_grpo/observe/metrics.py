@@ -120,7 +120,7 @@ class _Lines:
 
 
 class MetricsWriter:
-    """``metrics.jsonl``: one line per optimiser step, in order, ``step`` first.
+    """``metrics.jsonl``: one line per optimizer step, in order, ``step`` first.
 
     Args:
         run_dir: the run's folder, made if missing.
@@ -145,7 +145,7 @@ class MetricsWriter:
         """Appends the line of one step.
 
         Args:
-            step: optimiser steps done so far; 0 is the evaluation before training.
+            step: optimizer steps done so far; 0 is the evaluation before training.
             metrics: names to numbers; a ``step`` in it is ignored.
 
         Raises:
@@ -182,7 +182,7 @@ class RolloutWriter:
         """Appends the responses that a step was trained on.
 
         Args:
-            step: the optimiser step.
+            step: the optimizer step.
             rows: each with ``prompt``, ``response``, ``reward`` (the weighted total), ``rewards`` (its
                 parts by name), ``advantage`` and ``policy_version``; ``errors`` (reward name to
                 message) is written when there are any; further keys follow as they are.

@@ -30,7 +30,7 @@ class Progress:
     Use as a context manager, so that the bar is closed however training ends.
 
     Args:
-        total_steps: optimiser steps of the whole run.
+        total_steps: optimizer steps of the whole run.
         enabled: ``False`` shows no progress at all; notes are still printed.
         start_step: steps that a resumed run has behind it; they count in the bar, not in the pace.
         stream: where to write; stderr unless told.
@@ -85,7 +85,7 @@ class Progress:
         """Shows that a step is done.
 
         Args:
-            step: optimiser steps done so far.
+            step: optimizer steps done so far.
             reward: mean reward of the step's responses.
             accuracy: held-out accuracy; between evaluations the last one stays in view, with its step.
             kl: divergence from the reference, or from the policy that generated.

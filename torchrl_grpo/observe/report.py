@@ -22,7 +22,7 @@ SUMMARY = "summary.json"
 PICTURE = "report.png"
 
 _PLACES = (
-    (METRICS, "metrics, a line per optimiser step"),
+    (METRICS, "metrics, a line per optimizer step"),
     (ROLLOUTS, "responses with their rewards"),
     (SUMMARY, "these figures"),
     (PICTURE, "reward and accuracy over steps"),
@@ -54,7 +54,7 @@ def summary(
         accuracy_before: held-out accuracy before training, ``None`` where it was not measured.
         accuracy_after: held-out accuracy at the end.
         accuracy_ci95: 95 % interval of ``accuracy_after``.
-        steps: optimiser steps of the whole run.
+        steps: optimizer steps of the whole run.
         seconds: time of the whole run.
         peak_memory_gib: largest resident memory.
         extras: further entries of the file.
@@ -89,7 +89,7 @@ def summary(
 
 
 def of_ended_run(run_dir: Path, step: int) -> dict[str, Any] | None:
-    """The entries of ``summary.json`` if the run in ``run_dir`` ended with optimiser step ``step``."""
+    """The entries of ``summary.json`` if the run in ``run_dir`` ended with optimizer step ``step``."""
     path = run_dir / SUMMARY
     try:
         entries = json.loads(path.read_text()) if path.is_file() else None
@@ -118,7 +118,7 @@ def closing_words(run_dir: str | os.PathLike[str], entries: Mapping[str, Any]) -
             text += f"   (95 % interval {interval[0]:.3f} to {interval[1]:.3f})"
         lines.append(f"  held-out accuracy  {text}")
     minutes, seconds = divmod(round(entries["seconds"]), 60)
-    lines.append(f"  optimiser steps    {entries['steps']}   in {minutes} min {seconds:02d} s")
+    lines.append(f"  optimizer steps    {entries['steps']}   in {minutes} min {seconds:02d} s")
     lines.append(f"  peak memory        {entries['peak_memory_gib']:.2f} GiB")
     lines.append(f"Written to {folder}")
     there = [(name, what) for name, what in _PLACES if (folder / name).exists()]
@@ -128,7 +128,7 @@ def closing_words(run_dir: str | os.PathLike[str], entries: Mapping[str, Any]) -
 
 
 def plot(run_dir: str | os.PathLike[str]) -> Path:
-    """Draws ``report.png`` from ``metrics.jsonl``: reward, and held-out accuracy, over optimiser steps.
+    """Draws ``report.png`` from ``metrics.jsonl``: reward, and held-out accuracy, over optimizer steps.
 
     Reads ``reward/mean``, ``eval/accuracy``, ``eval/accuracy_low`` and ``eval/accuracy_high``; a panel
     without data says so instead of staying empty.
@@ -162,7 +162,7 @@ def plot(run_dir: str | os.PathLike[str]) -> Path:
         axes.set_axisbelow(True)
     _draw_reward(upper, rows)
     _draw_accuracy(lower, rows)
-    lower.set_xlabel("optimiser step", color=_INK)
+    lower.set_xlabel("optimizer step", color=_INK)
     lower.xaxis.set_major_locator(MaxNLocator(integer=True))
     path = folder / PICTURE
     aside = folder / f".{os.getpid()}.{PICTURE}"
@@ -178,7 +178,7 @@ def _column(rows: list[dict[str, Any]], *names: str) -> tuple[list[int], list[li
 
 
 def _smooth(values: list[float], window: int) -> list[float]:
-    """Mean of each value and its neighbours within the window, of those there are at either end."""
+    """Mean of each value and its neighbors within the window, of those there are at either end."""
     reach = window // 2
     near = [values[max(0, here - reach) : here + reach + 1] for here in range(len(values))]
     return [sum(some) / len(some) for some in near]
@@ -196,7 +196,7 @@ def _draw_reward(axes: Axes, rows: list[dict[str, Any]]) -> None:
     _heading(axes, "Mean reward of the training responses")
     steps, (rewards,) = _column(rows, "reward/mean")
     if not steps:
-        _empty(axes, "no optimiser step was taken")
+        _empty(axes, "no optimizer step was taken")
         return
     window = len(steps) // 12
     smooth = window > 1

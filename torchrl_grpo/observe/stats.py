@@ -40,11 +40,11 @@ def wilson(successes: float, n: int, z: float = Z_95) -> tuple[float, float]:
         return 0.0, 1.0
     p = successes / n
     shrink = 1.0 + z * z / n
-    centre = (p + z * z / (2 * n)) / shrink
+    center = (p + z * z / (2 * n)) / shrink
     half = z / shrink * math.sqrt(p * (1.0 - p) / n + z * z / (4 * n * n))
     # The exact bound at the ends is 0 and 1; rounding would leave 1e-17 or so.
-    low = 0.0 if successes == 0 else max(0.0, centre - half)
-    high = 1.0 if successes == n else min(1.0, centre + half)
+    low = 0.0 if successes == 0 else max(0.0, center - half)
+    high = 1.0 if successes == n else min(1.0, center + half)
     return low, high
 
 

@@ -48,7 +48,7 @@ _VLLM_BATCH, _VLLM_BATCH_LARGE_GPU, _LARGE_GPU_GIB = 8192, 16_384, 70
 _SIXTEEN = ("bfloat16", "float16")
 
 # From loading on: the phases of a round follow it.
-PHASES = ("load", "generate", "score", "optimise")
+PHASES = ("load", "generate", "score", "optimize")
 # The share of its weights that vLLM needs at least: graphs and the allocator's rounding are not counted.
 VLLM_FLOOR = 1.1
 
@@ -68,7 +68,7 @@ class Row:
     devices: tuple[str, ...]
     weights: float = 0
     gradients: float = 0
-    optimiser: float = 0
+    optimizer: float = 0
     activations: float = 0
     cache: float = 0
     other: float = 0
@@ -76,7 +76,7 @@ class Row:
     @property
     def total(self) -> float:
         """All of it."""
-        return self.weights + self.gradients + self.optimiser + self.activations + self.cache + self.other
+        return self.weights + self.gradients + self.optimizer + self.activations + self.cache + self.other
 
 
 @dataclass(frozen=True)
@@ -127,14 +127,14 @@ class Prediction:
             "device",
             "weights",
             "gradients",
-            "optimiser",
+            "optimizer",
             "activations",
             "cache",
             "total",
         )
         lines = [head]
         for row in self.rows:
-            parts = (row.weights, row.gradients, row.optimiser, row.activations, row.cache, row.total)
+            parts = (row.weights, row.gradients, row.optimizer, row.activations, row.cache, row.total)
             numbers = [f"{part / GIB:.2f}" if part else "-" for part in parts]
             lines.append((row.role, row.phase, show_devices(row.devices), *numbers))  # type: ignore[arg-type]
         return aligned(lines, frozenset(range(3, len(head))))
@@ -196,13 +196,13 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there: Ha
     gradients, live = max(begin, end, key=sum)
     names, forward = role.devices, FLOAT * load.tokens * _forward_width(shape) + blocks
     moments = 2 * trained
-    rows = [Row("train", "generate", names, weights, optimiser=moments)]
+    rows = [Row("train", "generate", names, weights, optimizer=moments)]
     if kind in _SHARDS and part < 1:
         # Each rank loads the whole model on its device before it is divided.
         rows.insert(0, Row("train", "load", names, float(FLOAT * shape.parameters)))
     # Groups without a gradient are only measured, and so is a round by policy.proximal=trainer.
-    rows.append(Row("train", "score", names, weights, optimiser=moments, activations=forward + copies))
-    return [*rows, Row("train", "optimise", names, weights, gradients, moments, live)]
+    rows.append(Row("train", "score", names, weights, optimizer=moments, activations=forward + copies))
+    return [*rows, Row("train", "optimize", names, weights, gradients, moments, live)]
 
 
 def autocasts(cfg: Config, devices: Sequence[str], there: Hardware) -> bool:
@@ -266,7 +266,7 @@ def kept_by_layer(shape: ModelShape, load: Workload, half: bool, device: str) ->
     """Bytes that autograd keeps of one layer, for all tokens of a micro-batch.
 
     Per token, with H the residual stream, F the feed-forward layer, Q and K all query and key heads: each of
-    two norms keeps its input, what it normalised and its output (6 H); the feed-forward layer keeps gate,
+    two norms keeps its input, what it normalized and its output (6 H); the feed-forward layer keeps gate,
     activation, the other half and their product (4 F); attention keeps queries, its output and the output's
     rearranged copy (3 Q; on a CPU in 16 bits it may keep no output, which is room to spare), keys and values
     (2 K), and those again as each response sees them (attended), on a GPU repeated for every query head that
@@ -375,7 +375,7 @@ def _reference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there
     work = FLOAT * (load.tokens * _forward_width(shape) + _HEAD_BLOCK[device] * _HEAD_BLOCKS)
     if role.apart:
         return [Row("reference", "all", role.devices, weights, activations=work)]
-    rows = [Row("reference", phase, role.devices, weights) for phase in ("generate", "optimise")]
+    rows = [Row("reference", phase, role.devices, weights) for phase in ("generate", "optimize")]
     return [rows[0], Row("reference", "score", role.devices, weights, activations=work), rows[1]]
 
 

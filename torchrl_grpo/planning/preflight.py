@@ -24,7 +24,7 @@ from torchrl_grpo.runtime.hardware import Hardware
 # Predicted is the longest that is allowed, to within 20 %: what is short by less may well fit.
 _TOLERATED = 1.2
 _NOTHING_ELSE = "model (no budget, cache or length, no adapters and no shards would be enough)"
-_WHILE = {"load": "loading", "generate": "generating", "score": "scoring", "optimise": "optimising"}
+_WHILE = {"load": "loading", "generate": "generating", "score": "scoring", "optimize": "optimizing"}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class Workload:
         response: tokens of the longest response.
         tokens: in a micro-batch.
         attended: keys that its tokens have before them: each response its prompt's and its own.
-        several: an optimiser step has more than one micro-batch.
+        several: an optimizer step has more than one micro-batch.
         rows: responses that an engine generates at a time.
     """
 
@@ -37,7 +37,7 @@ def workload_of(cfg: Config, ranks: int = 1, engines: int = 1) -> Workload:
 
     Args:
         cfg: ``env``, ``train``, ``eval`` and the lengths are read.
-        ranks: trainers that divide an optimiser batch.
+        ranks: trainers that divide an optimizer batch.
         engines: that divide a round's groups, and the problems of an evaluation.
     """
     length, response = cfg.inference_model.max_model_len, cfg.inference_model.max_new_tokens

@@ -10,7 +10,7 @@ from torchrl_grpo.rewards import extract, numbers
 _BARE_NUMBER = re.compile(r"[-+−]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 
 
-def normalised(text: str) -> str:
+def normalized(text: str) -> str:
     """Lower case, single spaces, no full stop at the end."""
     return " ".join(text.casefold().split()).removesuffix(".").rstrip()
 
@@ -34,7 +34,7 @@ class ExactMatchReward(_OfAnswer):
     def __call__(self, completion: str, example: Example) -> float:
         """0 or 1."""
         answer = extract.answer(completion, self._format)
-        return float(answer is not None and normalised(answer) == normalised(example.truth["answer"]))
+        return float(answer is not None and normalized(answer) == normalized(example.truth["answer"]))
 
 
 class BareNumberReward(_OfAnswer):

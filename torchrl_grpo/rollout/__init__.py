@@ -1,1 +1,1 @@
-"""Collecting groups of responses, and the replay buffer that hands them to the optimiser."""
+"""Collecting groups of responses, and the replay buffer that hands them to the optimizer."""

@@ -12,7 +12,7 @@ def ages(groups: TensorDict, step: int, steps_per_round: int) -> dict[str, float
 
     Args:
         groups: ``[P]``, see :mod:`torchrl_grpo.batch.schema`.
-        step: optimiser steps done before the round.
+        step: optimizer steps done before the round.
         steps_per_round: what a round counts for: an age of 1 is one round.
 
     Returns:

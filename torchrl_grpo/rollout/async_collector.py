@@ -174,7 +174,7 @@ class AsyncCollector(CollectorInterface):
 
         Args:
             publisher: of the model.
-            version: optimiser steps behind the weights.
+            version: optimizer steps behind the weights.
             wait: until every worker has taken them and has been proven to hold them. With a bound of zero
                 nothing can be generated before that anyway.
 

@@ -1,4 +1,4 @@
-"""The replay buffer between collection and optimisation: a stock TorchRL buffer whose entries are groups."""
+"""The replay buffer between collection and optimization: a stock TorchRL buffer whose entries are groups."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torchrl_grpo.batch.schema import collate
 
 
 class GroupBuffer:
-    """Holds one round of groups and hands them out in optimiser batches, each group once an epoch.
+    """Holds one round of groups and hands them out in optimizer batches, each group once an epoch.
 
     Args:
         capacity: most groups held.
-        groups_per_batch: groups in an optimiser batch.
+        groups_per_batch: groups in an optimizer batch.
         write_transforms: applied to each round on its way in, in this order.
         seed: of the order within an epoch.
     """
@@ -44,7 +44,7 @@ class GroupBuffer:
         self.buffer.extend(groups)
 
     def sample(self) -> TensorDict:
-        """The next optimiser batch, as narrow as its longest prompt and response."""
+        """The next optimizer batch, as narrow as its longest prompt and response."""
         return self.buffer.sample()
 
     def contents(self) -> TensorDict:

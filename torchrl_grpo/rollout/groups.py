@@ -15,7 +15,7 @@ class Response:
     Attributes:
         token_ids: tokens so far.
         log_probs: of the distribution each was sampled from.
-        versions: optimiser steps that the sampling weights had seen, token by token.
+        versions: optimizer steps that the sampling weights had seen, token by token.
         finish_reason: ``"stop"``, ``"length"``, or None where it is not whole yet.
     """
 

@@ -40,7 +40,7 @@ class CollectorInterface(ABC):
     @property
     @abstractmethod
     def policy_version(self) -> int:
-        """Optimiser steps behind the weights that sample next."""
+        """Optimizer steps behind the weights that sample next."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Round]:

@@ -1,4 +1,4 @@
-"""Recognise a disk that is full, which each library that writes a file says in words of its own."""
+"""Recognize a disk that is full, which each library that writes a file says in words of its own."""
 
 from __future__ import annotations
 

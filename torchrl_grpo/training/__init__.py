@@ -1,1 +1,1 @@
-"""The synchronous loop and its parts: one optimiser step, publication, evaluation, checkpoints."""
+"""The synchronous loop and its parts: one optimizer step, publication, evaluation, checkpoints."""

@@ -15,7 +15,7 @@ class Counters:
     """Where a run stands.
 
     Attributes:
-        step: optimiser steps done, refused ones included.
+        step: optimizer steps done, refused ones included.
         steps_left_in_round: steps the buffer still has data for.
         response_tokens: response tokens generated.
         reward_errors: rewards that raised.

@@ -31,7 +31,7 @@ from torchrl_grpo.planning.launcher import parallelism
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
 from torchrl_grpo.runtime.malloc import keep_freed_memory
 from torchrl_grpo.runtime.oom import stopping
-from torchrl_grpo.training.optimizer_step import OptimiserStep
+from torchrl_grpo.training.optimizer_step import OptimizerStep
 from torchrl_grpo.training.shared_engine import EngineShare
 
 _NO_ROOM = (
@@ -42,7 +42,7 @@ _NO_ROOM = (
 
 
 class Learner:
-    """The trained model with its objective and optimiser; on each training rank, from the same arguments.
+    """The trained model with its objective and optimizer; on each training rank, from the same arguments.
 
     Methods that move or gather weights are collective: rank 0 calls them through :meth:`Ranks.together`.
 
@@ -118,7 +118,7 @@ class Learner:
         self.network = distribute(self.scorer, parallelism(cfg), ranks.size, device)
         loss.score_through(self.network)
         self.budget = self.make_budget()
-        self.optimise = OptimiserStep(
+        self.optimize = OptimizerStep(
             self.model,
             loss,
             cfg.optimizer,
@@ -160,8 +160,8 @@ class Learner:
         return [_SharedLogProbs(self)]
 
     def step(self, batch: TensorDictBase) -> dict[str, float]:
-        """One optimiser step on a batch that every rank has: see :class:`OptimiserStep`."""
-        return self.optimise(batch)
+        """One optimizer step on a batch that every rank has: see :class:`OptimizerStep`."""
+        return self.optimize(batch)
 
     @torch.no_grad()
     def score(self, groups: TensorDictBase) -> Tensor:
@@ -204,18 +204,18 @@ class Learner:
                 values[..., ::8] *= factor
 
     def resume(self, folder: str) -> dict[str, Any]:
-        """Optimiser, schedule and coefficients as a checkpoint has them; each rank reads its part.
+        """Optimizer, schedule and coefficients as a checkpoint has them; each rank reads its part.
 
         Returns:
             The rest of the checkpoint's state.
         """
         state = checkpoint.load_state(Path(folder))
-        self.optimise.load_state_dict(state.pop("optimise"))
+        self.optimize.load_state_dict(state.pop("optimise"))
         return state
 
-    def optimiser_state(self) -> dict[str, Any]:
-        """See :meth:`OptimiserStep.state_dict`."""
-        return self.optimise.state_dict()
+    def optimizer_state(self) -> dict[str, Any]:
+        """See :meth:`OptimizerStep.state_dict`."""
+        return self.optimize.state_dict()
 
     def published(self) -> PreTrainedModel | GatheredModel:
         """The model, as rank 0 can list its weights and perturb them on its own."""

@@ -1,4 +1,4 @@
-"""The loop of both scripts: collect, score, advantage, buffer, optimise, publish, evaluate, log, save."""
+"""The loop of both scripts: collect, score, advantage, buffer, optimize, publish, evaluate, log, save."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def train(run: Session, check_interrupts: Callable[[], None]) -> None:
 
 
 def step(run: Session) -> dict[str, float]:
-    """One optimiser step, with all that is due before and after it; returns its metrics.
+    """One optimizer step, with all that is due before and after it; returns its metrics.
 
     A round is collected when the buffer has been used up. Synchronously it is sampled then, by the weights it
     is first trained on: asynchronous training, which samples ahead, with a staleness bound of zero.
@@ -41,7 +41,7 @@ def step(run: Session) -> dict[str, float]:
     batch = run.buffer.sample()
     metrics |= run.train_on(batch)
     metrics["time/train_s"] = time.perf_counter() - trained
-    moves = run.optimise.loss.has_gradient(batch)
+    moves = run.optimize.loss.has_gradient(batch)
     metrics |= run.speed.trained(batch, moves, metrics["time/train_s"])
     metrics |= cuda_in_use("memory/train_cuda_gib", run.device)
     run.counters.step += 1

@@ -1,4 +1,4 @@
-"""The update of an optimiser step, from the backward pass on: by torch, or by DeepSpeed."""
+"""The update of an optimizer step, from the backward pass on: by torch, or by DeepSpeed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Update(Protocol):
         """Forget the gradients."""
 
     def optimizer_state(self, keep: bool = True) -> dict[str, Any]:
-        """The optimiser's state as torch's of a whole model has it, on the CPU.
+        """The optimizer's state as torch's of a whole model has it, on the CPU.
 
         Args:
             keep: hold the moments; whoever does not only helps to gather them, one at a time, and returns
@@ -68,7 +68,7 @@ class TorchUpdate:
         self._optimizer = optimizer
         self._scaler = scaler
         self._max_grad_norm = max_grad_norm
-        # As the optimiser numbers them.
+        # As the optimizer numbers them.
         self._parameters: list[nn.Parameter] = [p for g in optimizer.param_groups for p in g["params"]]
 
     def backward(self, loss: Tensor) -> None:

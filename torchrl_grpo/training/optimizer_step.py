@@ -1,4 +1,4 @@
-"""One optimiser step: micro-batches, gradients, clipping, the step itself or its refusal.
+"""One optimizer step: micro-batches, gradients, clipping, the step itself or its refusal.
 
 With several training ranks each works through its share of the groups; denominators are those of the whole
 batch, so gradients and metrics add up over ranks as they do over micro-batches.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, divide, equal_pieces
 from torchrl_grpo.config.schema import OptimizerConfig
-from torchrl_grpo.distributed.parallelism import resting, synchronising
+from torchrl_grpo.distributed.parallelism import resting, synchronizing
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.objectives.aggregation import BatchTotals, totals_of
@@ -32,7 +32,7 @@ _INITIAL_SCALE = 2.0**12
 _IDLE = MicroBatch((0,), slice(0, 1))
 
 _NO_ROOM_FOR_UPDATE = (
-    "memory ran out in the optimiser's update, which keeps 8 bytes a trained weight: start a new run "
+    "memory ran out in the optimizer's update, which keeps 8 bytes a trained weight: start a new run "
     "with train_model.lora.rank=16 or a smaller model.name, or resume with the model divided among GPUs by "
     "train_model.parallelism=fsdp2 or, where vLLM is on the same GPU, with a lower "
     "inference_model.gpu_memory_utilization"
@@ -56,14 +56,14 @@ _METRICS = {
 }
 
 
-class OptimiserStep:
-    """Turns an optimiser batch into one update of ``model``.
+class OptimizerStep:
+    """Turns an optimizer batch into one update of ``model``.
 
     Args:
         model: what is trained.
         loss: the objective around it.
-        cfg: optimiser settings.
-        total_steps: optimiser steps of the whole run, for the schedule.
+        cfg: optimizer settings.
+        total_steps: optimizer steps of the whole run, for the schedule.
         groups_per_batch: groups in a batch; fewer where some are dropped.
         micro_batches: how many pieces a batch is worked through in; the result does not depend on it.
         budget: cuts pieces further that have too many tokens.
@@ -131,7 +131,7 @@ class OptimiserStep:
             return {"optimizer/lr": lr, "optimizer/skipped": self.skipped}
         sums = self.accumulate(batch)
         loss = sums.pop("loss")
-        # The first update makes the optimiser's moments: nothing smaller would do instead.
+        # The first update makes the optimizer's moments: nothing smaller would do instead.
         with stopping(_NO_ROOM_FOR_UPDATE):
             norm = self.update.step(allowed=math.isfinite(loss))
         finite = math.isfinite(loss) and math.isfinite(norm)
@@ -192,7 +192,7 @@ class OptimiserStep:
             return []
 
         def work(micro: MicroBatch, weight: float = 1.0, last: bool = True) -> dict[str, float]:
-            with synchronising(self.network, last):
+            with synchronizing(self.network, last):
                 terms = self.loss(micro.of(batch), totals=totals)
                 loss = _total(terms)
                 # The exchange takes the mean over ranks, and meant is the sum.
@@ -255,7 +255,7 @@ class OptimiserStep:
             self.skipped_in_a_row += 1
         if self.skipped_in_a_row > self.max_skipped_steps:
             raise TrainingStopped(
-                f"{self.skipped_in_a_row} optimiser steps in a row were skipped because the loss ({loss}) or "
+                f"{self.skipped_in_a_row} optimizer steps in a row were skipped because the loss ({loss}) or "
                 f"the gradient norm ({norm}) is not finite, and train.max_skipped_steps="
                 f"{self.max_skipped_steps}; resume with train_model.autocast=no if it was another, or start "
                 f"a new run with a lower optimizer.lr={self.optimizer.defaults['lr']}, from the weights of "
@@ -263,9 +263,9 @@ class OptimiserStep:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimiser, schedule, scaler and counters; the same whatever the ranks. All of them must ask.
+        """Optimizer, schedule, scaler and counters; the same whatever the ranks. All of them must ask.
 
-        Only rank 0's has the optimiser's moments.
+        Only rank 0's has the optimizer's moments.
         """
         return {
             "optimizer": self.update.optimizer_state(keep=self.ranks.is_main),

@@ -1,4 +1,4 @@
-"""What ends with which optimiser step."""
+"""What ends with which optimizer step."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Session:
             self.learner = Learner(*start, self.device, ranks, lambda text: self.progress.note(text))
         self.model = self.learner.model
         self.advantage = self.learner.advantage
-        self.optimise = self.learner.optimise
+        self.optimize = self.learner.optimize
         self.steps_per_round, self.total_steps = self.learner.steps_per_round, self.learner.total_steps
         ends = loading.end_token_ids(self.model, self.tokenizer)
         form = self.learner.autocast_dtype, self.learner.shares_prefix
@@ -156,7 +156,7 @@ class Session:
         )
 
     def refresh_reference(self) -> None:
-        """Every ``ref_model.refresh_frequency`` optimiser steps, move the reference towards the policy."""
+        """Every ``ref_model.refresh_frequency`` optimizer steps, move the reference towards the policy."""
         frequency = self.cfg.ref_model.refresh_frequency
         if self.reference is not None and frequency > 0 and self.counters.step % frequency == 0:
             self.reference.mix_in(self.learner.published(), self.cfg.ref_model.refresh_mix)
@@ -196,7 +196,7 @@ class Session:
 
     @property
     def finished(self) -> bool:
-        """Whether every optimiser step has been taken."""
+        """Whether every optimizer step has been taken."""
         return self.counters.step >= self.total_steps
 
     def begin(self) -> None:
@@ -261,7 +261,7 @@ class Session:
             self.asleep = True
 
     def train_on(self, batch: TensorDictBase) -> dict[str, float]:
-        """One optimiser step, of all training ranks."""
+        """One optimizer step, of all training ranks."""
         metrics: dict[str, float] = self.ranks.together(self.learner, "step", batch)
         return metrics
 
@@ -327,7 +327,7 @@ class Session:
             "eval_problems": len(self.evaluator.examples),
             "response_tokens": self.counters.response_tokens,
             "reward_errors": self.counters.reward_errors,
-            "skipped_steps": self.optimise.skipped,
+            "skipped_steps": self.optimize.skipped,
             "peak_cuda_memory_gib": peak_cuda_gib(),
             **self.collector.account(),
         }
@@ -340,7 +340,7 @@ class Session:
         """All state beside the weights."""
         return {
             "counters": {**self.counters.state_dict(), "seconds": self.seconds()},
-            "optimise": self.ranks.together(self.learner, "optimiser_state"),
+            "optimise": self.ranks.together(self.learner, "optimizer_state"),
             "collector": self.collector.state_dict(),
             "buffer": self.buffer.state_dict(),
             "publisher": self.publisher.state_dict(),
@@ -382,7 +382,7 @@ class Session:
         del (
             self.learner,
             self.model,
-            self.optimise,
+            self.optimize,
             self.advantage,
             self.reference,
             self.publisher,

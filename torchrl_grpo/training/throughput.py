@@ -36,7 +36,7 @@ class Speedometer:
         self.gemm_rate = gemm_rate(device, dtype, model.config.get_text_config().hidden_size)
 
     def trained(self, batch: TensorDictBase, moves: Tensor, seconds: float) -> dict[str, float]:
-        """Metrics of an optimiser step that took ``seconds``; none where the loss counts no token.
+        """Metrics of an optimizer step that took ``seconds``; none where the loss counts no token.
 
         Args:
             batch: the groups trained on, ``[P]``.

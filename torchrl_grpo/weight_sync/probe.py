@@ -31,7 +31,7 @@ def perturbed(model: nn.Module | ShardedWeights) -> Iterator[None]:
     Powers of two change only the exponent, so the weights come back bit for bit without a copy of them. Small
     numbers of float16 lose a bit when they are halved: there the columns are copied. Numbers of the other
     formats do so below 1e-38, which is nothing to a product. Only some
-    columns, so that no normalisation layer cancels the change. Adapters, which change nothing at their
+    columns, so that no normalization layer cancels the change. Adapters, which change nothing at their
     beginning, are stirred first.
     """
 
@@ -62,7 +62,7 @@ def probe_prompts(prompts: Sequence[Sequence[int]], count: int = 3, length: int 
     """Token sequences for the probe, cut from real prompts so that none begins like another.
 
     Args:
-        prompts: at least one tokenised prompt.
+        prompts: at least one tokenized prompt.
         count: sequences wanted.
         length: tokens of each; more than one cache block (32 tokens on a CPU, 16 on a GPU).
     """

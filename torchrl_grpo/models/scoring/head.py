@@ -96,11 +96,11 @@ class _Score(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         head = _Head(weight, bias, options, block_elements)
         results = [head.score(hidden[rows], targets[rows]) for rows in head.row_pieces(len(hidden))]
-        log_probs, normaliser, entropy = (
+        log_probs, normalizer, entropy = (
             torch.cat(column) if results else hidden.new_zeros(0, dtype=torch.float32)
             for column in (zip(*results, strict=True) if results else ((), (), ()))
         )
-        ctx.save_for_backward(hidden, targets, weight, bias, normaliser, entropy)
+        ctx.save_for_backward(hidden, targets, weight, bias, normalizer, entropy)
         ctx.options, ctx.block_elements = options, block_elements
         if not options.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -108,7 +108,7 @@ class _Score(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, targets, weight, bias, normaliser, entropy = ctx.saved_tensors
+        hidden, targets, weight, bias, normalizer, entropy = ctx.saved_tensors
         by_log_prob = gradients[0]
         by_entropy = gradients[1] if ctx.options.entropy_gradient else None
         head = _Head(weight, bias, ctx.options, ctx.block_elements)
@@ -125,7 +125,7 @@ class _Score(torch.autograd.Function):
             head.add_gradients(
                 hidden[rows],
                 targets[rows],
-                normaliser[rows],
+                normalizer[rows],
                 by_log_prob[rows],
                 None if by_entropy is None else (by_entropy[rows], entropy[rows]),
                 rows,
@@ -186,14 +186,14 @@ class _Head:
             weighted = (weighted + moved) * shrink + block_weighted
             total = total * shrink + block_total
             highest = higher
-        normaliser = highest + total.log()
-        return chosen - normaliser, normaliser, total.log() - weighted / total
+        normalizer = highest + total.log()
+        return chosen - normalizer, normalizer, total.log() - weighted / total
 
     def add_gradients(
         self,
         hidden: Tensor,
         targets: Tensor,
-        normaliser: Tensor,
+        normalizer: Tensor,
         by_log_prob: Tensor,
         by_entropy: tuple[Tensor, Tensor] | None,
         rows: Tensor,
@@ -209,7 +209,7 @@ class _Head:
         operand = hidden.to(dtype)
         for words in self._blocks(len(hidden)):
             logits, slope = self._logits(hidden, words)
-            logits -= normaliser[:, None]
+            logits -= normalizer[:, None]
             probabilities = logits.exp()
             if by_entropy is None:
                 d_logits = probabilities.mul_(-by_log_prob[:, None])

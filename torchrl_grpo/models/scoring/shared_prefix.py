@@ -49,7 +49,7 @@ class PrefixLayout:
         response, response_mask = response[by_length], response_mask[by_length]
         lengths = prompt_mask.sum(-1)
         classes = list(_alike(lengths.tolist()))
-        # One row a response, by class, the longest first: neighbours in the row are of like length.
+        # One row a response, by class, the longest first: neighbors in the row are of like length.
         feeds = response_mask[..., 1:].reshape(P * G, -1)
         counts = feeds.sum(-1)
         order = torch.cat(

@@ -129,7 +129,7 @@ class WorkerPool:
         """Run the function in a worker; waits for a free one. Safe from any thread.
 
         Args:
-            payload: the function's one argument; JSON-serialisable.
+            payload: the function's one argument; JSON-serializable.
 
         Returns:
             What the function returned, after JSON.

@@ -27,7 +27,7 @@ class Weights:
 
     Attributes:
         number: later ones have larger numbers.
-        version: optimiser steps behind them.
+        version: optimizer steps behind them.
         content: what a worker is handed.
     """
 

@@ -48,7 +48,7 @@ class Ledger:
         groups_per_round: B.
         max_age: S, in rounds.
         rounds: rounds of the whole run; no group is issued that it cannot use.
-        steps_per_round: optimiser steps that a round is trained for; a version counts optimiser steps.
+        steps_per_round: optimizer steps that a round is trained for; a version counts optimizer steps.
         taken: r.
         issued: groups begun, each counted once however often it is begun again.
         trained: groups handed to the trainer.
@@ -77,11 +77,11 @@ class Ledger:
         return len(self.running) + len(self.accepted)
 
     def in_rounds(self, version: int) -> int:
-        """A version of the weights, given in optimiser steps, in whole rounds."""
+        """A version of the weights, given in optimizer steps, in whole rounds."""
         return version // self.steps_per_round
 
     def room(self, version: int) -> int:
-        """Groups that a worker with weights of ``version`` (optimiser steps) may begin."""
+        """Groups that a worker with weights of ``version`` (optimizer steps) may begin."""
         rounds = min(self.in_rounds(version) + self.max_age + 1, self.rounds) - self.taken
         return rounds * self.groups_per_round - self.left
 

@@ -105,7 +105,7 @@ class RolloutWorker:
 
         Args:
             weights: all of them.
-            version: optimiser steps behind them.
+            version: optimizer steps behind them.
             probe: see :meth:`Engine.publish`.
             give_back: return the groups that are cut, and do not go on with them here.
 
