@@ -17,7 +17,7 @@ from torchrl_grpo.rollout.groups import Group, Response
 from torchrl_grpo.rollout.workers import dispatcher
 from torchrl_grpo.rollout.workers.dispatcher import Dispatcher
 from torchrl_grpo.rollout.workers.scheduler import Scheduler
-from torchrl_grpo.rollout.workers.staleness import Ledger
+from torchrl_grpo.rollout.workers.staleness import StalenessTracker
 from torchrl_grpo.rollout.workers.types import Publication, ScoredGroup
 from torchrl_grpo.rollout.workers.worker import RolloutWorker
 
@@ -53,7 +53,7 @@ def score(group: Group) -> ScoredGroup:
 
 def make_dispatcher(pool: Pool, timeout_s: float = 60.0) -> Dispatcher:
     scheduler = Scheduler(
-        Ledger(1, 0, 5), 1, 2, lambda number: ([1], number), wait_for_running=False, give_back=False
+        StalenessTracker(1, 0, 5), 1, 2, lambda number: ([1], number), wait_for_running=False, give_back=False
     )
     return Dispatcher(scheduler, pool, score, timeout_s, max_restarts=0)
 

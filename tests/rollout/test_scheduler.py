@@ -1,4 +1,4 @@
-"""Staleness under random schedules, and the books: the real scheduler and ledger, a simulated clock."""
+"""Staleness under random schedules, and the books: the real scheduler and tracker, a simulated clock."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from torchrl_grpo.inference.protocol import Completion
 from torchrl_grpo.rollout.groups import Group, Response
-from torchrl_grpo.rollout.workers.scheduler import Call, Errand, Scheduler, Weights
-from torchrl_grpo.rollout.workers.staleness import Ledger
+from torchrl_grpo.rollout.workers.scheduler import Call, Scheduler, Task, Weights
+from torchrl_grpo.rollout.workers.staleness import StalenessTracker
 
 LENGTH = 4
 
@@ -41,7 +41,7 @@ class Plan:
 class Outcome:
     """What a schedule led to."""
 
-    ledger: Ledger
+    tracker: StalenessTracker
     ages: list[int] = field(default_factory=list)
     trained: list[int] = field(default_factory=list)
     deaths: int = 0
@@ -54,16 +54,18 @@ class Simulation:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.random = random.Random(plan.seed)
-        self.ledger = Ledger(plan.groups_per_round, plan.max_age, plan.rounds, plan.steps_per_round)
+        self.tracker = StalenessTracker(
+            plan.groups_per_round, plan.max_age, plan.rounds, plan.steps_per_round
+        )
         self.scheduler = Scheduler(
-            self.ledger,
+            self.tracker,
             plan.workers,
             2,
             lambda number: ([number], number),
             wait_for_running=plan.drain,
             give_back=plan.give_back,
         )
-        self.outcome = Outcome(self.ledger)
+        self.outcome = Outcome(self.tracker)
         self.accepted: dict[int, Group] = {}
         # What each worker really has: groups, and the version it samples with.
         self.held: list[dict[int, Group]] = [{} for _ in range(plan.workers)]
@@ -116,7 +118,7 @@ class Simulation:
             self.want()
             return
         if kind == "flat":
-            self.ledger.reopen()
+            self.tracker.reopen()
             self.want()
             return
         if life != self.lives[number]:
@@ -157,8 +159,8 @@ class Simulation:
         for group in self.scheduler.worked(number, finished):
             oldest = group.oldest
             assert oldest is not None
-            if group.group_id in self.ledger.running:
-                self.ledger.accept(group.group_id, oldest)
+            if group.group_id in self.tracker.running:
+                self.tracker.accept(group.group_id, oldest)
                 self.accepted[group.group_id] = group
 
     def advance(self, group: Group, version: int) -> bool:
@@ -180,7 +182,7 @@ class Simulation:
             return
         for number in self.scheduler.expire():
             self.accepted.pop(number, None)
-        chosen = self.ledger.take()
+        chosen = self.tracker.take()
         if chosen is None:
             return
         groups = [self.accepted.pop(number) for number in chosen]
@@ -201,7 +203,7 @@ class Simulation:
         self.later(self.plan.trainer * self.random.random(), ("trained", 0, 0))
 
     def check_books(self) -> None:
-        books = self.ledger
+        books = self.tracker
         assert books.issued == books.trained + books.dropped_age + books.dropped_filter + books.left
         assert set(books.accepted) == set(self.accepted)
         assert books.left <= (books.max_age + 1) * books.groups_per_round
@@ -230,7 +232,7 @@ def test_nothing_older_than_the_bound_is_trained_on_and_the_books_add_up(plan: P
     outcome = Simulation(plan).run()
     assert max(outcome.ages) <= plan.max_age and min(outcome.ages) >= 0
     assert len(set(outcome.trained)) == len(outcome.trained), "no group is trained on twice"
-    books = outcome.ledger
+    books = outcome.tracker
     assert books.trained == plan.rounds * plan.groups_per_round
     assert books.issued == books.trained + books.dropped_age + books.dropped_filter + books.left
 
@@ -243,7 +245,7 @@ def test_the_bound_is_reached(max_age: int, drain: bool) -> None:
     assert max(outcome.ages) == max_age, (
         "workers that are faster than the trainer run ahead as far as they may"
     )
-    assert outcome.ledger.dropped_age <= outcome.ledger.issued // 20, (
+    assert outcome.tracker.dropped_age <= outcome.tracker.issued // 20, (
         "with workers of one speed nearly every group is in time"
     )
     slow = Simulation(Plan(0, 4, max_age, 20, 1, 2, 1.0, 0.001, 0.0, drain, False)).run()
@@ -267,7 +269,7 @@ def test_cut_responses_go_on_with_the_tokens_they_have_on_any_worker() -> None:
 
 def scheduler_of(**changes: bool) -> Scheduler:
     options = {"wait_for_running": True, "give_back": False, **changes}
-    scheduler = Scheduler(Ledger(2, 1, 5), 1, 2, lambda number: ([number], number), **options)
+    scheduler = Scheduler(StalenessTracker(2, 1, 5), 1, 2, lambda number: ([number], number), **options)
     scheduler.started(0)
     scheduler.publish(Weights(0, 0, "first"))
     call = scheduler.next_call(0)
@@ -286,16 +288,16 @@ def test_nothing_is_begun_before_it_may_and_each_worker_does_one_thing_at_a_time
     assert scheduler.next_call(0) is None
 
 
-def test_draining_weights_wait_for_running_groups_and_errands_wait_for_weights() -> None:
+def test_draining_weights_wait_for_running_groups_and_tasks_wait_for_weights() -> None:
     scheduler = scheduler_of()
     scheduler.runs_ahead = True
     scheduler.next_call(0)
     scheduler.publish(Weights(1, 1, "second"))
     got: list[str] = []
-    scheduler.seats[0].errands.append(Errand("generate", ("prompts",), got.append))
+    scheduler.workers[0].tasks.append(Task("generate", ("prompts",), got.append))
     assert scheduler.worked(0, []) == []
     assert scheduler.next_call(0) == Call("work", ([], [])), "running groups go on, no new ones are begun"
-    running = list(scheduler.seats[0].running.values())
+    running = list(scheduler.workers[0].running.values())
     assert scheduler.worked(0, running) == running
     assert scheduler.next_call(0) == Call("load", ("second", 1, False))
     assert scheduler.newest is not None
@@ -306,7 +308,7 @@ def test_draining_weights_wait_for_running_groups_and_errands_wait_for_weights()
     assert scheduler.next_call(0) == Call("load", ("second", 1, False)), "a new worker has no weights"
     scheduler.loaded(0, scheduler.newest, [])
     assert scheduler.next_call(0) == Call("generate", ("prompts",)), "and is asked again"
-    scheduler.ran_errand(0, "answer")
+    scheduler.ran_task(0, "answer")
     assert got == ["answer"]
 
 
@@ -319,32 +321,32 @@ def test_weights_in_flight_come_at_once() -> None:
     assert scheduler.next_call(0) == Call("load", ("second", 1, False))
 
 
-def test_a_resumed_ledger_goes_on_with_the_same_books() -> None:
-    ledger = Ledger(2, 1, 5)
+def test_a_resumed_tracker_goes_on_with_the_same_counts() -> None:
+    tracker = StalenessTracker(2, 1, 5)
     for number in range(4):
-        assert ledger.issue() == number
-        ledger.start(number, 0)
+        assert tracker.issue() == number
+        tracker.start(number, 0)
     for number in range(3):
-        ledger.accept(number, 0)
-    assert ledger.take() == [0, 1] and ledger.take() is None
-    again = Ledger(2, 1, 5)
-    again.load_state_dict(ledger.state_dict())
-    assert again.figures() == ledger.figures() and again.running == {3: None} and again.accepted == {2: 0}
-    assert ledger.room(0) == 2 * 2 - 2 - 2 and ledger.room(1) == 2
+        tracker.accept(number, 0)
+    assert tracker.take() == [0, 1] and tracker.take() is None
+    again = StalenessTracker(2, 1, 5)
+    again.load_state_dict(tracker.state_dict())
+    assert again.figures() == tracker.figures() and again.running == {3: None} and again.accepted == {2: 0}
+    assert tracker.room(0) == 2 * 2 - 2 - 2 and tracker.room(1) == 2
 
 
 def test_what_comes_while_a_round_may_be_reopened_is_kept_for_it() -> None:
-    ledger = Ledger(1, 0, 5)
+    tracker = StalenessTracker(1, 0, 5)
     for number in range(2):
-        ledger.issue()
-        ledger.start(number, 0)
-    ledger.accept(0, 0)
-    assert ledger.take() == [0]
+        tracker.issue()
+        tracker.start(number, 0)
+    tracker.accept(0, 0)
+    assert tracker.take() == [0]
     # Too old for the next round, but not for the one that is taken again.
-    ledger.accept(1, 0)
-    ledger.reopen()
-    assert ledger.expire() == [] and ledger.take() == [1]
-    assert ledger.figures() == {"issued": 2, "trained": 1, "dropped_age": 0, "dropped_filter": 1, "left": 0}
+    tracker.accept(1, 0)
+    tracker.reopen()
+    assert tracker.expire() == [] and tracker.take() == [1]
+    assert tracker.figures() == {"issued": 2, "trained": 1, "dropped_age": 0, "dropped_filter": 1, "left": 0}
 
 
 def test_a_response_knows_the_version_behind_each_of_its_tokens() -> None:

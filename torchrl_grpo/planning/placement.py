@@ -137,7 +137,7 @@ def plan(request: Request, num_gpus: int) -> Plan:
     Raises:
         ConfigError: there are too few GPUs, or lists of GPUs that overlap or name one that is not there.
     """
-    return _plan_cpu(request) if num_gpus == 0 else _Deal(request, num_gpus).plan()
+    return _plan_cpu(request) if num_gpus == 0 else _Allocator(request, num_gpus).plan()
 
 
 def _plan_cpu(request: Request) -> Plan:
@@ -244,7 +244,7 @@ def _not_loaded(request: Request, train: RolePlan) -> RolePlan | None:
     return None
 
 
-class _Deal:
+class _Allocator:
     """Deals GPUs out to roles, those that are named first."""
 
     def __init__(self, request: Request, num_gpus: int) -> None:

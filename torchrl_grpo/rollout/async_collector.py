@@ -21,7 +21,7 @@ from torchrl_grpo.rollout.groups import Group
 from torchrl_grpo.rollout.interface import CollectorInterface
 from torchrl_grpo.rollout.workers.staleness import started_with
 from torchrl_grpo.rollout.workers.types import Publication, ScoredGroup
-from torchrl_grpo.rollout.workers.worker_group import Fleet, arrived
+from torchrl_grpo.rollout.workers.worker_group import WorkerGroup, arrived
 from torchrl_grpo.runtime.rng import group_seed
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class GroupScorer:
 
 
 class AsyncCollector(CollectorInterface):
-    """Collects rounds of P x G responses from a fleet, with calls of TorchRL's ``LLMCollector``.
+    """Collects rounds of P x G responses from a group of workers, with calls of TorchRL's ``LLMCollector``.
 
     Those are in :mod:`~torchrl_grpo.rollout.interface`. There is no ``update_policy_weights_``: workers
     take weights through :meth:`publish` alone, which proves that they arrived. There is no ``set_seed``:
@@ -64,7 +64,7 @@ class AsyncCollector(CollectorInterface):
 
     Args:
         env: problems and rewards, batch size ``[P, G]``.
-        fleet: generates.
+        worker_group: generates.
         tokenizer: of the model; its padding id is all that is read.
         total_dialog_turns: responses after which iteration ends.
         clock: seconds.
@@ -73,22 +73,22 @@ class AsyncCollector(CollectorInterface):
     def __init__(
         self,
         env: GroupTextEnv,
-        fleet: Fleet,
+        worker_group: WorkerGroup,
         tokenizer: PreTrainedTokenizerBase,
         *,
         total_dialog_turns: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.env = env
-        self.fleet = fleet
+        self.worker_group = worker_group
         self.tokenizer = tokenizer
         self.total_dialog_turns = total_dialog_turns
-        self._dispatcher = fleet.dispatcher
-        self._ledger = fleet.dispatcher.scheduler.ledger
+        self._dispatcher = worker_group.dispatcher
+        self._tracker = worker_group.dispatcher.scheduler.tracker
         self._clock = clock
         self._unproven: list[tuple[Expectation, Publication]] = []
         self._publisher: WeightPublisher | None = None
-        self._since = (clock(), self._labour())
+        self._since = (clock(), self._worker_stats())
         self._waited = 0.0
 
     @property
@@ -99,11 +99,11 @@ class AsyncCollector(CollectorInterface):
     @property
     def policy_version(self) -> int:
         """Version of the weights that were published last."""
-        return self.fleet.policy_version
+        return self.worker_group.policy_version
 
     def start(self) -> None:
         """From now on workers run ahead of the trainer, as far as the bound on staleness lets them."""
-        ahead = self._ledger.max_age > 0
+        ahead = self._tracker.max_age > 0
 
         def begin() -> None:
             self._dispatcher.scheduler.runs_ahead = ahead
@@ -112,10 +112,10 @@ class AsyncCollector(CollectorInterface):
 
     def shutdown(self) -> None:
         """End the workers."""
-        self.fleet.close()
+        self.worker_group.close()
 
     def __iter__(self) -> Iterator[Round]:
-        while self._ledger.trained * self.env.batch_size[1] < self.total_dialog_turns:
+        while self._tracker.trained * self.env.batch_size[1] < self.total_dialog_turns:
             yield self.rollout()
 
     def rollout(self, again: bool = False) -> Round:
@@ -186,10 +186,10 @@ class AsyncCollector(CollectorInterface):
             TrainingStopped: a worker does not hold the weights it was given.
         """
         self._publisher = publisher
-        publication, expectation = publisher.hand_over(version, self.fleet.offer)
+        publication, expectation = publisher.hand_over(version, self.worker_group.offer)
         # Earlier ones stay: a slow worker may yet answer, and the newest are given to replaced workers too.
         self._unproven = [*self._unproven[-8:], (expectation, publication)]
-        if wait or self._ledger.max_age == 0:
+        if wait or self._tracker.max_age == 0:
             publication.arrived.result()
         found = self.check_proofs()
         return {name: max(one[name] for one in found) for name in (found[0] if found else ())}
@@ -209,12 +209,12 @@ class AsyncCollector(CollectorInterface):
 
     def figures(self, round_: Round) -> dict[str, float]:
         """Metrics of what the workers did since the last call, for whichever rounds."""
-        before, labour = self._since[1], self._labour()
+        before, stats = self._since[1], self._worker_stats()
         span = max(self._clock() - self._since[0], 1e-9)
-        self._since = (self._clock(), labour)
-        count = len(labour["tokens"])
-        busy = [now - then for now, then in zip(labour["seconds"], before["seconds"], strict=True)]
-        tokens = [now - then for now, then in zip(labour["tokens"], before["tokens"], strict=True)]
+        self._since = (self._clock(), stats)
+        count = len(stats["tokens"])
+        busy = [now - then for now, then in zip(stats["seconds"], before["seconds"], strict=True)]
+        tokens = [now - then for now, then in zip(stats["tokens"], before["tokens"], strict=True)]
         waited, self._waited = self._waited, 0.0
         mean_busy = sum(busy) / count
         return {
@@ -223,29 +223,29 @@ class AsyncCollector(CollectorInterface):
             "workers/wait_s": max(0.0, span - mean_busy),
             # While the trainer waits a worker is busy, so what they are busy beyond that runs side by side.
             "workers/overlap": min(1.0, max(0.0, mean_busy - waited) / span),
-            "workers/score_s": labour["score_seconds"] - before["score_seconds"],
-            "workers/restarts": labour["restarts"],
-            "workers/queue": labour["queue"],
+            "workers/score_s": stats["score_seconds"] - before["score_seconds"],
+            "workers/restarts": stats["restarts"],
+            "workers/queue": stats["queue"],
             **{f"workers/tokens_per_s_{number}": rate / span for number, rate in enumerate(tokens)},
         }
 
-    def _labour(self) -> dict[str, Any]:
-        labour = self._dispatcher.labour
+    def _worker_stats(self) -> dict[str, Any]:
+        stats = self._dispatcher.stats
         return {
-            "tokens": list(labour.tokens),
-            "seconds": list(labour.seconds),
-            "score_seconds": labour.score_seconds,
-            "restarts": labour.restarts,
-            "queue": len(self._ledger.accepted),
+            "tokens": list(stats.tokens),
+            "seconds": list(stats.seconds),
+            "score_seconds": stats.score_seconds,
+            "restarts": stats.restarts,
+            "queue": len(self._tracker.accepted),
         }
 
     def account(self) -> dict[str, Any]:
         """Entries of ``summary.json``: what became of every group of the run."""
-        groups = self._dispatcher.ask(self._ledger.figures)
+        groups = self._dispatcher.ask(self._tracker.figures)
         return {
             "dialog_turns": (groups["trained"] + groups["dropped_filter"]) * self.env.batch_size[1],
             "groups": groups,
-            "worker_restarts": self._dispatcher.labour.restarts,
+            "worker_restarts": self._dispatcher.stats.restarts,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -261,8 +261,8 @@ class AsyncCollector(CollectorInterface):
                 }
                 for _, one in sorted(self._dispatcher.accepted.items())
             ]
-            restarts = self._dispatcher.labour.restarts
-            return {"ledger": self._ledger.state_dict(), "accepted": accepted, "restarts": restarts}
+            restarts = self._dispatcher.stats.restarts
+            return {"ledger": self._tracker.state_dict(), "accepted": accepted, "restarts": restarts}
 
         return self._dispatcher.ask(read)
 
@@ -274,10 +274,10 @@ class AsyncCollector(CollectorInterface):
         """
         if "ledger" not in state:
             state = self._of_one_engine(state)
-        elif self._ledger.max_age == 0 < self._age_in(state["ledger"]):
+        elif self._tracker.max_age == 0 < self._age_in(state["ledger"]):
             # grpo.py with workers, whose collector.max_policy_age is not read.
             raise started_with("grpo-async.py")
-        elif self._ledger.max_age > 0 == self._age_in(state["ledger"]):
+        elif self._tracker.max_age > 0 == self._age_in(state["ledger"]):
             raise started_with("grpo.py")
         accepted = [
             ScoredGroup(
@@ -291,10 +291,10 @@ class AsyncCollector(CollectorInterface):
         self._complete(accepted)
 
         def write() -> None:
-            self._ledger.load_state_dict(state["ledger"])
-            self._dispatcher.labour.restarts = state["restarts"]
+            self._tracker.load_state_dict(state["ledger"])
+            self._dispatcher.stats.restarts = state["restarts"]
             self._dispatcher.accepted = {one.group.group_id: one for one in accepted}
-            self._dispatcher.scheduler.reissue(list(self._ledger.running))
+            self._dispatcher.scheduler.reissue(list(self._tracker.running))
 
         self._dispatcher.ask(write)
 
@@ -313,10 +313,10 @@ class AsyncCollector(CollectorInterface):
 
     def _age_in(self, books: dict[str, Any]) -> int:
         """The bound on staleness that the books were kept under; earlier versions did not write it."""
-        return int(books.get("max_age", self._ledger.max_age))
+        return int(books.get("max_age", self._tracker.max_age))
 
     def _of_one_engine(self, state: dict[str, int]) -> dict[str, Any]:
-        if self._ledger.max_age > 0:
+        if self._tracker.max_age > 0:
             raise started_with("grpo.py")
         size, rounds = self.env.batch_size[0], state["rounds"]
         taken = state["taken"]

@@ -1,4 +1,4 @@
-"""From the configuration to what collects: an engine in this process, or a fleet of workers."""
+"""From the configuration to what collects: an engine in this process, or a group of workers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from torchrl_grpo.rollout.async_collector import AsyncCollector, GroupScorer
 from torchrl_grpo.rollout.collector import RolloutCollector
 from torchrl_grpo.rollout.workers.dispatcher import START_LIMIT_S, Dispatcher
 from torchrl_grpo.rollout.workers.scheduler import Scheduler
-from torchrl_grpo.rollout.workers.staleness import Ledger
+from torchrl_grpo.rollout.workers.staleness import StalenessTracker
 from torchrl_grpo.rollout.workers.types import Pool, Reference
-from torchrl_grpo.rollout.workers.worker_group import Fleet
+from torchrl_grpo.rollout.workers.worker_group import WorkerGroup
 from torchrl_grpo.runtime import rank_env
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def with_workers(
     ship: Callable[[Iterable[tuple[str, Tensor]]], object],
     reference: Reference | None = None,
 ) -> Collection:
-    """A fleet on ``pool``, and what collects from it.
+    """A group of workers on ``pool``, and what collects from it.
 
     Args:
         cfg: the run's configuration.
@@ -176,13 +176,15 @@ def with_workers(
         tokenizer: of the model.
         pool: the workers.
         count: of them.
-        ship: see :class:`Fleet`.
+        ship: see :class:`WorkerGroup`.
         reference: see :class:`Dispatcher`.
     """
     scorer = GroupScorer(env, tokenizer, cfg.seed)
-    ledger = Ledger(cfg.env.num_envs, cfg.collector.max_policy_age, rounds(cfg), steps_per_round(cfg))
+    tracker = StalenessTracker(
+        cfg.env.num_envs, cfg.collector.max_policy_age, rounds(cfg), steps_per_round(cfg)
+    )
     scheduler = Scheduler(
-        ledger,
+        tracker,
         count,
         cfg.env.repeats,
         scorer.prompt_of,
@@ -198,5 +200,5 @@ def with_workers(
         refills=cfg.policy.constant_groups == "refill",
         reference=reference,
     )
-    fleet = Fleet(dispatcher, ship)
-    return fleet, AsyncCollector(env, fleet, tokenizer, total_dialog_turns=total_turns(cfg))
+    worker_group = WorkerGroup(dispatcher, ship)
+    return worker_group, AsyncCollector(env, worker_group, tokenizer, total_dialog_turns=total_turns(cfg))

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from torchrl_grpo.errors import UserError, WorkersLost
 from torchrl_grpo.inference.protocol import NextTokens
 from torchrl_grpo.rollout.groups import Group
-from torchrl_grpo.rollout.workers.scheduler import Call, Errand, Scheduler, Weights
-from torchrl_grpo.rollout.workers.types import Labour, Pool, Publication, Reference, ScoredGroup
+from torchrl_grpo.rollout.workers.scheduler import Call, Scheduler, Task, Weights
+from torchrl_grpo.rollout.workers.types import Pool, Publication, Reference, ScoredGroup, WorkerStats
 
 _T = TypeVar("_T")
 
@@ -53,9 +53,9 @@ class Dispatcher:
         refills: bool = False,
         reference: Reference | None = None,
     ) -> None:
-        count = len(scheduler.seats)
+        count = len(scheduler.workers)
         self.scheduler = scheduler
-        self.labour = Labour([0] * count, [0.0] * count)
+        self.stats = WorkerStats([0] * count, [0.0] * count)
         self.accepted: dict[int, ScoredGroup] = {}
         self._pool = pool
         self._score = score
@@ -120,7 +120,7 @@ class Dispatcher:
         """
         if again:
             # By itself: the books must say so also where there is nobody left to collect.
-            self.ask(self.scheduler.ledger.reopen)
+            self.ask(self.scheduler.tracker.reopen)
         taken: Future[list[ScoredGroup]] = self._promise()
         self._inbox.put(lambda: self._want(taken))
         return taken.result()
@@ -139,13 +139,15 @@ class Dispatcher:
         self._watch(publication.arrived)
         self._inbox.put(post)
 
-    def errands(self, jobs: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+    def tasks(self, jobs: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
         """Run job i on worker i with the newest weights, and wait for all."""
         results: list[Future[Any]] = [self._promise() for _ in jobs]
 
         def post() -> None:
-            for seat, (method, arguments), result in zip(self.scheduler.seats, jobs, results, strict=False):
-                seat.errands.append(Errand(method, arguments, result.set_result))
+            for worker, (method, arguments), result in zip(
+                self.scheduler.workers, jobs, results, strict=False
+            ):
+                worker.tasks.append(Task(method, arguments, result.set_result))
 
         self._inbox.put(post)
         return [result.result() for result in results]
@@ -194,14 +196,14 @@ class Dispatcher:
         except queue.Empty:
             self._give_up_on_silent()
         self._hand_out()
-        for number in range(len(self.scheduler.seats)):
+        for number in range(len(self.scheduler.workers)):
             call = self.scheduler.next_call(number)
             if call is not None:
                 self._send(number, call)
 
     def _start_all(self, ready: Future[None]) -> None:
         self._starting = ready
-        for number in range(len(self.scheduler.seats)):
+        for number in range(len(self.scheduler.workers)):
             self._begin(number)
 
     def _begin(self, number: int) -> None:
@@ -214,7 +216,7 @@ class Dispatcher:
 
     def _started(self, number: int) -> None:
         self.scheduler.started(number)
-        if self._starting is not None and all(seat.ready for seat in self.scheduler.seats):
+        if self._starting is not None and all(worker.ready for worker in self.scheduler.workers):
             self._starting.set_result(None)
             self._starting = None
 
@@ -244,7 +246,7 @@ class Dispatcher:
         elif call.method == "work":
             handle = self._posting(number, lambda turn: self._worked(number, turn))
         else:
-            handle = self._posting(number, lambda result: self.scheduler.ran_errand(number, result))
+            handle = self._posting(number, lambda result: self.scheduler.ran_task(number, result))
         self._allow(number, self._timeout_s)
         self._pool.call(number, call.method, arguments, handle)
 
@@ -252,13 +254,13 @@ class Dispatcher:
         self.scheduler.loaded(number, weights, cut)
         publication: Publication = weights.content
         publication.proofs.put(answer)
-        everywhere = all(seat.holds is weights for seat in self.scheduler.seats)
+        everywhere = all(worker.holds is weights for worker in self.scheduler.workers)
         if everywhere and not publication.arrived.done():
             publication.arrived.set_result(None)
 
     def _worked(self, number: int, turn: Any) -> None:
-        self.labour.tokens[number] += turn.tokens
-        self.labour.seconds[number] += turn.seconds
+        self.stats.tokens[number] += turn.tokens
+        self.stats.seconds[number] += turn.seconds
         for group in self.scheduler.worked(number, turn.finished):
             self._begin_to_score(group)
 
@@ -274,7 +276,7 @@ class Dispatcher:
         )
 
     def _rewarded(self, scored: ScoredGroup, seconds: float, asked: Future[Any]) -> None:
-        self.labour.score_seconds += seconds
+        self.stats.score_seconds += seconds
         asked.add_done_callback(
             lambda done: self._inbox.put(lambda: self._accept(replace(scored, reference=done.result())))
         )
@@ -286,9 +288,9 @@ class Dispatcher:
     def _accept(self, scored: ScoredGroup) -> None:
         number, oldest = scored.group.group_id, scored.group.oldest
         # Dropped while it was scored: the books know no more of it.
-        if number in self.scheduler.ledger.running:
+        if number in self.scheduler.tracker.running:
             assert oldest is not None
-            self.scheduler.ledger.accept(number, oldest)
+            self.scheduler.tracker.accept(number, oldest)
             self.accepted[number] = scored
 
     def _want(self, taken: Future[list[ScoredGroup]]) -> None:
@@ -299,7 +301,7 @@ class Dispatcher:
         if self._taker is None:
             return
         self._expire()
-        chosen = self.scheduler.ledger.take()
+        chosen = self.scheduler.tracker.take()
         if chosen is None:
             return
         self.scheduler.wanted = False
@@ -327,7 +329,7 @@ class Dispatcher:
             raise error
         self._pool.kill(number)
         self.scheduler.lost(number)
-        self.labour.restarts += 1
+        self.stats.restarts += 1
         self._restarts += 1
         if self._restarts > self._max_restarts:
             raise WorkersLost(

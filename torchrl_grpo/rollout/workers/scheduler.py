@@ -6,7 +6,7 @@ Each worker has one call under way at most. When a call comes back, or the train
 1. new weights, as soon as it may take them: at once with ``weight_update="in_flight"`` or with partial
    rollouts; once its running groups are whole with ``"drain"``, and meanwhile it gets no new ones;
 2. what the trainer waits for: a probe, or a share of an evaluation;
-3. groups: cut or reissued ones first, then new ones while the ledger has room for its weights;
+3. groups: cut or reissued ones first, then new ones while the tracker has room for its weights;
 4. nothing.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchrl_grpo.rollout.groups import Group, Response
-from torchrl_grpo.rollout.workers.staleness import Ledger
+from torchrl_grpo.rollout.workers.staleness import StalenessTracker
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Weights:
 
 
 @dataclass
-class Errand:
+class Task:
     """Something the trainer waits for from one worker, with the newest weights."""
 
     method: str
@@ -47,14 +47,14 @@ class Errand:
 
 @dataclass(frozen=True)
 class Call:
-    """What a worker is to do: ``load``, ``work``, or the method of an errand."""
+    """What a worker is to do: ``load``, ``work``, or the method of a task."""
 
     method: str
     arguments: tuple[Any, ...]
 
 
 @dataclass
-class Seat:
+class WorkerState:
     """What is known of one worker.
 
     Attributes:
@@ -62,7 +62,7 @@ class Seat:
         holds: the weights it has; None right after its start.
         running: its groups, as they were handed to it.
         dropped: groups it need not go on with.
-        errands: what the trainer waits for.
+        tasks: what the trainer waits for.
         call: what it is doing.
     """
 
@@ -70,7 +70,7 @@ class Seat:
     holds: Weights | None = None
     running: dict[int, Group] = field(default_factory=dict)
     dropped: list[int] = field(default_factory=list)
-    errands: deque[Errand] = field(default_factory=deque)
+    tasks: deque[Task] = field(default_factory=deque)
     call: Call | None = None
 
 
@@ -78,8 +78,8 @@ class Scheduler:
     """Hands groups and weights to workers.
 
     Args:
-        ledger: how many groups there may be.
-        num_workers: seats.
+        tracker: how many groups there may be.
+        num_workers: workers.
         num_samples: G.
         prompt_of: prompt and seed of a group's number.
         wait_for_running: with ``drain``, whether weights wait until a worker's groups are whole.
@@ -94,7 +94,7 @@ class Scheduler:
 
     def __init__(
         self,
-        ledger: Ledger,
+        tracker: StalenessTracker,
         num_workers: int,
         num_samples: int,
         prompt_of: Callable[[int], tuple[list[int], int]],
@@ -102,8 +102,8 @@ class Scheduler:
         wait_for_running: bool,
         give_back: bool,
     ) -> None:
-        self.ledger = ledger
-        self.seats = [Seat() for _ in range(num_workers)]
+        self.tracker = tracker
+        self.workers = [WorkerState() for _ in range(num_workers)]
         self.wanted = False
         self.runs_ahead = False
         self.newest: Weights | None = None
@@ -112,43 +112,43 @@ class Scheduler:
         self._wait_for_running = wait_for_running and not give_back
         self._give_back = give_back
         # Groups of a round are spread evenly: a worker with more would make the others wait.
-        self._per_worker = -(-ledger.groups_per_round // num_workers)
+        self._per_worker = -(-tracker.groups_per_round // num_workers)
         # Begun, and with no worker: cut by new weights, or lost with a worker.
         self._queue: dict[int, Group] = {}
 
     def next_call(self, number: int) -> Call | None:
-        """What worker ``number`` does next, None for nothing; the seat is marked as busy with it."""
-        seat = self.seats[number]
-        if not seat.ready or seat.call is not None or self.newest is None:
+        """What worker ``number`` does next, None for nothing; the worker is marked as busy with it."""
+        worker = self.workers[number]
+        if not worker.ready or worker.call is not None or self.newest is None:
             return None
-        seat.call = self._choose(seat, self.newest)
-        return seat.call
+        worker.call = self._choose(worker, self.newest)
+        return worker.call
 
-    def _choose(self, seat: Seat, newest: Weights) -> Call | None:
-        current = seat.holds is newest
-        if not current and not (self._wait_for_running and seat.running):
+    def _choose(self, worker: WorkerState, newest: Weights) -> Call | None:
+        current = worker.holds is newest
+        if not current and not (self._wait_for_running and worker.running):
             return Call("load", (newest.content, newest.version, self._give_back))
-        if current and seat.errands:
-            return Call(seat.errands[0].method, seat.errands[0].arguments)
-        begun = list(self._admit(seat)) if current else []
-        if not (begun or seat.running or seat.dropped):
+        if current and worker.tasks:
+            return Call(worker.tasks[0].method, worker.tasks[0].arguments)
+        begun = list(self._admit(worker)) if current else []
+        if not (begun or worker.running or worker.dropped):
             return None
-        dropped, seat.dropped = seat.dropped, []
+        dropped, worker.dropped = worker.dropped, []
         return Call("work", (begun, dropped))
 
-    def _admit(self, seat: Seat) -> Iterator[Group]:
-        assert seat.holds is not None
-        version = seat.holds.version
-        while len(seat.running) < self._per_worker and (self.wanted or self.runs_ahead):
+    def _admit(self, worker: WorkerState) -> Iterator[Group]:
+        assert worker.holds is not None
+        version = worker.holds.version
+        while len(worker.running) < self._per_worker and (self.wanted or self.runs_ahead):
             if self._queue:
                 group = self._queue.pop(min(self._queue))
-            elif self.ledger.room(version) > 0:
-                group = self._new_group(self.ledger.issue())
+            elif self.tracker.room(version) > 0:
+                group = self._new_group(self.tracker.issue())
             else:
                 return
             oldest = group.oldest
-            self.ledger.start(group.group_id, version if oldest is None else oldest)
-            seat.running[group.group_id] = group
+            self.tracker.start(group.group_id, version if oldest is None else oldest)
+            worker.running[group.group_id] = group
             yield group
 
     def _new_group(self, number: int) -> Group:
@@ -157,40 +157,40 @@ class Scheduler:
 
     def worked(self, number: int, finished: list[Group]) -> list[Group]:
         """Worker ``number`` came back from ``work``; returns the whole groups that are still wanted."""
-        seat = self.seats[number]
-        seat.call = None
-        return [group for group in finished if seat.running.pop(group.group_id, None) is not None]
+        worker = self.workers[number]
+        worker.call = None
+        return [group for group in finished if worker.running.pop(group.group_id, None) is not None]
 
     def loaded(self, number: int, weights: Weights, cut: list[Group]) -> None:
         """Worker ``number`` has taken ``weights``, and gave back the groups that it was cut in."""
-        seat = self.seats[number]
-        seat.call = None
-        seat.holds = weights
+        worker = self.workers[number]
+        worker.call = None
+        worker.holds = weights
         for group in cut:
-            if seat.running.pop(group.group_id, None) is not None:
+            if worker.running.pop(group.group_id, None) is not None:
                 self._queue[group.group_id] = group
 
-    def ran_errand(self, number: int, result: Any) -> None:
-        """Worker ``number`` came back from an errand; without a result it is sent on the same one again."""
-        seat = self.seats[number]
-        seat.call = None
+    def ran_task(self, number: int, result: Any) -> None:
+        """Worker ``number`` came back from a task; without a result it is sent on the same one again."""
+        worker = self.workers[number]
+        worker.call = None
         if result is None:
             return
-        seat.errands.popleft().deliver(result)
+        worker.tasks.popleft().deliver(result)
 
     def lost(self, number: int) -> None:
         """Worker ``number`` is gone with all it held; its groups are reissued as they were handed to it."""
-        seat = self.seats[number]
-        for group in seat.running.values():
+        worker = self.workers[number]
+        for group in worker.running.values():
             if group.oldest is None:
-                self.ledger.restart(group.group_id)
+                self.tracker.restart(group.group_id)
             self._queue[group.group_id] = group
         # What the trainer waits for is asked again of the worker that follows.
-        self.seats[number] = Seat(errands=seat.errands)
+        self.workers[number] = WorkerState(tasks=worker.tasks)
 
     def started(self, number: int) -> None:
-        """The worker of this seat can be called."""
-        self.seats[number].ready = True
+        """The worker of this worker can be called."""
+        self.workers[number].ready = True
 
     def publish(self, weights: Weights) -> None:
         """From now on workers are to hold ``weights``."""
@@ -198,12 +198,12 @@ class Scheduler:
 
     def expire(self) -> list[int]:
         """Drop groups that the next round is too late for, wherever they are; returns their numbers."""
-        gone = self.ledger.expire()
+        gone = self.tracker.expire()
         for number in gone:
             self._queue.pop(number, None)
-            for seat in self.seats:
-                if seat.running.pop(number, None) is not None:
-                    seat.dropped.append(number)
+            for worker in self.workers:
+                if worker.running.pop(number, None) is not None:
+                    worker.dropped.append(number)
         return gone
 
     def reissue(self, numbers: list[int]) -> None:

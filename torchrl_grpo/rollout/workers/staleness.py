@@ -20,7 +20,7 @@ version r are there: synchronous training. With r = n / B for n groups trained, 
 AReaL's n + running + accepted < (v + S + 1) B.
 
 A group that takes longer than all others may still miss its last round. It is then dropped, and counted:
-:meth:`Ledger.take` hands nothing out that is older than S, whatever happened before.
+:meth:`StalenessTracker.take` hands nothing out that is older than S, whatever happened before.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def started_with(script: str) -> CheckpointError:
 
 
 @dataclass
-class Ledger:
+class StalenessTracker:
     """The books of a run: issued = trained + dropped_age + dropped_filter + left.
 
     Attributes:

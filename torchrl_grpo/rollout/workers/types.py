@@ -81,7 +81,7 @@ class ScoredGroup:
 
 
 @dataclass
-class Labour:
+class WorkerStats:
     """What the workers have done so far, added up.
 
     Attributes:

@@ -14,11 +14,11 @@ from torchrl_grpo.rollout.workers.dispatcher import Dispatcher
 from torchrl_grpo.rollout.workers.types import Publication
 
 
-class Fleet(Inference):
+class WorkerGroup(Inference):
     """Workers behind a dispatcher.
 
     Args:
-        dispatcher: calls them; started here and closed with the fleet.
+        dispatcher: calls them; started here and closed with the group.
         ship: makes what a worker is handed out of weights, once for all workers.
     """
 
@@ -36,7 +36,7 @@ class Fleet(Inference):
     @property
     def size(self) -> int:
         """Workers."""
-        return len(self.dispatcher.scheduler.seats)
+        return len(self.dispatcher.scheduler.workers)
 
     def offer(
         self,
@@ -70,7 +70,7 @@ class Fleet(Inference):
             seeds = None if sampling.seeds is None else sampling.seeds[chosen]
             part = dataclasses.replace(sampling, seeds=seeds)
             jobs.append(("generate", (list(prompts[chosen]), part)))
-        return [group for part in self.dispatcher.errands(jobs) for group in part]
+        return [group for part in self.dispatcher.tasks(jobs) for group in part]
 
     def close(self) -> None:
         """See :meth:`Inference.close`."""
