@@ -114,16 +114,16 @@ def main(output: Path) -> None:
     shared.wake()
     shared.load_weights(named_weights(new))
     found["next, woken"] = shared.next_tokens(probe)
-    found["asked"] = here.together(member, "asked")
-    here.together(member, "deafen", here.size - 1)
+    found["asked"] = here.call_all(member, "asked")
+    here.call_all(member, "deafen", here.size - 1)
     publisher = WeightPublisher(new, TokenScorer(new), shared, PROMPTS[:3], 2, torch.float32, torch.float32)
     with torch.no_grad():
         new.lm_head.weight += 1
     found["refused"] = error_of(lambda: publisher.publish(4), TrainingStopped)
-    found["interrupted"] = error_of(lambda: here.together(member, "interrupted"), KeyboardInterrupt)
+    found["interrupted"] = error_of(lambda: here.call_all(member, "interrupted"), KeyboardInterrupt)
     # They are still in step.
-    found["arrived"] = member.arrived, len(here.together(member, "asked"))
-    here.dismiss()
+    found["arrived"] = member.arrived, len(here.call_all(member, "asked"))
+    here.release()
     torch.save(found, output)
 
 

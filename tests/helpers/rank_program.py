@@ -19,7 +19,7 @@ from torch import Tensor
 from torchrl_grpo.batch.micro_batches import TokenBudget
 from torchrl_grpo.config.schema import OptimizerConfig
 from torchrl_grpo.config.values import ZERO_STAGES
-from torchrl_grpo.distributed.parallelism import distribute, resting, whole
+from torchrl_grpo.distributed.parallelism import distribute, reshard_after, whole
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.aggregation import totals_of
@@ -95,7 +95,7 @@ def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
     """Loss terms, gradients, and what two optimizer steps make of the weights; whole on every rank."""
     step, model = build(case, kind, ranks)
     batch = batch_of(case)
-    with torch.no_grad(), resting(step.network):
+    with torch.no_grad(), reshard_after(step.network):
         at_start = _probe(step, batch)
     sums = step.accumulate(batch)
     storages = {p.grad.untyped_storage()._cdata for p in model.parameters() if p.grad is not None}
@@ -108,7 +108,7 @@ def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
     weights = {name: whole(p).clone() for name, p in model.named_parameters()}
     stale = [name for name, p in held.items() if not torch.equal(whole(p), weights[name])]
     state = step.state_dict()
-    with torch.no_grad(), resting(step.network):
+    with torch.no_grad(), reshard_after(step.network):
         probe = _probe(step, batch)
     return {
         "sums": sums,

@@ -93,7 +93,7 @@ def synchronizing(network: object, last: bool) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def resting(network: object) -> Iterator[None]:
+def reshard_after(network: object) -> Iterator[None]:
     """Afterwards parameters are shards again, also those that a pass without gradients leaves gathered.
 
     An update moves the shards. Whatever stayed gathered would keep the weights from before it.

@@ -2,7 +2,7 @@
 
 Rank 0 runs the program: it grades, decides, publishes, logs and saves. The others hold their part of the
 model, and an engine where ranks generate, and do what rank 0 does with its own, call by call
-(:meth:`Ranks.together`). While rank 0 waits for engines elsewhere, so do they, in a blocking receive.
+(:meth:`Ranks.call_all`). While rank 0 waits for engines elsewhere, so do they, in a blocking receive.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Ranks:
         """Whether this is the rank that runs the program."""
         return self.rank == 0
 
-    def tell(self, message: Any) -> None:
-        """On rank 0: give every other rank what :meth:`hear` returns there."""
+    def broadcast_object(self, message: Any) -> None:
+        """On rank 0: give every other rank what :meth:`recv` returns there."""
         if self.size > 1:
             dist.broadcast_object_list([message], src=0, group=self._orders)
 
-    def hear(self) -> Any:
-        """On the others: what rank 0 tells next; None when it is gone, which it has then said itself."""
+    def recv(self) -> Any:
+        """On the others: block until rank 0 broadcasts an object; None once it has exited."""
         box = [None]
         try:
             dist.broadcast_object_list(box, src=0, group=self._orders)
@@ -70,7 +70,7 @@ class Ranks:
             return None
         return box[0]
 
-    def together(self, target: object, method: str, *arguments: Any) -> Any:
+    def call_all(self, target: object, method: str, *arguments: Any) -> Any:
         """On rank 0: call a method of ``target`` while every other rank calls that of its own.
 
         Args:
@@ -85,7 +85,7 @@ class Ranks:
             return _call(target, method, arguments)
         # Interrupted half way, this rank would leave the others in the middle of a collective call.
         with held(), self.united():
-            self.tell((method, arguments))
+            self.broadcast_object((method, arguments))
             return _call(target, method, arguments)
 
     @contextmanager
@@ -98,17 +98,17 @@ class Ranks:
             raise
 
     def follow(self, target: object) -> None:
-        """On the others: do what :meth:`together` says, until rank 0 dismisses them."""
-        while (order := self.hear()) is not None:
+        """On the others: do what :meth:`call_all` says, until rank 0 releases them."""
+        while (order := self.recv()) is not None:
             _call(target, *order)
 
-    def dismiss(self) -> None:
+    def release(self) -> None:
         """On rank 0: let the others end :meth:`follow`.
 
         After an exception in a common call they listen no more: this process's end is what ends them.
         """
         if not self._broken:
-            self.tell(None)
+            self.broadcast_object(None)
 
     def add_up(self, values: dict[str, float], names: Sequence[str]) -> dict[str, float]:
         """The sum over all ranks of each of ``names``; a rank adds nothing for those it does not have."""

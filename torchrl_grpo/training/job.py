@@ -56,7 +56,7 @@ def follow() -> None:
     from torchrl_grpo.training.learner import Learner
 
     ranks = Ranks(on_cpu=not torch.cuda.is_available())
-    begin = ranks.hear()
+    begin = ranks.recv()
     if begin is None:
         return
     cfg, weights, resume_from, reward_weights, plan = begin
@@ -137,14 +137,14 @@ def _train(
     how = vars(build)[collect]
     if resume_from is not None and (summary := report.of_ended_run(run_dir, int(resume_from.name))):
         # Its figures are those of the whole run; measuring them again would overwrite them.
-        ranks.dismiss()
+        ranks.release()
         steps = summary["steps"]
         sys.stderr.write(f"resumed {run_dir} after step {steps} of {steps}; it has already ended\n")
         return summary
     try:
         session = Session(cfg, run_dir, problems, reward_set, grader, resume_from, how, plan, ranks)
     except BaseException:
-        ranks.dismiss()
+        ranks.release()
         raise
     try:
         with remembered() as check_interrupts:
@@ -160,7 +160,7 @@ def _train(
         last = read_jsonl(session.metrics_writer.path)[-1]
         figures = session.figures()
     finally:
-        ranks.dismiss()
+        ranks.release()
         session.close()
     report.plot(run_dir)
     after = last.get("eval/accuracy")

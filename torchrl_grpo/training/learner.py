@@ -17,7 +17,7 @@ from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, divide
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import optim_batch_size, rounds, steps_per_round, token_budget
-from torchrl_grpo.distributed.parallelism import distribute, resting, sharded, whole, writable
+from torchrl_grpo.distributed.parallelism import distribute, reshard_after, sharded, whole, writable
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.build import build_engine
@@ -44,7 +44,7 @@ _NO_ROOM = (
 class Learner:
     """The trained model with its objective and optimizer; on each training rank, from the same arguments.
 
-    Methods that move or gather weights are collective: rank 0 calls them through :meth:`Ranks.together`.
+    Methods that move or gather weights are collective: rank 0 calls them through :meth:`Ranks.call_all`.
 
     Args:
         cfg: the run's configuration.
@@ -170,7 +170,7 @@ class Learner:
         pieces = self.budget.cut(groups, [MicroBatch(tuple(mine), slice(None))] if mine else [])
         idle = MicroBatch((0,), slice(0, 1))
         found = torch.zeros(groups["masks", "response"].shape)
-        with resting(self.network), self.budget.named_when_exceeded():
+        with reshard_after(self.network), self.budget.named_when_exceeded():
             for number in range(self.ranks.largest(len(pieces))):
                 real = number < len(pieces)
                 micro = pieces[number] if real else idle
@@ -189,7 +189,7 @@ class Learner:
     @torch.no_grad()
     def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
         """See :meth:`TokenScorer.next_token_log_probs`."""
-        with resting(self.network):
+        with reshard_after(self.network):
             return self.scorer.next_token_log_probs(prompt, prompt_mask)
 
     def weight(self, name: str) -> Tensor:
@@ -239,15 +239,15 @@ class GatheredModel:
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Names and whole parameters, one at a time."""
         for name, _ in self._learner.model.named_parameters():
-            yield name, self._learner.ranks.together(self._learner, "weight", name)
+            yield name, self._learner.ranks.call_all(self._learner, "weight", name)
 
     def scale_columns(self, factor: float) -> None:
         """See :meth:`Learner.scale_columns`."""
-        self._learner.ranks.together(self._learner, "scale_columns", factor)
+        self._learner.ranks.call_all(self._learner, "scale_columns", factor)
 
     def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
         """See :meth:`TokenScorer.next_token_log_probs`."""
-        found: Tensor = self._learner.ranks.together(
+        found: Tensor = self._learner.ranks.call_all(
             self._learner, "next_token_log_probs", prompt, prompt_mask
         )
         return found
@@ -265,5 +265,5 @@ class _SharedLogProbs(Transform):
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        written = self.learner.ranks.together(self.learner, "score", tensordict)
+        written = self.learner.ranks.call_all(self.learner, "score", tensordict)
         return tensordict.set(("log_probs", "proximal"), written)

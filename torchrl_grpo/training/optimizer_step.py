@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, divide, equal_pieces
 from torchrl_grpo.config.schema import OptimizerConfig
-from torchrl_grpo.distributed.parallelism import resting, synchronizing
+from torchrl_grpo.distributed.parallelism import reshard_after, synchronizing
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.objectives.aggregation import BatchTotals, totals_of
@@ -215,7 +215,7 @@ class OptimizerStep:
             terms = self.loss(micro.of(batch), totals=totals)
             return _as_floats(terms, _total(terms), weight)
 
-        with resting(self.network):
+        with reshard_after(self.network):
             return self._work_through(
                 batch, work, lambda groups: [MicroBatch(tuple(range(groups)), slice(None))]
             )

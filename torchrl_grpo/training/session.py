@@ -100,7 +100,7 @@ class Session:
         start = (cfg, weights, resume_from, reward_set.weights)
         with ranks.united():
             # The other ranks build theirs from the same.
-            ranks.tell((*start, self.plan))
+            ranks.broadcast_object((*start, self.plan))
             # Looked up late: the progress bar is made last, when nothing can fail any more.
             self.learner = Learner(*start, self.device, ranks, lambda text: self.progress.note(text))
         self.model = self.learner.model
@@ -126,7 +126,7 @@ class Session:
         self._make_buffer(source)
         self._make_publisher(problems)
         if resume_from is not None:
-            rest = self.ranks.together(self.learner, "resume", str(resume_from))
+            rest = self.ranks.call_all(self.learner, "resume", str(resume_from))
             self.load_state_dict(rest)
         # Last: it cuts files back to the step resumed, and until here the resumption could still fail.
         self._open_logs(resume_from)
@@ -262,7 +262,7 @@ class Session:
 
     def train_on(self, batch: TensorDictBase) -> dict[str, float]:
         """One optimizer step, of all training ranks."""
-        metrics: dict[str, float] = self.ranks.together(self.learner, "step", batch)
+        metrics: dict[str, float] = self.ranks.call_all(self.learner, "step", batch)
         return metrics
 
     def evaluation_is_due(self) -> bool:
@@ -340,7 +340,7 @@ class Session:
         """All state beside the weights."""
         return {
             "counters": {**self.counters.state_dict(), "seconds": self.seconds()},
-            "optimise": self.ranks.together(self.learner, "optimizer_state"),
+            "optimise": self.ranks.call_all(self.learner, "optimizer_state"),
             "collector": self.collector.state_dict(),
             "buffer": self.buffer.state_dict(),
             "publisher": self.publisher.state_dict(),

@@ -119,56 +119,56 @@ class SharedEngine(Engine):
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Answers:
         """See :meth:`Inference.generate`."""
-        answers: Answers = self._together("generate", prompts, sampling)
+        answers: Answers = self._call_all("generate", prompts, sampling)
         return answers
 
     def next_tokens(self, probe: Probe) -> NextTokens:
         """See :meth:`Engine.next_tokens`; each rank's engine answers."""
-        answer: NextTokens = self._together("next_tokens", probe)
+        answer: NextTokens = self._call_all("next_tokens", probe)
         return answer
 
     def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """See :meth:`Engine.learn`."""
-        self._together("learn", shapes)
+        self._call_all("learn", shapes)
 
     def start_update(self) -> None:
         """See :meth:`Engine.start_update`."""
-        self._together("start_update")
+        self._call_all("start_update")
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See :meth:`Engine.update`; a tensor at a time goes from rank 0 to all."""
         for name, tensor in weights:
             self._share.outgoing = tensor.to(self._share.device)
-            self._together("update", name, tensor.shape, tensor.dtype)
+            self._call_all("update", name, tensor.shape, tensor.dtype)
         self._share.outgoing = None
 
     def finish_update(self) -> None:
         """See :meth:`Engine.finish_update`."""
-        self._together("finish_update")
+        self._call_all("finish_update")
 
     def checksums(self) -> tuple[Checksums, ...]:
         """See :meth:`Engine.checksums`; one entry for each rank."""
-        found: tuple[Checksums, ...] = self._together("checksums")
+        found: tuple[Checksums, ...] = self._call_all("checksums")
         return found
 
     def reset_cache(self) -> None:
         """See :meth:`Engine.reset_cache`."""
-        self._together("reset_cache")
+        self._call_all("reset_cache")
 
     def sleep(self) -> None:
         """See :meth:`Engine.sleep`."""
-        self._together("sleep")
+        self._call_all("sleep")
 
     def wake(self) -> None:
         """See :meth:`Engine.wake`."""
-        self._together("wake")
+        self._call_all("wake")
 
     def close(self) -> None:
-        """See :meth:`Inference.close`. The other ranks free theirs when they are dismissed."""
+        """See :meth:`Inference.close`. The other ranks free theirs when they are released."""
         self._share.engine.close()
 
-    def _together(self, method: str, *arguments: object) -> Any:
-        return self._learner.ranks.together(self._learner, f"engine.{method}", *arguments)
+    def _call_all(self, method: str, *arguments: object) -> Any:
+        return self._learner.ranks.call_all(self._learner, f"engine.{method}", *arguments)
 
 
 def shared_engine(
@@ -186,5 +186,5 @@ def shared_engine(
     Raises:
         ModelError: the model cannot be loaded.
     """
-    learner.ranks.together(learner, "share_engine", source, *arguments)
+    learner.ranks.call_all(learner, "share_engine", source, *arguments)
     return SharedEngine(learner)
