@@ -207,7 +207,7 @@ from pathlib import Path
 
 sys.path.insert(0, {root!r})
 if "RANK" not in os.environ:
-    from torchrl_grpo import launch
+    from torchrl_grpo.distributed import launch
 
     raise SystemExit(launch.launch(sys.argv[1:], 2))
 told = Path({told!r})
