@@ -245,7 +245,7 @@ def test_parser_leaves_its_node_as_it_was() -> None:
         ("train.lr", "optimizer.lr"),
         ("env.num_env", "env.num_envs"),
         ("optim_batchsize", "train.optim_batch_size"),
-        ("gpu_memory_utilization", "inference_model.gpu_memory_utilization"),
+        ("gpu_memory_utilisation", "inference_model.gpu_memory_utilization"),
         ("polcy", "policy"),
         ("optimizer.learning_rate", "optimizer.lr"),
         ("env.group_size", "env.repeats"),
