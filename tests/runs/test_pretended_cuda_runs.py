@@ -175,8 +175,8 @@ def test_a_fault_in_a_run_is_found(
 # Files of the project in which tensors are moved, and what is found where a move is forgotten.
 MOVES = {
     "transformers_engine.py": "cuda:1, cpu",
-    "logprobs.py": "cuda:0, cpu",
-    "log_probs.py": "a tensor on cpu|value on cuda:2",
+    "token_scorer.py": "cuda:0, cpu",
+    "log_prob_transform.py": "a tensor on cpu|value on cuda:2",
     "loss.py": "cuda:0, cpu",
 }
 

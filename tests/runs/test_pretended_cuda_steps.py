@@ -167,7 +167,7 @@ def test_a_fault_in_the_loss_is_found(fault: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("file", "gpus"),
-    [("loss.py", 1), ("logprobs.py", 1)],
+    [("loss.py", 1), ("token_scorer.py", 1)],
     ids=["the batch's log-probabilities", "the tokens"],
 )
 def test_a_forgotten_move_is_found(file: str, gpus: int) -> None:
@@ -178,7 +178,7 @@ def test_a_forgotten_move_is_found(file: str, gpus: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["logprobs.py", "log_probs.py"], ids=["of what it reads", "of what it found"]
+    "file", ["token_scorer.py", "log_prob_transform.py"], ids=["of what it reads", "of what it found"]
 )
 def test_a_forgotten_move_of_a_reference_is_found(file: str) -> None:
     with pytest.raises(DeviceMismatch, match="cuda:2"), PretendedCuda(gpus=3) as machine:
