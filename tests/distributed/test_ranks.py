@@ -33,8 +33,10 @@ from rank_runs import (
     sums,  # noqa: F401
     words,
 )
+from torch.distributed.elastic.multiprocessing import api
 
 from torchrl_grpo.batch.micro_batches import divide
+from torchrl_grpo.distributed import launch
 
 KINDS = ("ddp", "fsdp2")
 
@@ -249,6 +251,30 @@ def test_a_rank_that_fails_while_it_leaves_does_not_cut_an_interrupted_one_short
     assert said == "all is saved\n"
     # Nobody catches the interrupt in this script; the command line ends with 130.
     assert process.returncode == ended
+
+
+def test_an_interrupt_while_ranks_are_started_leaves_none_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "waiting.py"
+    script.write_text("import signal; signal.pause()")
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    honest = api.get_subprocess_handler
+    started = []
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        started.append(honest(*given, **named))
+        if len(started) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(api, "get_subprocess_handler", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        launch.launch([], 2)
+    assert len(started) == 2
+    assert all(one.proc.poll() is not None for one in started)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_adapters_train_on_two_ranks_as_on_one(

@@ -11,8 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torchrl_grpo.config import Config
@@ -113,17 +113,19 @@ def launch(words: Sequence[str], count: int) -> int:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, allowed_cores() // count))),
     }
     # The library answers an interrupt by killing all ranks; rank 0 still has something to say and to finish.
-    # One that is ignored, as under nohup, stays ignored.
-    before = signal.getsignal(signal.SIGINT)
-    ranks = start_processes(
-        name="rank",
-        entrypoint=sys.executable,
-        args={number: (sys.argv[0], *words) for number in range(count)},
-        envs={number: {**common, "RANK": str(number), "LOCAL_RANK": str(number)} for number in range(count)},
-        logs_specs=DefaultLogsSpecs(),
-    )
-    signal.signal(signal.SIGINT, before)
+    with _held_back(signal.SIGINT) as interrupts:
+        ranks = start_processes(
+            name="rank",
+            entrypoint=sys.executable,
+            args={number: (sys.argv[0], *words) for number in range(count)},
+            envs={
+                number: {**common, "RANK": str(number), "LOCAL_RANK": str(number)} for number in range(count)
+            },
+            logs_specs=DefaultLogsSpecs(),
+        )
     try:
+        if interrupts:
+            raise KeyboardInterrupt
         result = ranks.wait()
     except KeyboardInterrupt:
         assert isinstance(ranks, SubprocessContext), "of a script, not of a function"
@@ -133,7 +135,7 @@ def launch(words: Sequence[str], count: int) -> int:
         # For rank 0 alone: one that it has let go may fail while it leaves, which must not cut rank 0 short.
         with suppress(subprocess.TimeoutExpired):
             main.wait(timeout=_FAREWELL_S)
-        if main.returncode in (None, 0, INTERRUPTED_CODE):
+        if main.returncode in (None, 0, INTERRUPTED_CODE, -signal.SIGINT):
             raise
         return _shown(main.returncode)
     finally:
@@ -143,6 +145,37 @@ def launch(words: Sequence[str], count: int) -> int:
         return 0
     first = min(result.failures.values(), key=lambda failure: failure.timestamp)
     return _shown(first.exitcode)
+
+
+@contextmanager
+def _held_back(number: signal.Signals) -> Iterator[list[int]]:
+    """Collect a signal instead of acting on it, and restore its handler at the end.
+
+    An interrupt while ranks are being started would leave those that run already behind. A signal that is
+    ignored, as under nohup, stays ignored.
+
+    Args:
+        number: the signal.
+
+    Yields:
+        A list that gets an entry for each signal that arrives.
+    """
+    arrived: list[int] = []
+    before = signal.getsignal(number)
+    # The library must not put its own handler in the place of this one.
+    variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+    chosen = os.environ.get(variable)
+    os.environ[variable] = "SIGTERM,SIGHUP,SIGQUIT"
+    if before != signal.SIG_IGN:
+        signal.signal(number, lambda received, frame: arrived.append(received))
+    try:
+        yield arrived
+    finally:
+        signal.signal(number, before)
+        if chosen is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = chosen
 
 
 def _shown(code: int) -> int:
