@@ -25,8 +25,11 @@ os.environ.update(
     WANDB_SILENT="true",
     MPLBACKEND="Agg",
 )
-# More threads than this only slow the small matrices of the tests down.
-os.environ.setdefault("OMP_NUM_THREADS", str(min(4, os.cpu_count() or 1)))
+# Each process of `make test` has its share of the cores. With more threads than cores, threads wait for each
+# other at the end of every small product, and the suite takes twice as long. The tests' small matrices never
+# gain from more than four.
+_PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+os.environ.setdefault("OMP_NUM_THREADS", str(max(1, min(4, (os.cpu_count() or 1) // _PROCESSES))))
 
 # In a shell's background a process begins with interrupts ignored, and so would those that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
