@@ -853,11 +853,10 @@ def test_predicted_memory_is_that_of_a_run(
         "".join(json.dumps({"question": text, "answer": "#### 1"}) + "\n" for text in QUESTIONS)
     )
     # Two rounds: the moments of the optimizer are there from the second step on.
-    small = kind == "smollm2"
-    cfg = config(env__num_envs=2 if small else 4, env__repeats=4, env__prompt_template="{question}")
+    cfg = config(env__num_envs=2, env__repeats=4, env__prompt_template="{question}")
     cfg.model.name, cfg.env.data_path, cfg.env.answer_format = str(model), "questions.jsonl", "plain"
-    cfg.inference_model.max_model_len, cfg.inference_model.max_new_tokens = (128, 64) if small else (192, 96)
-    cfg.train.total_dialog_turns, cfg.train.checkpoint_frequency = (16 if small else 32), 0
+    cfg.inference_model.max_model_len, cfg.inference_model.max_new_tokens = 128, 48
+    cfg.train.total_dialog_turns, cfg.train.checkpoint_frequency = 16, 0
     cfg.eval.num_problems, cfg.logging.progress = 0, False
     # No answer is right; this gives every response a gradient.
     cfg.policy.entropy_coef = 1e-3
