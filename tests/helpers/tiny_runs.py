@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +12,15 @@ from typing import Any
 import pytest
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.observe import report
 from torchrl_grpo.rewards.text import BareNumberReward
 from torchrl_grpo.tools.verify_resume import read, unmeasured
 from torchrl_grpo.training.job import run
+
+# The end of a run collects garbage. Without this it looks at every object of the imported libraries.
+gc.collect()
+gc.freeze()
+atexit.register(gc.unfreeze)
 
 
 @pytest.fixture
@@ -20,6 +28,8 @@ def config(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number_format: str
 ) -> Config:
     """Four rounds of four groups of four on a file of sums, in one of two number formats."""
+    # Drawing takes as long as training; tests/observe and tests/runs/test_integration.py look at the picture.
+    monkeypatch.setattr(report, "plot", lambda run_dir: None)
     # A random model is never right; this tells its answers apart, so that there is something to learn.
     monkeypatch.setattr(BareNumberReward, "__call__", lambda self, text, example: len(text) % 5 / 4)
     rows = [{"question": f"{a} plus {b}", "answer": str(a + b)} for a in range(6) for b in range(6)]
