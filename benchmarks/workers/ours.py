@@ -28,9 +28,9 @@ from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.runtime.malloc import keep_freed_memory
+from torchrl_grpo.training.build import Job, build_session
 from torchrl_grpo.training.loop import step as loop_step
 from torchrl_grpo.training.optimizer_step import OptimizerStep
-from torchrl_grpo.training.session import Session
 
 
 class Drawn:
@@ -80,9 +80,9 @@ def _whole_step(workload: Workload) -> Callable[[], dict[str, float]]:
     workload.write_questions(Path(cfg.env.data_path))
     reward_set = rewards.RewardSet([(Drawn(), 1.0)])
     grader = rewards.grader(cfg, reward_set)
-    session = Session(cfg, folder / "run", data.load(cfg), reward_set, grader, None)
-    generate = session.engine.generate
-    session.engine.generate = lambda prompts, sampling: generate(  # type: ignore[method-assign]
+    session = build_session(Job(cfg, folder / "run", data.load(cfg), reward_set, grader))
+    generate = session.parts.engine.generate
+    session.parts.engine.generate = lambda prompts, sampling: generate(  # type: ignore[method-assign]
         prompts, dataclasses.replace(sampling, ignore_end=True)
     )
     session.begin()
@@ -91,7 +91,7 @@ def _whole_step(workload: Workload) -> Callable[[], dict[str, float]]:
     def step() -> dict[str, float]:
         metrics = loop_step(session)
         assert metrics["response/length_mean"] == workload.response_tokens, metrics
-        groups = session.buffer.contents()
+        groups = session.parts.buffer.contents()
         if record is not None and not record.exists():
             torch.save(_rollouts(groups), record)
         return {

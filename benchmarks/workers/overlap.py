@@ -26,8 +26,8 @@ from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.planning import placement
 from torchrl_grpo.rollout import build as collections
 from torchrl_grpo.rollout.workers.ray_pool import RayPool, RolloutActor, WorkerSpec
+from torchrl_grpo.training.build import Job, build_session
 from torchrl_grpo.training.loop import step as loop_step
-from torchrl_grpo.training.session import Session
 
 _TOKEN = 100
 _SETTLE = 2
@@ -112,7 +112,9 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
     collect = functools.partial(_in_workers, token_s) if workers else functools.partial(_here, token_s)
     # Both sides on the CPU: what takes its time is a clock.
     plan = placement.plan(placement.request_of(cfg, asynchronous=workers > 0), num_gpus=0)
-    session = Session(cfg, folder / "run", data.load(cfg), reward_set, grader, None, collect, plan)
+    session = build_session(
+        Job(cfg, folder / "run", data.load(cfg), reward_set, grader), collect=collect, plan=plan
+    )
     session.begin()
 
     def turn() -> dict[str, float]:

@@ -26,7 +26,7 @@ from torchrl_grpo.config.parsing import keys
 from torchrl_grpo.data import Example
 from torchrl_grpo.envs.chat import check_length
 from torchrl_grpo.errors import CheckpointError, DataError
-from torchrl_grpo.training.counters import Counters, random_state, seed_everything, set_random_state
+from torchrl_grpo.training.state import Counters, random_state, seed_everything, set_random_state
 
 
 def write_model(folder: Path) -> None:

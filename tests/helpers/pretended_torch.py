@@ -24,7 +24,7 @@ from torch.utils import _device
 
 import torchrl_grpo.inference.transformers_engine
 import torchrl_grpo.rollout.build
-import torchrl_grpo.training.session
+import torchrl_grpo.training.build
 from torchrl_grpo.runtime import hardware
 
 # Imported before anything is replaced: many modules keep what they find in torch.

@@ -126,12 +126,12 @@ def test_running_ahead_keeps_the_bound_and_the_books(
 def test_responses_that_new_weights_cut_keep_their_log_probs_and_know_their_versions(
     train: AsyncRunner, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchrl_grpo.training import session
+    from torchrl_grpo.rollout import buffer
 
     seen: list[Any] = []
-    honest = session.GroupBuffer.refill
+    honest = buffer.GroupBuffer.refill
     monkeypatch.setattr(
-        session.GroupBuffer, "refill", lambda self, batch: seen.append(batch.clone()) or honest(self, batch)
+        buffer.GroupBuffer, "refill", lambda self, batch: seen.append(batch.clone()) or honest(self, batch)
     )
     train(
         "run",

@@ -53,7 +53,7 @@ def test_the_reference_is_the_base_and_not_a_second_model(
     with_base = without_eval(train("lora", policy__kl_coef=0.1, inference_model__temperature=0.7))
     assert len(loaded) == 1, "the engine imports its own name of it"
     # The same reference, loaded apart: nothing may differ but rounding.
-    monkeypatch.setattr("torchrl_grpo.training.session.build_reference", apart)
+    monkeypatch.setattr("torchrl_grpo.training.build.build_reference", apart)
     loaded.clear()
     with_copy = without_eval(train("copy"))
     assert len(loaded) == 2

@@ -1,29 +1,215 @@
-"""Parts of a run that take more than a call to put together."""
+"""Builds a session from a configuration: every part in order, and everything closed if a later one fails."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.derived import needs_reference
+from torchrl_grpo.config.derived import length, needs_reference, with_turns
 from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.problems import Problems
+from torchrl_grpo.distributed.ranks import Ranks
+from torchrl_grpo.envs import GroupTextEnv, PromptStream, lengths
 from torchrl_grpo.envs.chat import render
+from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Inference
-from torchrl_grpo.models import lora
+from torchrl_grpo.models import loading, lora
+from torchrl_grpo.models.build import weights_source
 from torchrl_grpo.models.precision import resolve_dtype
 from torchrl_grpo.models.reference import load_reference
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.observe import loggers
+from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
+from torchrl_grpo.observe.progress import Progress
+from torchrl_grpo.observe.report import SUMMARY
+from torchrl_grpo.planning import placement
+from torchrl_grpo.planning.plan import Plan
+from torchrl_grpo.rewards.graders import CountingGrader
+from torchrl_grpo.rewards.reward_set import RewardSet
+from torchrl_grpo.rollout.buffer import GroupBuffer
+from torchrl_grpo.rollout.build import Collect, Source, one_engine
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
+from torchrl_grpo.runtime.rng import derive_seed
+from torchrl_grpo.training.evaluator import Evaluator
 from torchrl_grpo.training.learner import Learner
+from torchrl_grpo.training.schedule import Schedule
+from torchrl_grpo.training.session import Outputs, Session
+from torchrl_grpo.training.shared_engine import shared_engine
+from torchrl_grpo.training.state import Parts, SessionState, seed_everything
 from torchrl_grpo.weight_sync.probe import probe_prompts
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
 _COARSENESS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a session is built from.
+
+    Attributes:
+        cfg: configuration of the run.
+        run_dir: folder that the run writes to.
+        problems: problems to train on and held-out ones.
+        reward_set: scores answers; closed by the caller.
+        grader: judges held-out answers; closed by the caller.
+        resume_from: checkpoint to continue from; None for a new run.
+    """
+
+    cfg: Config
+    run_dir: Path
+    problems: Problems
+    reward_set: RewardSet
+    grader: CountingGrader
+    resume_from: Path | None = None
+
+
+class Notices:
+    """Lines for the user: kept until the progress bar exists, and then shown by it."""
+
+    def __init__(self) -> None:
+        self._kept: list[str] = []
+        self._show: Callable[[str], None] = self._kept.append
+
+    def __call__(self, text: str | None) -> None:
+        if text is not None:
+            self._show(text)
+
+    def show_with(self, show: Callable[[str], None]) -> None:
+        """Show what was kept, and from now on every line at once."""
+        self._show = show
+        for text in self._kept:
+            show(text)
+        self._kept.clear()
+
+
+def build_session(
+    job: Job, *, collect: Collect = one_engine, plan: Plan | None = None, ranks: Ranks | None = None
+) -> Session:
+    """Build a session; on the other training ranks :func:`~torchrl_grpo.training.job.follow` builds the rest.
+
+    Args:
+        job: configuration, data and rewards.
+        collect: builds the engine and the collector.
+        plan: who runs where; by default a plan for the devices that this process sees.
+        ranks: training ranks, of which this process is the first; by default this process alone.
+
+    Raises:
+        UserError: data, checkpoint or model is at fault in a way the user can fix.
+    """
+    ranks = Ranks(on_cpu=not torch.cuda.is_available()) if ranks is None else ranks
+    if plan is None:
+        request = placement.request_of(job.cfg, asynchronous=False, ranks=ranks.size)
+        plan = placement.plan(request, torch.cuda.device_count())
+    with ExitStack() as opened:
+        # Whatever was opened is closed if a later part fails: a sweep's next job needs the memory.
+        return _build(job, collect, plan, ranks, opened)
+
+
+def _build(job: Job, collect: Collect, plan: Plan, ranks: Ranks, opened: ExitStack) -> Session:
+    cfg, resume_from, notices = job.cfg, job.resume_from, Notices()
+    seed_everything(cfg.seed)
+    source = loading.resolve(cfg.model)
+    tokenizer = loading.load_tokenizer(source, cfg.model)
+    loading.check_context(source, cfg)
+    problems, fitted = lengths.fit(job.problems, tokenizer, cfg)
+    notices(fitted)
+    notices(length(cfg, len(problems.train)) if cfg.train.num_epochs else None)
+    env = _environment(cfg, problems, job.reward_set, tokenizer)
+    evaluator = Evaluator(problems.held_out, tokenizer, job.grader, cfg)
+    weights = weights_source(cfg, source, resume_from)
+    # From here on the length is in samples. The session keeps the configuration as the user wrote it.
+    cfg = with_turns(cfg, len(problems.train))
+    schedule = Schedule.of(cfg)
+    start = (cfg, weights, resume_from, job.reward_set.weights)
+    with ranks.united():
+        # The other ranks build theirs from the same.
+        ranks.broadcast_object((*start, plan))
+        learner = Learner(*start, torch.device(plan.train_device), ranks, notices)
+    ends = loading.end_token_ids(learner.model, tokenizer)
+    form = learner.autocast_dtype, learner.shares_prefix
+    make = partial(shared_engine, learner) if plan.engine_in_each_rank else build_engine
+    engine, collector = collect(cfg, Source(weights, source, plan, ends, *form, make), env, tokenizer)
+    opened.callback(collector.shutdown)
+    # A reference model in processes of its own scores a group before the group comes here.
+    in_trainer = not plan.reference.apart
+    reference = build_reference(cfg, source, plan.reference_devices, learner) if in_trainer else None
+    transforms = [*([reference] if reference else []), *learner.proximal(), learner.advantage]
+    buffer = GroupBuffer(
+        cfg.env.num_envs, learner.groups_per_batch, transforms, derive_seed(cfg.seed, "buffer")
+    )
+    engine_device = torch.device(plan.engine_device)
+    precision = coarser(cfg, engine_device, learner.model, learner.autocast_dtype)
+    engine_dtype = resolve_dtype(cfg.inference_model.dtype, engine_device)
+    publisher = build_publisher(
+        cfg, learner, engine, tokenizer, problems.train, precision, engine_dtype, notices
+    )
+    parts = Parts(
+        ranks=ranks,
+        plan=plan,
+        tokenizer=tokenizer,
+        learner=learner,
+        engine=engine,
+        collector=collector,
+        reference=reference,
+        buffer=buffer,
+        publisher=publisher,
+        update_format=update_format(cfg, engine_device, precision),
+        evaluator=evaluator,
+    )
+    state = SessionState(parts, keeps_reference=schedule.refresh_every > 0)
+    if resume_from is not None:
+        state.load_state_dict(ranks.call_all(learner, "resume", str(resume_from)))
+    # Last: this cuts files back to the resumed step, and until here the resumption could still fail.
+    outputs = _open_outputs(job, schedule, opened, notices)
+    return Session(job.cfg, schedule, state=state, outputs=outputs, closing=opened.pop_all())
+
+
+def _environment(
+    cfg: Config, problems: Problems, reward_set: RewardSet, tokenizer: PreTrainedTokenizerBase
+) -> GroupTextEnv:
+    options = cfg.inference_model
+    return GroupTextEnv(
+        PromptStream(problems.train, cfg.seed, cfg.env.shuffle),
+        tokenizer,
+        reward_set,
+        num_envs=cfg.env.num_envs,
+        repeats=cfg.env.repeats,
+        max_prompt_tokens=options.max_model_len - options.max_new_tokens,
+    )
+
+
+def _open_outputs(job: Job, schedule: Schedule, opened: ExitStack, notices: Notices) -> Outputs:
+    cfg, run_dir = job.cfg, job.run_dir
+    step = None if job.resume_from is None else int(job.resume_from.name)
+    if step is not None:
+        checkpoint.set_aside_after(run_dir, step)
+        # Steps are about to be repeated; a summary beside their last checkpoint would say that the run ended.
+        (run_dir / SUMMARY).unlink(missing_ok=True)
+    metrics = MetricsWriter(run_dir, step)
+    opened.callback(metrics.close)
+    rollouts = RolloutWriter(run_dir, step) if cfg.logging.rollouts else None
+    if rollouts is not None:
+        opened.callback(rollouts.close)
+    chosen = loggers.build(cfg, run_dir, step)
+    opened.callback(chosen.close)
+    progress = Progress(schedule.total_steps, cfg.logging.progress, start_step=step or 0)
+    opened.callback(progress.close)
+    if step is not None:
+        end = "; it has already ended" if schedule.finished(step) else ""
+        progress.note(f"resumed {run_dir} after step {step} of {schedule.total_steps}{end}")
+    notices.show_with(progress.note)
+    for note in chosen.notes:
+        notices(note)
+    return Outputs(run_dir, metrics, rollouts, chosen, progress)
 
 
 def build_reference(

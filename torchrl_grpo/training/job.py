@@ -122,12 +122,12 @@ def _train(
 
     from torchrl_grpo.distributed.ranks import Ranks, divide_threads
     from torchrl_grpo.observe import report
-    from torchrl_grpo.observe.metrics import read_jsonl
+    from torchrl_grpo.observe.metrics import METRICS, read_jsonl
     from torchrl_grpo.observe.stats import peak_memory_gib
     from torchrl_grpo.rollout import build
     from torchrl_grpo.runtime.interrupts import remembered
+    from torchrl_grpo.training.build import Job, build_session
     from torchrl_grpo.training.loop import train
-    from torchrl_grpo.training.session import Session
 
     ranks = Ranks(on_cpu=not torch.cuda.is_available())
     divide_threads(cfg, plan)
@@ -142,7 +142,8 @@ def _train(
         sys.stderr.write(f"resumed {run_dir} after step {steps} of {steps}; it has already ended\n")
         return summary
     try:
-        session = Session(cfg, run_dir, problems, reward_set, grader, resume_from, how, plan, ranks)
+        job = Job(cfg, run_dir, problems, reward_set, grader, resume_from)
+        session = build_session(job, collect=how, plan=plan, ranks=ranks)
     except BaseException:
         ranks.release()
         raise
@@ -157,8 +158,8 @@ def _train(
                 except CheckpointError as error:
                     raise CheckpointError(f"{lost}; and {error}") from lost
                 raise
-        last = read_jsonl(session.metrics_writer.path)[-1]
-        figures = session.figures()
+        last = read_jsonl(run_dir / METRICS)[-1]
+        figures, seconds = session.figures(), session.state.seconds()
     finally:
         ranks.release()
         session.close()
@@ -170,7 +171,7 @@ def _train(
         accuracy_after=after,
         accuracy_ci95=None if after is None else (last["eval/accuracy_low"], last["eval/accuracy_high"]),
         steps=session.counters.step,
-        seconds=session.seconds(),
+        seconds=seconds,
         peak_memory_gib=peak_memory_gib(),
         extras=figures,
     )

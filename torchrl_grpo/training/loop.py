@@ -21,7 +21,7 @@ def train(run: Session, check_interrupts: Callable[[], None]) -> None:
         run: prepared.
         check_interrupts: called before each step; raises KeyboardInterrupt where one got lost.
     """
-    while not run.finished:
+    while not run.schedule.finished(run.counters.step):
         check_interrupts()
         step(run)
 
@@ -32,58 +32,62 @@ def step(run: Session) -> dict[str, float]:
     A round is collected when the buffer has been used up. Synchronously it is sampled then, by the weights it
     is first trained on: asynchronous training, which samples ahead, with a staleness bound of zero.
     """
+    counters, schedule = run.counters, run.schedule
+    device = run.parts.learner.device
     started = time.perf_counter()
     metrics: dict[str, float] = {}
-    if run.counters.steps_left_in_round == 0:
+    if counters.steps_left_in_round == 0:
         metrics |= collect(run)
     run.rest_engine()
     trained = time.perf_counter()
-    batch = run.buffer.sample()
+    batch = run.parts.buffer.sample()
     metrics |= run.train_on(batch)
     metrics["time/train_s"] = time.perf_counter() - trained
-    moves = run.optimize.loss.has_gradient(batch)
-    metrics |= run.speed.trained(batch, moves, metrics["time/train_s"])
-    metrics |= cuda_in_use("memory/train_cuda_gib", run.device)
-    run.counters.step += 1
-    run.unlogged = metrics
-    run.refresh_reference()
-    run.counters.steps_left_in_round -= 1
-    if run.publication_is_due():
+    metrics |= run.training_speed(batch, metrics["time/train_s"])
+    metrics |= cuda_in_use("memory/train_cuda_gib", device)
+    counters.step += 1
+    counters.steps_left_in_round -= 1
+    run.state.unlogged = metrics
+    if schedule.reference_refresh(counters.step):
+        run.refresh_reference()
+    if schedule.publication(counters.step, counters.steps_left_in_round):
         metrics |= run.publish()
-    if run.evaluation_is_due():
+    if schedule.evaluation(counters.step):
         metrics |= run.evaluate()
     metrics["time/step_s"] = time.perf_counter() - started
     metrics["time/other_s"] = rest_of(metrics)
     metrics["memory/peak_gib"] = peak_memory_gib()
-    if run.device.type == "cuda":
+    if device.type == "cuda":
         metrics["memory/peak_cuda_gib"] = peak_cuda_gib()
     run.log(metrics)
-    if run.checkpoint_is_due():
+    if schedule.checkpoint(counters.step):
         run.save()
     return metrics
 
 
 def collect(run: Session) -> dict[str, float]:
     """Fill the buffer with a new round and return what the round looked like."""
+    # No part is kept in a variable: the traceback of an exception would keep it alive until a sweep ends.
+    policy, device = run.cfg.policy, run.parts.learner.device
     round_, refill = collect_with_signal(
-        run.collector,
-        run.advantage.without_signal,
-        run.cfg.policy.max_refills if run.cfg.policy.constant_groups == "refill" else 0,
+        run.parts.collector,
+        run.parts.learner.advantage.without_signal,
+        policy.max_refills if policy.constant_groups == "refill" else 0,
     )
-    generating = cuda_in_use("memory/generate_cuda_gib", run.device)
+    generating = cuda_in_use("memory/generate_cuda_gib", device)
     run.rest_engine()
     started = time.perf_counter()
-    # Log-probabilities of other models and advantages are computed on the way in.
-    run.buffer.refill(round_.groups)
+    # Log-probabilities under other models and advantages are computed as the buffer takes the groups.
+    run.parts.buffer.refill(round_.groups)
     prepared = time.perf_counter() - started
-    run.counters.steps_left_in_round = run.steps_per_round
+    run.counters.steps_left_in_round = run.schedule.steps_per_round
     run.write_rollouts(round_)
-    tokens = run.buffer.contents()["masks", "response"].sum().item()
+    tokens = run.parts.buffer.contents()["masks", "response"].sum().item()
     return {
         **describe(run, round_),
         **refill,
         **generating,
-        **cuda_in_use("memory/prepare_cuda_gib", run.device),
+        **cuda_in_use("memory/prepare_cuda_gib", device),
         "time/prepare_s": prepared,
         "throughput/prepared_tokens_per_s": tokens / prepared,
     }
@@ -91,7 +95,7 @@ def collect(run: Session) -> dict[str, float]:
 
 def describe(run: Session, round_: Round) -> dict[str, float]:
     """Metrics of a round: rewards, advantages, lengths, groups without a signal, throughput."""
-    groups = run.buffer.contents()
+    groups = run.parts.buffer.contents()
     rewards = groups["next", "reward"]
     lengths = groups["masks", "response"].sum(-1).float()
     run.counters.response_tokens += round_.response_tokens
@@ -106,10 +110,10 @@ def describe(run: Session, round_: Round) -> dict[str, float]:
         "response/length_max": float(lengths.max()),
         "response/truncated": float(groups["truncated"].float().mean()),
         "policy/version": int(groups["policy_version"].min()),
-        **ages(groups, run.counters.step, run.steps_per_round),
-        "data/epoch": run.collector.env.stream.epoch_of(int(groups["group_id"].max())),
+        **ages(groups, run.counters.step, run.schedule.steps_per_round),
+        "data/epoch": run.parts.collector.env.stream.epoch_of(int(groups["group_id"].max())),
         **round_.seconds,
-        **run.collector.figures(round_),
+        **run.parts.collector.figures(round_),
     }
     for name in sorted({name for parts in round_.parts for name in parts}):
         values = [parts[name] for parts in round_.parts if name in parts]

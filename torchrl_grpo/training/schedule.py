@@ -1,15 +1,86 @@
-"""What ends with which optimizer step."""
+"""What is due after which optimizer step: functions of the configuration and of the counters alone."""
 
 from __future__ import annotations
 
-from torchrl_grpo.config.schema import EvalConfig
+from dataclasses import dataclass
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.derived import rounds, steps_per_round
 
 
-def at_interval_or_end(frequency: int, step: int, total_steps: int) -> bool:
-    """Every ``frequency`` steps, never for 0; and at the end of the run."""
-    return (frequency > 0 and step % frequency == 0) or step == total_steps
+@dataclass(frozen=True)
+class Schedule:
+    """When a run publishes, evaluates, saves, refreshes the reference model, and ends.
 
+    A ``step`` is the number of optimizer steps taken so far. An interval of 0 means that the event is due at
+    the end of the run only.
 
-def evaluation(cfg: EvalConfig, step: int, total_steps: int) -> bool:
-    """Every ``eval.frequency`` steps and at the end, if there are problems to evaluate on."""
-    return cfg.num_problems > 0 and at_interval_or_end(cfg.frequency, step, total_steps)
+    Attributes:
+        steps_per_round: optimizer steps that a collection round is trained for.
+        total_steps: optimizer steps of the whole run.
+        publish_every: optimizer steps from one publication to the next.
+        evaluate_every: optimizer steps from one evaluation to the next.
+        checkpoint_every: optimizer steps from one checkpoint to the next.
+        refresh_every: optimizer steps from one refresh of the reference model to the next; 0 for never.
+        evaluates: whether there are held-out problems.
+        evaluates_at_start: whether they are also evaluated before the first step.
+    """
+
+    steps_per_round: int
+    total_steps: int
+    publish_every: int
+    evaluate_every: int = 0
+    checkpoint_every: int = 0
+    refresh_every: int = 0
+    evaluates: bool = True
+    evaluates_at_start: bool = True
+
+    @classmethod
+    def of(cls, cfg: Config) -> Schedule:
+        """The schedule of a configuration out of :func:`~torchrl_grpo.config.derived.with_turns`."""
+        per_round = steps_per_round(cfg)
+        return cls(
+            steps_per_round=per_round,
+            total_steps=rounds(cfg) * per_round,
+            publish_every=cfg.train.weight_update_frequency or per_round,
+            evaluate_every=cfg.eval.frequency,
+            checkpoint_every=cfg.train.checkpoint_frequency,
+            refresh_every=cfg.ref_model.refresh_frequency,
+            evaluates=cfg.eval.num_problems > 0,
+            evaluates_at_start=cfg.eval.at_start,
+        )
+
+    def finished(self, step: int) -> bool:
+        """Whether every optimizer step has been taken."""
+        return step >= self.total_steps
+
+    def evaluation(self, step: int) -> bool:
+        """Whether an evaluation is due: every ``evaluate_every`` steps and at the end."""
+        return self.evaluates and self._at_interval_or_end(self.evaluate_every, step)
+
+    def evaluation_at_start(self, step: int) -> bool:
+        """Whether an evaluation is due before training begins."""
+        return self.evaluates and self.evaluates_at_start and step == 0
+
+    def checkpoint(self, step: int) -> bool:
+        """Whether a checkpoint is due: every ``checkpoint_every`` steps and at the end."""
+        return self._at_interval_or_end(self.checkpoint_every, step)
+
+    def publication(self, step: int, steps_left_in_round: int) -> bool:
+        """Whether the engine must get the weights of this step.
+
+        That is the case every ``publish_every`` steps and before an evaluation. It is also the case before a
+        checkpoint if no other publication comes before the next round. A resumed run starts with the weights
+        of the checkpoint, so an uninterrupted run must sample that round with them too.
+        """
+        until_next = self.publish_every - step % self.publish_every
+        if until_next == self.publish_every or self.evaluation(step):
+            return True
+        return self.checkpoint(step) and until_next > steps_left_in_round
+
+    def reference_refresh(self, step: int) -> bool:
+        """Whether the reference model moves toward the policy after this step."""
+        return self.refresh_every > 0 and step % self.refresh_every == 0
+
+    def _at_interval_or_end(self, interval: int, step: int) -> bool:
+        return (interval > 0 and step % interval == 0) or step == self.total_steps

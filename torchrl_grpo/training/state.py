@@ -1,0 +1,175 @@
+"""The parts of a run, its counters, and the state of both that a checkpoint keeps beside the weights."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+
+import numpy
+import torch
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from torchrl_grpo.checkpoints import checkpoint
+from torchrl_grpo.distributed.ranks import Ranks
+from torchrl_grpo.inference.protocol import Inference
+from torchrl_grpo.planning.plan import Plan
+from torchrl_grpo.rollout.async_collector import AsyncCollector
+from torchrl_grpo.rollout.buffer import GroupBuffer
+from torchrl_grpo.rollout.collector import RolloutCollector
+from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
+from torchrl_grpo.training.evaluator import Evaluator
+from torchrl_grpo.training.learner import Learner
+from torchrl_grpo.weight_sync.publisher import WeightPublisher
+
+
+@dataclass
+class Counters:
+    """Progress of a run.
+
+    Attributes:
+        step: optimizer steps done, refused ones included.
+        steps_left_in_round: steps the buffer still has data for.
+        response_tokens: response tokens generated.
+        reward_errors: rewards that raised.
+        seconds: time spent, over all resumptions.
+        accuracy_before: held-out accuracy before training, None where it was not measured.
+    """
+
+    step: int = 0
+    steps_left_in_round: int = 0
+    response_tokens: int = 0
+    reward_errors: int = 0
+    seconds: float = 0.0
+    accuracy_before: float | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of them."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue counting."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of, as :func:`~torchrl_grpo.training.build.build_session` puts it together.
+
+    Attributes:
+        ranks: training ranks, of which this process is the first.
+        plan: devices of the trainer, the engines and the reference model.
+        tokenizer: tokenizer of the model.
+        learner: trained model with its objective and optimizer.
+        engine: one engine, or all workers as one.
+        collector: source of rounds.
+        reference: reference model in this process; None if there is none here.
+        buffer: replay buffer that holds the current round.
+        publisher: hands the weights to the engine and proves that they arrived.
+        update_format: number format in which updates must not round to zero.
+        evaluator: held-out problems and their grader.
+    """
+
+    ranks: Ranks
+    plan: Plan
+    tokenizer: PreTrainedTokenizerBase
+    learner: Learner
+    engine: Inference
+    collector: RolloutCollector | AsyncCollector
+    reference: LogProbScorer | None
+    buffer: GroupBuffer
+    publisher: WeightPublisher
+    update_format: torch.dtype
+    evaluator: Evaluator
+
+
+@dataclass
+class SessionState:
+    """What a checkpoint keeps beside the weights.
+
+    Attributes:
+        parts: parts whose state is kept.
+        keeps_reference: whether the weights of the reference model change and must be kept.
+        counters: progress of the run.
+        unlogged: metrics not yet written to ``metrics.jsonl``.
+        started: seconds by ``time.perf_counter`` at which this process began.
+    """
+
+    parts: Parts
+    keeps_reference: bool
+    counters: Counters = field(default_factory=Counters)
+    unlogged: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
+
+    def seconds(self) -> float:
+        """Seconds spent on the run, over all resumptions."""
+        return self.counters.seconds + time.perf_counter() - self.started
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values; the keys are those of the file ``trainer.pt``."""
+        parts = self.parts
+        return {
+            "counters": {**self.counters.state_dict(), "seconds": self.seconds()},
+            "optimise": parts.ranks.call_all(parts.learner, "optimizer_state"),
+            "collector": parts.collector.state_dict(),
+            "buffer": parts.buffer.state_dict(),
+            "publisher": parts.publisher.state_dict(),
+            "reference": self._reference_weights(),
+            "unlogged": dict(self.unlogged),
+            "random": random_state(),
+        }
+
+    def _reference_weights(self) -> dict[str, torch.Tensor]:
+        """Weights that differ from those of the model the run started from."""
+        if self.parts.reference is None or not self.keeps_reference:
+            return {}
+        return dict(self.parts.reference.scorer.model.named_parameters())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore all of :meth:`state_dict` except what :meth:`Learner.resume` loads on every rank."""
+        parts = self.parts
+        self.counters.load_state_dict(state["counters"])
+        # Older checkpoints do not count rounds without their refills.
+        taken = (self.counters.step + self.counters.steps_left_in_round) // parts.learner.steps_per_round
+        # Copied: both keep the tensors they are given, and these lie in the checkpoint's file.
+        parts.collector.load_state_dict({"taken": taken, **checkpoint.in_memory(state["collector"])})
+        parts.buffer.load_state_dict(checkpoint.in_memory(state["buffer"]))
+        parts.publisher.load_state_dict(state["publisher"])
+        if state["reference"]:
+            assert parts.reference is not None, "a checkpoint of another configuration"
+            parts.reference.load_weights(state["reference"])
+        self.unlogged = state.get("unlogged", {})  # missing in older checkpoints
+        set_random_state(state["random"])
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch on every device."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def random_state() -> dict[str, Any]:
+    """The states of all these generators, as tensors and plain values."""
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = cast("tuple[Any, ...]", numpy.random.get_state())
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Put them back."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        # The run may go on where there are fewer.
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
