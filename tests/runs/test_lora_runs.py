@@ -114,7 +114,7 @@ def test_adapters_and_merged_model_of_a_checkpoint_are_the_live_model(
 
     def saves(self: Session) -> Path:
         with torch.no_grad():
-            live.append(self.model(input_ids=ids).logits)
+            live.append(self.parts.learner.model(input_ids=ids).logits)
         return honest(self)
 
     monkeypatch.setattr(Session, "save", saves)

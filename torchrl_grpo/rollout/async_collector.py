@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.batch.schema import build_batch
 from torchrl_grpo.envs import GroupTextEnv
-from torchrl_grpo.inference.protocol import Completion
+from torchrl_grpo.inference.protocol import Completion, Probe
 from torchrl_grpo.models.scoring.padding import pad_right
 from torchrl_grpo.rewards.types import Scored
 from torchrl_grpo.rollout.collector import Round
@@ -21,11 +22,8 @@ from torchrl_grpo.rollout.groups import Group
 from torchrl_grpo.rollout.interface import CollectorInterface
 from torchrl_grpo.rollout.workers.staleness import started_with
 from torchrl_grpo.rollout.workers.types import Publication, ScoredGroup
-from torchrl_grpo.rollout.workers.worker_group import WorkerGroup, arrived
+from torchrl_grpo.rollout.workers.worker_group import WorkerGroup
 from torchrl_grpo.runtime.rng import group_seed
-
-if TYPE_CHECKING:
-    from torchrl_grpo.weight_sync.publisher import Expectation, WeightPublisher
 
 
 class GroupScorer:
@@ -59,7 +57,7 @@ class AsyncCollector(CollectorInterface):
     """Collects rounds of P x G responses from a group of workers, with calls of TorchRL's ``LLMCollector``.
 
     Those are in :mod:`~torchrl_grpo.rollout.interface`. There is no ``update_policy_weights_``: workers
-    take weights through :meth:`publish` alone, which proves that they arrived. There is no ``set_seed``:
+    take weights through :meth:`send` alone, whose answers prove that they arrived. There is no ``set_seed``:
     workers run ahead on the seed they began with.
 
     Args:
@@ -86,8 +84,6 @@ class AsyncCollector(CollectorInterface):
         self._dispatcher = worker_group.dispatcher
         self._tracker = worker_group.dispatcher.scheduler.tracker
         self._clock = clock
-        self._unproven: list[tuple[Expectation, Publication]] = []
-        self._publisher: WeightPublisher | None = None
         self._since = (clock(), self._worker_stats())
         self._waited = 0.0
 
@@ -125,12 +121,11 @@ class AsyncCollector(CollectorInterface):
             again: it replaces the last one, which held too few groups with a signal.
 
         Raises:
-            TrainingStopped: workers failed too often, or one does not hold the trainer's weights.
+            WorkersLost: workers failed too often.
         """
         start = self._clock()
         taken = self._dispatcher.take(again)
         self._waited += self._clock() - start
-        self.check_proofs()
         scored = [one for group in taken for one in group.scored]
         prompts = [self.env.prompt(group.group.group_id) for group in taken]
         groups = self._batch(taken, [ids for _, ids in prompts], scored)
@@ -169,43 +164,16 @@ class AsyncCollector(CollectorInterface):
             batch["log_probs", "reference"] = padded.view_as(batch["log_probs", "response"])
         return batch
 
-    def publish(self, publisher: WeightPublisher, version: int, wait: bool) -> dict[str, float]:
-        """Give the workers the present weights.
+    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> Publication:
+        """Send weights to the workers: see :meth:`~torchrl_grpo.weight_sync.transport.Transport.send`.
 
-        Args:
-            publisher: of the model.
-            version: optimizer steps behind the weights.
-            wait: until every worker has taken them and has been proven to hold them. With a bound of zero
-                nothing can be generated before that anyway.
-
-        Returns:
-            See :meth:`WeightPublisher.judge`: the largest of the workers that have answered since the last
-            call, whichever weights they were asked about; nothing where none has.
-
-        Raises:
-            TrainingStopped: a worker does not hold the weights it was given.
+        With a staleness bound of zero this also waits until every worker has taken them: nothing can be
+        generated before that.
         """
-        self._publisher = publisher
-        publication, expectation = publisher.hand_over(version, self.worker_group.offer)
-        # Earlier ones stay: a slow worker may yet answer, and the newest are given to replaced workers too.
-        self._unproven = [*self._unproven[-8:], (expectation, publication)]
-        if wait or self._tracker.max_age == 0:
-            publication.arrived.result()
-        found = self.check_proofs()
-        return {name: max(one[name] for one in found) for name in (found[0] if found else ())}
-
-    def check_proofs(self) -> list[dict[str, float]]:
-        """Judge every answer that has come from the workers; for each see :meth:`WeightPublisher.judge`.
-
-        Raises:
-            TrainingStopped: a worker does not hold the weights it was given.
-        """
-        found = []
-        for expectation, publication in self._unproven:
-            for answer in arrived(publication):
-                assert self._publisher is not None
-                found.append(self._publisher.judge(expectation, answer))
-        return found
+        publication = self.worker_group.send(weights, version, probe)
+        if self._tracker.max_age == 0:
+            publication.wait()
+        return publication
 
     def figures(self, round_: Round) -> dict[str, float]:
         """Metrics of what the workers did since the last call, for whichever rounds."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
@@ -14,14 +14,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from torchrl_grpo.batch.schema import build_batch
 from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.envs.responses import HIT_BOUND
-from torchrl_grpo.inference.protocol import Completion, Engine, Sampling
+from torchrl_grpo.inference.protocol import Completion, Engine, Probe, Sampling
 from torchrl_grpo.models.lora import merged_weights
 from torchrl_grpo.rollout.interface import CollectorInterface
 from torchrl_grpo.rollout.workers.staleness import started_with
 from torchrl_grpo.runtime.rng import group_seed
-
-if TYPE_CHECKING:
-    from torchrl_grpo.weight_sync.publisher import WeightPublisher
+from torchrl_grpo.weight_sync.transport import Delivery, DirectTransport
 
 
 @dataclass
@@ -105,9 +103,9 @@ class RolloutCollector(CollectorInterface):
         """Version of the weights that the next round is sampled with."""
         return self.engine.policy_version
 
-    def publish(self, publisher: WeightPublisher, version: int, wait: bool) -> dict[str, float]:
-        """Give the engine the present weights, proven: see :meth:`WeightPublisher.publish`."""
-        return publisher.publish(version)
+    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> Delivery:
+        """Hand weights to the engine: see :meth:`~torchrl_grpo.weight_sync.transport.Transport.send`."""
+        return DirectTransport(self.engine).send(weights, version, probe)
 
     def update_policy_weights_(
         self,
@@ -118,7 +116,7 @@ class RolloutCollector(CollectorInterface):
     ) -> None:
         """Give the engine other weights and count them as the next version.
 
-        Nothing proves that they arrived: training uses :meth:`publish`.
+        Nothing proves that they arrived: training uses a ``WeightPublisher``.
 
         Args:
             policy_or_weights: the model, whose adapters are merged; or parameters by the names of its
@@ -156,10 +154,6 @@ class RolloutCollector(CollectorInterface):
         self.rounds = self.taken = 0
         self._tensordicts = None
         return following
-
-    def check_proofs(self) -> list[dict[str, float]]:
-        """None is open: :meth:`publish` has judged its engine's answer."""
-        return []
 
     def figures(self, round_: Round) -> dict[str, float]:
         """Speeds at which the round was collected."""

@@ -47,6 +47,7 @@ from torchrl_grpo.training.shared_engine import shared_engine
 from torchrl_grpo.training.state import Parts, SessionState, seed_everything
 from torchrl_grpo.weight_sync.probe import probe_prompts
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
+from torchrl_grpo.weight_sync.transport import Transport
 
 _COARSENESS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -150,7 +151,7 @@ def _build(job: Job, collect: Collect, plan: Plan, ranks: Ranks, opened: ExitSta
     precision = coarser(cfg, engine_device, learner.model, learner.autocast_dtype)
     engine_dtype = resolve_dtype(cfg.inference_model.dtype, engine_device)
     publisher = build_publisher(
-        cfg, learner, engine, tokenizer, problems.train, precision, engine_dtype, notices
+        cfg, learner, engine, tokenizer, problems.train, precision, engine_dtype, notices, collector
     )
     parts = Parts(
         ranks=ranks,
@@ -264,6 +265,7 @@ def build_publisher(
     precision: torch.dtype,
     engine_dtype: torch.dtype,
     warn: Callable[[str], None],
+    transport: Transport,
 ) -> WeightPublisher:
     """The publisher, with a probe cut from the first training prompts.
 
@@ -276,6 +278,7 @@ def build_publisher(
         precision: see :func:`coarser`.
         engine_dtype: of the engine.
         warn: where warnings go.
+        transport: carries the weights to ``engine``.
     """
     first = [examples[index] for index in range(min(8, len(examples)))]
     length = min(40, cfg.inference_model.max_model_len - 1)
@@ -291,4 +294,5 @@ def build_publisher(
         cfg.inference_model.max_logprob_gap,
         warn,
         cfg.inference_model.backend,
+        transport,
     )

@@ -74,6 +74,8 @@ def collect(run: Session) -> dict[str, float]:
         run.parts.learner.advantage.without_signal,
         policy.max_refills if policy.constant_groups == "refill" else 0,
     )
+    # Before anything is trained on: every worker that has answered so far holds the weights it was given.
+    run.parts.publisher.check_proofs()
     generating = cuda_in_use("memory/generate_cuda_gib", device)
     run.rest_engine()
     started = time.perf_counter()

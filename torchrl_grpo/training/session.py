@@ -88,9 +88,7 @@ class Session:
     def begin(self) -> None:
         """Prove that publication works, and evaluate the weights before training."""
         step = self.counters.step
-        proof = self.parts.publisher.prove_at_start(
-            step, partial(self.parts.collector.publish, self.parts.publisher, wait=True)
-        )
+        proof = self.parts.publisher.prove_at_start(step)
         self.speed = self._speedometer()
         for note in (
             f"this machine multiplies matrices at {self.speed.gemm_rate / 1e9:,.0f} GFLOP/s in the trainer's "
@@ -156,7 +154,7 @@ class Session:
             self.parts.engine.wake()
             self._asleep = False
         wait = self.schedule.evaluation(step) or self.schedule.finished(step)
-        metrics = self.parts.collector.publish(self.parts.publisher, step, wait)
+        metrics = self.parts.publisher.publish(step, wait=wait)
         return {**metrics, **self.speed.published(time.perf_counter() - started)}
 
     def evaluate(self) -> dict[str, float]:
@@ -168,7 +166,7 @@ class Session:
         started = time.perf_counter()
         metrics = self.parts.evaluator(self.parts.engine)
         # A worker replaced during the evaluation has reported its weights before it answered.
-        self.parts.collector.check_proofs()
+        self.parts.publisher.check_proofs()
         return {**metrics, "time/eval_s": time.perf_counter() - started}
 
     def log(self, metrics: dict[str, float]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,7 @@ from torchrl_grpo.models.quantization import is_quantized
 from torchrl_grpo.models.scoring.padding import pad_left
 from torchrl_grpo.weight_sync.probe import named_weights, perturbed
 from torchrl_grpo.weight_sync.source import Prober, ShardedWeights
-
-_T = TypeVar("_T")
+from torchrl_grpo.weight_sync.transport import Delivery, DirectTransport, Transport, stacked
 
 TOP_K = 20
 # The mean difference of log-probabilities that sound engines stay below, in nats: several times what was
@@ -101,6 +100,7 @@ class WeightPublisher:
             derive it from the first one seen.
         warn: where it is said that the bound is exceeded.
         backend: ``inference_model.backend``, for advice.
+        transport: carries the weights to ``engine``; by default they are handed to it directly.
     """
 
     def __init__(
@@ -115,10 +115,14 @@ class WeightPublisher:
         bound: float | None = None,
         warn: Callable[[str], None] = lambda text: None,
         backend: str = "vllm",
+        transport: Transport | None = None,
     ) -> None:
         self.model = model
         self.scorer = scorer
         self.engine = engine
+        self._transport = DirectTransport(engine) if transport is None else transport
+        # Deliveries whose engines may still answer, with what their answers are compared to.
+        self._open: list[tuple[Expectation, Delivery]] = []
         self.engine_dtype = engine_dtype
         self._shapes = {name: tuple(tensor.shape) for name, tensor in named_weights(model)}
         self.probe = Probe(probe_prompts, TOP_K, self._shapes)
@@ -135,9 +139,7 @@ class WeightPublisher:
         # Tensors that no engine could read back so far: for them the answers must do.
         self.unread: list[str] = []
 
-    def prove_at_start(
-        self, version: int, publish: Callable[[int], dict[str, float]] | None = None
-    ) -> dict[str, float]:
+    def prove_at_start(self, version: int) -> dict[str, float]:
         """Show that published weights are those that answer, and lie where they belong.
 
         All weights are perturbed, which must change the answers as it changes the trainer's, and put back.
@@ -146,7 +148,6 @@ class WeightPublisher:
 
         Args:
             version: of the weights that are in the model now.
-            publish: what the weights are published with afterwards; :meth:`publish` unless told.
 
         Returns:
             ``publish/perturbation``, the mean change of log-probabilities that the engine showed in nats, and
@@ -157,10 +158,12 @@ class WeightPublisher:
         """
         before = self._trainer_view()
         with perturbed(self.model):
-            answer, expectation = self.hand_over(version, self.engine.publish)
+            delivery, expectation = self.hand_over(version)
+            delivery.wait()
+            answer = stacked(delivery.answers())
             self._check_cache(answer, version)
             self._check_weights(answer, expectation)
-        metrics = (publish or self.publish)(version)
+        metrics = self.publish(version)
         now = metrics["publish/logprob_diff_mean"]
         was = math.inf if answer.before is None else Difference.of(before, answer.before).mean
         if now > 2 * was + _SAME:
@@ -202,35 +205,55 @@ class WeightPublisher:
             self._noise, self.bound = state["noise"], state["bound"]
             self._derives_bound = False
 
-    def publish(self, version: int) -> dict[str, float]:
+    def publish(self, version: int, wait: bool = True) -> dict[str, float]:
         """Publish the weights as they are now.
 
         Args:
             version: optimizer steps behind them.
+            wait: block until every engine has taken them and has been proven to hold them. Otherwise engines
+                that answer later are judged by a later call of this method or of :meth:`check_proofs`.
 
         Returns:
-            See :meth:`judge`.
+            See :meth:`judge`: for each metric the largest over the engines that have answered since the last
+            call, whichever weights they were asked about; empty if none has.
 
         Raises:
-            TrainingStopped: the engine does not hold these weights.
+            TrainingStopped: an engine does not hold the weights it was given.
         """
-        answer, expectation = self.hand_over(version, self.engine.publish)
-        metrics = self.judge(expectation, answer)
+        delivery, expectation = self.hand_over(version)
+        # Older deliveries stay: a slow worker may still answer. So do answered ones, because a worker that
+        # replaces a lost one gets the newest weights and answers for them again.
+        self._open = [*self._open[-8:], (expectation, delivery)]
+        if wait:
+            delivery.wait()
+        found = self.check_proofs()
         self.engine.policy_version = version
-        return metrics
+        return {name: max(one[name] for one in found) for name in (found[0] if found else ())}
 
-    def hand_over(self, version: int, take: Callable[..., _T]) -> tuple[_T, Expectation]:
-        """Hand the weights as they are now to ``take``, as :meth:`Inference.publish` takes them.
-
-        Returns:
-            What ``take`` returned, and what an engine that has the weights must hold and answer.
+    def check_proofs(self) -> list[dict[str, float]]:
+        """Judge every answer that has arrived since the last call; for each see :meth:`judge`.
 
         Raises:
-            TrainingStopped: it did not take all of them, or they are not those of the model.
+            TrainingStopped: an engine does not hold the weights it was given.
+        """
+        return [
+            self.judge(expectation, answer)
+            for expectation, delivery in self._open
+            for answer in delivery.answers()
+        ]
+
+    def hand_over(self, version: int) -> tuple[Delivery, Expectation]:
+        """Send the weights as they are now.
+
+        Returns:
+            The delivery, and what an engine that has the weights must hold and answer.
+
+        Raises:
+            TrainingStopped: not all of them were taken, or they are not those of the model.
         """
         ours = self._trainer_view()
         sums: list[tuple[str, Tensor]] = []
-        result = take(self._listed(sums), version, self.probe)
+        delivery = self._transport.send(self._listed(sums), version, self.probe)
         missing = sorted(self._shapes.keys() - {name for name, _ in sums})
         if missing:
             raise TrainingStopped(
@@ -239,7 +262,7 @@ class WeightPublisher:
             )
         expected = gathered(sums, self.engine_dtype)
         self._check_merged(expected)
-        return result, Expectation(version, ours, expected)
+        return delivery, Expectation(version, ours, expected)
 
     def _listed(self, sums: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The weights in the engine's format; ``sums`` gets a checksum for each as it is taken."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -47,7 +47,7 @@ class Pool(Protocol):
 
 @dataclass
 class Publication:
-    """Weights on their way to the workers.
+    """Weights on their way to the workers: a :class:`~torchrl_grpo.weight_sync.transport.Delivery`.
 
     Attributes:
         content: what a worker is handed.
@@ -60,6 +60,22 @@ class Publication:
     probe: Probe
     proofs: queue.SimpleQueue[NextTokens] = field(default_factory=queue.SimpleQueue)
     arrived: Future[None] = field(default_factory=Future)
+
+    def wait(self) -> None:
+        """Block until every worker has taken the weights.
+
+        Raises:
+            WorkersLost: workers failed too often.
+        """
+        self.arrived.result()
+
+    def answers(self) -> Iterator[NextTokens]:
+        """Answers that have arrived and were not returned before."""
+        while True:
+            try:
+                yield self.proofs.get_nowait()
+            except queue.Empty:
+                return
 
 
 @dataclass

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import queue
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from torchrl_grpo.inference.protocol import Completion, Inference, NextTokens, Probe, Sampling
 from torchrl_grpo.rollout.workers.dispatcher import Dispatcher
 from torchrl_grpo.rollout.workers.types import Publication
+from torchrl_grpo.weight_sync.transport import stacked
 
 
 class WorkerGroup(Inference):
@@ -38,28 +37,17 @@ class WorkerGroup(Inference):
         """Workers."""
         return len(self.dispatcher.scheduler.workers)
 
-    def offer(
-        self,
-        weights: Iterable[tuple[str, Tensor]],
-        version: int,
-        probe: Probe,
-    ) -> Publication:
-        """Send weights on their way; the copy is made now, so the caller's may change at once."""
+    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> Publication:
+        """Send weights to every worker; they are copied now, so the caller's may change at once."""
         publication = Publication(self._ship(weights), probe)
         self.dispatcher.publish(publication, version)
-        self.policy_version = version
         return publication
 
-    def publish(
-        self,
-        weights: Iterable[tuple[str, Tensor]],
-        version: int,
-        probe: Probe,
-    ) -> NextTokens:
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> NextTokens:
         """See :meth:`Inference.publish`; waits until every worker has answered."""
-        publication = self.offer(weights, version, probe)
-        publication.arrived.result()
-        return stacked(arrived(publication))
+        publication = self.send(weights, version, probe)
+        publication.wait()
+        return stacked(publication.answers())
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         """See :meth:`Inference.generate`; every worker takes a share."""
@@ -75,25 +63,3 @@ class WorkerGroup(Inference):
     def close(self) -> None:
         """See :meth:`Inference.close`."""
         self.dispatcher.close()
-
-
-def arrived(publication: Publication) -> Iterator[NextTokens]:
-    """The answers that have come and have not been handed out yet."""
-    while True:
-        try:
-            yield publication.proofs.get_nowait()
-        except queue.Empty:
-            return
-
-
-def stacked(answers: Iterable[NextTokens]) -> NextTokens:
-    """Answers to the same probe, one below the other."""
-    listed = list(answers)
-    before = [answer.before for answer in listed if answer.before is not None]
-    return NextTokens(
-        torch.cat([answer.token_ids for answer in listed]),
-        torch.cat([answer.log_probs for answer in listed]),
-        sum(answer.cached_tokens for answer in listed),
-        tuple(one for answer in listed for one in answer.checksums),
-        stacked(before) if len(before) == len(listed) else None,
-    )
