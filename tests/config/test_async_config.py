@@ -17,7 +17,7 @@ from torchrl_grpo.planning.cores import divide_cores
 from torchrl_grpo.planning.placement import plan, request_of
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.preflight import with_proximal
-from torchrl_grpo.rollout.age import ages
+from torchrl_grpo.rollout.round import ages
 
 
 def config(**changes: object) -> Config:

@@ -191,23 +191,26 @@ def test_reset_repeats_each_prompt_and_pads_on_the_left(tokenizer):
     env = make(tokenizer)
     data = env.reset()
     assert data.batch_size == (2, 3)
-    assert [e.id for e in env.examples] == ["toy/0", "toy/1"]
-    assert data.get(("text", "prompt")).tolist() == [[text] * 3 for text in env.prompt_texts]
+    assert [prompt.example.id for prompt in env.prompts] == ["toy/0", "toy/1"]
+    assert data.get(("text", "prompt")).tolist() == [[prompt.text] * 3 for prompt in env.prompts]
     assert data.get("example_id").tolist() == [["toy/0"] * 3, ["toy/1"] * 3]
     assert data["group_id"].tolist() == [[0] * 3, [1] * 3]
     for p in range(2):
         for g in range(3):
             mask = data["masks", "all_attention_mask"][p, g]
-            assert data["tokens", "prompt"][p, g][mask].tolist() == env.prompt_ids[p]
+            assert data["tokens", "prompt"][p, g][mask].tolist() == env.prompts[p].token_ids
             assert mask.tolist() == sorted(mask.tolist())
     assert (data["tokens", "prompt"][~data["masks", "all_attention_mask"]] == tokenizer.pad_token_id).all()
-    assert len(env.prompt_ids[0]) < len(env.prompt_ids[1])
+    assert len(env.prompts[0].token_ids) < len(env.prompts[1].token_ids)
     assert not data["done"].any()
 
 
 def test_the_next_reset_draws_the_next_problems(tokenizer):
     env = make(tokenizer)
-    groups = [(env.reset()["group_id"][:, 0].tolist(), [e.id for e in env.examples]) for _ in range(3)]
+    groups = [
+        (env.reset()["group_id"][:, 0].tolist(), [prompt.example.id for prompt in env.prompts])
+        for _ in range(3)
+    ]
     assert groups == [
         ([0, 1], ["toy/0", "toy/1"]),
         ([2, 3], ["toy/2", "toy/3"]),
@@ -236,8 +239,14 @@ def test_step_scores_the_batch_in_one_call(tokenizer):
     assert rare[1] == 1 and rare.isnan().sum() == 5
     assert data["next", "done"].all() and data["next", "terminated"].all()
     assert not data["next", "truncated"].any()
-    assert env.errors == [{}, {}, {}, {"mine": "it went boom"}, {}, {}]
-    assert [s.total for s in env.scored] == [1, 3, 0, 4, 3, 2]
+
+
+def test_scores_come_with_their_errors(tokenizer):
+    env = make(tokenizer)
+    examples = [prompt.example for prompt in env.draw() for _ in range(3)]
+    scored = env.score(["a", "yes<|im_end|>", "", "boom", "abc", "no"], examples)
+    assert [one.errors for one in scored] == [{}, {}, {}, {"mine": "it went boom"}, {}, {}]
+    assert [one.total for one in scored] == [1, 3, 0, 4, 3, 2]
 
 
 def test_answers_to_an_earlier_batch_are_refused(tokenizer):
@@ -261,7 +270,7 @@ def test_state_dict_is_the_place_in_the_data(tokenizer):
     env.reset()
     other.load_state_dict(env.state_dict())
     assert other.reset()["group_id"].tolist() == env.reset()["group_id"].tolist() == [[2] * 3, [3] * 3]
-    assert other.examples == env.examples
+    assert other.prompts == env.prompts
 
 
 def test_seed_starts_the_data_over(tokenizer):
@@ -270,7 +279,7 @@ def test_seed_starts_the_data_over(tokenizer):
     env.reset()
     env.set_seed(5)
     env.reset()
-    assert env.examples == PromptStream(stream.examples, seed=5).draw(4)
+    assert [prompt.example for prompt in env.prompts] == PromptStream(stream.examples, seed=5).draw(4)
 
 
 @pytest.fixture(scope="module")

@@ -122,7 +122,7 @@ def test_a_stock_policy_answers_every_prompt_as_the_model_does(
     assert data.batch_size == (P, G, 3)
     expected = []
     for number in range(3 * P):
-        ids = torch.tensor([env.prompt(number)[1]])
+        ids = torch.tensor([env.prompt(number).token_ids])
         with torch.no_grad():
             out = model.generate(
                 ids,

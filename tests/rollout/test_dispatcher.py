@@ -13,12 +13,12 @@ from batches import END, PAD, make_model
 from torchrl_grpo.errors import WorkersLost
 from torchrl_grpo.inference.protocol import Probe
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
-from torchrl_grpo.rollout.groups import Group, Response
+from torchrl_grpo.rollout.groups import Group, Response, ScoredGroup
 from torchrl_grpo.rollout.workers import dispatcher
 from torchrl_grpo.rollout.workers.dispatcher import Dispatcher
 from torchrl_grpo.rollout.workers.scheduler import Scheduler
 from torchrl_grpo.rollout.workers.staleness import StalenessTracker
-from torchrl_grpo.rollout.workers.types import Publication, ScoredGroup
+from torchrl_grpo.rollout.workers.types import Publication
 from torchrl_grpo.rollout.workers.worker import RolloutWorker
 
 

@@ -26,9 +26,9 @@ from torchrl_grpo.models.reference import load_reference
 from torchrl_grpo.planning.placement import plan, request_of
 from torchrl_grpo.rollout import build
 from torchrl_grpo.rollout.async_collector import AsyncCollector
-from torchrl_grpo.rollout.collector import Round
 from torchrl_grpo.rollout.groups import Group
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
+from torchrl_grpo.rollout.round import Round
 from torchrl_grpo.rollout.workers import reference_actors
 from torchrl_grpo.rollout.workers.reference_actors import ReferenceActors, ReferenceScorer, ReferenceSpec
 from torchrl_grpo.tools.verify_resume import read

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from torchrl_grpo.batch.schema import build_batch
 from torchrl_grpo.inference import Completion
-from torchrl_grpo.rollout.collector import Round
 from torchrl_grpo.rollout.dynamic_sampling import collect_with_signal
+from torchrl_grpo.rollout.round import Round
 
 
 class Rounds:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from torchrl_grpo.rewards import RewardSet, Scored
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A problem as a model reads it.
+
+    Attributes:
+        number: position among all problems drawn since the run began; it names the group of its answers.
+        example: the problem.
+        text: rendered prompt.
+        token_ids: token ids of ``text``, not padded.
+    """
+
+    number: int
+    example: Example
+    text: str
+    token_ids: list[int]
 
 
 class GroupTextEnv(EnvBase):
@@ -47,12 +65,11 @@ class GroupTextEnv(EnvBase):
     Its ``yield_completed_trajectories`` is for entries that end at different times; it refuses a batch of two
     dimensions.
 
+    ``reset`` and ``step`` are :meth:`draw` and :meth:`score` with TensorDicts around them. The collectors
+    here call these two directly, because they have token ids already and need the rewards as they are.
+
     Attributes:
-        examples: the P examples drawn last.
-        prompt_texts: their prompts.
-        prompt_ids: their token ids, not padded.
-        scored: what the rewards gave for the last step, P x G of them, group by group.
-        errors: their reward errors, likewise; mostly empty dictionaries.
+        prompts: the P prompts drawn last.
 
     Args:
         stream: where examples come from.
@@ -62,9 +79,10 @@ class GroupTextEnv(EnvBase):
         repeats: G, answers a problem.
         max_prompt_tokens: longest prompt that still leaves room for an answer.
         part_names: reward parts that get an entry in the tensordict, the reward set's names when left out;
-            whatever is chosen, all parts are in ``scored``.
+            :meth:`score` returns all parts whatever is chosen.
         with_tokens: put ``tokens`` and ``masks`` into the tensordict, which takes 1 to 2 ms an answer;
-            ``prompt_ids`` is there anyway. Left out, that depends on whether ``input_mode`` is ``tokens``.
+            :attr:`prompts` has the token ids anyway. Left out, that depends on whether ``input_mode`` is
+            ``tokens``.
         chat_template: Jinja text in place of the tokenizer's own template. A policy that reads ``history``
             renders it by a template of its own.
         device: where the tensors go; TorchRL's default when left out.
@@ -109,20 +127,11 @@ class GroupTextEnv(EnvBase):
         self.chat_template = chat_template
         self.input_mode = input_mode
         self.max_new_tokens = max_new_tokens
-        self.examples: list[Example] = []
-        self.prompt_texts: list[str] = []
-        self.prompt_ids: list[list[int]] = []
-        self.scored: list[Scored] = []
-        self._first_group = 0
+        self.prompts: list[Prompt] = []
         if isinstance(stream.examples, list):
             # Problems that are generated when asked for are checked when they are drawn.
             check_lengths(tokenizer, stream.examples, max_prompt_tokens, chat_template)
         self._make_specs()
-
-    @property
-    def errors(self) -> list[dict[str, str]]:
-        """Reward errors of the last step, a dictionary (reward name to message) an answer."""
-        return [scored.errors for scored in self.scored]
 
     def _make_specs(self) -> None:
         shape, device = self.batch_size, self.device
@@ -177,28 +186,31 @@ class GroupTextEnv(EnvBase):
             chosen = tensordict.get("_reset", None)
             if chosen is not None and not chosen.all():
                 raise RuntimeError("GroupTextEnv resets whole batches: every entry of _reset must be True.")
-        self._first_group = self.stream.drawn
-        self.examples = self.stream.draw(self.batch_size[0])
-        self.prompt_texts, self.prompt_ids = [], []
-        for example in self.examples:
-            text, ids = self._render(example)
-            self.prompt_texts.append(text)
-            self.prompt_ids.append(ids)
-        self.scored = []
+        self.prompts = self.draw()
         return self._observe([[0.0] * self.batch_size.numel()] * len(self.part_names))
 
-    def _render(self, example: Example) -> tuple[str, list[int]]:
+    def _render(self, number: int, example: Example) -> Prompt:
         text, ids = render(self.tokenizer, example.messages, self.chat_template)
         check_length(example, len(ids), self.max_prompt_tokens)
-        return text, ids
+        return Prompt(number, example, text, ids)
 
-    def prompt(self, number: int) -> tuple[str, list[int]]:
-        """Text and token ids of the prompt of group ``number``, which a reset may or may not have reached.
+    def draw(self) -> list[Prompt]:
+        """The next P prompts of the stream.
+
+        Raises:
+            DataError: one is longer than ``max_prompt_tokens``.
+        """
+        first = self.stream.drawn
+        examples = self.stream.draw(self.batch_size[0])
+        return [self._render(first + offset, example) for offset, example in enumerate(examples)]
+
+    def prompt(self, number: int) -> Prompt:
+        """The prompt of group ``number``, whether or not it has been drawn.
 
         Raises:
             DataError: it is longer than ``max_prompt_tokens``.
         """
-        return self._render(self.stream.at(number))
+        return self._render(number, self.stream.at(number))
 
     def score(self, texts: Sequence[str], examples: Sequence[Example]) -> list[Scored]:
         """Rewards of answers to ``examples``, one each, special tokens at their ends left out."""
@@ -206,13 +218,13 @@ class GroupTextEnv(EnvBase):
 
     def _observe(self, parts: Sequence[Sequence[float]]) -> TensorDictBase:
         """The observation of the current examples, with the given values of the reward parts."""
-        prompts, repeats = self.batch_size
-        groups_P = torch.arange(self._first_group, self._first_group + prompts)
+        repeats = self.batch_size[1]
+        groups_P = torch.tensor([prompt.number for prompt in self.prompts])
         observation = TensorDict(
             {
-                "text": {"prompt": self._repeat_text(self.prompt_texts)},
+                "text": {"prompt": self._repeat_text([prompt.text for prompt in self.prompts])},
                 "group_id": groups_P[:, None].repeat(1, repeats),
-                "example_id": self._repeat_text([example.id for example in self.examples]),
+                "example_id": self._repeat_text([prompt.example.id for prompt in self.prompts]),
             },
             batch_size=self.batch_size,
             device=self.device,
@@ -223,8 +235,11 @@ class GroupTextEnv(EnvBase):
             observation["masks", "all_attention_mask"] = mask_PT[:, None].repeat(1, repeats, 1)
         if self.input_mode == "history":
             chats = [
-                [{"role": message["role"], "content": message["content"]} for message in example.messages]
-                for example in self.examples
+                [
+                    {"role": message["role"], "content": message["content"]}
+                    for message in prompt.example.messages
+                ]
+                for prompt in self.prompts
             ]
             observation["history", "prompt"] = History.from_chats([[chat] * repeats for chat in chats])
         for name, values in zip(self.part_names, parts, strict=True):
@@ -238,9 +253,10 @@ class GroupTextEnv(EnvBase):
         """Token ids of the P prompts side by side, padded on the left, and where they are no padding."""
         pad = self.tokenizer.pad_token_id
         pad = self.tokenizer.eos_token_id if pad is None else pad
-        width = max(len(ids) for ids in self.prompt_ids)
-        tokens_PT = torch.tensor([[pad] * (width - len(ids)) + ids for ids in self.prompt_ids])
-        lengths_P = torch.tensor([len(ids) for ids in self.prompt_ids])
+        ids_P = [prompt.token_ids for prompt in self.prompts]
+        width = max(len(ids) for ids in ids_P)
+        tokens_PT = torch.tensor([[pad] * (width - len(ids)) + ids for ids in ids_P])
+        lengths_P = torch.tensor([len(ids) for ids in ids_P])
         # By length and never by token: the pad token may be the end token of a turn.
         return tokens_PT, torch.arange(width) >= width - lengths_P[:, None]
 
@@ -254,16 +270,17 @@ class GroupTextEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         asked = tensordict.get("group_id", None)
-        if asked is not None and int(asked[0, 0]) != self._first_group:
+        first = self.prompts[0].number if self.prompts else 0
+        if asked is not None and int(asked[0, 0]) != first:
             raise RuntimeError(
                 f"These answers belong to group {int(asked[0, 0])}, but the environment has moved on to "
-                f"group {self._first_group}: step before the next reset."
+                f"group {first}: step before the next reset."
             )
-        truths = [example for example in self.examples for _ in range(self.batch_size[1])]
-        self.scored = self.score(response_texts(tensordict, self.tokenizer, self.input_mode), truths)
-        parts = [[scored.parts.get(name, math.nan) for scored in self.scored] for name in self.part_names]
+        truths = [prompt.example for prompt in self.prompts for _ in range(self.batch_size[1])]
+        found = self.score(response_texts(tensordict, self.tokenizer, self.input_mode), truths)
+        parts = [[scored.parts.get(name, math.nan) for scored in found] for name in self.part_names]
         result = self._observe(parts)
-        result["reward"] = self._column([scored.total for scored in self.scored])
+        result["reward"] = self._column([scored.total for scored in found])
         cut_off = hit_length_bound(tensordict, self.tokenizer, self.max_new_tokens)
         truncated = torch.tensor(cut_off, device=self.device).view(*self.batch_size, 1)
         result["done"] = torch.ones_like(truncated)

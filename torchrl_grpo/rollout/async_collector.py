@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
-from tensordict import TensorDict
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from torchrl_grpo.batch.schema import build_batch
 from torchrl_grpo.envs import GroupTextEnv
-from torchrl_grpo.inference.protocol import Completion, Probe
-from torchrl_grpo.models.scoring.padding import pad_right
+from torchrl_grpo.inference.protocol import Probe
 from torchrl_grpo.rewards.types import Scored
-from torchrl_grpo.rollout.collector import Round
-from torchrl_grpo.rollout.groups import Group
+from torchrl_grpo.rollout.groups import Group, ScoredGroup
 from torchrl_grpo.rollout.interface import CollectorInterface
+from torchrl_grpo.rollout.round import Round, build_round, score_groups
 from torchrl_grpo.rollout.workers.staleness import started_with
-from torchrl_grpo.rollout.workers.types import Publication, ScoredGroup
+from torchrl_grpo.rollout.workers.types import Publication
 from torchrl_grpo.rollout.workers.worker_group import WorkerGroup
 from torchrl_grpo.runtime.rng import group_seed
 
@@ -42,15 +37,12 @@ class GroupScorer:
 
     def prompt_of(self, number: int) -> tuple[list[int], int]:
         """Token ids of a group's prompt, and the seed of its sampling."""
-        return self.env.prompt(number)[1], group_seed(self.seed, number, self.env.batch_size[0])
+        return self.env.prompt(number).token_ids, group_seed(self.seed, number, self.env.batch_size[0])
 
     def score(self, group: Group) -> ScoredGroup:
         """Text and rewards of a whole group."""
-        ids = [response.token_ids for response in group.responses]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return ScoredGroup(
-            group, texts, self.env.score(texts, [self.env.stream.at(group.group_id)] * len(texts))
-        )
+        examples = [self.env.stream.at(group.group_id)]
+        return score_groups(self.env, self.tokenizer, groups=[group], examples=examples)[0]
 
 
 class AsyncCollector(CollectorInterface):
@@ -126,43 +118,13 @@ class AsyncCollector(CollectorInterface):
         start = self._clock()
         taken = self._dispatcher.take(again)
         self._waited += self._clock() - start
-        scored = [one for group in taken for one in group.scored]
-        prompts = [self.env.prompt(group.group.group_id) for group in taken]
-        groups = self._batch(taken, [ids for _, ids in prompts], scored)
-        return Round(
-            groups=groups,
-            prompts=[text for text, _ in prompts],
-            responses=[group.texts for group in taken],
-            parts=[dict(one.parts) for one in scored],
-            errors=[dict(one.errors) for one in scored],
-            response_tokens=int(groups["masks", "response"].sum()),
-            error_count=sum(len(one.errors) for one in scored),
+        return build_round(
+            taken,
+            [self.env.prompt(group.group.group_id).text for group in taken],
+            reward_names=self.env.reward_set.names,
+            pad_id=self.tokenizer.pad_token_id,
             seconds={"time/wait_s": self._clock() - start},
         )
-
-    def _batch(self, taken: list[ScoredGroup], prompts: list[list[int]], scored: list[Scored]) -> TensorDict:
-        shape = self.env.batch_size
-        responses = [group.group.responses for group in taken]
-        names = self.env.reward_set.names
-        batch = build_batch(
-            prompts,
-            [
-                [Completion(one.token_ids, one.log_probs, str(one.finish_reason)) for one in group]
-                for group in responses
-            ],
-            torch.tensor([one.total for one in scored]).view(*shape, 1),
-            torch.tensor([[one.parts.get(name, math.nan) for name in names] for one in scored]).view(
-                *shape, -1
-            ),
-            torch.tensor([group.group.group_id for group in taken])[:, None].repeat(1, shape[1]),
-            [[one.versions for one in group] for group in responses],
-            self.tokenizer.pad_token_id,
-        )
-        under_reference = [row for group in taken for row in group.reference or ()]
-        if under_reference:
-            padded, _ = pad_right(under_reference, 0.0, torch.float32)
-            batch["log_probs", "reference"] = padded.view_as(batch["log_probs", "response"])
-        return batch
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> Publication:
         """Send weights to the workers: see :meth:`~torchrl_grpo.weight_sync.transport.Transport.send`.

@@ -3,49 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from torchrl_grpo.batch.schema import build_batch
 from torchrl_grpo.envs import GroupTextEnv
-from torchrl_grpo.envs.responses import HIT_BOUND
-from torchrl_grpo.inference.protocol import Completion, Engine, Probe, Sampling
+from torchrl_grpo.inference.protocol import Engine, Probe, Sampling
 from torchrl_grpo.models.lora import merged_weights
+from torchrl_grpo.rollout.groups import Group, whole
 from torchrl_grpo.rollout.interface import CollectorInterface
+from torchrl_grpo.rollout.round import Round, build_round, score_groups
 from torchrl_grpo.rollout.workers.staleness import started_with
 from torchrl_grpo.runtime.rng import group_seed
 from torchrl_grpo.weight_sync.transport import Delivery, DirectTransport
-
-
-@dataclass
-class Round:
-    """One round of collection.
-
-    Attributes:
-        groups: see :mod:`torchrl_grpo.batch.schema`.
-        prompts: P prompt texts.
-        responses: P lists of G response texts.
-        parts: each reward by name, P x G of them, group by group.
-        errors: reward errors by name, likewise.
-        response_tokens: tokens of all responses, also of rounds that were thrown away for want of a signal;
-            not of groups dropped by their age.
-        error_count: reward errors, likewise.
-        seconds: what the trainer spent on it, as metrics of its phases.
-    """
-
-    groups: TensorDict
-    prompts: list[str]
-    responses: list[list[str]]
-    parts: list[dict[str, float]]
-    errors: list[dict[str, str]]
-    response_tokens: int
-    error_count: int
-    seconds: dict[str, float]
 
 
 class RolloutCollector(CollectorInterface):
@@ -184,54 +156,38 @@ class RolloutCollector(CollectorInterface):
         Args:
             again: it adds to the last one, which held too few groups with a signal.
         """
-        num_prompts, num_samples = self.env.batch_size
         # Cached states are right but came out of other batches, and rounding depends on the batch:
         # starting empty makes a round a function of weights and seed, whatever ran before.
         self.engine.reset_cache()
-        state = self.env.reset()
+        prompts = self.env.draw()
         start = self._clock()
+        seeds = self._seeds(len(prompts))
         completions = self.engine.generate(
-            self.env.prompt_ids,
-            Sampling(num_samples, self.max_new_tokens, self.temperature, self._seeds(num_prompts)),
+            [prompt.token_ids for prompt in prompts],
+            Sampling(self.env.batch_size[1], self.max_new_tokens, self.temperature, seeds),
         )
         generated = self._clock()
-        texts = self._decode(completions)
-        state.set(("text", "response"), NonTensorStack.from_list(texts))
-        cut_off = [[one.finish_reason == "length" for one in group] for group in completions]
-        state.set(HIT_BOUND, torch.tensor(cut_off))
-        result = self.env.step(state)
-        scored = self._clock()
-        groups = build_batch(
-            self.env.prompt_ids,
-            completions,
-            result["next", "reward"],
-            torch.cat([result["next", "reward_parts", name] for name in self.env.reward_set.names], -1),
-            state["group_id"],
-            self.engine.policy_version,
-            self.tokenizer.pad_token_id,
-        )
+        version = self.engine.policy_version
+        groups = [
+            Group(prompt.number, prompt.token_ids, seed, [whole(one, version) for one in group])
+            for prompt, seed, group in zip(prompts, seeds, completions, strict=True)
+        ]
+        examples = [prompt.example for prompt in prompts]
+        scored = score_groups(self.env, self.tokenizer, groups=groups, examples=examples)
+        seconds = {"time/generate_s": generated - start, "time/score_s": self._clock() - generated}
         self.rounds += 1
         self.taken += not again
-        return Round(
-            groups=groups,
-            prompts=list(self.env.prompt_texts),
-            responses=texts,
-            parts=[dict(one.parts) for one in self.env.scored],
-            errors=[dict(one.errors) for one in self.env.scored],
-            response_tokens=int(groups["masks", "response"].sum()),
-            error_count=sum(len(one.errors) for one in self.env.scored),
-            seconds={"time/generate_s": generated - start, "time/score_s": scored - generated},
+        return build_round(
+            scored,
+            [prompt.text for prompt in prompts],
+            reward_names=self.env.reward_set.names,
+            pad_id=self.tokenizer.pad_token_id,
+            seconds=seconds,
         )
 
     def _seeds(self, count: int) -> list[int]:
         first = self.rounds * count
         return [group_seed(self.seed, first + prompt, count) for prompt in range(count)]
-
-    def _decode(self, completions: list[list[Completion]]) -> list[list[str]]:
-        flat = [completion.token_ids for group in completions for completion in group]
-        texts = self.tokenizer.batch_decode(flat, skip_special_tokens=True)
-        width = len(completions[0])
-        return [texts[i : i + width] for i in range(0, len(texts), width)]
 
     def state_dict(self) -> dict[str, int]:
         """Rounds collected, those of them that did not add to another, and the position in the data."""

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from torchrl_grpo.batch.schema import collate
-from torchrl_grpo.rollout.collector import Round
+from torchrl_grpo.rollout.round import Round
 
 
 class Collector(Protocol):
@@ -59,19 +59,15 @@ def _pick(rounds: Sequence[Round], chosen: Sequence[tuple[int, int]]) -> Round:
     """One round of the groups named by round and position; its sums are those of all rounds together."""
     samples = rounds[0].groups["group_id"].shape[1]
 
-    def of_responses(name: str) -> list[dict]:
-        return [
-            one
-            for number, group in chosen
-            for one in getattr(rounds[number], name)[group * samples : (group + 1) * samples]
-        ]
-
+    responses = [
+        (number, row) for number, group in chosen for row in range(group * samples, (group + 1) * samples)
+    ]
     return Round(
         groups=collate([rounds[number].groups[group] for number, group in chosen]),
         prompts=[rounds[number].prompts[group] for number, group in chosen],
         responses=[rounds[number].responses[group] for number, group in chosen],
-        parts=of_responses("parts"),
-        errors=of_responses("errors"),
+        parts=[rounds[number].parts[row] for number, row in responses],
+        errors=[rounds[number].errors[row] for number, row in responses],
         response_tokens=sum(one.response_tokens for one in rounds),
         error_count=sum(one.error_count for one in rounds),
         seconds={phase: sum(one.seconds[phase] for one in rounds) for phase in rounds[0].seconds},

@@ -6,6 +6,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchrl_grpo.inference.protocol import Completion
+from torchrl_grpo.rewards.types import Scored
+
+# Log-probabilities of each token of G responses under the reference model.
+UnderReference = list[list[float]]
 
 
 @dataclass
@@ -30,6 +34,13 @@ class Response:
         self.log_probs += more.log_probs
         self.versions += [version] * len(more.token_ids)
         self.finish_reason = None if more.finish_reason == "withdrawn" else more.finish_reason
+
+
+def whole(completion: Completion, version: int) -> Response:
+    """A response that weights of ``version`` have generated from its first token to its last."""
+    response = Response()
+    response.extend(completion, version)
+    return response
 
 
 @dataclass
@@ -71,3 +82,21 @@ class Group:
     def from_state_dict(cls, state: dict[str, Any]) -> Group:
         """What :meth:`state_dict` was taken of."""
         return cls(**{**state, "responses": [Response(**one) for one in state["responses"]]})
+
+
+@dataclass
+class ScoredGroup:
+    """A whole group with its rewards.
+
+    Attributes:
+        group: the responses.
+        texts: the same as text.
+        scored: G of them.
+        reference: log-probabilities of its tokens under the reference model, where that has processes of its
+            own; G lists.
+    """
+
+    group: Group
+    texts: list[str]
+    scored: list[Scored]
+    reference: UnderReference | None = None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from tensordict import TensorDictBase
 
 if TYPE_CHECKING:
-    from torchrl_grpo.rollout.collector import Round
+    from torchrl_grpo.rollout.round import Round
 
 Postproc = Callable[[TensorDictBase], TensorDictBase]
 

@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 from torchrl_grpo.objectives.advantage import is_constant
 from torchrl_grpo.observe.stats import cuda_in_use, peak_cuda_gib, peak_memory_gib
-from torchrl_grpo.rollout.age import ages
-from torchrl_grpo.rollout.collector import Round
 from torchrl_grpo.rollout.dynamic_sampling import collect_with_signal
+from torchrl_grpo.rollout.round import Round, ages
 from torchrl_grpo.training.session import Session
 from torchrl_grpo.training.throughput import rest_of
 

@@ -20,8 +20,7 @@ from torchrl_grpo.observe.loggers import Loggers
 from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
 from torchrl_grpo.observe.progress import Progress
 from torchrl_grpo.observe.stats import peak_cuda_gib
-from torchrl_grpo.rollout.collector import Round
-from torchrl_grpo.rollout.records import rollout_rows
+from torchrl_grpo.rollout.round import Round, rollout_rows
 from torchrl_grpo.runtime.malloc import give_back_freed_memory
 from torchrl_grpo.training.rounding_check import rounding_warning
 from torchrl_grpo.training.schedule import Schedule

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 from torchrl_grpo.errors import UserError, WorkersLost
 from torchrl_grpo.inference.protocol import NextTokens
-from torchrl_grpo.rollout.groups import Group
+from torchrl_grpo.rollout.groups import Group, ScoredGroup
 from torchrl_grpo.rollout.workers.scheduler import Call, Scheduler, Task, Weights
-from torchrl_grpo.rollout.workers.types import Pool, Publication, Reference, ScoredGroup, WorkerStats
+from torchrl_grpo.rollout.workers.types import Pool, Publication, Reference, WorkerStats
 
 _T = TypeVar("_T")
 

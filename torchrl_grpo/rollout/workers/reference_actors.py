@@ -24,10 +24,9 @@ from torchrl_grpo.batch.schema import tokens_of
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import token_budget
 from torchrl_grpo.errors import WorkersLost
-from torchrl_grpo.rollout.groups import Group
+from torchrl_grpo.rollout.groups import Group, UnderReference
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
 from torchrl_grpo.rollout.workers.ray_pool import RayPool, report, variables
-from torchrl_grpo.rollout.workers.types import UnderReference
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torchrl_grpo.inference.protocol import NextTokens, Probe
-from torchrl_grpo.rewards.types import Scored
-from torchrl_grpo.rollout.groups import Group
-
-# Log-probabilities of each token of G responses under the reference model.
-UnderReference = list[list[float]]
+from torchrl_grpo.rollout.groups import Group, UnderReference
 
 
 class Reference(Protocol):
@@ -76,24 +72,6 @@ class Publication:
                 yield self.proofs.get_nowait()
             except queue.Empty:
                 return
-
-
-@dataclass
-class ScoredGroup:
-    """A whole group with its rewards.
-
-    Attributes:
-        group: the responses.
-        texts: the same as text.
-        scored: G of them.
-        reference: log-probabilities of its tokens under the reference model, where that has processes of its
-            own; G lists.
-    """
-
-    group: Group
-    texts: list[str]
-    scored: list[Scored]
-    reference: UnderReference | None = None
 
 
 @dataclass

@@ -1,0 +1,172 @@
+"""From finished groups to a round: one path for both collectors, and what is logged of a round."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from torchrl_grpo.batch.schema import build_batch
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.envs import GroupTextEnv
+from torchrl_grpo.inference.protocol import Completion
+from torchrl_grpo.models.scoring.padding import pad_right
+from torchrl_grpo.rollout.groups import Group, ScoredGroup
+
+_NAMES = ("prompt", "response", "reward", "rewards", "advantage", "policy_version", "errors", "group_id")
+
+
+@dataclass
+class Round:
+    """One round of collection.
+
+    Attributes:
+        groups: see :mod:`torchrl_grpo.batch.schema`.
+        prompts: P prompt texts.
+        responses: P lists of G response texts.
+        parts: each reward by name, P x G of them, group by group.
+        errors: reward errors by name, likewise.
+        response_tokens: tokens of all responses, also of rounds that were thrown away for want of a signal;
+            not of groups dropped by their age.
+        error_count: reward errors, likewise.
+        seconds: what the trainer spent on it, as metrics of its phases.
+    """
+
+    groups: TensorDict
+    prompts: list[str]
+    responses: list[list[str]]
+    parts: list[dict[str, float]]
+    errors: list[dict[str, str]]
+    response_tokens: int
+    error_count: int
+    seconds: dict[str, float]
+
+
+def score_groups(
+    env: GroupTextEnv,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    groups: Sequence[Group],
+    examples: Sequence[Example],
+) -> list[ScoredGroup]:
+    """Decode and reward whole groups, all responses in one call of the reward set.
+
+    Args:
+        env: gives the rewards.
+        tokenizer: turns responses into text.
+        groups: groups whose responses have all ended.
+        examples: problem of each group.
+    """
+    ids = [response.token_ids for group in groups for response in group.responses]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    problems = [
+        example for group, example in zip(groups, examples, strict=True) for _ in range(len(group.responses))
+    ]
+    scored = env.score(texts, problems)
+    found, start = [], 0
+    for group in groups:
+        end = start + len(group.responses)
+        found.append(ScoredGroup(group, texts[start:end], scored[start:end]))
+        start = end
+    return found
+
+
+def build_round(
+    groups: Sequence[ScoredGroup],
+    prompts: Sequence[str],
+    *,
+    reward_names: Sequence[str],
+    pad_id: int,
+    seconds: dict[str, float],
+) -> Round:
+    """Put P scored groups of G responses together.
+
+    Args:
+        groups: the groups, in the order of the round.
+        prompts: text of each group's prompt.
+        reward_names: rewards that get a place in ``("next", "reward_parts")``, in this order.
+        pad_id: token that fills the padding.
+        seconds: see :class:`Round`.
+    """
+    shape = len(groups), len(groups[0].scored)
+    scored = [one for group in groups for one in group.scored]
+    responses = [group.group.responses for group in groups]
+    parts = [[one.parts.get(name, math.nan) for name in reward_names] for one in scored]
+    batch = build_batch(
+        [group.group.prompt for group in groups],
+        [
+            [Completion(one.token_ids, one.log_probs, str(one.finish_reason)) for one in group]
+            for group in responses
+        ],
+        torch.tensor([one.total for one in scored]).view(*shape, 1),
+        torch.tensor(parts).view(*shape, -1),
+        torch.tensor([group.group.group_id for group in groups])[:, None].repeat(1, shape[1]),
+        [[one.versions for one in group] for group in responses],
+        pad_id,
+    )
+    under_reference = [row for group in groups for row in group.reference or ()]
+    if under_reference:
+        padded, _ = pad_right(under_reference, 0.0, torch.float32)
+        batch["log_probs", "reference"] = padded.view_as(batch["log_probs", "response"])
+    return Round(
+        groups=batch,
+        prompts=list(prompts),
+        responses=[group.texts for group in groups],
+        parts=[dict(one.parts) for one in scored],
+        errors=[dict(one.errors) for one in scored],
+        response_tokens=int(batch["masks", "response"].sum()),
+        error_count=sum(len(one.errors) for one in scored),
+        seconds=seconds,
+    )
+
+
+def ages(groups: TensorDict, step: int, steps_per_round: int) -> dict[str, float]:
+    """How old the policy of each response was when its round came to the trainer.
+
+    Args:
+        groups: ``[P]``, see :mod:`torchrl_grpo.batch.schema`.
+        step: optimizer steps done before the round.
+        steps_per_round: what a round counts for: an age of 1 is one round.
+
+    Returns:
+        ``policy/age_mean`` and ``policy/age_max`` of the oldest token of each response, ``policy/age_<n>``
+        the share of responses of that age, and ``policy/mixed`` the share with tokens of several versions.
+    """
+    oldest = groups["policy_version"].flatten().tolist()
+    newest = groups["newest_policy_version"].flatten().tolist()
+    found = [step // steps_per_round - version // steps_per_round for version in oldest]
+    counts = Counter(found)
+    return {
+        "policy/age_mean": sum(found) / len(found),
+        "policy/age_max": max(found),
+        **{f"policy/age_{age}": counts[age] / len(found) for age in sorted(counts)},
+        "policy/mixed": sum(a != b for a, b in zip(oldest, newest, strict=True)) / len(found),
+    }
+
+
+def rollout_rows(round_: Round, groups: TensorDictBase) -> list[dict[str, Any]]:
+    """One row for each of the P x G responses, group by group.
+
+    Args:
+        round_: texts, named rewards and their errors.
+        groups: the same responses as they stand in the buffer, advantages included.
+    """
+    samples = groups["advantage"].shape[1]
+    columns = zip(
+        [text for text in round_.prompts for _ in range(samples)],
+        [text for group in round_.responses for text in group],
+        groups["next", "reward"].flatten().tolist(),
+        round_.parts,
+        groups["advantage"].flatten().tolist(),
+        groups["policy_version"].flatten().tolist(),
+        round_.errors,
+        groups["group_id"].flatten().tolist(),
+        strict=True,
+    )
+    return [dict(zip(_NAMES, column, strict=True)) for column in columns]
