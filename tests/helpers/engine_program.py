@@ -17,12 +17,13 @@ import torch
 from batches import make_model
 from torch import Tensor
 
+from torchrl_grpo.distributed.engine_share import EngineShare
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference.protocol import Completion, Probe, Sampling
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
-from torchrl_grpo.training.shared_engine import EngineShare, SharedEngine
+from torchrl_grpo.training.shared_engine import SharedEngine
 from torchrl_grpo.weight_sync.probe import named_weights
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
@@ -114,15 +115,15 @@ def main(output: Path) -> None:
     shared.wake()
     shared.load_weights(named_weights(new))
     found["next, woken"] = shared.next_tokens(probe)
-    found["asked"] = here.call_all(member, "asked")
-    here.call_all(member, "deafen", here.size - 1)
+    found["asked"] = here.call_all(Member.asked, member)
+    here.call_all(Member.deafen, member, here.size - 1)
     publisher = WeightPublisher(new, TokenScorer(new), shared, PROMPTS[:3], 2, torch.float32, torch.float32)
     with torch.no_grad():
         new.lm_head.weight += 1
     found["refused"] = error_of(lambda: publisher.publish(4), TrainingStopped)
-    found["interrupted"] = error_of(lambda: here.call_all(member, "interrupted"), KeyboardInterrupt)
+    found["interrupted"] = error_of(lambda: here.call_all(Member.interrupted, member), KeyboardInterrupt)
     # They are still in step.
-    found["arrived"] = member.arrived, len(here.call_all(member, "asked"))
+    found["arrived"] = member.arrived, len(here.call_all(Member.asked, member))
     here.release()
     torch.save(found, output)
 

@@ -18,7 +18,7 @@ from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.models.reference import load_reference
 from torchrl_grpo.training.build import build_reference
-from torchrl_grpo.training.learner import Learner
+from torchrl_grpo.training.learner import Learner, LearnerSpec
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,12 @@ def _cudnn() -> Iterator[None]:
 
 
 def make_learner(cfg: Config) -> Learner:
-    return Learner(cfg, cfg.model.name, None, (1.0,), CPU, Ranks(on_cpu=True), lambda text: None)
+    return Learner(
+        LearnerSpec(cfg, cfg.model.name, None, (1.0,)),
+        CPU,
+        ranks=Ranks(on_cpu=True),
+        notify=lambda text: None,
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["whole", "adapters"])

@@ -130,8 +130,8 @@ class ZeroUpdate:
     def _begin_state(self, steps: Tensor) -> None:
         """Moments of zero for what this rank updates, as AdamW itself makes them in its first step."""
         zero = self._engine.optimizer
-        stage2, stage3 = "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"
-        for part in vars(zero)[stage2 if self._network.stage == 2 else stage3]:
+        stage2 = self._network.stage == 2
+        for part in zero.single_partition_of_fp32_groups if stage2 else zero.fp32_partitioned_groups_flat:
             moments = {name: torch.zeros_like(part) for name in _MOMENTS}
             steps_there = steps.to(device=part.device, dtype=torch.float32).clone()
             self._optimizer.state[part] = {"step": steps_there, **moments}

@@ -7,13 +7,12 @@ model, and an engine where ranks generate, and do what rank 0 does with its own,
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,8 @@ from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.interrupts import held
 
 _T = TypeVar("_T")
+_R = TypeVar("_R")
+_P = ParamSpec("_P")
 
 # A round may take hours to generate, and an idle rank must not take that for a death: the connection tells.
 _PATIENCE = timedelta(days=30)
@@ -70,23 +71,30 @@ class Ranks:
             return None
         return box[0]
 
-    def call_all(self, target: object, method: str, *arguments: Any) -> Any:
-        """On rank 0: call a method of ``target`` while every other rank calls that of its own.
+    def call_all(
+        self,
+        function: Callable[Concatenate[_T, _P], _R],
+        target: _T,
+        *arguments: _P.args,
+        **options: _P.kwargs,
+    ) -> _R:
+        """On rank 0: call a function with ``target`` while every other rank calls it with its own target.
 
         Args:
-            target: what the others gave to :meth:`follow`.
-            method: its name; with dots, of what ``target`` holds.
-            arguments: sent to the others.
+            function: function or method of a class, as ``Learner.step``; sent to the others by its name.
+            target: first argument on this rank; the others use what they gave to :meth:`follow`.
+            arguments: further arguments, sent to the others.
+            options: further keyword arguments, sent to the others.
 
         Returns:
-            What it returned on this rank.
+            The result on this rank.
         """
         if self.size == 1:
-            return _call(target, method, arguments)
+            return function(target, *arguments, **options)
         # Interrupted half way, this rank would leave the others in the middle of a collective call.
         with held(), self.united():
-            self.broadcast_object((method, arguments))
-            return _call(target, method, arguments)
+            self.broadcast_object((function, arguments, options))
+            return function(target, *arguments, **options)
 
     @contextmanager
     def united(self) -> Iterator[None]:
@@ -98,9 +106,10 @@ class Ranks:
             raise
 
     def follow(self, target: object) -> None:
-        """On the others: do what :meth:`call_all` says, until rank 0 releases them."""
+        """On the others: run what rank 0 runs with :meth:`call_all`, until rank 0 releases them."""
         while (order := self.recv()) is not None:
-            _call(target, *order)
+            function, arguments, options = order
+            function(target, *arguments, **options)
 
     def release(self) -> None:
         """On rank 0: let the others end :meth:`follow`.
@@ -145,11 +154,6 @@ class Ranks:
         boxes: list[Any] = [None] * self.size
         dist.all_gather_object(boxes, found, group=self._orders)
         return boxes
-
-
-def _call(target: object, method: str, arguments: tuple[Any, ...]) -> Any:
-    function: Callable[..., Any] = operator.attrgetter(method)(target)
-    return function(*arguments)
 
 
 @cache

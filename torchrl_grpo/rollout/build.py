@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +39,24 @@ _MIN_SEQS = 64
 Collection = tuple[Inference, RolloutCollector | AsyncCollector]
 
 
+class MakeEngine(Protocol):
+    """Builds an engine in this process: see :func:`~torchrl_grpo.inference.build.build_engine`."""
+
+    def __call__(
+        self,
+        cfg: Config,
+        source: str,
+        device: torch.device,
+        *,
+        end_ids: Sequence[int],
+        pad_id: int,
+        max_num_seqs: int,
+        sleeps: bool,
+        gpu_share: float,
+    ) -> Engine:
+        """Build it with the weights at ``source``."""
+
+
 @dataclass(frozen=True)
 class Source:
     """What engines are built from.
@@ -60,7 +78,7 @@ class Source:
     end_ids: Sequence[int]
     autocast_dtype: torch.dtype | None
     shares_prefix: bool
-    make_engine: Callable[..., Engine] = build_engine
+    make_engine: MakeEngine = build_engine
 
     @property
     def device(self) -> torch.device:
@@ -70,6 +88,13 @@ class Source:
 
 # Puts a run's collection together: one_engine, ray_workers, or workers_in_turn.
 Collect = Callable[[Config, Source, GroupTextEnv, PreTrainedTokenizerBase], Collection]
+
+
+def collection_for(plan: Plan) -> Collect:
+    """Which of the functions below builds the collection of a plan."""
+    if not plan.apart:
+        return one_engine
+    return ray_workers if plan.asynchronous else workers_in_turn
 
 
 def _max_num_seqs(cfg: Config) -> int:
@@ -84,11 +109,11 @@ def one_engine(
         cfg,
         source.weights,
         source.device,
-        source.end_ids,
-        tokenizer.pad_token_id,
-        _max_num_seqs(cfg),
-        source.plan.sleeps,
-        source.plan.gpu_share,
+        end_ids=source.end_ids,
+        pad_id=tokenizer.pad_token_id,
+        max_num_seqs=_max_num_seqs(cfg),
+        sleeps=source.plan.sleeps,
+        gpu_share=source.plan.gpu_share,
     )
     collector = RolloutCollector(
         env,

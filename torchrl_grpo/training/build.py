@@ -40,7 +40,7 @@ from torchrl_grpo.rollout.build import Collect, Source, one_engine
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
 from torchrl_grpo.runtime.rng import derive_seed
 from torchrl_grpo.training.evaluator import Evaluator
-from torchrl_grpo.training.learner import Learner
+from torchrl_grpo.training.learner import Learner, LearnerSpec
 from torchrl_grpo.training.schedule import Schedule
 from torchrl_grpo.training.session import Outputs, Session
 from torchrl_grpo.training.shared_engine import shared_engine
@@ -130,15 +130,21 @@ def _build(job: Job, collect: Collect, plan: Plan, ranks: Ranks, opened: ExitSta
     # From here on the length is in samples. The session keeps the configuration as the user wrote it.
     cfg = with_turns(cfg, len(problems.train))
     schedule = Schedule.of(cfg)
-    start = (cfg, weights, resume_from, job.reward_set.weights)
+    spec = LearnerSpec(cfg, weights, resume_from, job.reward_set.weights)
     with ranks.united():
-        # The other ranks build theirs from the same.
-        ranks.broadcast_object((*start, plan))
-        learner = Learner(*start, torch.device(plan.train_device), ranks, notices)
-    ends = loading.end_token_ids(learner.model, tokenizer)
-    form = learner.autocast_dtype, learner.shares_prefix
-    make = partial(shared_engine, learner) if plan.engine_in_each_rank else build_engine
-    engine, collector = collect(cfg, Source(weights, source, plan, ends, *form, make), env, tokenizer)
+        # The other ranks build their learners from the same.
+        ranks.broadcast_object((spec, plan))
+        learner = Learner(spec, torch.device(plan.train_device), ranks=ranks, notify=notices)
+    engine_source = Source(
+        weights=weights,
+        model=source,
+        plan=plan,
+        end_ids=loading.end_token_ids(learner.model, tokenizer),
+        autocast_dtype=learner.autocast_dtype,
+        shares_prefix=learner.shares_prefix,
+        make_engine=partial(shared_engine, learner) if plan.engine_in_each_rank else build_engine,
+    )
+    engine, collector = collect(cfg, engine_source, env, tokenizer)
     opened.callback(collector.shutdown)
     # A reference model in processes of its own scores a group before the group comes here.
     in_trainer = not plan.reference.apart
@@ -168,7 +174,7 @@ def _build(job: Job, collect: Collect, plan: Plan, ranks: Ranks, opened: ExitSta
     )
     state = SessionState(parts, keeps_reference=schedule.refresh_every > 0)
     if resume_from is not None:
-        state.load_state_dict(ranks.call_all(learner, "resume", str(resume_from)))
+        state.load_state_dict(ranks.call_all(Learner.resume, learner, resume_from))
     # Last: this cuts files back to the resumed step, and until here the resumption could still fail.
     outputs = _open_outputs(job, schedule, opened, notices)
     return Session(job.cfg, schedule, state=state, outputs=outputs, closing=opened.pop_all())
@@ -231,13 +237,20 @@ def build_reference(
     temperature = cfg.inference_model.temperature
     if cfg.train_model.lora.rank > 0:
         policy = learner.model
-        form = learner.autocast_dtype, learner.shares_prefix
-        scorer = TokenScorer(policy, temperature, *form, head_dtype=learner.scorer.head_dtype)
+        scorer = TokenScorer(
+            policy,
+            temperature,
+            learner.autocast_dtype,
+            learner.shares_prefix,
+            head_dtype=learner.scorer.head_dtype,
+        )
         off = partial(lora.adapters_off, policy)
         return LogProbScorer(scorer, "reference", learner.make_budget(), off)
-    form = learner.autocast_dtype, learner.shares_prefix
     (scorer, budget), *others = (
-        (load_reference(cfg, source, torch.device(device), *form), learner.make_budget())
+        (
+            load_reference(cfg, source, torch.device(device), learner.autocast_dtype, learner.shares_prefix),
+            learner.make_budget(),
+        )
         for device in devices
     )
     return LogProbScorer(scorer, "reference", budget, others=others)

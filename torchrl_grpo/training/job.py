@@ -56,15 +56,15 @@ def follow() -> None:
     from torchrl_grpo.training.learner import Learner
 
     ranks = Ranks(on_cpu=not torch.cuda.is_available())
-    begin = ranks.recv()
-    if begin is None:
+    start = ranks.recv()
+    if start is None:
         return
-    cfg, weights, resume_from, reward_weights, plan = begin
+    spec, plan = start
     device = torch.device(plan.train.devices[rank_env.local_rank()])
-    divide_threads(cfg, plan)
+    divide_threads(spec.cfg, plan)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    learner = Learner(cfg, weights, resume_from, reward_weights, device, ranks, say=lambda text: None)
+    learner = Learner(spec, device, ranks=ranks, notify=lambda text: None)
     ranks.follow(learner)
     # As Session.close() does: a sweep's next job needs the memory.
     del learner
@@ -83,17 +83,24 @@ def _claim_and_train(cfg: Config, run_dir: Path, asynchronous: bool) -> dict[str
             checkpoint.check_same_run(resume_from, cfg)
         problems = problems or data.load(cfg)
         plan = preflight.announce(cfg, asynchronous)
-        collect = ("ray_workers" if asynchronous else "workers_in_turn") if plan.apart else "one_engine"
-        return _prepare_and_train(cfg, run_dir, problems, resume_from, collect, plan)
+        return _prepare_and_train(cfg, run_dir, problems, resume_from=resume_from, plan=plan)
 
 
 def _prepare_and_train(
-    cfg: Config, run_dir: Path, problems: data.Problems, resume_from: Path | None, collect: str, plan: Plan
+    cfg: Config, run_dir: Path, problems: data.Problems, *, resume_from: Path | None, plan: Plan
 ) -> dict[str, Any]:
     reward_set = rewards.build(cfg)
     grader = rewards.grader(cfg, reward_set)
     try:
-        return _train(cfg, run_dir, problems, reward_set, grader, resume_from, collect, plan)
+        return _train(
+            cfg,
+            run_dir,
+            problems=problems,
+            reward_set=reward_set,
+            grader=grader,
+            resume_from=resume_from,
+            plan=plan,
+        )
     except KeyboardInterrupt:
         sys.stderr.write(f"{checkpoint.how_to_continue(run_dir)}\n")
         raise
@@ -110,11 +117,11 @@ def _prepare_and_train(
 def _train(
     cfg: Config,
     run_dir: Path,
+    *,
     problems: data.Problems,
     reward_set: rewards.RewardSet,
     grader: CountingGrader,
     resume_from: Path | None,
-    collect: str,
     plan: Plan,
 ) -> dict[str, Any]:
     _prepare_process(cfg)
@@ -124,7 +131,7 @@ def _train(
     from torchrl_grpo.observe import report
     from torchrl_grpo.observe.metrics import METRICS, read_jsonl
     from torchrl_grpo.observe.stats import peak_memory_gib
-    from torchrl_grpo.rollout import build
+    from torchrl_grpo.rollout.build import collection_for
     from torchrl_grpo.runtime.interrupts import remembered
     from torchrl_grpo.training.build import Job, build_session
     from torchrl_grpo.training.loop import train
@@ -134,7 +141,6 @@ def _train(
     if plan.num_gpus > 0:
         # Accelerate takes the GPU of the rank's number, which is not always the plan's.
         torch.cuda.set_device(plan.train_device)
-    how = vars(build)[collect]
     if resume_from is not None and (summary := report.of_ended_run(run_dir, int(resume_from.name))):
         # Its figures are those of the whole run; measuring them again would overwrite them.
         ranks.release()
@@ -143,7 +149,7 @@ def _train(
         return summary
     try:
         job = Job(cfg, run_dir, problems, reward_set, grader, resume_from)
-        session = build_session(job, collect=how, plan=plan, ranks=ranks)
+        session = build_session(job, collect=collection_for(plan), plan=plan, ranks=ranks)
     except BaseException:
         ranks.release()
         raise

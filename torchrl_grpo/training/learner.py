@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, divide
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import optim_batch_size, rounds, steps_per_round, token_budget
+from torchrl_grpo.distributed.engine_share import EngineShare
 from torchrl_grpo.distributed.parallelism import distribute, reshard_after, sharded, whole, writable
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.errors import ModelError
@@ -32,7 +34,6 @@ from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
 from torchrl_grpo.runtime.malloc import keep_freed_memory
 from torchrl_grpo.runtime.oom import stopping
 from torchrl_grpo.training.optimizer_step import OptimizerStep
-from torchrl_grpo.training.shared_engine import EngineShare
 
 _NO_ROOM = (
     "memory ran out while the model was made ready for training: divide it among more devices with "
@@ -41,19 +42,33 @@ _NO_ROOM = (
 )
 
 
+@dataclass(frozen=True)
+class LearnerSpec:
+    """What every training rank builds its learner from; rank 0 sends it to the others.
+
+    Attributes:
+        cfg: configuration of the run, with its length in samples.
+        weights: folder or hub name of the weights to begin with.
+        resume_from: checkpoint whose adapters to take, or None.
+        reward_weights: weights of the rewards, in their order.
+    """
+
+    cfg: Config
+    weights: str
+    resume_from: Path | None
+    reward_weights: Sequence[float]
+
+
 class Learner:
     """The trained model with its objective and optimizer; on each training rank, from the same arguments.
 
     Methods that move or gather weights are collective: rank 0 calls them through :meth:`Ranks.call_all`.
 
     Args:
-        cfg: the run's configuration.
-        weights: folder or hub name of the weights to begin with.
-        resume_from: a checkpoint whose adapters to take, or None.
-        reward_weights: of the rewards, in their order.
-        device: of this rank.
+        spec: model, objective and optimizer.
+        device: device of this rank.
         ranks: this process's place among the training ranks.
-        say: where it is said that a token budget was halved.
+        notify: shows a line to the user when a token budget is halved.
 
     Raises:
         ModelError: the model cannot be loaded, or not everywhere the same.
@@ -63,25 +78,23 @@ class Learner:
     @stopping(_NO_ROOM)
     def __init__(
         self,
-        cfg: Config,
-        weights: str,
-        resume_from: Path | None,
-        reward_weights: Sequence[float],
+        spec: LearnerSpec,
         device: torch.device,
+        *,
         ranks: Ranks,
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
-        self.cfg = cfg
+        self.cfg = cfg = spec.cfg
         self.device = device
         self.ranks = ranks
-        self._say = say
+        self._notify = notify
         self.engine: EngineShare | None = None
         # The run has a progress bar of its own; one per loaded file would bury it.
         disable_progress_bar()
         choose_kernels()
         if device.type == "cpu":
             keep_freed_memory()
-        self.model: PreTrainedModel = build_model(cfg, weights, device, resume_from)
+        self.model: PreTrainedModel = build_model(cfg, spec.weights, device, spec.resume_from)
         if not ranks.agree(sum(checksum(parameter.detach()) for parameter in self.model.parameters())):
             raise ModelError(
                 f"model.name={cfg.model.name}: the training ranks have read different weights; name a "
@@ -107,7 +120,7 @@ class Learner:
         loss, self.advantage = build_objective(
             cfg.policy,
             self.scorer,
-            reward_weights,
+            spec.reward_weights,
             cfg.inference_model.max_new_tokens,
             proximal_given=self.steps_per_round > 1,
         )
@@ -132,24 +145,46 @@ class Learner:
             network=self.network,
         )
 
-    def share_engine(self, source: str, *arguments: Any) -> None:
-        """Build this rank's share of a :class:`SharedEngine`.
+    def share_engine(
+        self,
+        source: str,
+        *,
+        end_ids: Sequence[int],
+        pad_id: int,
+        max_num_seqs: int,
+        sleeps: bool,
+        gpu_share: float,
+    ) -> None:
+        """Build this rank's share of a :class:`~torchrl_grpo.training.shared_engine.SharedEngine`.
 
         Args:
             source: folder or hub name of the weights.
-            arguments: of :func:`build_engine`, those after the device.
+            end_ids: see :func:`build_engine`, as for the rest.
+            pad_id: padding id.
+            max_num_seqs: most responses decoded at a time.
+            sleeps: whether the engine will be told to sleep.
+            gpu_share: share of the GPU's memory that vLLM takes.
 
         Raises:
             ModelError: the model cannot be loaded.
         """
-        own = build_engine(self.cfg, source, self.device, *arguments)
+        own = build_engine(
+            self.cfg,
+            source,
+            self.device,
+            end_ids=end_ids,
+            pad_id=pad_id,
+            max_num_seqs=max_num_seqs,
+            sleeps=sleeps,
+            gpu_share=gpu_share,
+        )
         self.engine = EngineShare(own, self.ranks, self.device)
 
     def make_budget(self) -> TokenBudget:
         """A token budget as configured; each model has its own, since what one can hold says nothing about
         another.
         """
-        return TokenBudget(token_budget(self.cfg), self.shares_prefix, self._say)
+        return TokenBudget(token_budget(self.cfg), self.shares_prefix, self._notify)
 
     def proximal(self) -> list[Transform]:
         """With ``policy.proximal=trainer`` the model scores a round that it then trains on several times."""
@@ -203,13 +238,13 @@ class Learner:
             with writable(parameter) as values:
                 values[..., ::8] *= factor
 
-    def resume(self, folder: str) -> dict[str, Any]:
+    def resume(self, folder: Path) -> dict[str, Any]:
         """Optimizer, schedule and coefficients as a checkpoint has them; each rank reads its part.
 
         Returns:
             The rest of the checkpoint's state.
         """
-        state = checkpoint.load_state(Path(folder))
+        state = checkpoint.load_state(folder)
         self.optimize.load_state_dict(state.pop("optimise"))
         return state
 
@@ -239,18 +274,15 @@ class GatheredModel:
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Names and whole parameters, one at a time."""
         for name, _ in self._learner.model.named_parameters():
-            yield name, self._learner.ranks.call_all(self._learner, "weight", name)
+            yield name, self._learner.ranks.call_all(Learner.weight, self._learner, name)
 
     def scale_columns(self, factor: float) -> None:
         """See :meth:`Learner.scale_columns`."""
-        self._learner.ranks.call_all(self._learner, "scale_columns", factor)
+        self._learner.ranks.call_all(Learner.scale_columns, self._learner, factor)
 
     def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
         """See :meth:`TokenScorer.next_token_log_probs`."""
-        found: Tensor = self._learner.ranks.call_all(
-            self._learner, "next_token_log_probs", prompt, prompt_mask
-        )
-        return found
+        return self._learner.ranks.call_all(Learner.next_token_log_probs, self._learner, prompt, prompt_mask)
 
 
 class _SharedLogProbs(Transform):
@@ -265,5 +297,5 @@ class _SharedLogProbs(Transform):
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        written = self.learner.ranks.call_all(self.learner, "score", tensordict)
+        written = self.learner.ranks.call_all(Learner.score, self.learner, tensordict)
         return tensordict.set(("log_probs", "proximal"), written)

@@ -22,6 +22,7 @@ from torchrl_grpo.observe.progress import Progress
 from torchrl_grpo.observe.stats import peak_cuda_gib
 from torchrl_grpo.rollout.round import Round, rollout_rows
 from torchrl_grpo.runtime.malloc import give_back_freed_memory
+from torchrl_grpo.training.learner import Learner
 from torchrl_grpo.training.rounding_check import rounding_warning
 from torchrl_grpo.training.schedule import Schedule
 from torchrl_grpo.training.state import SessionState
@@ -128,8 +129,7 @@ class Session:
 
     def train_on(self, batch: TensorDictBase) -> dict[str, float]:
         """Take one optimizer step on all training ranks."""
-        metrics: dict[str, float] = self.parts.ranks.call_all(self.parts.learner, "step", batch)
-        return metrics
+        return self.parts.ranks.call_all(Learner.step, self.parts.learner, batch)
 
     def training_speed(self, batch: TensorDictBase, seconds: float) -> dict[str, float]:
         """Throughput of an optimizer step on ``batch`` that took ``seconds``."""

@@ -7,103 +7,20 @@ it, but for the rounding of a batch of another size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from torchrl_grpo.batch.micro_batches import divide
 from torchrl_grpo.config import Config
-from torchrl_grpo.distributed.ranks import Ranks
+from torchrl_grpo.distributed.engine_share import Answers, EngineShare
 from torchrl_grpo.inference.checksums import Checksums
-from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Probe, Sampling
+from torchrl_grpo.inference.protocol import Engine, NextTokens, Probe, Sampling
+from torchrl_grpo.training.learner import Learner
 
-if TYPE_CHECKING:
-    from torchrl_grpo.training.learner import Learner
-
-Answers = list[list[Completion]]
-
-
-class EngineShare:
-    """This rank's part of a :class:`SharedEngine`. Every rank calls every method, in the same order.
-
-    Args:
-        engine: this rank's own.
-        ranks: this process's place among them.
-        device: where weights are received.
-    """
-
-    def __init__(self, engine: Engine, ranks: Ranks, device: torch.device) -> None:
-        self.engine = engine
-        self.ranks = ranks
-        self.device = device
-        # On rank 0: the tensor that update() gives to all.
-        self.outgoing: Tensor | None = None
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Answers:
-        """See :meth:`Inference.generate`; every rank is asked for the same, and gets all of it."""
-        costs = [len(prompt) + sampling.num_samples * sampling.max_new_tokens for prompt in prompts]
-        shares = divide(costs, self.ranks.size)
-        mine = shares[self.ranks.rank]
-        found: Answers = []
-        if mine:
-            seeds = None if sampling.seeds is None else [sampling.seeds[number] for number in mine]
-            found = self.engine.generate([prompts[number] for number in mine], replace(sampling, seeds=seeds))
-        by_prompt: dict[int, list[Completion]] = {}
-        for numbers, answers in zip(shares, self.ranks.gather(found), strict=True):
-            by_prompt.update(zip(numbers, answers, strict=True))
-        return [by_prompt[number] for number in range(len(prompts))]
-
-    def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """See :meth:`Engine.learn`."""
-        self.engine.learn(shapes)
-
-    def start_update(self) -> None:
-        """See :meth:`Engine.start_update`."""
-        self.engine.start_update()
-
-    def update(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
-        """Take rank 0's tensor of this name.
-
-        Args:
-            name: of a parameter.
-            shape: of the tensor.
-            dtype: of the tensor.
-        """
-        own = self.outgoing
-        tensor = torch.empty(shape, dtype=dtype, device=self.device) if own is None else own
-        self.engine.update([(name, self.ranks.broadcast(tensor))])
-
-    def finish_update(self) -> None:
-        """See :meth:`Engine.finish_update`."""
-        self.engine.finish_update()
-
-    def checksums(self) -> tuple[Checksums, ...]:
-        """See :meth:`Engine.checksums`; one entry for each rank."""
-        return tuple(one for rank in self.ranks.gather(self.engine.checksums()) for one in rank)
-
-    def next_tokens(self, probe: Probe) -> NextTokens:
-        """See :meth:`Engine.next_tokens`; the ranks' answers stand below one another."""
-        answers = self.ranks.gather(self.engine.next_tokens(probe))
-        return NextTokens(
-            torch.cat([answer.token_ids for answer in answers]),
-            torch.cat([answer.log_probs for answer in answers]),
-            max(answer.cached_tokens for answer in answers),
-        )
-
-    def reset_cache(self) -> None:
-        """See :meth:`Engine.reset_cache`."""
-        self.engine.reset_cache()
-
-    def sleep(self) -> None:
-        """See :meth:`Engine.sleep`."""
-        self.engine.sleep()
-
-    def wake(self) -> None:
-        """See :meth:`Engine.wake`."""
-        self.engine.wake()
+_R = TypeVar("_R")
+_P = ParamSpec("_P")
 
 
 class SharedEngine(Engine):
@@ -119,72 +36,102 @@ class SharedEngine(Engine):
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Answers:
         """See :meth:`Inference.generate`."""
-        answers: Answers = self._call_all("generate", prompts, sampling)
-        return answers
+        return self._call_all(EngineShare.generate, prompts, sampling)
 
     def next_tokens(self, probe: Probe) -> NextTokens:
         """See :meth:`Engine.next_tokens`; each rank's engine answers."""
-        answer: NextTokens = self._call_all("next_tokens", probe)
-        return answer
+        return self._call_all(EngineShare.next_tokens, probe)
 
     def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """See :meth:`Engine.learn`."""
-        self._call_all("learn", shapes)
+        self._call_all(EngineShare.learn, shapes)
 
     def start_update(self) -> None:
         """See :meth:`Engine.start_update`."""
-        self._call_all("start_update")
+        self._call_all(EngineShare.start_update)
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See :meth:`Engine.update`; a tensor at a time goes from rank 0 to all."""
         for name, tensor in weights:
             self._share.outgoing = tensor.to(self._share.device)
-            self._call_all("update", name, tensor.shape, tensor.dtype)
+            self._call_all(EngineShare.update, name, tensor.shape, tensor.dtype)
         self._share.outgoing = None
 
     def finish_update(self) -> None:
         """See :meth:`Engine.finish_update`."""
-        self._call_all("finish_update")
+        self._call_all(EngineShare.finish_update)
 
     def checksums(self) -> tuple[Checksums, ...]:
         """See :meth:`Engine.checksums`; one entry for each rank."""
-        found: tuple[Checksums, ...] = self._call_all("checksums")
-        return found
+        return self._call_all(EngineShare.checksums)
 
     def reset_cache(self) -> None:
         """See :meth:`Engine.reset_cache`."""
-        self._call_all("reset_cache")
+        self._call_all(EngineShare.reset_cache)
 
     def sleep(self) -> None:
         """See :meth:`Engine.sleep`."""
-        self._call_all("sleep")
+        self._call_all(EngineShare.sleep)
 
     def wake(self) -> None:
         """See :meth:`Engine.wake`."""
-        self._call_all("wake")
+        self._call_all(EngineShare.wake)
 
     def close(self) -> None:
         """See :meth:`Inference.close`. The other ranks free theirs when they are released."""
         self._share.engine.close()
 
-    def _call_all(self, method: str, *arguments: object) -> Any:
-        return self._learner.ranks.call_all(self._learner, f"engine.{method}", *arguments)
+    def _call_all(
+        self,
+        method: Callable[Concatenate[EngineShare, _P], _R],
+        *arguments: _P.args,
+        **options: _P.kwargs,
+    ) -> _R:
+        return self._learner.ranks.call_all(_call_share, self._learner, method, arguments, options)
+
+
+def _call_share(
+    learner: Learner, method: Callable[..., _R], arguments: tuple[Any, ...], options: dict[str, Any]
+) -> _R:
+    return method(learner.engine, *arguments, **options)
 
 
 def shared_engine(
-    learner: Learner, cfg: Config, source: str, device: torch.device, *arguments: Any
+    learner: Learner,
+    cfg: Config,
+    source: str,
+    device: torch.device,
+    *,
+    end_ids: Sequence[int],
+    pad_id: int,
+    max_num_seqs: int,
+    sleeps: bool,
+    gpu_share: float,
 ) -> Engine:
-    """:func:`build_engine` on every rank, each on its own device.
+    """:func:`~torchrl_grpo.inference.build.build_engine` on every rank, each on its own device.
 
     Args:
-        learner: rank 0's.
-        cfg: as each rank has it.
+        learner: rank 0's learner.
+        cfg: configuration, which each rank has already.
         source: folder or hub name of the weights.
-        device: rank 0's.
-        arguments: the rest of them.
+        device: rank 0's device.
+        end_ids: see :func:`build_engine`, as for the rest.
+        pad_id: padding id.
+        max_num_seqs: most responses decoded at a time.
+        sleeps: whether the engine will be told to sleep.
+        gpu_share: share of the GPU's memory that vLLM takes.
 
     Raises:
         ModelError: the model cannot be loaded.
     """
-    learner.ranks.call_all(learner, "share_engine", source, *arguments)
+    learner.ranks.call_all(
+        Learner.share_engine,
+        learner,
+        source,
+        end_ids=end_ids,
+        pad_id=pad_id,
+        max_num_seqs=max_num_seqs,
+        sleeps=sleeps,
+        gpu_share=gpu_share,
+    )
     return SharedEngine(learner)

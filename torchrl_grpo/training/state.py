@@ -112,7 +112,7 @@ class SessionState:
         parts = self.parts
         return {
             "counters": {**self.counters.state_dict(), "seconds": self.seconds()},
-            "optimise": parts.ranks.call_all(parts.learner, "optimizer_state"),
+            "optimise": parts.ranks.call_all(Learner.optimizer_state, parts.learner),
             "collector": parts.collector.state_dict(),
             "buffer": parts.buffer.state_dict(),
             "publisher": parts.publisher.state_dict(),

@@ -389,7 +389,8 @@ class WeightPublisher:
 
     @torch.no_grad()
     def _trainer_view(self) -> Tensor:
-        return self.scorer.next_token_log_probs(*self._padded).cpu()
+        prompt, prompt_mask = self._padded
+        return self.scorer.next_token_log_probs(prompt, prompt_mask).cpu()
 
     def _engine_name(self) -> str:
         return type(self.engine).__name__

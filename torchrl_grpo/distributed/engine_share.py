@@ -1,0 +1,98 @@
+"""One training rank's part of an engine that all ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from torchrl_grpo.batch.micro_batches import divide
+from torchrl_grpo.distributed.ranks import Ranks
+from torchrl_grpo.inference.checksums import Checksums
+from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Probe, Sampling
+
+Answers = list[list[Completion]]
+
+
+class EngineShare:
+    """This rank's part of a :class:`~torchrl_grpo.training.shared_engine.SharedEngine`.
+
+    Every rank calls every method, in the same order.
+
+    Args:
+        engine: this rank's own.
+        ranks: this process's place among them.
+        device: where weights are received.
+    """
+
+    def __init__(self, engine: Engine, ranks: Ranks, device: torch.device) -> None:
+        self.engine = engine
+        self.ranks = ranks
+        self.device = device
+        # On rank 0: the tensor that update() gives to all.
+        self.outgoing: Tensor | None = None
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Answers:
+        """See :meth:`Inference.generate`; every rank is asked for the same, and gets all of it."""
+        costs = [len(prompt) + sampling.num_samples * sampling.max_new_tokens for prompt in prompts]
+        shares = divide(costs, self.ranks.size)
+        mine = shares[self.ranks.rank]
+        found: Answers = []
+        if mine:
+            seeds = None if sampling.seeds is None else [sampling.seeds[number] for number in mine]
+            found = self.engine.generate([prompts[number] for number in mine], replace(sampling, seeds=seeds))
+        by_prompt: dict[int, list[Completion]] = {}
+        for numbers, answers in zip(shares, self.ranks.gather(found), strict=True):
+            by_prompt.update(zip(numbers, answers, strict=True))
+        return [by_prompt[number] for number in range(len(prompts))]
+
+    def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """See :meth:`Engine.learn`."""
+        self.engine.learn(shapes)
+
+    def start_update(self) -> None:
+        """See :meth:`Engine.start_update`."""
+        self.engine.start_update()
+
+    def update(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
+        """Take rank 0's tensor of this name.
+
+        Args:
+            name: of a parameter.
+            shape: of the tensor.
+            dtype: of the tensor.
+        """
+        own = self.outgoing
+        tensor = torch.empty(shape, dtype=dtype, device=self.device) if own is None else own
+        self.engine.update([(name, self.ranks.broadcast(tensor))])
+
+    def finish_update(self) -> None:
+        """See :meth:`Engine.finish_update`."""
+        self.engine.finish_update()
+
+    def checksums(self) -> tuple[Checksums, ...]:
+        """See :meth:`Engine.checksums`; one entry for each rank."""
+        return tuple(one for rank in self.ranks.gather(self.engine.checksums()) for one in rank)
+
+    def next_tokens(self, probe: Probe) -> NextTokens:
+        """See :meth:`Engine.next_tokens`; the ranks' answers stand below one another."""
+        answers = self.ranks.gather(self.engine.next_tokens(probe))
+        return NextTokens(
+            torch.cat([answer.token_ids for answer in answers]),
+            torch.cat([answer.log_probs for answer in answers]),
+            max(answer.cached_tokens for answer in answers),
+        )
+
+    def reset_cache(self) -> None:
+        """See :meth:`Engine.reset_cache`."""
+        self.engine.reset_cache()
+
+    def sleep(self) -> None:
+        """See :meth:`Engine.sleep`."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """See :meth:`Engine.wake`."""
+        self.engine.wake()
