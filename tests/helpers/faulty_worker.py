@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from stale_parts import Fault, Faulty
@@ -12,10 +13,18 @@ from torch import Tensor
 from torchrl_grpo.inference.protocol import Completion, Inference, NextTokens, Probe, Sampling, SteppingEngine
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.rollout.workers.ray_pool import RayPool, RolloutActor, WorkerSpec
+from torchrl_grpo.rollout.workers.types import TakeWeights
 
 
 class KeepsAPart(Faulty, TransformersEngine):
     """An engine that weights do not reach whole."""
+
+
+@dataclass(frozen=True)
+class Plant:
+    """Command of these tests: take weights with a fault from now on."""
+
+    fault: Fault | None
 
 
 class FaultyActor(RolloutActor):
@@ -26,11 +35,11 @@ class FaultyActor(RolloutActor):
         made.__class__ = KeepsAPart
         return made
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        if method != "plant":
-            return super().call(method, *arguments)
+    def run(self, command: Any) -> Any:
+        if not isinstance(command, Plant):
+            return super().run(command)
         engine: Any = self.worker.engine
-        (engine.fault,) = arguments
+        engine.fault = command.fault
         return None
 
 
@@ -51,12 +60,12 @@ class OneWorker(Inference):
 
     def plant(self, fault: Fault | None) -> None:
         """Have the worker's engine take weights with ``fault``."""
-        self._call("plant", fault)
+        self._call(Plant(fault))
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> NextTokens:
         fault = self.on_the_way
         sent = weights if fault is None else ((n, fault.applied(n, t)) for n, t in weights)
-        answer, _ = self._call("load", self.pool.ship(sent), version, probe, False)
+        answer, _ = self._call(TakeWeights(self.pool.ship(sent), version, probe, give_back=False))
         assert isinstance(answer, NextTokens)
         return answer
 
@@ -66,9 +75,9 @@ class OneWorker(Inference):
     def close(self) -> None:
         self.pool.close()
 
-    def _call(self, method: str, *arguments: Any) -> Any:
+    def _call(self, command: Any) -> Any:
         replied: Future[Any] = Future()
-        self.pool.call(0, method, arguments, replied.set_result)
+        self.pool.call(0, command, replied.set_result)
         found = replied.result(120)
         if isinstance(found, BaseException):
             raise found

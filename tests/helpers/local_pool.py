@@ -8,7 +8,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -23,9 +23,12 @@ from torchrl_grpo.inference.protocol import SteppingEngine
 from torchrl_grpo.rollout import build
 from torchrl_grpo.rollout.groups import Group
 from torchrl_grpo.rollout.workers.reference_actors import ReferenceScorer, ReferenceSpec
+from torchrl_grpo.rollout.workers.types import Command, Generate, TakeWeights, Work
 from torchrl_grpo.rollout.workers.worker import RolloutWorker
 
 _BUILDING = threading.Lock()
+# Names of commands, as a fault is told them.
+_NAMES = {Work: "work", TakeWeights: "load", Generate: "generate"}
 
 Fault = Callable[[int, str, int], None]
 
@@ -90,17 +93,17 @@ class LocalPool:
         )
         done(None)
         while (job := inbox.get()) is not None:
-            method, arguments, report = job
+            command, report = job
             self.calls += 1
             try:
-                self._fault(number, method, self.calls)
+                self._fault(number, _NAMES[type(command)], self.calls)
                 # As over a wire: neither side may see what the other does to its copy.
-                report(copy.deepcopy(getattr(worker, method)(*copy.deepcopy(arguments))))
+                report(copy.deepcopy(worker.run(copy.deepcopy(command))))
             except Exception as error:  # noqa: BLE001  it is reported
                 report(error)
 
-    def call(self, number: int, method: str, arguments: Sequence[Any], done: Callable[[Any], None]) -> None:
-        self._inboxes[number].put((method, arguments, done))
+    def call(self, number: int, command: Command, done: Callable[[Any], None]) -> None:
+        self._inboxes[number].put((command, done))
 
     def kill(self, number: int) -> None:
         self.killed += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -37,7 +37,7 @@ class Pool:
         if self.starts:
             done(None)
 
-    def call(self, number: int, method: str, arguments: Sequence[Any], done: Callable[[Any], None]) -> None:
+    def call(self, number: int, command: Any, done: Callable[[Any], None]) -> None:
         self.calls.append(done)
 
     def kill(self, number: int) -> None:
@@ -119,7 +119,7 @@ def test_every_sampled_token_is_counted_once_however_often_a_response_is_cut() -
         finished += turn.finished
         if len(finished) == 2:
             break
-        _, cut = worker.load(weights, version, Probe([[5, 9]], 1), give_back=True)
+        _, cut = worker.load(weights, version, probe=Probe([[5, 9]], 1), give_back=True)
         # The third group is not wanted any more once it has been cut.
         left_out += sum(group.tokens for group in cut if group.group_id == 2)
         begun = [group for group in cut if group.group_id != 2]

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_grpo.inference.protocol import Completion
+from torchrl_grpo.inference.protocol import Completion, Sampling
 from torchrl_grpo.rollout.groups import Group, Response
-from torchrl_grpo.rollout.workers.scheduler import Call, Scheduler, Task, Weights
+from torchrl_grpo.rollout.workers.scheduler import Call, Load, Scheduler, Task, Weights
 from torchrl_grpo.rollout.workers.staleness import StalenessTracker
+from torchrl_grpo.rollout.workers.types import Generate, Work
 
 LENGTH = 4
 
@@ -106,10 +107,9 @@ class Simulation:
             if self.random.random() < self.plan.death:
                 self.later(self.random.random(), ("die", number, self.lives[number]))
             else:
-                arguments = copy.deepcopy(call.arguments)
-                self.later(
-                    speed * self.random.random(), ("done", number, self.lives[number], call, arguments)
-                )
+                # A worker gets copies of its groups.
+                given = copy.deepcopy(call) if isinstance(call, Work) else call
+                self.later(speed * self.random.random(), ("done", number, self.lives[number], given))
 
     def handle(self, kind: str, number: int, life: int, *rest: object) -> None:
         if kind == "trained":
@@ -132,24 +132,23 @@ class Simulation:
             self.scheduler.lost(number)
             self.later(self.random.random(), ("start", number, self.lives[number]))
         else:
-            call, arguments = rest
-            self.done(number, call, arguments)  # type: ignore[arg-type]
+            (call,) = rest
+            self.done(number, call)  # type: ignore[arg-type]
 
-    def done(self, number: int, call: Call, arguments: tuple) -> None:
-        if call.method == "load":
+    def done(self, number: int, call: Call) -> None:
+        if isinstance(call, Load):
             cut = list(self.held[number].values()) if self.plan.give_back else []
             if self.plan.give_back:
                 self.held[number] = {}
-            self.version[number] = call.arguments[1]
+            self.version[number] = call.weights.version
             newest = self.scheduler.newest
             # The simulated trainer never publishes while a load is under way unless it did so before.
-            weights = newest if newest is not None and newest.version == call.arguments[1] else None
-            self.scheduler.loaded(number, weights or Weights(-1, call.arguments[1], None), cut)
+            weights = newest if newest is not None and newest.version == call.weights.version else None
+            self.scheduler.loaded(number, weights or Weights(-1, call.weights.version, None), cut)
             return
-        assert call.method == "work"
-        begun, dropped = arguments
-        self.held[number] |= {group.group_id: group for group in begun}
-        for gone in dropped:
+        assert isinstance(call, Work)
+        self.held[number] |= {group.group_id: group for group in call.groups}
+        for gone in call.dropped:
             self.held[number].pop(gone, None)
         finished = [
             group for group in self.held[number].values() if self.advance(group, self.version[number])
@@ -273,8 +272,8 @@ def scheduler_of(**changes: bool) -> Scheduler:
     scheduler.started(0)
     scheduler.publish(Weights(0, 0, "first"))
     call = scheduler.next_call(0)
-    assert call == Call("load", ("first", 0, options["give_back"]))
     assert scheduler.newest is not None
+    assert call == Load(scheduler.newest, options["give_back"])
     scheduler.loaded(0, scheduler.newest, [])
     return scheduler
 
@@ -284,7 +283,7 @@ def test_nothing_is_begun_before_it_may_and_each_worker_does_one_thing_at_a_time
     assert scheduler.next_call(0) is None
     scheduler.wanted = True
     call = scheduler.next_call(0)
-    assert call is not None and [group.group_id for group in call.arguments[0]] == [0, 1]
+    assert isinstance(call, Work) and [group.group_id for group in call.groups] == [0, 1]
     assert scheduler.next_call(0) is None
 
 
@@ -294,20 +293,21 @@ def test_draining_weights_wait_for_running_groups_and_tasks_wait_for_weights() -
     scheduler.next_call(0)
     scheduler.publish(Weights(1, 1, "second"))
     got: list[str] = []
-    scheduler.workers[0].tasks.append(Task("generate", ("prompts",), got.append))
+    asked = Generate([[1]], Sampling(1, 4, 0.0))
+    scheduler.workers[0].tasks.append(Task(asked, got.append))
     assert scheduler.worked(0, []) == []
-    assert scheduler.next_call(0) == Call("work", ([], [])), "running groups go on, no new ones are begun"
+    assert scheduler.next_call(0) == Work([], []), "running groups go on, no new ones are begun"
     running = list(scheduler.workers[0].running.values())
     assert scheduler.worked(0, running) == running
-    assert scheduler.next_call(0) == Call("load", ("second", 1, False))
+    assert scheduler.next_call(0) == Load(Weights(1, 1, "second"), False)
     assert scheduler.newest is not None
     scheduler.loaded(0, scheduler.newest, [])
-    assert scheduler.next_call(0) == Call("generate", ("prompts",))
+    assert scheduler.next_call(0) == asked
     scheduler.lost(0)
     scheduler.started(0)
-    assert scheduler.next_call(0) == Call("load", ("second", 1, False)), "a new worker has no weights"
+    assert scheduler.next_call(0) == Load(Weights(1, 1, "second"), False), "a new worker has no weights"
     scheduler.loaded(0, scheduler.newest, [])
-    assert scheduler.next_call(0) == Call("generate", ("prompts",)), "and is asked again"
+    assert scheduler.next_call(0) == asked, "and is asked again"
     scheduler.ran_task(0, "answer")
     assert got == ["answer"]
 
@@ -318,7 +318,7 @@ def test_weights_in_flight_come_at_once() -> None:
     scheduler.next_call(0)
     scheduler.publish(Weights(1, 1, "second"))
     scheduler.worked(0, [])
-    assert scheduler.next_call(0) == Call("load", ("second", 1, False))
+    assert scheduler.next_call(0) == Load(Weights(1, 1, "second"), False)
 
 
 def test_a_resumed_tracker_goes_on_with_the_same_counts() -> None:

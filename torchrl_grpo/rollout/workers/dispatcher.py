@@ -19,8 +19,17 @@ from typing import Any, TypeVar
 from torchrl_grpo.errors import UserError, WorkersLost
 from torchrl_grpo.inference.protocol import NextTokens
 from torchrl_grpo.rollout.groups import Group, ScoredGroup
-from torchrl_grpo.rollout.workers.scheduler import Call, Scheduler, Task, Weights
-from torchrl_grpo.rollout.workers.types import Pool, Publication, Reference, WorkerStats
+from torchrl_grpo.rollout.workers.scheduler import Call, Load, Scheduler, Task, Weights
+from torchrl_grpo.rollout.workers.types import (
+    Command,
+    Generate,
+    Pool,
+    Publication,
+    Reference,
+    TakeWeights,
+    Work,
+    WorkerStats,
+)
 
 _T = TypeVar("_T")
 
@@ -139,15 +148,13 @@ class Dispatcher:
         self._watch(publication.arrived)
         self._inbox.put(post)
 
-    def tasks(self, jobs: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+    def tasks(self, jobs: Sequence[Generate]) -> list[Any]:
         """Run job i on worker i with the newest weights, and wait for all."""
         results: list[Future[Any]] = [self._promise() for _ in jobs]
 
         def post() -> None:
-            for worker, (method, arguments), result in zip(
-                self.scheduler.workers, jobs, results, strict=False
-            ):
-                worker.tasks.append(Task(method, arguments, result.set_result))
+            for worker, job, result in zip(self.scheduler.workers, jobs, results, strict=False):
+                worker.tasks.append(Task(job, result.set_result))
 
         self._inbox.put(post)
         return [result.result() for result in results]
@@ -236,21 +243,22 @@ class Dispatcher:
         return lambda result: self._inbox.put(lambda: receive(result))
 
     def _send(self, number: int, call: Call) -> None:
-        arguments = call.arguments
-        if call.method == "load":
-            weights = self.scheduler.newest
-            assert weights is not None
-            publication, version, give_back = arguments
-            arguments = (publication.content, version, publication.probe, give_back)
-            handle = self._posting(number, lambda result: self._loaded(number, weights, *result))
-        elif call.method == "work":
+        command: Command
+        if isinstance(call, Load):
+            weights, publication = call.weights, call.weights.content
+            command = TakeWeights(publication.content, weights.version, publication.probe, call.give_back)
+            handle = self._posting(number, lambda result: self._loaded(number, weights, result))
+        elif isinstance(call, Work):
+            command = call
             handle = self._posting(number, lambda turn: self._worked(number, turn))
         else:
+            command = call
             handle = self._posting(number, lambda result: self.scheduler.ran_task(number, result))
         self._allow(number, self._timeout_s)
-        self._pool.call(number, call.method, arguments, handle)
+        self._pool.call(number, command, handle)
 
-    def _loaded(self, number: int, weights: Weights, answer: NextTokens, cut: list[Group]) -> None:
+    def _loaded(self, number: int, weights: Weights, result: tuple[NextTokens, list[Group]]) -> None:
+        answer, cut = result
         self.scheduler.loaded(number, weights, cut)
         publication: Publication = weights.content
         publication.proofs.put(answer)

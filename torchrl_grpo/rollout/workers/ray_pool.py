@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.protocol import SteppingEngine
 from torchrl_grpo.planning.cores import WAITING
 from torchrl_grpo.planning.plan import SHARED_GPU
+from torchrl_grpo.rollout.workers.types import Command, TakeWeights
 
 _PLACEMENT_LIMIT_S = 60.0
 # Ray gathers objects that nobody needs for a second, which is several copies of the weights when steps are
@@ -63,7 +64,7 @@ class WorkerSpec:
 
 
 # A weight as Ray hands it over without copying it: bytes, number format, shape.
-Shipped = dict[str, tuple[numpy.ndarray, str, tuple[int, ...]]]
+Shipped = dict[str, tuple[numpy.ndarray, torch.dtype, tuple[int, ...]]]
 
 
 def pack(weights: Iterable[tuple[str, Tensor]]) -> Shipped:
@@ -71,7 +72,7 @@ def pack(weights: Iterable[tuple[str, Tensor]]) -> Shipped:
     return {
         name: (
             tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(),
-            str(tensor.dtype).removeprefix("torch."),
+            tensor.dtype,
             tuple(tensor.shape),
         )
         for name, tensor in weights
@@ -82,7 +83,7 @@ def unpack(shipped: Shipped) -> Iterator[tuple[str, Tensor]]:
     """What :meth:`pack` was given; the tensors must not be written to."""
     for name, (content, dtype, shape) in shipped.items():
         # A copy: the shared memory of the object store cannot be written to, and torch warns of that.
-        yield name, torch.from_numpy(content.copy()).view(getattr(torch, dtype)).view(shape)
+        yield name, torch.from_numpy(content.copy()).view(dtype).view(shape)
 
 
 class RolloutActor:
@@ -116,13 +117,13 @@ class RolloutActor:
             gpu_share=spec.gpu_share,
         )
 
-    def load(self, shipped: Shipped, *arguments: Any) -> Any:
-        """See :meth:`RolloutWorker.load`."""
-        return self.worker.load(unpack(shipped), *arguments)
+    def load(self, shipped: Shipped, command: TakeWeights) -> Any:
+        """Run ``command`` with these weights. Ray resolves a reference only if it is an argument itself."""
+        return self.worker.run(replace(command, content=unpack(shipped)))
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Any other method of the worker."""
-        return getattr(self.worker, method)(*arguments)
+    def run(self, command: Command) -> Any:
+        """See :meth:`RolloutWorker.run`; for all other commands."""
+        return self.worker.run(command)
 
 
 class RayPool:
@@ -175,7 +176,7 @@ class RayPool:
             ) from error
 
     def start(self, number: int, done: Callable[[Any], None]) -> None:
-        """See :class:`~torchrl_grpo.rollout.workers.dispatcher.Pool`."""
+        """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
         spec = self._spec
         self._actors[number] = (
             ray.remote(self._actor)
@@ -193,25 +194,25 @@ class RayPool:
         """Where the process ``number`` of those beside the workers goes; it ends with the pool."""
         return PlacementGroupSchedulingStrategy(self._group, len(self._actors) + number)
 
-    def call(self, number: int, method: str, arguments: Sequence[Any], done: Callable[[Any], None]) -> None:
-        """See :class:`~torchrl_grpo.rollout.workers.dispatcher.Pool`."""
+    def call(self, number: int, command: Command, done: Callable[[Any], None]) -> None:
+        """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
         actor = self._actors[number]
-        if method == "load":
-            report(actor.load.remote(*arguments), done)
+        if isinstance(command, TakeWeights):
+            report(actor.load.remote(command.content, replace(command, content=None)), done)
         else:
-            report(actor.call.remote(method, *arguments), done)
+            report(actor.run.remote(command), done)
 
     def ship(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
         """Weights in the object store: one copy a node, however many workers read it."""
         return ray.put(pack(weights))
 
     def kill(self, number: int) -> None:
-        """See :class:`~torchrl_grpo.rollout.workers.dispatcher.Pool`."""
+        """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
         if self._actors[number] is not None:
             ray.kill(self._actors[number])
 
     def close(self) -> None:
-        """See :class:`~torchrl_grpo.rollout.workers.dispatcher.Pool`."""
+        """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
         for number in range(len(self._actors)):
             self.kill(number)
         self._actors = [None] * len(self._actors)

@@ -19,6 +19,7 @@ from typing import Any
 
 from torchrl_grpo.rollout.groups import Group, Response
 from torchrl_grpo.rollout.workers.staleness import StalenessTracker
+from torchrl_grpo.rollout.workers.types import Generate, Work
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,31 @@ class Weights:
 
 @dataclass
 class Task:
-    """Something the trainer waits for from one worker, with the newest weights."""
+    """Something the trainer waits for from one worker, with the newest weights.
 
-    method: str
-    arguments: tuple[Any, ...]
+    Attributes:
+        command: what the worker runs.
+        deliver: takes the result.
+    """
+
+    command: Generate
     deliver: Callable[[Any], None]
 
 
 @dataclass(frozen=True)
-class Call:
-    """What a worker is to do: ``load``, ``work``, or the method of a task."""
+class Load:
+    """Call: take new weights.
 
-    method: str
-    arguments: tuple[Any, ...]
+    Attributes:
+        weights: the weights.
+        give_back: whether groups that are cut come back to the scheduler.
+    """
+
+    weights: Weights
+    give_back: bool
+
+
+Call = Load | Work | Generate
 
 
 @dataclass
@@ -127,14 +140,14 @@ class Scheduler:
     def _choose(self, worker: WorkerState, newest: Weights) -> Call | None:
         current = worker.holds is newest
         if not current and not (self._wait_for_running and worker.running):
-            return Call("load", (newest.content, newest.version, self._give_back))
+            return Load(newest, self._give_back)
         if current and worker.tasks:
-            return Call(worker.tasks[0].method, worker.tasks[0].arguments)
+            return worker.tasks[0].command
         begun = list(self._admit(worker)) if current else []
         if not (begun or worker.running or worker.dropped):
             return None
         dropped, worker.dropped = worker.dropped, []
-        return Call("work", (begun, dropped))
+        return Work(begun, dropped)
 
     def _admit(self, worker: WorkerState) -> Iterator[Group]:
         assert worker.holds is not None

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torchrl_grpo.inference.protocol import NextTokens, Probe
+from torchrl_grpo.inference.protocol import NextTokens, Probe, Sampling
 from torchrl_grpo.rollout.groups import Group, UnderReference
 
 
@@ -25,14 +25,60 @@ class Reference(Protocol):
         """Have every process whose deadline is over started anew, and asked again what it was asked."""
 
 
+@dataclass(frozen=True)
+class Work:
+    """Command: generate until a group is whole or half a second is over.
+
+    Attributes:
+        groups: groups to take on, new ones or cut ones to be continued.
+        dropped: numbers of groups that nobody wants any more.
+    """
+
+    groups: Sequence[Group]
+    dropped: Sequence[int]
+
+
+@dataclass(frozen=True)
+class TakeWeights:
+    """Command: take new weights between two tokens, and answer a probe with them.
+
+    Attributes:
+        content: weights, as the pool ships them.
+        version: optimizer steps behind them.
+        probe: prompts to answer.
+        give_back: whether to return the groups that are cut, in place of continuing them.
+    """
+
+    content: Any
+    version: int
+    probe: Probe
+    give_back: bool
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Command: answer prompts beside the groups, for an evaluation.
+
+    Attributes:
+        prompts: token ids of each prompt.
+        sampling: number, length and seeds of the responses.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    sampling: Sampling
+
+
+Command = Work | TakeWeights | Generate
+
+
 class Pool(Protocol):
     """Where workers live. ``done`` is called from any thread, with a result or an exception."""
 
     def start(self, number: int, done: Callable[[Any], None]) -> None:
         """Start worker ``number``, in place of an earlier one."""
 
-    def call(self, number: int, method: str, arguments: Sequence[Any], done: Callable[[Any], None]) -> None:
-        """Call a method of it."""
+    def call(self, number: int, command: Command, done: Callable[[Any], None]) -> None:
+        """Have worker ``number`` run a command: see ``RolloutWorker.run``."""
 
     def kill(self, number: int) -> None:
         """End it at once; a call under way need not come back."""

@@ -21,6 +21,7 @@ from torchrl_grpo.inference.protocol import (
     requests_of,
 )
 from torchrl_grpo.rollout.groups import Group
+from torchrl_grpo.rollout.workers.types import Command, TakeWeights, Work
 from torchrl_grpo.runtime.rng import derive_seed
 
 # A call to work() ends when a group does, or after this long: new weights never wait much longer.
@@ -64,6 +65,16 @@ class RolloutWorker:
         # Of an evaluation under way.
         self._answers: dict[Hashable, Completion] | None = None
 
+    def run(self, command: Command) -> Turn | tuple[NextTokens, list[Group]] | list[list[Completion]] | None:
+        """Run a command: :meth:`work`, :meth:`load` or :meth:`generate`."""
+        if isinstance(command, Work):
+            return self.work(command.groups, command.dropped)
+        if isinstance(command, TakeWeights):
+            return self.load(
+                command.content, command.version, probe=command.probe, give_back=command.give_back
+            )
+        return self.generate(command.prompts, command.sampling)
+
     def work(self, groups: Sequence[Group], dropped: Sequence[int]) -> Turn:
         """Take on ``groups``, forget ``dropped``, generate until a group is whole or half a second is over.
 
@@ -98,6 +109,7 @@ class RolloutWorker:
         self,
         weights: Iterable[tuple[str, Tensor]],
         version: int,
+        *,
         probe: Probe,
         give_back: bool,
     ) -> tuple[NextTokens, list[Group]]:

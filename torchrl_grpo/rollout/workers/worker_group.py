@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchrl_grpo.inference.protocol import Completion, Inference, NextTokens, Probe, Sampling
 from torchrl_grpo.rollout.workers.dispatcher import Dispatcher
-from torchrl_grpo.rollout.workers.types import Publication
+from torchrl_grpo.rollout.workers.types import Generate, Publication
 from torchrl_grpo.weight_sync.transport import stacked
 
 
@@ -57,7 +57,7 @@ class WorkerGroup(Inference):
             chosen = slice(start, start + share)
             seeds = None if sampling.seeds is None else sampling.seeds[chosen]
             part = dataclasses.replace(sampling, seeds=seeds)
-            jobs.append(("generate", (list(prompts[chosen]), part)))
+            jobs.append(Generate(list(prompts[chosen]), part))
         return [group for part in self.dispatcher.tasks(jobs) for group in part]
 
     def close(self) -> None:
