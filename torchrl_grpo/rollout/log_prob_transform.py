@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 from torchrl.envs.transforms import Transform
 
 from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, divide
@@ -16,8 +16,48 @@ from torchrl_grpo.models.saving import Named
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 
 
-class LogProbScorer(Transform):
-    """Write-side transform that adds ``("log_probs", name)`` ``[P, G, T]``.
+def score_piece(network: nn.Module, piece: TensorDictBase) -> Tensor:
+    """Log-probabilities ``[P, G, T]`` of the responses of a micro-batch, on the CPU.
+
+    Args:
+        network: a :class:`TokenScorer`, or what several ranks call in its place.
+        piece: groups, see :mod:`~torchrl_grpo.batch.schema`.
+    """
+    scores = network(
+        piece["tokens", "prompt"],
+        piece["masks", "prompt"],
+        piece["tokens", "response"],
+        piece["masks", "response"],
+    )
+    log_probs: Tensor = scores.log_probs.cpu()
+    return log_probs
+
+
+class LogProbWriter(Transform):
+    """Write-side transform that adds ``("log_probs", name)`` ``[P, G, T]``; subclasses compute it.
+
+    Args:
+        name: name of what is written.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def score(self, groups: TensorDictBase) -> Tensor:
+        """Log-probabilities ``[P, G, T]`` of the responses."""
+        raise NotImplementedError
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Return what is read as it is."""
+        return tensordict
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return tensordict.set(("log_probs", self.name), self.score(tensordict))
+
+
+class LogProbScorer(LogProbWriter):
+    """Log-probabilities under a model of this process, on one device or on several.
 
     ``reference`` is a frozen model, for the KL divergence; ``proximal`` the trained one as it is when a round
     comes in (decoupled PPO, arXiv 2110.00641, sec. 3). Both run before the advantages are computed, so the
@@ -40,39 +80,29 @@ class LogProbScorer(Transform):
         stance: Callable[[], AbstractContextManager[None]] = nullcontext,
         others: Sequence[tuple[TokenScorer, TokenBudget]] = (),
     ) -> None:
-        super().__init__()
+        super().__init__(name)
         # Not submodules: the buffer must not list the models among its parameters.
         self.__dict__["scorer"] = scorer
         self.__dict__["scorers"] = [(scorer, budget), *others]
-        self.name = name
         self.budget = budget
         self.stance = stance
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Reading changes nothing."""
-        return tensordict
-
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        written = torch.zeros(tensordict["masks", "response"].shape)
+    def score(self, groups: TensorDictBase) -> Tensor:
+        """Log-probabilities ``[P, G, T]`` of the responses."""
+        written = torch.zeros(groups["masks", "response"].shape)
 
         # Gradients are switched off for a thread, not for the process.
         @torch.no_grad()
         def work(scorer: TokenScorer, budget: TokenBudget, rows: Sequence[int]) -> None:
             def score(micro: MicroBatch) -> None:
-                piece = micro.of(tensordict)
-                found = scorer(
-                    piece["tokens", "prompt"],
-                    piece["masks", "prompt"],
-                    piece["tokens", "response"],
-                    piece["masks", "response"],
-                ).log_probs.cpu()
+                found = score_piece(scorer, micro.of(groups))
                 written[list(micro.rows), micro.samples, : found.shape[-1]] = found
 
             # An attempt that is repeated writes over what the last one left.
             share = [MicroBatch(tuple(rows), slice(None))] if rows else []
-            budget.run(tensordict, score, undo=lambda: None, pieces=share)
+            budget.run(groups, score, undo=lambda: None, pieces=share)
 
-        shares = divide(self.budget.costs(tensordict), len(self.scorers))
+        shares = divide(self.budget.costs(groups), len(self.scorers))
         scorers, budgets = zip(*self.scorers, strict=True)
         with self.stance():
             if len(shares) == 1:
@@ -81,7 +111,7 @@ class LogProbScorer(Transform):
             else:
                 with ThreadPoolExecutor(len(shares)) as threads:
                     list(threads.map(work, scorers, budgets, shares))
-        return tensordict.set(("log_probs", self.name), written)
+        return written
 
     @torch.no_grad()
     def mix_in(self, model: Named, share: float) -> None:

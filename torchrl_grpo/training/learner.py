@@ -30,7 +30,7 @@ from torchrl_grpo.models.prepare import compile_layers, prepare_for_training, sh
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.planning.launcher import parallelism
-from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
+from torchrl_grpo.rollout.log_prob_transform import LogProbScorer, LogProbWriter, score_piece
 from torchrl_grpo.runtime.malloc import keep_freed_memory
 from torchrl_grpo.runtime.oom import stopping
 from torchrl_grpo.training.optimizer_step import OptimizerStep
@@ -209,13 +209,7 @@ class Learner:
             for number in range(self.ranks.largest(len(pieces))):
                 real = number < len(pieces)
                 micro = pieces[number] if real else idle
-                piece = micro.of(groups)
-                scores = self.network(
-                    piece["tokens", "prompt"],
-                    piece["masks", "prompt"],
-                    piece["tokens", "response"],
-                    piece["masks", "response"],
-                ).log_probs.cpu()
+                scores = score_piece(self.network, micro.of(groups))
                 if real:
                     found[list(micro.rows), micro.samples, : scores.shape[-1]] = scores
         # A response is one rank's: the others have zeros there.
@@ -285,17 +279,19 @@ class GatheredModel:
         return self._learner.ranks.call_all(Learner.next_token_log_probs, self._learner, prompt, prompt_mask)
 
 
-class _SharedLogProbs(Transform):
-    """:class:`LogProbScorer` for the proximal policy of several ranks."""
+class _SharedLogProbs(LogProbWriter):
+    """Log-probabilities under the proximal policy of several ranks.
+
+    Args:
+        learner: rank 0's learner.
+    """
 
     def __init__(self, learner: Learner) -> None:
-        super().__init__()
+        super().__init__("proximal")
+        # Not a submodule: the buffer must not list the model among its parameters.
         self.__dict__["learner"] = learner
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Reading changes nothing."""
-        return tensordict
-
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        written = self.learner.ranks.call_all(Learner.score, self.learner, tensordict)
-        return tensordict.set(("log_probs", "proximal"), written)
+    def score(self, groups: TensorDictBase) -> Tensor:
+        """See :meth:`Learner.score`."""
+        learner: Learner = self.__dict__["learner"]
+        return learner.ranks.call_all(Learner.score, learner, groups)
