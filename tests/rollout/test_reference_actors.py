@@ -245,11 +245,11 @@ def test_groups_go_to_whoever_has_least_to_do(three: tuple[ReferenceActors, list
     [
         (
             RuntimeError("CUDA error: misaligned\nCompile with X"),
-            r"\(CUDA error: misaligned\); mend the cause and .* resume=auto",
+            r"\(CUDA error: misaligned\); fix the cause and .* resume=auto",
         ),
         (
             RayActorError(error_msg="The actor died.\n  File x\nMemoryError: no room"),
-            r"\(MemoryError: no room\); it died more than collector\.max_restarts times; mend .* resume=auto",
+            r"\(MemoryError: no room\); it died more than collector\.max_restarts times; fix .* resume=auto",
         ),
     ],
 )

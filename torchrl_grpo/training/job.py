@@ -36,7 +36,7 @@ def run(cfg: Config, run_dir: Path) -> dict[str, Any]:
         What ``summary.json`` holds.
 
     Raises:
-        UserError: data, checkpoint, model or training is at fault in a way the user can mend.
+        UserError: data, checkpoint, model or training is at fault in a way the user can fix.
     """
     return _claim_and_train(cfg, run_dir, asynchronous=False)
 

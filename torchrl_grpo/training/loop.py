@@ -17,8 +17,8 @@ def train(run: Session, check_interrupts: Callable[[], None]) -> None:
     """Train until the run is as long as ``train.total_dialog_turns`` or ``train.num_epochs`` says.
 
     Args:
-        run: prepared.
-        check_interrupts: called before each step; raises KeyboardInterrupt where one got lost.
+        run: session that has begun.
+        check_interrupts: function called before each step; raises a KeyboardInterrupt that was swallowed.
     """
     while not run.schedule.finished(run.counters.step):
         check_interrupts()
@@ -26,10 +26,10 @@ def train(run: Session, check_interrupts: Callable[[], None]) -> None:
 
 
 def step(run: Session) -> dict[str, float]:
-    """One optimizer step, with all that is due before and after it; returns its metrics.
+    """Take one optimizer step, with everything due before and after it; return its metrics.
 
-    A round is collected when the buffer has been used up. Synchronously it is sampled then, by the weights it
-    is first trained on: asynchronous training, which samples ahead, with a staleness bound of zero.
+    A round is collected when the buffer is used up. ``grpo.py`` samples it then, with the weights that first
+    train on it. ``grpo-async.py`` samples ahead; with a staleness bound of zero the two are the same.
     """
     counters, schedule = run.counters, run.schedule
     device = run.parts.learner.device
@@ -65,7 +65,7 @@ def step(run: Session) -> dict[str, float]:
 
 
 def collect(run: Session) -> dict[str, float]:
-    """Fill the buffer with a new round and return what the round looked like."""
+    """Fill the buffer with a new round and return the metrics of the round."""
     # No part is kept in a variable: the traceback of an exception would keep it alive until a sweep ends.
     policy, device = run.cfg.policy, run.parts.learner.device
     round_, refill = collect_with_signal(

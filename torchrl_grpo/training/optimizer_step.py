@@ -28,7 +28,7 @@ from torchrl_grpo.training.optimizer_backend import make_update
 # Low enough that the first steps are not spent on finding the scale, as with torch's 2^16.
 _INITIAL_SCALE = 2.0**12
 
-# What a rank that has nothing to do computes with the others, for nothing.
+# A rank without work still takes part in a collective pass, on this micro-batch with a weight of zero.
 _IDLE = MicroBatch((0,), slice(0, 1))
 
 _NO_ROOM_FOR_UPDATE = (
@@ -179,9 +179,9 @@ class OptimizerStep:
         Groups without a gradient are only measured, which takes a third of the time.
         """
         totals = totals_of(batch["masks", "loss"])
-        moves = self.loss.has_gradient(batch)
-        terms = [*self._measure(batch[~moves], totals), *self._backward(batch[moves], totals)]
-        if not moves.any():
+        has_gradient = self.loss.has_gradient(batch)
+        terms = [*self._measure(batch[~has_gradient], totals), *self._backward(batch[has_gradient], totals)]
+        if not has_gradient.any():
             # Last: measuring again with smaller micro-batches, where memory runs out, drops gradients.
             self.update.without_gradient(lambda: _total(self.loss(_IDLE.of(batch), totals=totals)))
         own = {name: sum(one[name] for one in terms) for name in terms[0]}
@@ -195,7 +195,7 @@ class OptimizerStep:
             with synchronizing(self.network, last):
                 terms = self.loss(micro.of(batch), totals=totals)
                 loss = _total(terms)
-                # The exchange takes the mean over ranks, and meant is the sum.
+                # DDP averages gradients over ranks; scaled by their number the result is the sum.
                 self.update.backward(loss * (weight * self.ranks.size))
             return _as_floats(terms, loss, weight)
 

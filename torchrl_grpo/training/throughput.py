@@ -35,20 +35,20 @@ class Speedometer:
         self._parameters = count_parameters(model) - adapters
         self.gemm_rate = gemm_rate(device, dtype, model.config.get_text_config().hidden_size)
 
-    def trained(self, batch: TensorDictBase, moves: Tensor, seconds: float) -> dict[str, float]:
+    def trained(self, batch: TensorDictBase, has_gradient: Tensor, seconds: float) -> dict[str, float]:
         """Metrics of an optimizer step that took ``seconds``; none where the loss counts no token.
 
         Args:
             batch: the groups trained on, ``[P]``.
-            moves: ``[P]`` bool, groups that were run backwards too.
+            has_gradient: ``[P]`` bool, groups that went through a backward pass too.
             seconds: of the training phase.
         """
         used = batch["masks", "loss"].any(-1).any(-1)
         if not used.any():
             return {}
-        batch, moves = batch[used], moves[used]
+        batch, has_gradient = batch[used], has_gradient[used]
         operations = tokens = 0.0
-        for groups, backward in ((batch[moves], True), (batch[~moves], False)):
+        for groups, backward in ((batch[has_gradient], True), (batch[~has_gradient], False)):
             prompts, responses = token_counts(groups)
             operations += self._operations(prompts, responses, backward=backward)
             tokens += sum(prompts) + sum(map(sum, responses))

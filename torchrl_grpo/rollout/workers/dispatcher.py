@@ -97,7 +97,7 @@ class Dispatcher:
 
         Raises:
             WorkersLost: workers failed too often.
-            UserError: a worker found something wrong at the start that the user can mend.
+            UserError: a worker found something wrong at the start that the user can fix.
         """
         answer: Future[_T] = self._promise()
         begun = False
@@ -342,7 +342,7 @@ class Dispatcher:
         if self._restarts > self._max_restarts:
             raise WorkersLost(
                 f"rollout worker {number} failed ({_first_line(error)}), and "
-                f"collector.max_restarts={self._max_restarts} workers have been replaced already; mend the "
+                f"collector.max_restarts={self._max_restarts} workers have been replaced already; fix the "
                 "cause and go on with resume=auto (without a checkpoint start again), or raise "
                 "collector.max_restarts or collector.timeout_s"
             ) from error

@@ -166,7 +166,7 @@ def _cause(error: BaseException) -> str:
 def _lost(error: BaseException) -> WorkersLost:
     died = "it died more than collector.max_restarts times; " if isinstance(error, RayActorError) else ""
     lost = WorkersLost(
-        f"a process of the reference model failed ({_cause(error)}); {died}mend the cause and go on "
+        f"a process of the reference model failed ({_cause(error)}); {died}fix the cause and go on "
         "with resume=auto"
     )
     lost.__cause__ = error
