@@ -1,8 +1,8 @@
 """The training ranks: processes that hold the model, or a shard of it, and take each step together.
 
 Rank 0 runs the program: it grades, decides, publishes, logs and saves. The others hold their part of the
-model, and an engine where ranks generate, and do what rank 0 does with its own, call by call
-(:meth:`Ranks.call_all`). While rank 0 waits for engines elsewhere, so do they, in a blocking receive.
+model, and an engine where ranks generate. They repeat each call that rank 0 makes with
+:meth:`Ranks.call_all`, and otherwise block in a receive.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 _P = ParamSpec("_P")
 
-# A round may take hours to generate, and an idle rank must not take that for a death: the connection tells.
+# A long timeout: a round may take hours to generate, and a dead rank closes its connection anyway.
 _PATIENCE = timedelta(days=30)
 
 
@@ -43,13 +43,13 @@ class Ranks:
     def __init__(self, on_cpu: bool) -> None:
         self.rank, self.size = rank_env.rank(), rank_env.world_size()
         self._orders: dist.ProcessGroup | None = None
-        # Something raised while the others were in the same call: they may wait for this rank in the middle.
+        # Whether an exception ended a call that the other ranks may still be in, waiting for this one.
         self._broken = False
         if self.size > 1:
             # Transformers would leave all ranks but the first without weights, for Accelerate to fill in.
             os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
             PartialState(cpu=on_cpu, timeout=_PATIENCE)
-            # Orders are Python objects in the CPU's memory, whatever the tensors travel with.
+            # Calls are Python objects in the CPU's memory, whichever backend carries the tensors.
             self._orders = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     @property
@@ -58,7 +58,7 @@ class Ranks:
         return self.rank == 0
 
     def broadcast_object(self, message: Any) -> None:
-        """On rank 0: give every other rank what :meth:`recv` returns there."""
+        """On rank 0: send an object to every other rank, where :meth:`recv` returns it."""
         if self.size > 1:
             dist.broadcast_object_list([message], src=0, group=self._orders)
 
@@ -98,7 +98,7 @@ class Ranks:
 
     @contextmanager
     def united(self) -> Iterator[None]:
-        """Around what every rank does at the same time, where an exception leaves them apart."""
+        """Surround a collective call: an exception in it leaves the ranks out of step."""
         try:
             yield
         except BaseException:
@@ -114,7 +114,7 @@ class Ranks:
     def release(self) -> None:
         """On rank 0: let the others end :meth:`follow`.
 
-        After an exception in a common call they listen no more: this process's end is what ends them.
+        After an exception in a collective call they no longer receive. They end with this process.
         """
         if not self._broken:
             self.broadcast_object(None)
@@ -128,7 +128,7 @@ class Ranks:
         return dict(zip(names, total.tolist(), strict=True))
 
     def largest(self, value: int) -> int:
-        """The largest of what the ranks say."""
+        """The largest value over all ranks."""
         if self.size == 1:
             return value
         box = torch.tensor([value])
@@ -136,11 +136,11 @@ class Ranks:
         return int(box)
 
     def agree(self, value: int) -> bool:
-        """Whether all ranks say the same."""
+        """Whether all ranks have the same value."""
         return len(set(self.gather(value))) == 1
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Rank 0's ``tensor``, with which those of the others (same shape, own device) are filled."""
+        """Fill the tensors of all ranks (same shape, own device) with rank 0's, and return this rank's."""
         if self.size == 1:
             return tensor
         found = tensor.contiguous()
@@ -148,7 +148,7 @@ class Ranks:
         return found
 
     def gather(self, found: _T) -> list[_T]:
-        """What every rank has, in their order; tensors in it are on the CPU, and shapes may differ."""
+        """The objects of all ranks, in rank order. Tensors in them must be on the CPU; shapes may differ."""
         if self.size == 1:
             return [found]
         boxes: list[Any] = [None] * self.size
@@ -160,7 +160,8 @@ class Ranks:
 def cores_to_divide(ranks: int) -> int:
     """Cores for training ranks and engines together, as this process found them.
 
-    Asked for once: dividing them changes what torch says, and the next job of a sweep divides the same ones.
+    Cached, because dividing the cores changes what torch reports, and the next job of a sweep divides them
+    again.
 
     Args:
         ranks: training ranks on this machine, each of which has what torch takes by itself. That heeds

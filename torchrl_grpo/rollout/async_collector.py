@@ -179,7 +179,7 @@ class AsyncCollector(CollectorInterface):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The books, and every group that waits for the trainer; running ones are begun anew."""
+        """Counts of the tracker, and every group that waits for the trainer; running groups start again."""
 
         def read() -> dict[str, Any]:
             accepted = [
@@ -229,7 +229,7 @@ class AsyncCollector(CollectorInterface):
         self._dispatcher.ask(write)
 
     def _complete(self, accepted: list[ScoredGroup]) -> None:
-        """Who scores them under the reference may be another than when they were saved."""
+        """Add or drop reference scores: another process may score now than when the groups were saved."""
         reference = self._dispatcher.reference
         if reference is None:
             for one in accepted:
@@ -241,16 +241,16 @@ class AsyncCollector(CollectorInterface):
         for one, answer in zip(missing, asked, strict=True):
             one.reference = answer.result()
 
-    def _age_in(self, books: dict[str, Any]) -> int:
-        """The bound on staleness that the books were kept under; earlier versions did not write it."""
-        return int(books.get("max_age", self._tracker.max_age))
+    def _age_in(self, counts: dict[str, Any]) -> int:
+        """The staleness bound that the counts were kept under; older checkpoints do not have it."""
+        return int(counts.get("max_age", self._tracker.max_age))
 
     def _of_one_engine(self, state: dict[str, int]) -> dict[str, Any]:
         if self._tracker.max_age > 0:
             raise started_with("grpo.py")
         size, rounds = self.env.batch_size[0], state["rounds"]
         taken = state["taken"]
-        books = {
+        counts = {
             "taken": taken,
             "issued": rounds * size,
             "trained": taken * size,
@@ -259,4 +259,4 @@ class AsyncCollector(CollectorInterface):
             "running": [],
             "accepted": {},
         }
-        return {"ledger": books, "accepted": [], "restarts": 0}
+        return {"ledger": counts, "accepted": [], "restarts": 0}

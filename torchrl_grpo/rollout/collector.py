@@ -204,16 +204,16 @@ class RolloutCollector(CollectorInterface):
         self.rounds, self.taken = state["rounds"], state["taken"]
         self.env.stream.load_state_dict({"epoch": state["epoch"], "position": state["position"]})
 
-    def _of_workers(self, books: dict[str, Any]) -> dict[str, int]:
-        # Not in checkpoints of earlier versions.
-        if books.get("max_age") != 0:
+    def _of_workers(self, counts: dict[str, Any]) -> dict[str, int]:
+        # Missing in older checkpoints.
+        if counts.get("max_age") != 0:
             raise started_with("grpo-async.py")
         # What was begun and not handed out, when workers died, is begun anew.
-        used = books["trained"] + books["dropped_filter"]
+        used = counts["trained"] + counts["dropped_filter"]
         epoch, position = divmod(used, len(self.env.stream.examples))
         return {
             "rounds": used // self.env.batch_size[0],
-            "taken": books["taken"],
+            "taken": counts["taken"],
             "epoch": epoch,
             "position": position,
         }

@@ -1,4 +1,4 @@
-"""The model in training, on one training rank, and everything the ranks do together with it."""
+"""The trained model on one training rank, and the collective calls on it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Learner:
         self.ranks = ranks
         self._notify = notify
         self.engine: EngineShare | None = None
-        # The run has a progress bar of its own; one per loaded file would bury it.
+        # One bar per loaded file would bury the progress bar of the run.
         disable_progress_bar()
         choose_kernels()
         if device.type == "cpu":
@@ -126,7 +126,7 @@ class Learner:
         )
         if cfg.train_model.fused_head and cfg.train_model.lora.rank == 0:
             self.scorer.fuse_head()
-            # With several ranks, all of them or none.
+            # Either all ranks fuse the head or none.
             self.scorer.fused_head &= ranks.agree(self.scorer.fused_head)
         self.network = distribute(self.scorer, parallelism(cfg), ranks.size, device)
         loss.score_through(self.network)
@@ -181,9 +181,7 @@ class Learner:
         self.engine = EngineShare(own, self.ranks, self.device)
 
     def make_budget(self) -> TokenBudget:
-        """A token budget as configured; each model has its own, since what one can hold says nothing about
-        another.
-        """
+        """A new token budget. Each model has its own, because memory for one says nothing about another."""
         return TokenBudget(token_budget(self.cfg), self.shares_prefix, self._notify)
 
     def proximal(self) -> list[Transform]:
@@ -212,7 +210,7 @@ class Learner:
                 scores = score_piece(self.network, micro.of(groups))
                 if real:
                     found[list(micro.rows), micro.samples, : scores.shape[-1]] = scores
-        # A response is one rank's: the others have zeros there.
+        # Each response was scored by one rank; the others hold zeros for it.
         return torch.stack(self.ranks.gather(found)).sum(0)
 
     @torch.no_grad()
@@ -227,7 +225,7 @@ class Learner:
 
     @torch.no_grad()
     def scale_columns(self, factor: float) -> None:
-        """Multiply every eighth column of every parameter, for the test of publication."""
+        """Multiply every eighth column of every parameter, for the proof of publication."""
         for parameter in self.model.parameters():
             with writable(parameter) as values:
                 values[..., ::8] *= factor
@@ -247,11 +245,11 @@ class Learner:
         return self.optimize.state_dict()
 
     def published(self) -> PreTrainedModel | GatheredModel:
-        """The model, as rank 0 can list its weights and perturb them on its own."""
+        """The model, in a form that lets rank 0 list and perturb its weights by itself."""
         return GatheredModel(self) if sharded(self.network) else self.model
 
     def prober(self) -> TokenScorer | GatheredModel:
-        """What answers a probe with :meth:`TokenScorer.next_token_log_probs`, on rank 0's own."""
+        """An object with :meth:`TokenScorer.next_token_log_probs` that rank 0 can call by itself."""
         return GatheredModel(self) if sharded(self.network) else self.scorer
 
 

@@ -1,4 +1,4 @@
-"""One optimizer step: micro-batches, gradients, clipping, the step itself or its refusal.
+"""One optimizer step: micro-batches, gradients, clipping, and the update or its refusal.
 
 With several training ranks each works through its share of the groups; denominators are those of the whole
 batch, so gradients and metrics add up over ranks as they do over micro-batches.
@@ -38,7 +38,7 @@ _NO_ROOM_FOR_UPDATE = (
     "inference_model.gpu_memory_utilization"
 )
 
-# What the loss calls a mean, and what the log calls it.
+# Names of the means in the loss, and of the metrics.
 _METRICS = {
     "loss_objective": "loss/objective",
     "loss_kl": "loss/kl",
@@ -60,12 +60,12 @@ class OptimizerStep:
     """Turns an optimizer batch into one update of ``model``.
 
     Args:
-        model: what is trained.
-        loss: the objective around it.
+        model: trained model.
+        loss: objective around it.
         cfg: optimizer settings.
-        total_steps: optimizer steps of the whole run, for the schedule.
+        total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         groups_per_batch: groups in a batch; fewer where some are dropped.
-        micro_batches: how many pieces a batch is worked through in; the result does not depend on it.
+        micro_batches: pieces that a batch is divided into; they change the result by rounding only.
         budget: cuts pieces further that have too many tokens.
         use_scaler: scale the loss, for fp16.
         max_skipped_steps: refused steps in a row after which training stops.
@@ -131,12 +131,12 @@ class OptimizerStep:
             return {"optimizer/lr": lr, "optimizer/skipped": self.skipped}
         sums = self.accumulate(batch)
         loss = sums.pop("loss")
-        # The first update makes the optimizer's moments: nothing smaller would do instead.
+        # The first update allocates the optimizer's moments, and no smaller micro-batch can avoid that.
         with stopping(_NO_ROOM_FOR_UPDATE):
             norm = self.update.step(allowed=math.isfinite(loss))
         finite = math.isfinite(loss) and math.isfinite(norm)
         self._count(finite, loss, norm)
-        # Also after a refused step: an overflow is how the scaler learns to scale less.
+        # Also after a refused step: the scaler lowers its scale after an overflow.
         self.scaler.update()
         self._advance_schedule()
         self.update.drop_gradients()

@@ -1,4 +1,4 @@
-"""What a publication is tried on: the weights that are published, a perturbation of them, probe prompts."""
+"""Inputs of the proof of publication: the published weights, a perturbation of them, and probe prompts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torchrl_grpo.models import lora
 from torchrl_grpo.models.quantization import is_quantized
 from torchrl_grpo.weight_sync.source import ShardedWeights
 
-# What test adapters change their matrices by, as a share: the engine then answers far from where it did.
-_STIR = 0.25
+# Relative change of the matrices by test adapters: large enough to move the engine's answers clearly.
+_PERTURBATION = 0.25
 
 
 def named_weights(model: nn.Module | ShardedWeights) -> Iterator[tuple[str, Tensor]]:
-    """What is published, by name: the parameters, tied ones once, detached but not copied.
+    """Names and tensors to publish: the parameters, tied ones once, detached but not copied.
 
-    Of a model with adapters each matrix with its adapter merged in: see :func:`lora.merged_weights`.
+    With adapters, each matrix comes with its adapter merged: see :func:`lora.merged_weights`.
     """
     return lora.merged_weights(model) if isinstance(model, nn.Module) else model.named_parameters()
 
@@ -29,10 +29,9 @@ def perturbed(model: nn.Module | ShardedWeights) -> Iterator[None]:
     """Halve every eighth column of every parameter, and double it again on the way out.
 
     Powers of two change only the exponent, so the weights come back bit for bit without a copy of them. Small
-    numbers of float16 lose a bit when they are halved: there the columns are copied. Numbers of the other
-    formats do so below 1e-38, which is nothing to a product. Only some
-    columns, so that no normalization layer cancels the change. Adapters, which change nothing at their
-    beginning, are stirred first.
+    numbers of float16 lose a bit when they are halved, so float16 columns are copied. The other formats lose
+    one only below 1e-38, which changes no product. Only some columns are scaled, so that no normalization
+    layer cancels the change. New adapters change nothing, so they are perturbed first.
     """
 
     def scale(factor: float) -> None:
@@ -47,7 +46,7 @@ def perturbed(model: nn.Module | ShardedWeights) -> Iterator[None]:
     halves = (
         [p for p in model.parameters() if p.dtype == torch.float16] if isinstance(model, nn.Module) else []
     )
-    with lora.stirred(model, _STIR) if isinstance(model, nn.Module) else nullcontext():
+    with lora.stirred(model, _PERTURBATION) if isinstance(model, nn.Module) else nullcontext():
         kept = [parameter.detach()[..., ::8].clone() for parameter in halves]
         scale(0.5)
         try:

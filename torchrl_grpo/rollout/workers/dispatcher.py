@@ -1,7 +1,7 @@
-"""The thread between trainer and workers: it calls workers, scores what they bring, and replaces the dead.
+"""The thread between trainer and workers: it calls workers, scores their groups, and replaces dead ones.
 
 All bookkeeping happens in this one thread, which waits on one queue: replies of workers, scores, and what the
-trainer asks for. Nothing is polled; the only clock is that of workers that do not answer.
+trainer asks for. Nothing is polled; the only timeouts are those of workers that do not answer.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class Dispatcher:
         except BaseException as error:
             if begun or error is not self._error:
                 raise
-            # The thread has ended, or ends before it comes to this. Nobody else touches the books any more,
-            # and what they hold can still be saved.
+            # The thread has ended, or ends before it runs this. Nothing else uses the tracker any more, and
+            # its state can still be saved.
             self._thread.join()
             return question()
 
@@ -128,7 +128,7 @@ class Dispatcher:
             UserError: as for :meth:`ask`.
         """
         if again:
-            # By itself: the books must say so also where there is nobody left to collect.
+            # A call of its own: the tracker must record it even if no worker is left to collect.
             self.ask(self.scheduler.tracker.reopen)
         taken: Future[list[ScoredGroup]] = self._promise()
         self._inbox.put(lambda: self._want(taken))
@@ -160,7 +160,7 @@ class Dispatcher:
         return [result.result() for result in results]
 
     def close(self) -> None:
-        """End the thread and the workers; what is on its way is given up."""
+        """End the thread and the workers; open calls are dropped."""
 
         def stop() -> None:
             self._stopping = True
@@ -178,7 +178,7 @@ class Dispatcher:
         return future
 
     def _watch(self, future: Future[Any]) -> None:
-        """Whatever ends the thread ends this future too."""
+        """Fail this future if the thread ends with an error."""
         self._open.add(future)
         future.add_done_callback(self._open.discard)
         if self._error is not None:
@@ -228,7 +228,7 @@ class Dispatcher:
             self._starting = None
 
     def _posting(self, number: int, handle: Callable[[Any], None]) -> Callable[[Any], None]:
-        """A callback that brings a result into this thread, unless its worker has been replaced since."""
+        """Callback that handles a result in this thread, unless its worker has been replaced since."""
         life = self._lives[number]
 
         def receive(result: Any) -> None:
@@ -295,7 +295,7 @@ class Dispatcher:
 
     def _accept(self, scored: ScoredGroup) -> None:
         number, oldest = scored.group.group_id, scored.group.oldest
-        # Dropped while it was scored: the books know no more of it.
+        # A group dropped while it was scored is no longer in the tracker.
         if number in self.scheduler.tracker.running:
             assert oldest is not None
             self.scheduler.tracker.accept(number, oldest)

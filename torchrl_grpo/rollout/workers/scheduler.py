@@ -169,13 +169,13 @@ class Scheduler:
         return Group(number, prompt, seed, [Response() for _ in range(self._samples)])
 
     def worked(self, number: int, finished: list[Group]) -> list[Group]:
-        """Worker ``number`` came back from ``work``; returns the whole groups that are still wanted."""
+        """Record the groups that ``work`` finished; return those that are still wanted."""
         worker = self.workers[number]
         worker.call = None
         return [group for group in finished if worker.running.pop(group.group_id, None) is not None]
 
     def loaded(self, number: int, weights: Weights, cut: list[Group]) -> None:
-        """Worker ``number`` has taken ``weights``, and gave back the groups that it was cut in."""
+        """Record that worker ``number`` has taken ``weights`` and has returned the groups it was cut in."""
         worker = self.workers[number]
         worker.call = None
         worker.holds = weights
@@ -184,7 +184,7 @@ class Scheduler:
                 self._queue[group.group_id] = group
 
     def ran_task(self, number: int, result: Any) -> None:
-        """Worker ``number`` came back from a task; without a result it is sent on the same one again."""
+        """Record the result of a task; None keeps the task queued for another call."""
         worker = self.workers[number]
         worker.call = None
         if result is None:
@@ -198,19 +198,19 @@ class Scheduler:
             if group.oldest is None:
                 self.tracker.restart(group.group_id)
             self._queue[group.group_id] = group
-        # What the trainer waits for is asked again of the worker that follows.
+        # The next worker of this number repeats the tasks that the trainer waits for.
         self.workers[number] = WorkerState(tasks=worker.tasks)
 
     def started(self, number: int) -> None:
-        """The worker of this worker can be called."""
+        """Record that worker ``number`` can be called."""
         self.workers[number].ready = True
 
     def publish(self, weights: Weights) -> None:
-        """From now on workers are to hold ``weights``."""
+        """Make ``weights`` those that every worker must hold."""
         self.newest = weights
 
     def expire(self) -> list[int]:
-        """Drop groups that the next round is too late for, wherever they are; returns their numbers."""
+        """Drop groups that are too old for the next round, wherever they are; return their numbers."""
         gone = self.tracker.expire()
         for number in gone:
             self._queue.pop(number, None)

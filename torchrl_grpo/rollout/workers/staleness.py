@@ -33,7 +33,7 @@ from torchrl_grpo.errors import CheckpointError
 
 
 def started_with(script: str) -> CheckpointError:
-    """What is said of a checkpoint that only ``script`` can go on from."""
+    """Error for a checkpoint that only ``script`` can continue."""
     return CheckpointError(
         f"resume: this run was started with {script}; resume it with {script}, or start a new run from its "
         "weights with model.name=RUN/checkpoints/STEP/model and without resume"
@@ -42,7 +42,7 @@ def started_with(script: str) -> CheckpointError:
 
 @dataclass
 class StalenessTracker:
-    """The books of a run: issued = trained + dropped_age + dropped_filter + left.
+    """Counts of the groups of a run: issued = trained + dropped_age + dropped_filter + left.
 
     Attributes:
         groups_per_round: B.
@@ -115,10 +115,10 @@ class StalenessTracker:
 
     def expire(self) -> list[int]:
         """Drop every group that is too old for the next round, running or accepted; returns their numbers."""
-        books: Iterable[dict[int, Any]] = (self.running, self.accepted)
-        gone = [(book, number) for book in books for number, age in book.items() if self.too_old(age)]
-        for book, number in gone:
-            del book[number]
+        held: Iterable[dict[int, Any]] = (self.running, self.accepted)
+        gone = [(groups, number) for groups in held for number, age in groups.items() if self.too_old(age)]
+        for groups, number in gone:
+            del groups[number]
         self.dropped_age += len(gone)
         return [number for _, number in gone]
 
@@ -142,7 +142,7 @@ class StalenessTracker:
         self.dropped_filter += self.groups_per_round
 
     def figures(self) -> dict[str, int]:
-        """The books in the words of ``summary.json``."""
+        """The counts as entries of ``summary.json``."""
         return {
             "issued": self.issued,
             "trained": self.trained,

@@ -1,4 +1,4 @@
-"""What the dispatcher deals with: workers to call, weights on their way, and groups that came back."""
+"""Types that the dispatcher shares with pools and workers: commands, publications and statistics."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Reference(Protocol):
     """The reference model in processes of its own. Called from the dispatcher's thread only."""
 
     def score(self, group: Group) -> Future[UnderReference]:
-        """Begin to score a whole group; in the end the future has its log-probabilities or WorkersLost."""
+        """Start scoring a whole group; the future gets its log-probabilities, or WorkersLost."""
 
     def deadline(self) -> float:
-        """When by the monotonic clock a process that does not answer is to be given up; infinite if none."""
+        """Next deadline by the monotonic clock; infinite if no request is open."""
 
     def give_up_on_silent(self) -> None:
-        """Have every process whose deadline is over started anew, and asked again what it was asked."""
+        """Restart timed-out processes and resend their requests."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class Pool(Protocol):
         """Have worker ``number`` run a command: see ``RolloutWorker.run``."""
 
     def kill(self, number: int) -> None:
-        """End it at once; a call under way need not come back."""
+        """End worker ``number`` at once; an open call may stay unanswered."""
 
     def close(self) -> None:
-        """End all of them in good order."""
+        """End all workers in good order."""
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Publication:
 
 @dataclass
 class WorkerStats:
-    """What the workers have done so far, added up.
+    """Totals over the run so far.
 
     Attributes:
         tokens: sampled, by worker.
