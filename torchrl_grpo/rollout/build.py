@@ -1,4 +1,4 @@
-"""From the configuration to what collects: an engine in this process, or a group of workers."""
+"""Builds the collector of a configuration, with an engine in this process or a group of workers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Source:
         plan: who runs where.
         end_ids: tokens that end a response.
         autocast_dtype: the trainer's number format, for a reference model in processes of its own.
-        shares_prefix: whether the trainer runs a prompt once per group, for the same.
+        shares_prefix: whether the trainer runs a prompt once per group; the reference does the same.
         make_engine: makes an engine in this process: :func:`build_engine`, or a part of it on each rank.
     """
 
@@ -131,7 +131,7 @@ def one_engine(
 def workers_in_turn(
     cfg: Config, source: Source, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
 ) -> Collection:
-    """The same workers for ``grpo.py``: with an age of zero, which is what it does with one engine."""
+    """The same workers for ``grpo.py``, with a staleness bound of zero as with one engine."""
     in_turn = replace(cfg.collector, max_policy_age=0, partial_rollout=False)
     return ray_workers(replace(cfg, collector=in_turn), source, env, tokenizer)
 
@@ -200,7 +200,7 @@ def with_workers(
         env: problems and rewards.
         tokenizer: of the model.
         pool: the workers.
-        count: of them.
+        count: number of workers.
         ship: see :class:`WorkerGroup`.
         reference: see :class:`Dispatcher`.
     """

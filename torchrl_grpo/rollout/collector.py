@@ -190,7 +190,7 @@ class RolloutCollector(CollectorInterface):
         return [group_seed(self.seed, first + prompt, count) for prompt in range(count)]
 
     def state_dict(self) -> dict[str, int]:
-        """Rounds collected, those of them that did not add to another, and the position in the data."""
+        """Rounds collected, rounds without refills, and the position in the data."""
         return {"rounds": self.rounds, "taken": self.taken, **self.env.stream.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A group on its way: what a worker is asked for, what it has so far, and what it brings back."""
+"""A group from its first token to its rewards: one prompt and its responses, whole or cut."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Group:
         group_id: running number of the prompt; it names the prompt and the seeds.
         prompt: token ids.
         seed: of the sampling; a response's number is added to it.
-        responses: G of them.
+        responses: G responses.
     """
 
     group_id: int
@@ -66,7 +66,7 @@ class Group:
 
     @property
     def oldest(self) -> int | None:
-        """The smallest version among all tokens; None where there is no token yet."""
+        """The smallest version among all tokens; None before the first token."""
         return min((min(one.versions) for one in self.responses if one.versions), default=None)
 
     @property
@@ -80,7 +80,7 @@ class Group:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Group:
-        """What :meth:`state_dict` was taken of."""
+        """Restore a group from :meth:`state_dict`."""
         return cls(**{**state, "responses": [Response(**one) for one in state["responses"]]})
 
 
@@ -91,7 +91,7 @@ class ScoredGroup:
     Attributes:
         group: the responses.
         texts: the same as text.
-        scored: G of them.
+        scored: rewards of the G responses.
         reference: log-probabilities of its tokens under the reference model, where that has processes of its
             own; G lists.
     """

@@ -28,14 +28,14 @@ class Round:
 
     Attributes:
         groups: see :mod:`torchrl_grpo.batch.schema`.
-        prompts: P prompt texts.
-        responses: P lists of G response texts.
-        parts: each reward by name, P x G of them, group by group.
-        errors: reward errors by name, likewise.
-        response_tokens: tokens of all responses, also of rounds that were thrown away for want of a signal;
-            not of groups dropped by their age.
-        error_count: reward errors, likewise.
-        seconds: what the trainer spent on it, as metrics of its phases.
+        prompts: texts of P prompts.
+        responses: texts of G responses for each prompt.
+        parts: P x G dictionaries of rewards by name, group by group.
+        errors: P x G dictionaries of reward errors by name, group by group.
+        response_tokens: tokens of all responses, including rounds discarded because their groups had no
+            signal, but not groups dropped for their age.
+        error_count: reward errors of the same responses.
+        seconds: time that the trainer spent on the round, as metrics of its phases.
     """
 
     groups: TensorDict

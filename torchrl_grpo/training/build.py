@@ -157,7 +157,15 @@ def _build(job: Job, collect: Collect, plan: Plan, ranks: Ranks, opened: ExitSta
     precision = coarser(cfg, engine_device, learner.model, learner.autocast_dtype)
     engine_dtype = resolve_dtype(cfg.inference_model.dtype, engine_device)
     publisher = build_publisher(
-        cfg, learner, engine, tokenizer, problems.train, precision, engine_dtype, notices, collector
+        cfg,
+        learner,
+        engine=engine,
+        tokenizer=tokenizer,
+        examples=problems.train,
+        precision=precision,
+        engine_dtype=engine_dtype,
+        warn=notices,
+        transport=collector,
     )
     parts = Parts(
         ranks=ranks,
@@ -222,15 +230,15 @@ def _open_outputs(job: Job, schedule: Schedule, opened: ExitStack, notices: Noti
 def build_reference(
     cfg: Config, source: str, devices: Sequence[str], learner: Learner
 ) -> LogProbScorer | None:
-    """The reference scorer; None, and no model in memory, where no coefficient asks for one.
+    """The reference scorer; None if no coefficient needs one, and then no model is loaded.
 
-    With adapters the reference is their base, which is in memory already: the model without its adapters.
+    With LoRA, the frozen base model doubles as the reference.
 
     Args:
         cfg: ``policy``, ``ref_model``, ``train_model`` and ``model`` are read.
         source: folder or hub name of the reference model.
-        devices: where it runs; on each a copy, which scores its share of the groups.
-        learner: holds the trained model, whose number format is used where the reference is in float32 too.
+        devices: devices that each get a copy, which scores its share of the groups.
+        learner: trained model, whose number format a reference in float32 uses too.
     """
     if not needs_reference(cfg.policy):
         return None
@@ -272,6 +280,7 @@ def update_format(cfg: Config, device: torch.device, precision: torch.dtype) -> 
 def build_publisher(
     cfg: Config,
     learner: Learner,
+    *,
     engine: Inference,
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
@@ -284,13 +293,13 @@ def build_publisher(
 
     Args:
         cfg: ``inference_model`` is read.
-        learner: holds what is published.
-        engine: takes the weights.
-        tokenizer: renders the prompts.
-        examples: of training.
+        learner: learner whose weights are published.
+        engine: engine that takes the weights.
+        tokenizer: tokenizer that renders the prompts.
+        examples: training problems.
         precision: see :func:`coarser`.
-        engine_dtype: of the engine.
-        warn: where warnings go.
+        engine_dtype: number format of the engine.
+        warn: shows a warning to the user.
         transport: carries the weights to ``engine``.
     """
     first = [examples[index] for index in range(min(8, len(examples)))]

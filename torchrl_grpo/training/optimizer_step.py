@@ -263,9 +263,9 @@ class OptimizerStep:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer, schedule, scaler and counters; the same whatever the ranks. All of them must ask.
+        """State of optimizer, schedule, scaler and counters, whatever the number of ranks.
 
-        Only rank 0's has the optimizer's moments.
+        Every rank must call this. Only rank 0's result has the optimizer's moments.
         """
         return {
             "optimizer": self.update.optimizer_state(keep=self.ranks.is_main),

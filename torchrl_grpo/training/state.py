@@ -45,11 +45,11 @@ class Counters:
     accuracy_before: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """All of them."""
+        """All counters by name."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue counting."""
+        """Set the counters by name."""
         for name, value in state.items():
             setattr(self, name, value)
 
@@ -164,7 +164,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put them back."""
+    """Restore what :func:`random_state` returned."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]

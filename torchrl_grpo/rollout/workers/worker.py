@@ -1,4 +1,4 @@
-"""What a rollout worker does with its engine: groups token by token, new weights in between, evaluations.
+"""A rollout worker: generates groups with its engine, takes new weights in between, and evaluates.
 
 It runs where its engine is, knows nothing of Ray, and answers one call at a time. Left out: rewards, which
 are given where the groups come together.
@@ -116,7 +116,7 @@ class RolloutWorker:
         """Take new weights between two tokens.
 
         Args:
-            weights: all of them.
+            weights: names and tensors of the whole model.
             version: optimizer steps behind them.
             probe: see :meth:`Engine.publish`.
             give_back: return the groups that are cut, and do not go on with them here.

@@ -1,4 +1,4 @@
-"""The workers as one thing that generates: weights go to all of them, an evaluation is divided among them."""
+"""All workers as one engine: each gets the weights, and an evaluation is divided among them."""
 
 from __future__ import annotations
 
