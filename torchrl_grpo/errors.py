@@ -1,10 +1,10 @@
-"""Errors that a user caused and a user can mend; the command line ends on them with exit code 2."""
+"""Errors that the user can fix. The command line prints them and exits with code 2."""
 
 from __future__ import annotations
 
 
 class UserError(ValueError):
-    """Something the user gave is wrong: the message names the thing, its value and the mend."""
+    """The user's input is wrong. The message names the key, its value and a fix."""
 
 
 class ConfigError(UserError):
@@ -16,16 +16,18 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """There is nothing to resume from, what is there cannot be used, or one cannot be written."""
+    """A checkpoint is missing, cannot be used, or cannot be written."""
 
 
 class ModelError(UserError):
-    """A model cannot be loaded or does not fit what is asked of it."""
+    """A model cannot be loaded, or lacks a feature that the configuration needs."""
 
 
 class TrainingStopped(UserError):
-    """Training stopped itself: a failed proof of weights, too many skipped steps, a full disk."""
+    """Training stopped itself, for example after a failed proof of weights, too many skipped steps, or a
+    full disk.
+    """
 
 
 class WorkersLost(TrainingStopped):
-    """Workers, or processes of the reference, failed too often; the trainer is sound and can be saved."""
+    """Rollout workers or reference processes failed too often. The trainer is intact and can be saved."""

@@ -192,7 +192,7 @@ def test_missing_files_splits_and_kinds(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     write(folder / "tests.jsonl", gsm8k_rows(1))
     with pytest.raises(
-        DataError, match=r"no train split; it holds tests; write for example env\.train_split=tests"
+        DataError, match=r"no train split; its splits are tests; write for example env\.train_split=tests"
     ):
         load(config(data_path=str(folder)))
     for name in ("test_sft", "train_sft"):
@@ -315,7 +315,7 @@ def test_splits_are_chosen(tmp_path: Path, hub: bool) -> None:
     assert sizes(num_problems=4, train_split="validation", eval_split="validation") == (3, 4)
     assert sizes(num_problems=0, eval_split="nowhere") == (9, 0)
     for key in ("train_split", "eval_split"):
-        with pytest.raises(DataError, match=rf"env\.{key}=dev: .*such split; it holds .*env\.{key}="):
+        with pytest.raises(DataError, match=rf"env\.{key}=dev: .*such split; its splits are .*env\.{key}="):
             sizes(**{key: "dev"})
     held_out = on_hub(tmp_path / "other", first=1000, test=3, hard=2)
     assert sizes(eval_data_path=held_out) == (9, 3)
@@ -368,7 +368,7 @@ def test_jsonl_takes_the_columns_of_env_fields(tmp_path: Path) -> None:
     path = str(write(tmp_path / "a.jsonl", rows))
     found = load(config("jsonl", data_path=path, fields={"question": "frage", "answer": "antwort"}))
     assert found.train[0].truth["answer"].startswith("a")
-    with pytest.raises(DataError, match=r"no column 'question'; it has 'frage', 'antwort'"):
+    with pytest.raises(DataError, match=r"no column 'question'; its columns are 'frage', 'antwort'"):
         load(config("jsonl", data_path=path))
     with pytest.raises(ConfigError, match=r"env\.fields has unknown key\(s\) 'frage'"):
         load(config("jsonl", data_path=path, fields={"frage": "question"}))

@@ -1,6 +1,7 @@
-"""Questions and the truths their answers are judged by. Imports no torch; heavy readers load on use.
+"""Data sets: questions and their ground truth.
 
-:func:`load` is the one door: it looks up ``env.dataset`` and returns the training and the held-out problems.
+:func:`load` looks up ``env.dataset`` and returns the training and the held-out problems. The package does not
+import torch, and imports heavy readers on first use.
 """
 
 from __future__ import annotations

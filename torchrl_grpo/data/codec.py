@@ -1,7 +1,7 @@
 """Python values to JSON and back without loss.
 
-JSON turns tuples into lists and integer keys into strings, has no fractions, and some scorers of
-``reasoning_gym`` then no longer know their own data. These are therefore wrapped in a marked object.
+JSON turns tuples into lists and integer keys into strings, and it has no fractions. Some scorers of
+``reasoning_gym`` need the original types, so this module wraps such values in a marked object.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _FRACTION = "__fraction__"
 
 
 def encode(value: Any) -> Any:
-    """A JSON-serializable twin of ``value``.
+    """Convert ``value`` to JSON-serializable data.
 
     Args:
         value: nested lists, tuples, dictionaries, strings, numbers, fractions, booleans and None.
 
     Returns:
-        What :func:`decode` turns back into an equal value.
+        Data that :func:`decode` turns back into an equal value.
 
     Raises:
-        TypeError: there is something else inside.
+        TypeError: ``value`` contains another type.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value

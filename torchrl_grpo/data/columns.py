@@ -1,4 +1,4 @@
-"""Taking text and answers out of a row, with a message that helps when they are not there."""
+"""Read text and answers from the columns of a row, with a helpful error when a column is missing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torchrl_grpo.errors import DataError
 
 
 def text(row: Row, column: str, dataset: str) -> str:
-    """The non-empty string in a column.
+    """Return the non-empty string in a column.
 
     Args:
         row: the row.
         column: the column's name.
-        dataset: the data set, for messages.
+        dataset: the data set's name, for messages.
 
     Returns:
         The string, unchanged.
@@ -25,7 +25,7 @@ def text(row: Row, column: str, dataset: str) -> str:
     if column not in row.values:
         present = ", ".join(map(repr, row.values)) or "none"
         raise DataError(
-            f"{dataset}: {row.where} has no column {column!r}; it has {present}. "
+            f"{dataset}: {row.where} has no column {column!r}; its columns are {present}. "
             "Rename the column, or name yours with env.dataset=jsonl and env.fields (for "
             "python -m torchrl_grpo.rewards: --dataset jsonl --field question=COLUMN)"
         )
@@ -41,19 +41,19 @@ def text(row: Row, column: str, dataset: str) -> str:
 
 
 def answer(row: Row, column: str, dataset: str) -> str:
-    """The answer in a column: text, or a number as text.
+    """Return the answer in a column as text. The column may hold text or numbers.
 
     Args:
         row: the row.
         column: the column's name.
-        dataset: the data set, for messages.
+        dataset: the data set's name, for messages.
 
     Returns:
-        The text without outer spaces; a whole number without a decimal point, whatever its type, because
-        tables with a gap in such a column hold floats.
+        The text without outer spaces. A whole number has no decimal point even if it is stored as a float,
+        because a table stores an integer column with missing values as floats.
 
     Raises:
-        DataError: the column is missing, or neither text nor a finite number.
+        DataError: the column is missing, or holds neither text nor a finite number.
     """
     value = row.values.get(column)
     if isinstance(value, float) and math.isfinite(value):

@@ -1,4 +1,4 @@
-"""One problem: the messages a model sees and the truth its answer is judged by."""
+"""One problem: the chat messages of the prompt and the ground truth for its answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Example:
     Attributes:
         id: stable name of the row, unique within its data set, e.g. ``"gsm8k/train/17"``.
         messages: chat messages ``[{"role": ..., "content": ...}, ...]`` ending with the user's turn.
-        truth: what the rewards need, JSON-serializable; its keys belong to the data set.
+        truth: JSON-serializable ground truth for the rewards. Each data set has its own keys.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""GSM8K: word problems whose answers are worked solutions ending in ``#### N``."""
+"""GSM8K: math word problems. Each ``answer`` is a worked solution that ends in ``#### N``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ HUB = sources.Hub("openai/gsm8k", ("main",))
 
 
 def load(cfg: Config) -> problems.Problems:
-    """GSM8K from the hub or from ``env.data_path``; see :func:`torchrl_grpo.data.load`."""
+    """Load GSM8K from the hub or from ``env.data_path``; see :func:`torchrl_grpo.data.load`."""
     return problems.build(cfg, sources.resolve(cfg, HUB), example)
 
 
 def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
-    """One problem; ``truth`` is ``{"answer": "72"}``.
+    """Convert a row to an example; ``truth`` is ``{"answer": "72"}``.
 
     Raises:
         DataError: a column is missing or not text, or the answer has nothing after ``####``.
@@ -28,7 +28,7 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
     final = final.strip().replace(",", "")
     if not mark or not final:
         raise DataError(
-            f"gsm8k: {row.where} has no '####' with a number after it in its answer: {solution[-80:]!r}; "
+            f"gsm8k: {row.where}: the answer has no '####' followed by a number: {solution[-80:]!r}; "
             "end the answer with '#### N', or read the file with env.dataset=jsonl"
         )
     return Example(id, prompts.messages(env, "gsm8k", question), {"answer": final})

@@ -1,11 +1,14 @@
-"""Imports ``reasoning_gym`` without its noise. That takes seconds: import this module inside functions."""
+"""Import ``reasoning_gym`` without its warnings.
+
+The import takes seconds, so import this module inside functions.
+"""
 
 from __future__ import annotations
 
 import warnings
 
 with warnings.catch_warnings():
-    # One of its dependencies compares with ``is`` where Python warns, each time it is compiled.
+    # One of its dependencies compares literals with ``is``, and Python warns whenever it compiles that file.
     warnings.simplefilter("ignore", SyntaxWarning)
     import reasoning_gym
 

@@ -1,4 +1,4 @@
-"""Any file of questions and answers; ``env.fields`` says which columns they are in."""
+"""Any file of questions and answers. ``env.fields`` names their columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DEFAULT_FIELDS = {"question": "question", "answer": "answer"}
 
 
 def load(cfg: Config) -> problems.Problems:
-    """Rows of ``env.data_path`` (or of ``env.hub_name``); see :func:`torchrl_grpo.data.load`.
+    """Load the rows of ``env.data_path`` or ``env.hub_name``; see :func:`torchrl_grpo.data.load`.
 
     Raises:
         ConfigError: neither is set, or ``env.fields`` has a key other than ``question`` and ``answer``.
@@ -24,10 +24,10 @@ def load(cfg: Config) -> problems.Problems:
 
 
 def field_names(env: EnvConfig) -> dict[str, str]:
-    """The column of the question and of the answer.
+    """Return the column names: ``{"question": COLUMN, "answer": COLUMN}``.
 
     Raises:
-        ConfigError: ``env.fields`` has other keys.
+        ConfigError: ``env.fields`` has a key other than ``question`` and ``answer``.
     """
     unknown = sorted(set(env.fields) - set(_DEFAULT_FIELDS))
     if unknown:
@@ -39,11 +39,11 @@ def field_names(env: EnvConfig) -> dict[str, str]:
 
 
 def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
-    """One problem; ``truth`` is ``{"answer": text}``.
+    """Convert a row to an example; ``truth`` is ``{"answer": text}``.
 
     Raises:
         ConfigError: ``env.fields`` has unknown keys.
-        DataError: a column is missing, the question is not text, or the answer neither text nor a number.
+        DataError: a column is missing, the question is not text, or the answer is neither text nor a number.
     """
     names = field_names(env)
     question = columns.text(row, names["question"], "jsonl")

@@ -1,22 +1,22 @@
-r"""The one piece of LaTeX that data and rewards both read: the last ``\boxed{...}`` of a text."""
+r"""Find the last ``\boxed{...}`` in a text. Data sets and rewards both use it."""
 
 from __future__ import annotations
 
 import re
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,8}")
-#: No answer is longer; the bound keeps the search for the closing brace short.
+#: Longest answer in characters. The limit bounds the search for the closing brace.
 _MAX_CHARS = 10_000
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{...}`` or ``\fbox{...}``.
+    r"""Return the content of the last ``\boxed{...}`` or ``\fbox{...}``.
 
     Args:
         text: any text.
 
     Returns:
-        The content without outer spaces; None where there is no box or the last one is never closed.
+        The content without outer spaces, or None if there is no box or the last one is not closed.
         ``\boxed 5`` gives ``"5"``.
     """
     starts = [text.rfind(name) for name in (r"\boxed", r"\fbox")]

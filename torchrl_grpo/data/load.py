@@ -1,4 +1,4 @@
-"""From ``env.dataset`` to the module that reads it. Only that module is imported."""
+"""Load the data set that ``env.dataset`` names. Only its own module is imported."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ DATASETS: dict[str, str] = {
 
 
 def load(cfg: Config) -> Problems:
-    """The problems of a run.
+    """Load the problems of a run.
 
     Args:
-        cfg: the configuration; ``env`` says what to read, ``eval.num_problems`` how many to hold out.
+        cfg: configuration. ``env`` names the data, and ``eval.num_problems`` the number of held-out problems.
 
     Returns:
         Training and held-out problems that share no question.

@@ -1,4 +1,4 @@
-r"""Competition mathematics (MATH): ``problem``, and ``answer`` or a boxed ``solution``."""
+r"""Competition mathematics (MATH). A row has ``problem`` and either ``answer`` or a boxed ``solution``."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ HUB = sources.Hub(
 
 
 def load(cfg: Config) -> problems.Problems:
-    """MATH from the hub or from ``env.data_path``; see :func:`torchrl_grpo.data.load`."""
+    """Load MATH from the hub or from ``env.data_path``; see :func:`torchrl_grpo.data.load`."""
     return problems.build(cfg, sources.resolve(cfg, HUB), example)
 
 
 def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
-    r"""One problem; ``truth`` is ``{"answer": latex}``, taken from ``answer`` or the solution's last
-    ``\boxed{}``.
+    r"""Convert a row to an example; ``truth`` is ``{"answer": latex}``.
+
+    The answer is the column ``answer`` if there is one, else the last ``\boxed{}`` of ``solution``.
 
     Raises:
         DataError: a column is missing or not text, or the solution has no closed ``\boxed{}``.
@@ -43,12 +44,12 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
         answer = last_boxed(solution)
         if answer is None:
             raise DataError(
-                f"math: {row.where} has no closed \\boxed{{}} in its solution: {solution[-80:]!r}; "
+                f"math: {row.where}: the solution has no closed \\boxed{{}}: {solution[-80:]!r}; "
                 "box the final answer or give it in a column 'answer'"
             )
     else:
         raise DataError(
-            f"math: {row.where} has neither 'answer' nor 'solution'; it has "
-            f"{', '.join(map(repr, row.values))}. Give one of them"
+            f"math: {row.where} has neither a column 'answer' nor 'solution'; its columns are "
+            f"{', '.join(map(repr, row.values))}. Add one of the two"
         )
     return Example(id, prompts.messages(env, "math", question), {"answer": answer})

@@ -1,4 +1,4 @@
-"""Training and held-out problems: how one becomes two, and the promise that they share no question."""
+"""Split problems into training and held-out problems that share no question."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torchrl_grpo.errors import DataError
 
 _log = logging.getLogger(__name__)
 
-#: Chooses the held-out rows. Not ``cfg.seed``: runs with different seeds must be measured on the same
-#: problems.
+#: Seed of the choice of held-out rows. It is independent of ``cfg.seed``, so that runs with different seeds
+#: are evaluated on the same problems.
 HELD_OUT_SEED = 20_231
 
 ToExample = Callable[[Row, EnvConfig, str], Example]
@@ -27,8 +27,8 @@ class Problems:
     """The problems of a run.
 
     Attributes:
-        train: what the policy is trained on, in the order of the source.
-        held_out: what it is evaluated on, at most ``eval.num_problems``; no question of it is in ``train``.
+        train: training problems in the order of the source.
+        held_out: evaluation problems, at most ``eval.num_problems``. None of their questions is in ``train``.
     """
 
     train: Sequence[Example]
@@ -36,7 +36,7 @@ class Problems:
 
 
 def question_key(example: Example) -> str:
-    """What makes two problems the same question: the user's turn, spacing aside."""
+    """Return the user's turn with normalized spacing. Examples with the same key are the same question."""
     return " ".join(example.messages[-1]["content"].split())
 
 
@@ -44,15 +44,15 @@ def build(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
     """Turn the rows of a source into problems.
 
     Args:
-        cfg: the configuration; ``env`` and ``eval.num_problems`` are read.
-        splits: the rows. Where ``splits.test`` is None the held-out rows are split off the training rows.
-        to_example: turns one row into one example, given the row, ``cfg.env`` and the example's id.
+        cfg: configuration; ``env`` and ``eval.num_problems`` are read.
+        splits: rows of the source. If ``splits.test`` is None, held-out rows are taken from ``splits.train``.
+        to_example: function of a row, ``cfg.env`` and the example's id that returns the example.
 
     Returns:
-        The problems. The held-out choice depends on the rows and ``eval.num_problems`` only.
+        The problems. The choice of held-out rows depends on the rows and ``eval.num_problems`` only.
 
     Raises:
-        DataError: a row is bad, there are none, or holding rows out leaves nothing to train on.
+        DataError: a row is malformed, there are no rows, or no training rows are left after holding rows out.
     """
     name = cfg.env.dataset
     train = [to_example(row, cfg.env, f"{name}/train/{i}") for i, row in enumerate(splits.train, 1)]
@@ -63,7 +63,7 @@ def build(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
 
 
 def choose(examples: list[Example], count: int) -> list[Example]:
-    """At most ``count`` of the examples, the same ones every time, each question once, in their own order."""
+    """Choose at most ``count`` examples with different questions, deterministically and in their order."""
     unique = list({question_key(example): example for example in reversed(examples)}.values())[::-1]
     if len(unique) <= count:
         return unique
@@ -72,7 +72,7 @@ def choose(examples: list[Example], count: int) -> list[Example]:
 
 
 def split_off(examples: list[Example], count: int, source: str) -> Problems:
-    """Hold ``count`` questions out of a source that has no split of its own.
+    """Hold out ``count`` questions of a source that has no test split.
 
     Raises:
         DataError: the source has no more than ``count`` different questions.
@@ -82,27 +82,25 @@ def split_off(examples: list[Example], count: int, source: str) -> Problems:
         raise DataError(
             f"{source} has {questions} different questions and no test split; holding out "
             f"eval.num_problems={count} leaves nothing to train on. Lower eval.num_problems to at most "
-            f"{max(questions - 1, 0)}, or name a second file with env.eval_data_path"
+            f"{max(questions - 1, 0)}, or give a second file as env.eval_data_path"
         )
     return separate(examples, choose(examples, count), source)
 
 
 def separate(train: list[Example], held_out: list[Example], source: str) -> Problems:
-    """Drop from ``train`` every question that is held out.
+    """Drop every held-out question from ``train``.
 
     Raises:
-        DataError: nothing is left to train on.
+        DataError: no training problem is left.
     """
     seen = {question_key(example) for example in held_out}
     kept = [example for example in train if question_key(example) not in seen]
     if not kept:
         raise DataError(
             f"every question of {source} is also held out ({len(train)} rows, {len(held_out)} held out), so "
-            "nothing is left to train on; lower eval.num_problems or give other held-out data with "
+            "nothing is left to train on; lower eval.num_problems or give other held-out data as "
             "env.eval_data_path"
         )
     if len(kept) < len(train):
-        _log.info(
-            "%s: %d training rows dropped, their questions are held out", source, len(train) - len(kept)
-        )
+        _log.info("%s: dropped %d training rows whose questions are held out", source, len(train) - len(kept))
     return Problems(train=kept, held_out=held_out)

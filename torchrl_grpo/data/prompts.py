@@ -1,8 +1,8 @@
-"""From a question to chat messages: the template, the system prompt, and the request for a format.
+"""From a question to chat messages: the template, the system prompt, and the request for an answer format.
 
-With ``env.answer_format=tags``, a prompt that is left at its defaults (``env.prompt_template="{question}"``,
-no ``env.system_prompt``) gets one closing paragraph that asks for ``<think>`` and ``<answer>`` tags. Whoever
-writes a template or a system prompt says there what the answer should look like: nothing is added then. With
+With ``env.answer_format=tags`` and a default prompt (``env.prompt_template="{question}"``, no
+``env.system_prompt``), a closing paragraph asks for ``<think>`` and ``<answer>`` tags. A custom template or
+system prompt must describe the answer format itself, so nothing is added to it. With
 ``env.answer_format=plain`` or ``equation`` nothing is ever added.
 """
 
@@ -13,8 +13,8 @@ from torchrl_grpo.errors import ConfigError
 
 PLAIN_TEMPLATE = "{question}"
 
-#: What stands between the answer tags, by data set. A data set that is not here (ifeval) never asks for tags:
-#: its prompts are themselves about format.
+#: Description of the content of the answer tags, by data set. ``ifeval`` is missing, because its prompts
+#: already ask for a format; a data set that is missing never asks for tags.
 _ANSWERS: dict[str, str] = {
     "gsm8k": "the final number only",
     "math": "the final answer only",
@@ -24,15 +24,15 @@ _ANSWERS: dict[str, str] = {
 
 
 def messages(env: EnvConfig, dataset: str, question: str) -> list[dict[str, str]]:
-    """The chat messages for a question.
+    """Build the chat messages for a question.
 
     Args:
-        env: ``prompt_template``, ``system_prompt`` and ``answer_format`` are read.
-        dataset: the data set's name; it decides what the request for tags says.
-        question: put in place of ``{question}``; its own braces stay as they are.
+        env: configuration; ``prompt_template``, ``system_prompt`` and ``answer_format`` are read.
+        dataset: data set name, which selects the text of the request for tags.
+        question: text that replaces ``{question}``. Its own braces stay as they are.
 
     Returns:
-        One user message, after a system message when ``env.system_prompt`` is set.
+        One user message, preceded by a system message if ``env.system_prompt`` is set.
 
     Raises:
         ConfigError: the template does not contain ``{question}``.
@@ -42,7 +42,7 @@ def messages(env: EnvConfig, dataset: str, question: str) -> list[dict[str, str]
             f"env.prompt_template={env.prompt_template!r} does not contain {{question}}; "
             "write {question} where the question belongs"
         )
-    # replace(), not format(): templates and questions may hold other braces, as LaTeX does.
+    # replace() instead of format(), because templates and questions may contain other braces, as in LaTeX.
     content = env.prompt_template.replace(PLAIN_TEMPLATE, question)
     if asks_for_tags(env, dataset):
         content += (
@@ -56,7 +56,7 @@ def messages(env: EnvConfig, dataset: str, question: str) -> list[dict[str, str]
 
 
 def frame(env: EnvConfig, dataset: str) -> tuple[str, str]:
-    """What stands before and after the question in the user's turn; where it stands twice, around both."""
+    """Return the text before the first and after the last occurrence of the question in the user's turn."""
     content = messages(env, dataset, "\0")[-1]["content"]
     return content[: content.index("\0")], content[content.rindex("\0") + 1 :]
 

@@ -1,9 +1,8 @@
-"""Procedural tasks of ``reasoning_gym``: questions without end, each with its own scorer.
+"""Procedurally generated tasks of ``reasoning_gym``, each with its own scorer.
 
-Training problems are generated when they are asked for, not up front: some tasks take 0.07 s a question. A
-problem depends only on the seed and its index, so order and resumption change nothing. Held-out problems
-come from a seed of their own that no run trains on, and a training question that is also held out is
-replaced by another one.
+Training problems are generated on demand, because some tasks take 0.07 s per question. A problem depends only
+on the seed and its index, so the order of access and resumption do not change it. Held-out problems come from
+a separate seed that no run trains on. A training question that is also held out is replaced by another one.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from torchrl_grpo.data import codec, columns, problems, prompts, sources
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import ConfigError, DataError
 
-#: Question i of a task is drawn from seed + i: the seeds of training and held-out stay 2**31 apart.
+#: ``reasoning_gym`` draws question i from seed + i. Training seeds start below 2**31, held-out seeds above.
 _HELD_OUT_SEED = 2**31 + problems.HELD_OUT_SEED
-#: Draws for one training problem before the task is said to have no question left that is not held out.
+#: Attempts to draw a training question that is not held out before the task counts as too small.
 _MAX_DRAWS = 1_000
 
 
 def load(cfg: Config) -> problems.Problems:
-    """Training problems (made on demand) and held-out problems of ``env.task``.
+    """Load the training problems (generated on demand) and the held-out problems of ``env.task``.
 
     Raises:
         ConfigError: ``env.task`` or ``env.task_args`` is wrong.
@@ -36,16 +35,16 @@ def load(cfg: Config) -> problems.Problems:
     held_out = _held_out(env, task, args, cfg.eval.num_problems)
     seed = cfg.seed * 1_000_003 % 2**31
     train = Generated(env, task, args, seed, {problems.question_key(example) for example in held_out})
-    train[0]  # a task whose every question is held out is found now and not in the middle of a run
+    train[0]  # fail now, and not in the middle of a run, if every question of the task is held out
     return problems.Problems(train=train, held_out=held_out)
 
 
 def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
-    """One problem; ``truth`` is ``{"task", "args", "entry"}``, all that the task's own scorer needs.
+    """Convert a row to an example; ``truth`` is ``{"task", "args", "entry"}`` for the task's scorer.
 
     Args:
-        row: an entry of the task: ``question``, ``answer``, ``metadata``.
-        env: ``task`` and ``task_args`` name the scorer.
+        row: entry of the task with ``question``, ``answer`` and ``metadata``.
+        env: configuration; ``task`` and ``task_args`` name the scorer.
         id: the example's id.
 
     Raises:
@@ -57,11 +56,11 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
 
 
 def check(env: EnvConfig) -> tuple[str, dict[str, Any]]:
-    """The task's name and arguments.
+    """Check the task and return its name and arguments.
 
     Raises:
-        ConfigError: the task is unknown, ``task_size`` is not positive, or an argument is not one of the
-            task's or has an impossible value.
+        ConfigError: the task is unknown, ``task_size`` is not positive, or an argument is unknown to the
+            task or has an invalid value.
     """
     if env.task is None:
         raise ConfigError("env.dataset=reasoning_gym needs a task: set env.task, e.g. env.task=chain_sum")
@@ -74,7 +73,8 @@ def check(env: EnvConfig) -> tuple[str, dict[str, Any]]:
     for name, key in reserved.items():
         if name in env.task_args:
             raise ConfigError(
-                f"env.task_args.{name}={env.task_args[name]!r} is set by {key}; remove it and set {key}"
+                f"env.task_args.{name}={env.task_args[name]!r}: the key {key} sets this argument; remove it "
+                f"and set {key}"
             )
     if env.task_size < 1:
         raise ConfigError(f"env.task_size={env.task_size} leaves no problem to train on; write 1 or more")
@@ -83,26 +83,26 @@ def check(env: EnvConfig) -> tuple[str, dict[str, Any]]:
 
 
 def task_names() -> list[str]:
-    """All tasks, sorted."""
+    """Return the names of all tasks, sorted."""
     from torchrl_grpo.data.gym_library import reasoning_gym
 
     return sorted(reasoning_gym.factory.DATASETS)
 
 
 def make(task: str, args: dict[str, Any], seed: int, size: int) -> Any:
-    """The task's data set.
+    """Create the task's data set.
 
     Args:
-        task: a name out of :func:`task_names`.
+        task: one of :func:`task_names`.
         args: the task's own arguments.
-        seed: question i is drawn from ``seed + i``.
+        seed: seed of the data set; question i is drawn from ``seed + i``.
         size: number of questions.
 
     Returns:
         A ``reasoning_gym`` ``ProceduralDataset``.
 
     Raises:
-        ConfigError: the task refuses the arguments.
+        ConfigError: the task rejects the arguments.
     """
     import dataclasses
 
@@ -123,20 +123,19 @@ def make(task: str, args: dict[str, Any], seed: int, size: int) -> Any:
             if f.name not in ("seed", "size")
         ]
         raise ConfigError(
-            f"env.task_args={args!r} does not fit env.task={task}: {error}; "
-            f"its arguments are: {', '.join(known)}"
+            f"env.task={task} rejects env.task_args={args!r}: {error}; its arguments are: {', '.join(known)}"
         ) from error
 
 
 class Generated(Sequence[Example]):
-    """``env.task_size`` training problems, each made when it is asked for.
+    """``env.task_size`` training problems, each generated on access.
 
     Args:
-        env: ``task_size`` and the prompt keys are read.
+        env: configuration; ``task_size`` and the prompt keys are read.
         task: the task's name.
         args: the task's arguments.
-        seed: what the questions are drawn from.
-        held_out: keys of the questions that must not appear.
+        seed: seed of the questions.
+        held_out: keys (:func:`~torchrl_grpo.data.problems.question_key`) of questions that must not appear.
     """
 
     def __init__(
@@ -167,8 +166,8 @@ class Generated(Sequence[Example]):
             if problems.question_key(found) not in self._held_out:
                 return found
         raise DataError(
-            f"env.task={self._task}: in {_MAX_DRAWS} draws every question was one of the "
-            f"{len(self._held_out)} held-out ones: the task has too few different questions. "
+            f"env.task={self._task}: all of {_MAX_DRAWS} drawn questions are among the "
+            f"{len(self._held_out)} held-out ones, so the task has too few different questions. "
             "Lower eval.num_problems or widen env.task_args"
         )
 
@@ -180,7 +179,7 @@ class Generated(Sequence[Example]):
 
 
 def _held_out(env: EnvConfig, task: str, args: dict[str, Any], count: int) -> list[Example]:
-    """At most ``count`` different questions from the held-out seed."""
+    """Generate at most ``count`` different questions from the held-out seed."""
     found: dict[str, Example] = {}
     limit = 20 * count
     entries = make(task, args, _HELD_OUT_SEED, max(limit, 1))

@@ -1,7 +1,7 @@
-"""Where rows come from: a file, a folder of splits, a saved data set, or the Hugging Face hub.
+"""Read rows from a file, a folder of splits, a saved data set, or the Hugging Face hub.
 
-Every row remembers its number and its file, so that a complaint about it can say where it is. What the
-columns mean is left to the modules of the single data sets.
+Every row keeps its number and its source for error messages. The modules of the data sets interpret the
+columns.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torchrl_grpo.errors import DataError
 
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _TEST_NAMES = ("test", "validation", "valid", "dev", "eval")
-# How the hub names the pieces of a split.
+# Parquet files that hold a part of a split, as the hub names them.
 _PIECE = re.compile(r"(train|test|validation|valid|dev|eval|\w+(?=-\d+-of-\d+))-.*\.parquet")
-# What lies beside rows in folders of the datasets library.
-_NO_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+# Metadata files that the datasets library writes beside the rows.
+_METADATA_FILES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row: its columns and where it stands.
+    """One row: its columns and its origin.
 
     Attributes:
         values: the columns.
-        number: 1-based; the line number in a JSONL file.
-        source: the file or hub data set.
+        number: 1-based row number; the line number in a JSONL file.
+        source: name of the file or hub data set.
     """
 
     values: dict[str, Any]
@@ -46,7 +46,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Hub:
-    """A data set on the hub: its name and the subsets that together make it (``(None,)``: it has none)."""
+    """A data set on the hub.
+
+    Attributes:
+        name: name on the hub.
+        subsets: subsets that are concatenated; ``(None,)`` for a data set without subsets.
+    """
 
     name: str
     subsets: tuple[str | None, ...] = (None,)
@@ -54,7 +59,13 @@ class Hub:
 
 @dataclass(frozen=True)
 class Splits:
-    """The rows of a source; ``test`` is None where the source has no test split."""
+    """The rows of a source.
+
+    Attributes:
+        train: rows to train on.
+        test: rows of the test split, or None if the source has none.
+        train_source: name of the source of ``train``, for messages.
+    """
 
     train: list[Row]
     test: list[Row] | None
@@ -66,10 +77,10 @@ class Source:
     """A place that holds rows.
 
     Attributes:
-        key: the configuration key that named it, or ``""``.
-        label: what it is called in messages.
-        names: of its splits; empty where its rows are in no splits.
-        read: the rows of a split, given its name, or all rows where there are no splits.
+        key: configuration key that named the source, or ``""``.
+        label: name of the source in messages.
+        names: names of its splits; empty if it has no splits.
+        read: function from a split's name to its rows. A source without splits returns all rows.
     """
 
     key: str
@@ -78,34 +89,38 @@ class Source:
     read: Callable[[str], list[Row]]
 
     def first(self, *names: str) -> str | None:
-        """The first of the names that is a split here; None where none is."""
+        """Return the first of ``names`` that is a split of this source, or None."""
         return next((name for name in names if name in self.names), None)
 
     def check(self, key: str, split: str) -> None:
-        """Refuse a split that is not here.
+        """Reject a split that this source does not have.
+
+        Args:
+            key: configuration key that named the split, for the message.
+            split: name of the split.
 
         Raises:
-            DataError: it names ``key``, and the splits that there are.
+            DataError: the source has no such split.
         """
         if not self.names:
             raise DataError(
-                f"{key}={split}: {self.label} has no splits; write {key}=null, which takes rows of it"
+                f"{key}={split}: {self.label} has no splits; write {key}=null to use its rows without a split"
             )
         if split not in self.names:
-            raise DataError(f"{key}={split}: {self.label} has no such split; {_has(self.names, key)}")
+            raise DataError(f"{key}={split}: {self.label} has no such split; {_list_splits(self.names, key)}")
 
 
 def resolve(cfg: Config, hub: Hub) -> Splits:
     """Read the rows that the configuration names.
 
     Args:
-        cfg: the keys of ``env`` that name files, data sets on the hub and splits are read, and
-            ``eval.num_problems``: with 0 no held-out rows are looked for.
-        hub: the data set's own place on the hub, used when ``env.data_path`` is not set.
+        cfg: configuration. The keys of ``env`` that name files, hub data sets and splits are read. With
+            ``eval.num_problems=0`` no test split is read.
+        hub: default place of the data set on the hub, used if ``env.data_path`` is not set.
 
     Returns:
-        The splits; ``env.eval_data_path`` takes the place of a test split. There is none where
-        ``env.eval_split`` is the split that is trained on.
+        The splits. ``env.eval_data_path`` replaces the test split. ``test`` is None if ``env.eval_split`` is
+        the split that is trained on.
 
     Raises:
         DataError: something is missing, malformed or empty, or the hub cannot be reached.
@@ -119,7 +134,7 @@ def resolve(cfg: Config, hub: Hub) -> Splits:
     if env.train_split is not None:
         source.check("env.train_split", train)
     elif source.names and train not in source.names:
-        raise DataError(f"{source.label} has no train split; {_has(source.names, 'env.train_split')}")
+        raise DataError(f"{source.label} has no train split; {_list_splits(source.names, 'env.train_split')}")
     test: list[Row] | None = None
     if cfg.eval.num_problems > 0 and env.eval_data_path is not None:
         test = read_held_out(env.eval_data_path, env.eval_split)
@@ -134,11 +149,11 @@ def resolve(cfg: Config, hub: Hub) -> Splits:
 
 
 def read_held_out(path: str, split: str | None = None) -> list[Row]:
-    """The rows of ``env.eval_data_path``: a file, or a split of a folder.
+    """Read the rows of ``env.eval_data_path``: a file, or a split of a folder.
 
     Args:
-        path: see :func:`open_path`.
-        split: its name; None takes the test split, else the train split.
+        path: path as for :func:`open_path`.
+        split: name of the split. None takes the test split, or the train split if there is no test split.
 
     Raises:
         DataError: there is no such path or split, or a row is malformed.
@@ -149,18 +164,18 @@ def read_held_out(path: str, split: str | None = None) -> list[Row]:
         return source.read(split)
     found = source.first(*_TEST_NAMES, "train")
     if source.names and found is None:
-        raise DataError(f"{source.label} has no test split; {_has(source.names, 'env.eval_split')}")
+        raise DataError(f"{source.label} has no test split; {_list_splits(source.names, 'env.eval_split')}")
     return source.read(found or "")
 
 
 def open_path(path: str, key: str) -> Source:
-    """A local source.
+    """Open a local file or folder, relative to the working directory.
 
     Args:
-        path: a ``.jsonl``, ``.json`` or ``.parquet`` file, a folder with one such file a split
-            (``train.jsonl``, ``test.jsonl``; ``data/train-00000-of-00001.parquet``, as the hub names
-            pieces), or a folder written by ``datasets`` ``save_to_disk``; relative to the working directory.
-        key: the configuration key that named the path, for messages.
+        path: a ``.jsonl``, ``.json`` or ``.parquet`` file; a folder with one such file per split
+            (``train.jsonl``, ``test.jsonl``) or with the hub's Parquet files
+            (``data/train-00000-of-00001.parquet``); or a folder written by ``save_to_disk`` of ``datasets``.
+        key: configuration key that named the path, for messages.
 
     Raises:
         DataError: the path does not exist, or is a folder without rows.
@@ -189,8 +204,8 @@ def open_path(path: str, key: str) -> Source:
     if not files:
         entries = ", ".join(sorted(entry.name for entry in place.iterdir())[:10]) or "nothing"
         raise DataError(
-            f"{label} has neither a test nor a train split; it holds {entries}; a split is a file such as "
-            "train.jsonl or test.jsonl"
+            f"{label} has neither a test nor a train split but {entries}; write each split to a file, "
+            "e.g. train.jsonl"
         )
     return Source(
         key, label, tuple(files), lambda name: _read_pieces(files[name], f"{place}/{name}-*.parquet")
@@ -198,19 +213,19 @@ def open_path(path: str, key: str) -> Source:
 
 
 def open_hub(hub: Hub) -> Source:
-    """A data set on the hub, its subsets one after the other; a name may be a local folder, too.
+    """Open a data set on the hub and concatenate its subsets. The name may also be a local folder.
 
     Raises:
         DataError: the hub cannot be reached or has no such data set or subset.
     """
-    import datasets  # heavy, and only wanted for the hub
+    import datasets  # slow to import, and needed for the hub only
 
     subsets = []
     for subset in hub.subsets:
         try:
-            # Without a split: only what comes back says which there are, and all are fetched in any case.
+            # Load all splits: the result lists their names, and the client downloads all of them anyway.
             subsets.append(datasets.load_dataset(hub.name, subset))
-        except Exception as error:  # the hub client raises dozens of kinds; the mend is the same for all
+        except Exception as error:  # the hub client raises dozens of types, and the fix is the same for all
             label = hub.name if subset is None else f"{hub.name} ({subset})"
             raise DataError(
                 f"cannot load {label} from the Hugging Face hub: "
@@ -222,7 +237,9 @@ def open_hub(hub: Hub) -> Source:
         have = "; ".join(
             f"{subset}: {', '.join(splits)}" for subset, splits in zip(hub.subsets, subsets, strict=True)
         )
-        raise DataError(f"{hub.name}: its subsets share no split ({have}); choose one with env.hub_subset")
+        raise DataError(
+            f"{hub.name}: its subsets have no split in common ({have}); choose one subset with env.hub_subset"
+        )
 
     def read(name: str) -> list[Row]:
         return _number((dict(row) for splits in subsets for row in splits[name]), f"{hub.name}/{name}")
@@ -231,10 +248,10 @@ def open_hub(hub: Hub) -> Source:
 
 
 def read_file(path: Path) -> list[Row]:
-    """All rows of one file.
+    """Read all rows of one file.
 
     Raises:
-        DataError: the kind of file is unknown, or its content is malformed or empty.
+        DataError: the file type is unknown, or the content is malformed or empty.
     """
     if path.suffix not in _SUFFIXES:
         raise DataError(
@@ -249,7 +266,7 @@ def read_file(path: Path) -> list[Row]:
     if path.suffix == ".json" and text.lstrip().startswith("["):
         return _read_json_array(path, text)
     rows = []
-    # Not splitlines(): JSON strings may hold U+2028 and other characters that it would break a line at.
+    # Not splitlines(), which also breaks lines at U+2028 and other characters that JSON strings may contain.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             rows.append(Row(_json_object(line, f"line {number} of {path}"), number, str(path)))
@@ -257,18 +274,18 @@ def read_file(path: Path) -> list[Row]:
 
 
 def _overridden(hub: Hub, name: str | None, subset: str | None) -> Hub:
-    """The hub place after the overrides; another name forgets the default subsets."""
+    """Apply the overrides. A new name drops the default subsets."""
     if name is not None:
         return Hub(name, (subset,))
     return hub if subset is None else Hub(hub.name, (subset,))
 
 
 def _split_files(folder: Path) -> dict[str, list[Path]]:
-    """The files of each split of a folder, and of its folder ``data``, by the split's name."""
+    """Return split name -> files, from a folder and its subfolder ``data``."""
     found: dict[str, list[Path]] = {}
     for suffix in _SUFFIXES:
         for path in sorted(folder.glob(f"*{suffix}")):
-            if not _PIECE.fullmatch(path.name) and path.name not in _NO_ROWS:
+            if not _PIECE.fullmatch(path.name) and path.name not in _METADATA_FILES:
                 found.setdefault(path.stem, [path])
     whole = set(found)
     for path in sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")]):
@@ -328,10 +345,10 @@ def _not_empty(rows: list[Row], source: str) -> list[Row]:
     return rows
 
 
-def _has(names: Sequence[str], key: str) -> str:
+def _list_splits(names: Sequence[str], key: str) -> str:
     begins = ("train",) if key == "env.train_split" else _TEST_NAMES
     likely = next((name for name in names if name.startswith(begins)), names[0])
-    return f"it holds {', '.join(names)}; write for example {key}={likely}"
+    return f"its splits are {', '.join(names)}; write for example {key}={likely}"
 
 
 def _short(text: str) -> str:

@@ -1,7 +1,7 @@
-"""Instruction prompts of the project's own, for training on the instruction types that IFEval checks.
+"""Composed prompts for training on the instruction types that IFEval checks.
 
-:func:`compose` is the one door. Nothing here reads the benchmark: requests, topics and wordings are
-the project's, so that IFEval stays an evaluation set.
+:func:`compose` creates them from requests, topics and wordings that this project wrote. They contain no text
+of the benchmark, so IFEval stays an evaluation set.
 """
 
 from __future__ import annotations

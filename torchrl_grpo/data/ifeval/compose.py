@@ -1,6 +1,6 @@
-"""Putting a request and one to three compatible instructions together into a prompt and its truth.
+"""Compose a prompt and its truth from a request and one to three compatible instructions.
 
-Prompt number ``i`` of a seed is always the same text, however many prompts are asked for.
+Prompt number ``i`` of a seed is always the same text, whatever the number of prompts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchrl_grpo.data.ifeval.wordings import WORDINGS
 
 _HOW_MANY = (1, 2, 3)
 _HOW_MANY_WEIGHTS = (0.4, 0.35, 0.25)
-_QUESTION_SHARE = 0.1  # of the prompts that need no yes-or-no question
+_QUESTION_SHARE = 0.1  # share of yes-or-no questions among the prompts that do not need one
 _LIST_OPENINGS = ("Follow these rules:", "Requirements:", "Please note:")
 
 Instruction = tuple[str, dict[str, Any]]
@@ -24,11 +24,11 @@ Instruction = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Composed:
-    """A prompt and what a response to it is judged by.
+    """A prompt and the ground truth for responses to it.
 
     Attributes:
-        prompt: the request and its instructions, in words.
-        truth: ``{"instruction_id_list": [...], "kwargs": [...]}``, in the order of the words.
+        prompt: text of the request and its instructions.
+        truth: ``{"instruction_id_list": [...], "kwargs": [...]}``, in the order of the text.
     """
 
     prompt: str
@@ -36,12 +36,12 @@ class Composed:
 
 
 def compose(count: int, seed: int, avoid: Collection[str] = ()) -> list[Composed]:
-    """The first ``count`` different prompts of a seed.
+    """Compose the first ``count`` different prompts of a seed.
 
     Args:
-        count: how many.
-        seed: the same seed gives the same prompts; a longer list starts with the shorter one.
-        avoid: prompts that must not come up, compared without regard to spacing.
+        count: number of prompts.
+        seed: seed of the prompts. A longer list of the same seed starts with the shorter one.
+        avoid: prompts that must not appear; spacing is ignored in the comparison.
 
     Returns:
         The prompts, all different.
@@ -49,7 +49,7 @@ def compose(count: int, seed: int, avoid: Collection[str] = ()) -> list[Composed
     seen = {_key(prompt) for prompt in avoid}
     prompts: list[Composed] = []
     number = 0
-    while len(prompts) < count:  # ends: there are many millions of different prompts
+    while len(prompts) < count:  # terminates, because there are many millions of different prompts
         composed = _one(Random(f"ifeval-prompts/{seed}/{number}"))
         number += 1
         key = _key(composed.prompt)
@@ -64,22 +64,22 @@ def _key(prompt: str) -> str:
 
 
 def _one(rng: Random) -> Composed:
-    while True:  # ends: most draws do not clash
+    while True:  # terminates, because most draws have no conflict
         ids = _pick_types(rng, rng.choices(_HOW_MANY, _HOW_MANY_WEIGHTS)[0])
         request = _request(rng, yes_or_no=CONSTRAINED in ids)
         instructions = [(one, WORDINGS[one].draw(rng, request)) for one in ids]
         if not clash(request, instructions):
             break
-    sentences = [WORDINGS[one].say(rng, kwargs) for one, kwargs in instructions]
+    sentences = [WORDINGS[one].format(rng, kwargs) for one, kwargs in instructions]
     truth = {"instruction_id_list": ids, "kwargs": [kwargs for _, kwargs in instructions]}
     return Composed(_lay_out(rng, request, sentences), truth)
 
 
 def _pick_types(rng: Random, how_many: int) -> list[str]:
-    """The first type is drawn evenly from all, each next one evenly from what goes with those before."""
+    """Draw the first type uniformly, and each next one uniformly from those compatible with all before it."""
     picked = [rng.choice(list(WORDINGS))]
     while len(picked) < how_many:
-        left = [one for one in WORDINGS if one not in picked and _goes_with(one, picked)]
+        left = [one for one in WORDINGS if one not in picked and _is_compatible(one, picked)]
         if not left:
             break
         picked.append(rng.choice(left))
@@ -87,7 +87,7 @@ def _pick_types(rng: Random, how_many: int) -> list[str]:
     return picked
 
 
-def _goes_with(one: str, picked: list[str]) -> bool:
+def _is_compatible(one: str, picked: list[str]) -> bool:
     return not any(frozenset((one, other)) in CONFLICTS for other in picked)
 
 
@@ -98,7 +98,7 @@ def _request(rng: Random, yes_or_no: bool) -> str:
 
 
 def _lay_out(rng: Random, request: str, sentences: list[str]) -> str:
-    if any("\n" in sentence for sentence in sentences):  # a wording that shows a line of its own
+    if any("\n" in sentence for sentence in sentences):  # a wording with an example on a separate line
         return "\n\n".join([request, *sentences])
     layout = rng.randrange(4)
     if layout == 0:

@@ -1,8 +1,8 @@
-"""Which instruction types never stand in one composed prompt, and when two sets of arguments clash.
+"""Conflicts between instruction types, and between the arguments of compatible instructions.
 
-A pair is here when no response can satisfy both, or when a reader could not tell what is asked (an
-exact number of paragraphs across two separate responses, say). The benchmark draws its pairs more
-freely; a training prompt that nobody can satisfy only adds noise.
+Two types conflict if no response can satisfy both, or if the pair is ambiguous (for example, an exact number
+of paragraphs across two separate responses). The benchmark combines types more freely, but a training prompt
+that nobody can satisfy only adds noise.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ NO_COMMA = "punctuation:no_comma"
 ENDING = "startend:end_checker"
 QUOTATION = "startend:quotation"
 
-# For the four types that leave little room, what they do go with.
+# Four restrictive types, and the types that each is compatible with.
 _COMPATIBLE: dict[str, set[str]] = {
-    # The repeated request is in mixed case, in English, and its length is not the writer's choice.
+    # The repeated request is in mixed case and in English, and the writer cannot choose its length.
     REPEAT: {TITLE, BULLETS, HIGHLIGHTS, PLACEHOLDERS, POSTSCRIPT, ENDING, EXISTENCE},
     JSON: {CAPITAL, LOWERCASE, EXISTENCE, FORBIDDEN, FREQUENCY, LETTER, PLACEHOLDERS, NUM_WORDS},
-    # Everything that counts English words, letters or sentences has no meaning in another language.
+    # Types that count English words, letters or sentences have no meaning in another language.
     LANGUAGE: {NO_COMMA, TITLE, BULLETS, HIGHLIGHTS, PARAGRAPHS, QUOTATION, TWO},
     CONSTRAINED: {TITLE, HIGHLIGHTS, EXISTENCE, FORBIDDEN, LETTER, NUM_WORDS, SENTENCES, NO_COMMA, QUOTATION},
 }
 
-# For the others, what they do not go with.
+# The other types, and the types that each conflicts with.
 _INCOMPATIBLE: dict[str, set[str]] = {
     CAPITAL: {LOWERCASE, CAPITAL_WORDS, POSTSCRIPT, SECTIONS, ENDING},
     LOWERCASE: {CAPITAL_WORDS, POSTSCRIPT, SECTIONS, ENDING},
@@ -60,7 +60,7 @@ _INCOMPATIBLE: dict[str, set[str]] = {
     NUM_WORDS: {SENTENCES},
 }
 
-# Types that ask for a number of parts, each of which wants a sentence, and the argument that says how many.
+# Types that ask for a number of parts, and the argument with that number. Each part needs a sentence.
 _PARTS = {PARAGRAPHS: "num_paragraphs", SECTIONS: "num_sections", BULLETS: "num_bullets"}
 
 
@@ -73,7 +73,7 @@ def _conflict(first: str, second: str) -> bool:
     return False
 
 
-#: Every pair of instruction types that is never composed.
+#: All conflicting pairs of instruction types.
 CONFLICTS: frozenset[frozenset[str]] = frozenset(
     frozenset(pair) for pair in combinations(ARGUMENTS, 2) if _conflict(*pair)
 )
@@ -83,13 +83,13 @@ def clash(request: str, instructions: Sequence[tuple[str, dict[str, Any]]]) -> b
     """Whether the arguments of compatible instructions contradict each other or the request.
 
     Args:
-        request: the writing task itself.
+        request: text of the writing task.
         instructions: pairs of instruction id and arguments.
 
     Returns:
-        True where a text that must appear holds one that must not (or may only seldom), where a
-        keyword is asked for twice or already stands in the request, or where the sentences or
-        capitalised words allowed are too few for the parts asked for.
+        True if a required text contains a forbidden or rare one, if a keyword occurs twice among the
+        arguments or already occurs in the request, or if the allowed number of sentences or capitalized
+        words is too small for the required parts.
     """
     wanted: list[str] = []
     unwanted: list[str] = []

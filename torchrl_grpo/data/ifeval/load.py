@@ -1,7 +1,7 @@
-"""IFEval: prompts with verifiable instructions, as the held-out problems of a run.
+"""IFEval: prompts with verifiable instructions. They are the held-out problems of a run.
 
-Training prompts are the project's own (:mod:`torchrl_grpo.data.ifeval`), because IFEval is an
-evaluation set. Training on its rows needs ``env.train_on_ifeval=true`` and warns.
+Training uses composed prompts (:mod:`torchrl_grpo.data.ifeval`), because IFEval is an evaluation set.
+``env.train_on_ifeval=true`` trains on the rows of IFEval and emits a warning.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ HUB_NAME = "google/IFEval"
 
 
 def load(cfg: Config) -> problems.Problems:
-    """Composed prompts to train on and IFEval rows to evaluate on.
+    """Load composed prompts to train on and IFEval rows to evaluate on.
 
     Args:
-        cfg: IFEval is read from ``env.data_path``, else from the hub; ``env.eval_data_path`` takes its
-            place as the held-out data. ``env.task_size`` prompts are composed from ``seed``. With
-            ``env.train_on_ifeval`` the rows of IFEval that are not held out are trained on instead.
+        cfg: configuration. IFEval is read from ``env.data_path``, or from the hub if that is not set.
+            ``env.eval_data_path`` replaces IFEval as the held-out data. ``env.task_size`` prompts are
+            composed from ``seed``. With ``env.train_on_ifeval`` the training problems are the rows of
+            IFEval that are not held out.
 
     Returns:
         Problems that share no prompt. No composed prompt is in IFEval, held out or not.
 
     Raises:
         ConfigError: ``env.task_size`` is below 1.
-        DataError: the rows cannot be found, one is malformed, or holding rows out leaves none to train on.
+        DataError: the rows cannot be found, a row is malformed, or no training rows are left after holding
+            rows out.
     """
     env = cfg.env
     if env.train_on_ifeval:
@@ -54,7 +56,7 @@ def load(cfg: Config) -> problems.Problems:
 
 
 def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
-    """One problem; ``truth`` is ``{"instruction_id_list": [...], "kwargs": [...]}``.
+    """Convert a row to an example; ``truth`` is ``{"instruction_id_list": [...], "kwargs": [...]}``.
 
     Raises:
         DataError: a column is missing, an instruction is unknown, or an argument is missing or unusable.
@@ -66,8 +68,8 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
 
 def _train_on_ifeval(cfg: Config) -> problems.Problems:
     warnings.warn(
-        "env.train_on_ifeval=true: training on prompts of the IFEval benchmark itself; its accuracies "
-        "from this run do not measure how well instructions are followed in general",
+        "env.train_on_ifeval=true: the run trains on prompts of the IFEval benchmark, so its IFEval "
+        "accuracies do not measure how well the model follows instructions in general",
         UserWarning,
         stacklevel=3,
     )
@@ -81,7 +83,7 @@ def _train_on_ifeval(cfg: Config) -> problems.Problems:
 
 
 def _benchmark(env: EnvConfig) -> list[sources.Row]:
-    """IFEval's rows. Its one split is called ``train`` on the hub, and its own file ``input_data.jsonl``."""
+    """Read IFEval's rows. The hub has a single split ``train``; the original file is ``input_data.jsonl``."""
     if env.data_path is None:
         name = env.hub_name if env.hub_name is not None else HUB_NAME
         source = sources.open_hub(sources.Hub(name, (env.hub_subset,)))
@@ -94,7 +96,7 @@ def _benchmark(env: EnvConfig) -> list[sources.Row]:
     found = source.first("test", "train", "input_data")
     if source.names and found is None:
         raise DataError(
-            f"{source.label} has neither a test nor a train split; it holds {', '.join(source.names)}; "
+            f"{source.label} has neither a test nor a train split; its splits are {', '.join(source.names)}; "
             f"write for example env.eval_split={source.names[0]}, or name IFEval's JSONL file"
         )
     return source.read(found or "")

@@ -1,9 +1,9 @@
-"""The 25 instruction types of IFEval: the arguments each takes, and the check of a row's truth.
+"""The 25 instruction types of IFEval, their arguments, and the validation of a row's truth.
 
-A truth is ``{"instruction_id_list": [...], "kwargs": [...]}``, one kwargs mapping per instruction.
-The benchmark's own file gives only the arguments that apply; the hub's copy gives every argument of
-every type with ``None`` where it does not apply. :func:`clean_truth` accepts both. What an
-instruction means is in :mod:`torchrl_grpo.rewards.ifeval.checks`.
+A truth is ``{"instruction_id_list": [...], "kwargs": [...]}`` with one kwargs mapping per instruction. The
+benchmark's own file lists only the arguments that apply. The hub's copy lists the arguments of all types, and
+gives ``None`` for those that do not apply. :func:`clean_truth` accepts both.
+:mod:`torchrl_grpo.rewards.ifeval.checks` defines the meaning of each instruction.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RESPONSE_DIVIDER = "******"
 
 
 def _count(value: Any) -> int | None:
-    # Tables that went through a data frame carry whole numbers as floats.
+    # Data frames may have turned whole numbers into floats.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
@@ -44,7 +44,7 @@ def _texts(value: Any) -> list[str] | None:
     return list(value) if all(_text(item) is not None for item in value) else None
 
 
-# How each argument is read (None: not acceptable), and the words for it in an error message.
+# A function that reads an argument and returns None for an invalid value, and a description for messages.
 _Reader = tuple[Callable[[Any], Any], str]
 _COUNT: _Reader = (_count, "a whole number")
 _TEXT: _Reader = (_text, "a text")
@@ -86,29 +86,29 @@ ARGUMENTS: dict[str, dict[str, _Reader]] = {
 
 
 def clean_truth(ids: Any, kwargs: Any, where: str) -> dict[str, Any]:
-    """The truth of one row, checked: known instructions, and for each the arguments it takes.
+    """Validate the truth of one row.
 
     Args:
         ids: the row's ``instruction_id_list``.
-        kwargs: the row's ``kwargs``, one mapping per instruction; ``None`` values and arguments that
+        kwargs: the row's ``kwargs``, one mapping per instruction. ``None`` values and arguments that
             the instruction does not take are dropped.
-        where: names the row in error messages, e.g. ``"row 17 of ifeval.jsonl"``.
+        where: name of the row in error messages, e.g. ``"row 17 of ifeval.jsonl"``.
 
     Returns:
-        ``{"instruction_id_list": [...], "kwargs": [...]}``.
+        ``{"instruction_id_list": [...], "kwargs": [...]}``, where each mapping has exactly the arguments of
+        its instruction.
 
     Raises:
-        DataError: no instructions, an unknown one, or a missing or unusable argument.
+        DataError: there are no instructions, an instruction is unknown, or an argument is missing or invalid.
     """
     if isinstance(ids, str) or not isinstance(ids, Sequence) or not ids:
         raise DataError(
-            f"ifeval: {where} has instruction_id_list {ids!r}; it must be a list of at least one "
-            "instruction id"
+            f"ifeval: {where} has instruction_id_list {ids!r}; write a list of at least one instruction id"
         )
     if isinstance(kwargs, str) or not isinstance(kwargs, Sequence) or len(kwargs) != len(ids):
         raise DataError(
             f"ifeval: {where} has {len(ids)} instructions, but its kwargs is {kwargs!r}; "
-            "it must be a list with one mapping per instruction"
+            "write a list with one mapping per instruction"
         )
     return {
         "instruction_id_list": list(ids),
@@ -121,11 +121,11 @@ def _clean_kwargs(instruction: Any, given: Any, where: str) -> dict[str, Any]:
         raise DataError(
             f"ifeval: {where} has the unknown instruction {instruction!r}; known are: {', '.join(ARGUMENTS)}"
         )
-    if given is None:  # a column of empty mappings may come back as nulls
+    if given is None:  # some readers turn a column of empty mappings into nulls
         given = {}
     if not isinstance(given, Mapping):
         raise DataError(
-            f"ifeval: {where} has kwargs {given!r} for {instruction!r}; it must be a mapping of its arguments"
+            f"ifeval: {where} has kwargs {given!r} for {instruction!r}; write a mapping of its arguments"
         )
     cleaned: dict[str, Any] = {}
     for name, (read, description) in ARGUMENTS[instruction].items():

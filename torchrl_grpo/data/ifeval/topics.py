@@ -1,6 +1,6 @@
-"""What the composed prompts ask about: kinds of writing, topics, and yes-or-no questions.
+"""Requests, topics and yes-or-no questions of the composed prompts.
 
-Requests carry no comma, no bracket and no asterisk, so that repeating one never breaks a format rule.
+Requests contain no comma, bracket or asterisk, so that repeating a request never breaks a format rule.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ QUESTIONS = (
     "Should a small flat have a large table?",
 )
 
-# Words a response may be asked to use or to avoid. None is part of another, so that using one never
-# uses another.
+# Words that an instruction asks to use or to avoid. None is a substring of another, so that using one never
+# counts as using another.
 _WORDS = """
     bright careful curious promise journey harvest lantern marble thunder velvet whisper balance breeze
     candle courage distant effort favourite gentle honest island jacket kitchen ladder meadow needle
@@ -120,7 +120,7 @@ OPENERS = (
     "tomorrow",
 )
 
-# No comma and no asterisk either.
+# These contain no comma and no asterisk either.
 END_PHRASES = (
     "That is all for today.",
     "And that is the whole story.",

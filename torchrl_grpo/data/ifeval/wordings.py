@@ -1,7 +1,7 @@
-"""How each instruction type is drawn and said: its arguments, and several wordings that state them all.
+"""The arguments of each instruction type, and several wordings of the instruction.
 
-Numbers are small enough for a response of one or two hundred words. A wording names every argument,
-so that nothing a response is judged by stays hidden from the writer.
+Numbers are small enough for a response of one or two hundred words. Every wording states all arguments, so
+that the writer knows everything that the checks look at.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchrl_grpo.data.ifeval.schema import AT_LEAST, CONSTRAINED_RESPONSES, LES
 Kwargs = dict[str, Any]
 
 _COMMON_LETTERS = "aeioutnsrlcdmpgh"
-_RARE_LETTERS = "jqxzkvb"  # none is in "My answer is yes." or "no.": a bound on them never forbids those
+_RARE_LETTERS = "jqxzkvb"  # none is in "My answer is yes." or "no.", so a bound on them forbids neither
 _SECTION_WORDS = ("SECTION", "Section", "PART", "Part", "CHAPTER")
 _OPTIONS = " ".join(f'"{option}"' for option in CONSTRAINED_RESPONSES)
 
@@ -27,10 +27,10 @@ class Wording:
     """One instruction type.
 
     Attributes:
-        draw: the arguments, given a source of chance and the request they go with.
-        phrases: wordings; each is a format string over the arguments (lists come quoted and joined).
-        relation: the argument that chooses between the two sets of phrases, where there is one.
-        less_phrases: the phrases for ``"less than"``.
+        draw: function that draws the arguments, given a random generator and the request.
+        phrases: format strings over the arguments. Lists are quoted and joined.
+        relation: argument that selects ``phrases`` or ``less_phrases``, or None.
+        less_phrases: format strings for ``"less than"``.
     """
 
     draw: Callable[[Random, str], Kwargs]
@@ -38,14 +38,14 @@ class Wording:
     relation: str | None = None
     less_phrases: tuple[str, ...] = ()
 
-    def say(self, rng: Random, kwargs: Kwargs) -> str:
-        """The instruction in words."""
+    def format(self, rng: Random, kwargs: Kwargs) -> str:
+        """Return the text of the instruction, with a random wording."""
         fewer = self.relation is not None and kwargs[self.relation] == LESS_THAN
         phrase = rng.choice(self.less_phrases if fewer else self.phrases)
-        return phrase.format(**{name: _shown(name, value) for name, value in kwargs.items()})
+        return phrase.format(**{name: _format_value(name, value) for name, value in kwargs.items()})
 
 
-def _shown(name: str, value: Any) -> str:
+def _format_value(name: str, value: Any) -> str:
     if name == "language":
         return topics.LANGUAGES[value]
     if isinstance(value, list):
