@@ -575,7 +575,7 @@ def test_math_verify_pays_for_what_is_worked_out(
 def test_math_verify_with_an_unreadable_truth_is_an_error_and_not_a_zero(
     math_reward: MathVerifyReward,
 ) -> None:
-    with pytest.raises(JobFailed, match="cannot read the truth"):
+    with pytest.raises(JobFailed, match="cannot parse the truth"):
         math_reward("3", example(" "))
 
 

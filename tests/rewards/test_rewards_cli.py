@@ -88,7 +88,7 @@ def test_a_reward_that_fails_is_in_the_line_and_does_not_fail_the_command(
     options = ["--dataset", "math", "--weight", "math_verify=1", "--on-error", "-1", "--timeout", "20"]
     assert main([*options, path]) == 0
     [score] = lines(capsys.readouterr().out)
-    assert score["total"] == -1.0 and "cannot read the truth" in score["errors"]["math_verify"]
+    assert score["total"] == -1.0 and "cannot parse the truth" in score["errors"]["math_verify"]
 
 
 ROW = GSM8K[0]

@@ -1,7 +1,7 @@
-"""Text in, score out: the rewards of training and the graders of evaluation. Imports no torch.
+"""Rewards for training and graders for evaluation. They map text to a score.
 
-:func:`build` and :func:`grader` read a configuration; ``python -m torchrl_grpo.rewards`` scores stored
-completions.
+:func:`build` and :func:`grader` create them from a configuration. ``python -m torchrl_grpo.rewards`` scores
+stored completions. The package does not import torch.
 """
 
 from __future__ import annotations

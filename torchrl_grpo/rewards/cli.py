@@ -4,8 +4,8 @@
 
 Each line of the input is a JSON object with a ``completion`` and the data set's own fields (gsm8k:
 ``question``, ``answer``). Each line of the output is ``{"total": ..., "parts": {...}, "errors": {...}}``, in
-the same order. A reward that fails on a completion is named in ``errors`` and scores ``--on-error``; that
-does not fail the command.
+the same order. If a reward fails on a completion, its error is listed in ``errors``, it counts as
+``--on-error``, and the command goes on.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: its arguments; those of the process by default.
+        argv: command-line arguments; those of the process by default.
 
     Returns:
-        0, or 2 after a user's error, which is printed to stderr.
+        Exit code: 0, or 2 after a user error, which is printed to stderr.
     """
     args = _parser().parse_args(argv)
     try:
@@ -65,12 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m torchrl_grpo.rewards",
-        description="Score stored completions: one JSON object a line in (completion and the data set's "
-        "own fields), one a line out (total, parts, errors).",
+        description="Score stored completions. Input: one JSON object per line with completion and the data "
+        "set's own fields. Output: one JSON object per line with total, parts and errors.",
     )
     parser.add_argument("input", metavar="FILE", help="JSONL file of completions, or - for stdin")
-    parser.add_argument("--dataset", required=True, choices=sorted(DATASETS), help="whose fields and rewards")
-    parser.add_argument("--output", metavar="FILE", help="where the scores go (default: stdout)")
+    parser.add_argument(
+        "--dataset", required=True, choices=sorted(DATASETS), help="data set of the fields and rewards"
+    )
+    parser.add_argument("--output", metavar="FILE", help="file for the scores (default: stdout)")
     parser.add_argument("--weight", action="append", default=[], metavar="NAME=W", dest="weights",
                         help="a reward and its weight, repeatable (default: the data set's own)")  # fmt: skip
     parser.add_argument(
@@ -81,18 +83,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--field", action="append", default=[], metavar="ROLE=COLUMN", dest="fields",
                         help="jsonl: question=COLUMN or answer=COLUMN, as env.fields")  # fmt: skip
     parser.add_argument(
-        "--on-error", type=float, default=0.0, help="what a reward that fails counts (default 0)"
+        "--on-error", type=float, default=0.0, help="value of a reward that fails (default 0)"
     )
     parser.add_argument(
         "--timeout", type=float, default=5.0, metavar="S", help="seconds per comparison (default 5)"
     )
-    parser.add_argument("--workers", type=int, default=1, help="completions scored at a time (default 1)")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="number of completions scored in parallel (default 1)"
+    )
     return parser
 
 
 def _config(args: argparse.Namespace) -> Config:
     if args.timeout <= 0 or args.workers < 1:
-        raise ConfigError(f"--timeout {args.timeout:g} --workers {args.workers}: both must be positive")
+        raise ConfigError(
+            f"--timeout {args.timeout:g} --workers {args.workers}: both must be positive; "
+            "write e.g. --timeout 5 --workers 1"
+        )
     try:
         task_args = json.loads(args.task_args)
     except json.JSONDecodeError as error:
@@ -141,7 +148,7 @@ def _rows(source: str) -> list[Row]:
         if not path.is_file():
             raise DataError(f"{source!r} is not a file; name a JSONL file of completions, or - for stdin")
         return read_file(path)
-    with tempfile.TemporaryDirectory() as folder:  # one reader for files and pipes alike
+    with tempfile.TemporaryDirectory() as folder:  # read_file() needs a file, not a pipe
         path = Path(folder) / "stdin.jsonl"
         path.write_bytes(sys.stdin.buffer.read())
         return read_file(path)
@@ -173,7 +180,7 @@ def _output(path: str | None) -> Iterator[TextIO]:
         yield sys.stdout
         return
     try:
-        file = open(path, "w", encoding="utf-8")  # noqa: SIM115  (closed below; only opening is the user's mistake)
+        file = open(path, "w", encoding="utf-8")  # noqa: SIM115  (closed below; only open() is in the try block)
     except OSError as error:
         raise DataError(
             f"--output {path!r} cannot be written: {error.strerror}; name another file"

@@ -1,6 +1,6 @@
-"""Where in a completion the answer stands: inside ``<answer>`` tags, or after ``####``.
+"""Extract the answer from a completion: inside ``<answer>`` tags, or after ``####``.
 
-Everything here takes time in proportion to the text: completions can be a megabyte of garbage.
+All functions take time linear in the text, because a completion can be a megabyte of garbage.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ _TAG = re.compile(r"(?ai:<\s{0,4}(/?)\s{0,4}answer\s{0,4}>)")
 
 
 def tagged(completion: str) -> str | None:
-    """The content of the last ``<answer>`` tag that is closed.
+    """Return the content of the last closed ``<answer>`` tag.
+
+    Tags are case-insensitive. Of nested tags the outer pair counts, and the inner tags are removed. Unmatched
+    opening and closing tags are ignored.
 
     Args:
-        completion: what the model wrote. Tags may be in any case; of nested tags the outer pair counts, with
-            the inner tags taken out; opening tags that are never closed, and closing tags that close
-            nothing, do not count.
+        completion: text that the model wrote.
 
     Returns:
-        The content without outer spaces, perhaps empty; None where no tag is closed.
+        The content without outer spaces, which may be empty, or None if no tag is closed.
     """
     open_ends: list[int] = []
     content: tuple[int, int] | None = None
@@ -34,10 +35,10 @@ def tagged(completion: str) -> str | None:
 
 
 def after_hashes(completion: str) -> str | None:
-    """What follows the last ``####``, up to the end of its line.
+    """Return the text after the last ``####``, up to the end of the line.
 
     Returns:
-        The text without outer spaces; None where there is no ``####`` with something after it.
+        The text without outer spaces, or None if no ``####`` has text after it.
     """
     text = completion.rstrip().rstrip("#")
     _, mark, rest = text.rpartition("####")
@@ -46,16 +47,16 @@ def after_hashes(completion: str) -> str | None:
 
 
 def answer(completion: str, answer_format: str) -> str | None:
-    """The answer by ``env.answer_format``.
+    """Return the answer in the format ``env.answer_format``.
 
     Args:
-        completion: what the model wrote.
-        answer_format: ``"tags"``: the last closed ``<answer>``; ``"plain"``: the whole text; ``"equation"``:
-            what follows the last equals sign.
+        completion: text that the model wrote.
+        answer_format: ``"tags"`` for the last closed ``<answer>``, ``"plain"`` for the whole text, or
+            ``"equation"`` for the text after the last equals sign.
 
     Returns:
-        The answer without outer spaces; None where tags are wanted and none is closed, or where an equation
-        is wanted and there is no equals sign.
+        The answer without outer spaces, or None if the text has no closed tag (``"tags"``) or no equals sign
+        (``"equation"``).
     """
     if answer_format == "tags":
         return tagged(completion)

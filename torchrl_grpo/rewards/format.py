@@ -1,9 +1,9 @@
 """The think/answer format: ``<think>...</think><answer>...</answer>`` and nothing else.
 
 score = 0.5 * tags + 0.5 * exact, with the parts
-    tags: the share of the four tags that appear exactly once (so 0, 0.25, 0.5, 0.75 or 1);
-    exact: 1 when all four do, in order, with something inside both pairs and only spaces outside them.
-A text without any tag earns 0, and repeating a tag never pays.
+    tags: share of the four tags that appear exactly once (0, 0.25, 0.5, 0.75 or 1);
+    exact: 1 if all four tags appear once and in order, both pairs have content, and only spaces are outside.
+A text without any tag scores 0, and repeating a tag never raises the score.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 class FormatReward:
-    """How far a completion keeps to the think/answer format; it does not look at the answer itself."""
+    """Score how closely a completion follows the think/answer format. The answer itself is ignored."""
 
     name = "format"
 
     def __call__(self, completion: str, example: Example) -> dict[str, float]:
-        """``score`` in [0, 1] and its parts ``tags`` and ``exact``."""
+        """Return ``score`` in [0, 1] and its parts ``tags`` and ``exact``."""
         once = sum(completion.count(tag) == 1 for tag in _TAGS)
         exact = once == len(_TAGS) and _in_order(completion.strip())
         return {
@@ -30,7 +30,7 @@ class FormatReward:
 
 
 def _in_order(text: str) -> bool:
-    """Whether a text that has each tag once is exactly the two pairs, filled."""
+    """Whether a text that has each tag once is exactly the two pairs, both with content."""
     think, think_end, answer, answer_end = (text.index(tag) for tag in _TAGS)
     if not (think == 0 < think_end < answer < answer_end == len(text) - len(_TAGS[3])):
         return False

@@ -1,4 +1,4 @@
-"""Right or wrong, for evaluation: one grader for each way to judge."""
+"""Graders judge completions in evaluation."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Gsm8kGrader:
     metrics: tuple[str, ...] = ("strict", "flexible")
 
     def grade(self, completion: str, example: Example) -> dict[str, float]:
-        """Both, 0 or 1."""
+        """Return ``strict`` and ``flexible``, each 0 or 1."""
         return judge(completion, example.truth["answer"])
 
     def weights(self, example: Example) -> dict[str, float]:
-        """Examples count alike."""
+        """Return weight 1 for both metrics."""
         return dict.fromkeys(self.metrics, 1.0)
 
     def close(self) -> None:
@@ -33,11 +33,11 @@ class Gsm8kGrader:
 
 
 class AccuracyGrader:
-    """``accuracy``: 1 where a reward gives its full score of 1, else 0.
+    """``accuracy``: 1 if a reward gives its full score of 1, else 0.
 
     Args:
-        reward: the reward that judges; it returns a plain number.
-        owned: whether the reward is closed with the grader.
+        reward: reward that judges. It must return a plain number.
+        owned: whether closing the grader closes the reward.
     """
 
     primary = "accuracy"
@@ -47,31 +47,32 @@ class AccuracyGrader:
         self._reward, self._owned = reward, owned
 
     def grade(self, completion: str, example: Example) -> dict[str, float]:
-        """0 or 1.
+        """Return ``accuracy``, 0 or 1.
 
         Raises:
-            Exception: what the reward raises.
+            Exception: the reward failed.
         """
         score = self._reward(completion, example)
         assert not isinstance(score, Mapping)
         return {"accuracy": float(score >= 1.0)}
 
     def weights(self, example: Example) -> dict[str, float]:
-        """Examples count alike."""
+        """Return weight 1."""
         return {"accuracy": 1.0}
 
     def close(self) -> None:
-        """Close the reward if it is the grader's own."""
+        """Close the reward if the grader owns it."""
         if self._owned:
             close_all([self._reward])
 
 
 class CountingGrader:
-    """A grader whose errors do not end an evaluation: they are counted, logged with the completion, and
-    graded 0.
+    """Wrap a grader so that its errors do not stop an evaluation.
+
+    An error is counted in ``error_count``, logged with the completion, and graded 0.
 
     Args:
-        inner: the grader that does the work.
+        inner: grader that does the work.
     """
 
     def __init__(self, inner: Grader) -> None:
@@ -82,20 +83,20 @@ class CountingGrader:
         self.error_count = 0
 
     def grade(self, completion: str, example: Example) -> dict[str, float]:
-        """A value in [0, 1] for each metric, or all 0 and one more error where grading fails."""
+        """Return a value in [0, 1] for each metric. If grading fails, return 0 for all and count an error."""
         try:
             return self._inner.grade(completion, example)
-        except Exception as error:  # noqa: BLE001  anybody's code, as in RewardSet
+        except Exception as error:  # noqa: BLE001  a grader may be user code, as in RewardSet
             with self._lock:
                 self.error_count += 1
             _log.warning(
-                "grading of %s failed and counts as wrong: %s: %s; completion: %s",
+                "grading of %s failed, so it counts as wrong: %s: %s; completion: %s",
                 example.id, type(error).__name__, error, excerpt(completion),
             )  # fmt: skip
             return dict.fromkeys(self.metrics, 0.0)
 
     def weights(self, example: Example) -> dict[str, float]:
-        """The weight of this example in the mean of each metric."""
+        """Return the weight of this example in the mean of each metric."""
         return self._inner.weights(example)
 
     def close(self) -> None:

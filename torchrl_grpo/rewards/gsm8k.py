@@ -1,8 +1,8 @@
-r"""GSM8K: is the number right? Strict and flexible extraction, reported apart.
+r"""GSM8K: correctness of the final number, with strict and flexible extraction.
 
-strict: the one number inside the last closed ``<answer>`` tag; without such a tag, the one number on the line
-    after the last ``####``. Several numbers there ("1 2 3 72") are no answer.
-flexible: the strict number; else that in the last ``\boxed{}``; else the last number of the text.
+strict: the only number inside the last closed ``<answer>`` tag. Without such a tag, the only number between
+    the last ``####`` and the end of its line. Several numbers ("1 2 3 72") are no answer.
+flexible: the strict number, else the number in the last ``\boxed{}``, else the last number of the text.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torchrl_grpo.rewards import extract, numbers
 
 
 def strict_number(completion: str) -> Fraction | None:
-    """The number by strict extraction, or None."""
+    """Return the number by strict extraction, or None."""
     found = _marked(completion)
     return None if found is None else _value(found)
 
 
 def flexible_number(completion: str) -> Fraction | None:
-    """The number by flexible extraction, or None."""
+    """Return the number by flexible extraction, or None."""
     strict = strict_number(completion)
     if strict is not None:
         return strict
@@ -31,15 +31,15 @@ def flexible_number(completion: str) -> Fraction | None:
 
 
 def judge(completion: str, truth: str) -> dict[str, float]:
-    """Strict and flexible correctness.
+    """Judge a completion by strict and flexible extraction.
 
     Args:
-        completion: what the model wrote.
-        truth: the right answer, as in the data.
+        completion: text that the model wrote.
+        truth: correct answer, as in the data.
 
     Returns:
-        ``{"strict": 0 or 1, "flexible": 0 or 1}``. A truth that is no number is compared as text with what
-        strict extraction finds.
+        ``{"strict": 0 or 1, "flexible": 0 or 1}``. If the truth is not a number, both compare the text of the
+        strict extraction with it.
     """
     right = numbers.only(truth)
     if right is None:
@@ -51,10 +51,10 @@ def judge(completion: str, truth: str) -> dict[str, float]:
 
 
 class Gsm8kReward:
-    """1.0 for the right number.
+    """1.0 for the correct number.
 
     Args:
-        score: which extraction is weighted, ``"strict"`` or ``"flexible"``; both are logged.
+        score: extraction that the score uses, ``"strict"`` or ``"flexible"``. Both are logged.
     """
 
     name = "gsm8k"
@@ -63,7 +63,7 @@ class Gsm8kReward:
         self._score = score
 
     def __call__(self, completion: str, example: Example) -> dict[str, float]:
-        """``score``, ``strict`` and ``flexible``, each 0 or 1."""
+        """Return ``score``, ``strict`` and ``flexible``, each 0 or 1."""
         parts = judge(completion, example.truth["answer"])
         return {"score": parts[self._score], **parts}
 
@@ -74,7 +74,7 @@ def _marked(completion: str) -> str | None:
 
 
 def _value(marked: str) -> Fraction | None:
-    r"""The number in what was marked as the answer; a box or a ``####`` inside it narrows it down."""
+    r"""Return the number in a marked answer. A box or a ``####`` inside it takes precedence."""
     boxed = last_boxed(marked[:10_000])
     if boxed is not None:
         return numbers.only(boxed)

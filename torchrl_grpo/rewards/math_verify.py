@@ -1,7 +1,7 @@
-"""``math_verify``: is the answer mathematically equal to the truth?
+"""``math_verify``: mathematical equality of answer and truth.
 
 A comparison that raises, hangs or kills its process is an error
-(:class:`~torchrl_grpo.rewards.sandbox.pool.JobError`), never a quiet 0.
+(:class:`~torchrl_grpo.rewards.sandbox.pool.JobError`), never a silent 0.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ JOB = "torchrl_grpo.rewards.sandbox.math_job:run"
 class MathVerifyReward:
     """1.0 for an answer that is mathematically equal to the truth.
 
-    The answer is the content of the last closed ``<answer>`` tag; without one it is whatever math_verify
-    finds in the whole text, whatever ``env.answer_format`` says: the ``format`` reward is what teaches the
-    tags.
+    The answer is the content of the last closed ``<answer>`` tag. Without such a tag, math_verify searches
+    the whole text. ``env.answer_format`` plays no part, because the ``format`` reward teaches the tags.
 
     Args:
-        timeout_s: seconds one comparison may take.
-        workers: number of processes, so of comparisons at a time.
-        job: ``"module:function"`` of the comparison, for tests.
+        timeout_s: time limit of one comparison in seconds.
+        workers: number of processes, and so of parallel comparisons.
+        job: ``"module:function"`` of the comparison; tests replace it.
     """
 
     name = "math_verify"
@@ -32,11 +31,11 @@ class MathVerifyReward:
         self._pool = WorkerPool(job, workers, timeout_s)
 
     def __call__(self, completion: str, example: Example) -> float:
-        """0 or 1.
+        """Return 0 or 1.
 
         Raises:
             JobTimeout: the comparison took too long.
-            JobError: it raised, or its process died.
+            JobError: the comparison raised, or its process died.
         """
         answer = extract.tagged(completion)
         if answer is None:

@@ -1,11 +1,11 @@
-r"""Numbers as people and models write them, as exact fractions.
+r"""Parse numbers in the notations of people and models to exact fractions.
 
-Understood: ``1,234``, ``$5.00``, ``5.``, ``.5``, ``-3``, ``−3``, ``1/2``, ``2 1/2``, ``½``, ``0.50``,
-``50%``, ``3 km``, ``1.5e3``, ``1{,}234``, ``\$5``, ``\boxed{5}``, ``\frac{1}{2}``, ``2\frac{1}{2}``. A
-percent sign, a currency sign and a unit are dropped: 50% is 50. Not numbers: ``1.2.3``, ``3:00``,
-``12/25/2020``, ``CO2``, ``10^3``.
+Numbers: ``1,234``, ``$5.00``, ``5.``, ``.5``, ``-3``, ``−3``, ``1/2``, ``2 1/2``, ``½``, ``0.50``,
+``50%``, ``3 km``, ``1.5e3``, ``1{,}234``, ``\$5``, ``\boxed{5}``, ``\frac{1}{2}``, ``2\frac{1}{2}``. Percent
+signs, currency signs and units are dropped: 50% is 50. Not numbers: ``1.2.3``, ``3:00``, ``12/25/2020``,
+``CO2``, ``10^3``.
 
-The scan is linear in the text, and no number longer than 64 characters is looked at.
+The scan is linear in the text and ignores numbers longer than 64 characters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from fractions import Fraction
 
 _MAX_CHARS = 64
 _MAX_CANDIDATES = 1_000
-#: How much of the end of a text is searched for its last number, step by step; None is all of it.
+#: Characters at the end of a text that are searched for its last number, one size after the other. None
+#: searches the whole text.
 _WINDOWS = (2_000, 50_000, None)
 
 _FRACTIONS = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅛": "1/8", "⅜": "3/8"}
@@ -29,8 +30,8 @@ _TRANSLATE = str.maketrans(
 )
 
 _RUN = r"(?:[0-9][0-9.,]*+|\.[0-9][0-9.,]*+)"
-#: One piece that may be a number. Possessive: a run of digits, dots and commas is taken whole and judged
-#: afterwards.
+#: A piece that may be a number. Possessive quantifiers match a whole run of digits, dots and commas, and
+#: :func:`_split_run` interprets it.
 _PIECE = re.compile(
     rf"""
       (?:(?P<whole>[0-9]++)[ ]?)?
@@ -43,22 +44,22 @@ _PIECE = re.compile(
 )
 _DECIMAL = re.compile(r"[0-9]*\.?[0-9]*")
 _GROUPED = re.compile(r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3})(?:\.[0-9]*)?")
-#: A sign, perhaps before a currency sign, right before a number; group 1 is what stands before the sign.
+#: A sign before a number, with an optional currency sign between them. Group 1 is the character before it.
 _SIGN = re.compile(r"(^|.)([-+])[$€£¥]?$", re.DOTALL)
 _CURRENCY_SIGN = re.compile(r"(^|.)\\?[$€£¥][ ]?([-+])$", re.DOTALL)
-#: LaTeX that says nothing about the value.
+#: LaTeX that does not affect the value.
 _NOISE = re.compile(r"\{,\}|\\[,;:! ]|\\left|\\right|\\(?=[$%#&])|\\(?:text|mathrm|textbf|mathbf)(?=\s?\{)")
 _OTHER_COMMAND = re.compile(r"\\(?!(?:[dtc]?frac|f?boxed|[()\[\]])(?![A-Za-z]))[A-Za-z]")
 
 
 def only(text: str) -> Fraction | None:
-    """The number that the text is, units and words aside.
+    """Return the only number in a short answer. Units and words are ignored.
 
     Args:
-        text: a short answer. More than 200 characters are no answer.
+        text: short answer, at most 200 characters.
 
     Returns:
-        The number; None unless there is exactly one.
+        The number, or None if the text is longer or does not have exactly one number.
     """
     if len(text) > 200:
         return None
@@ -73,7 +74,7 @@ def only(text: str) -> Fraction | None:
 
 
 def last(text: str) -> Fraction | None:
-    """The last number in the text, or None; no more than the last 1,000 candidates are tried."""
+    """Return the last number in the text, or None. At most the last 1,000 candidates are tried."""
     for size in _WINDOWS:
         window = clean(text if size is None else text[-size:])
         whole = size is None or size >= len(text)
@@ -91,7 +92,7 @@ def last(text: str) -> Fraction | None:
 
 
 def same(left: str, right: str) -> bool:
-    """Whether two short answers are the same number, or the same text where either is no number."""
+    """Whether two short answers are the same number, or the same text if one of them is not a number."""
     a, b = only(left), only(right)
     if a is not None and b is not None:
         return a == b
@@ -99,7 +100,7 @@ def same(left: str, right: str) -> bool:
 
 
 def clean(text: str) -> str:
-    """The text with one spelling for each minus, digit and space, and without empty LaTeX."""
+    """Normalize minus signs, digits and spaces, and remove LaTeX that does not affect the value."""
     return _NOISE.sub(_noise, text.translate(_TRANSLATE))
 
 
@@ -113,7 +114,7 @@ def _numbers(text: str) -> Iterator[Fraction]:
 
 
 def _values(text: str, piece: re.Match[str]) -> list[Fraction]:
-    """The numbers in one piece of a text: none, one, or several ("1,2,3" is a list)."""
+    """Return the numbers in one piece of a text: none, one, or several ("1,2,3" is a list)."""
     start, end = piece.span()
     if end - start > _MAX_CHARS or not _stands_alone(text, start, end):
         return []
@@ -142,7 +143,7 @@ def _run_values(piece: re.Match[str]) -> list[Fraction]:
 
 
 def _split_run(run: str) -> list[Fraction]:
-    """The numbers in a run of digits, dots and commas."""
+    """Return the numbers in a run of digits, dots and commas."""
     run = run.rstrip(".,")
     if _GROUPED.fullmatch(run):
         return [Fraction(run.replace(",", ""))]
@@ -163,7 +164,7 @@ def _mixed(whole: str | None, top: str, bottom: str) -> list[Fraction]:
 
 
 def _stands_alone(text: str, start: int, end: int) -> bool:
-    """Whether the piece is a number and not a part of a word, a date, a time, a path or a power."""
+    """Whether the piece is a number and not part of a word, a date, a time, a path or a power."""
     before, after = text[start - 1 : start], text[end : end + 1]
     if (
         before == "_"
@@ -189,5 +190,5 @@ def _sign(before: str) -> int:
     match = _SIGN.search(before) or _CURRENCY_SIGN.search(before)
     if match is None or match[2] == "+":
         return 1
-    # "10-3" is a subtraction and "2)-1" too: a sign follows a space, a bracket, an operator or nothing.
+    # "10-3" and "2)-1" are subtractions. A sign follows a space, an opening bracket, an operator or nothing.
     return 1 if match[1].isalnum() or (match[1] in (")", "]", "}") and match[1]) else -1

@@ -1,6 +1,7 @@
-"""``reasoning_gym``: what the task's own scorer says about the answer.
+"""``reasoning_gym``: the score of the task's own scorer.
 
-The scorers run in worker processes: several of them hand the model's text to sympy, which can take for ever.
+The scorers run in worker processes, because several of them pass the model's text to sympy, which may never
+return.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ class ReasoningGymReward:
     """The task's own score, in 0 to 1; some tasks give partial credit.
 
     Args:
-        answer_format: where the answer stands, see :func:`~torchrl_grpo.rewards.extract.answer`; a
-            completion without one earns 0.
-        timeout_s: seconds one call of the scorer may take.
+        answer_format: format of the answer, see :func:`~torchrl_grpo.rewards.extract.answer`. A completion
+            without an answer scores 0.
+        timeout_s: time limit of one call of the scorer in seconds.
         workers: number of processes.
-        job: ``"module:function"`` of the scorer, for tests.
+        job: ``"module:function"`` of the scorer; tests replace it.
     """
 
     name = "reasoning_gym"
@@ -30,11 +31,11 @@ class ReasoningGymReward:
         self._pool = WorkerPool(job, workers, timeout_s)
 
     def __call__(self, completion: str, example: Example) -> float:
-        """The score.
+        """Return the score.
 
         Raises:
             JobTimeout: the scorer took too long.
-            JobError: it raised, or its process died.
+            JobError: the scorer raised, or its process died.
         """
         answer = extract.answer(completion, self._format)
         if answer is None:

@@ -1,4 +1,4 @@
-"""Rewards by name, each data set's default weights, and the grader that goes with a run's rewards."""
+"""Rewards by name, default weights of each data set, and the choice of the grader."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrl_grpo.rewards.reward_set import RewardSet
 from torchrl_grpo.rewards.text import BareNumberReward, ClosenessReward, ExactMatchReward
 from torchrl_grpo.rewards.types import Grader, Reward
 
-#: Used where ``reward.weights`` is empty.
+#: Weights for an empty ``reward.weights``.
 DEFAULT_WEIGHTS: dict[str, dict[str, float]] = {
     "gsm8k": {"gsm8k": 1.0, "format": 0.1},
     "math": {"math_verify": 1.0, "format": 0.1},
@@ -30,7 +30,7 @@ DEFAULT_WEIGHTS: dict[str, dict[str, float]] = {
 
 
 def _gsm8k(cfg: Config) -> Reward:
-    # Who asks for tags wants them used; who asks for nothing takes the number wherever it stands.
+    # A prompt that asks for tags expects them. Without tags, the number may be anywhere.
     return Gsm8kReward("strict" if cfg.env.answer_format == "tags" else "flexible")
 
 
@@ -49,13 +49,13 @@ REWARDS: dict[str, Callable[[Config], Reward]] = {
 
 
 def check_weights(cfg: Config) -> dict[str, float]:
-    """The weights of a run, after every check that starts nothing.
+    """Check and return the weights of a run. No worker process starts.
 
     Args:
-        cfg: ``reward.weights`` and ``env.dataset`` are read.
+        cfg: configuration; ``reward.weights`` and ``env.dataset`` are read.
 
     Returns:
-        Reward name -> weight; the data set's defaults where the configuration gives none.
+        Reward name -> weight. The data set's defaults if the configuration gives none.
 
     Raises:
         ConfigError: a name is unknown, a weight is not finite, a reward cannot judge the data set, or all
@@ -71,21 +71,21 @@ def check_weights(cfg: Config) -> dict[str, float]:
             raise ConfigError(f"reward.weights.{name}={weight!r} is not a finite number; write e.g. 1.0")
         if cfg.env.dataset not in (reads := REWARD_READS.get(name, DATASETS)):
             raise ConfigError(
-                f"reward.weights.{name}: this reward cannot judge env.dataset={cfg.env.dataset}; it reads "
+                f"reward.weights.{name}: this reward cannot judge env.dataset={cfg.env.dataset}; it supports "
                 f"{', '.join(reads)}. Write e.g. reward.weights={DEFAULT_WEIGHTS[cfg.env.dataset]}"
             )
     if not any(weights.values()):
         raise ConfigError(
-            f"reward.weights={dict(weights)!r} are all 0, so nothing is rewarded; give one a weight"
+            f"reward.weights={dict(weights)!r} are all 0, so nothing is rewarded; raise one of them"
         )
     return dict(weights)
 
 
 def build(cfg: Config) -> RewardSet:
-    """The rewards of a run; worker processes start here, so close the result.
+    """Build the rewards of a run. Some start worker processes, so the caller must close the result.
 
     Args:
-        cfg: ``reward``, ``env.dataset`` and ``env.answer_format`` are read.
+        cfg: configuration; ``reward``, ``env.dataset`` and ``env.answer_format`` are read.
 
     Returns:
         The rewards, combined.
@@ -97,7 +97,7 @@ def build(cfg: Config) -> RewardSet:
     return RewardSet(pairs, cfg.reward.on_error, cfg.reward.workers)
 
 
-#: The rewards that say right or wrong, and the one that grades where none of them has a weight.
+#: Rewards that judge correctness, so that one of them can grade the evaluation.
 JUDGES = ("gsm8k", "math_verify", "exact_match", "reasoning_gym", "ifeval")
 _OWN_JUDGE = {
     "gsm8k": "gsm8k",
@@ -109,14 +109,14 @@ _OWN_JUDGE = {
 
 
 def judge(cfg: Config) -> str:
-    """The reward whose verdict evaluation reports: of the judges rewarded, the one with the largest weight.
+    """Return the name of the reward that grades the evaluation.
+
+    It is the judge (:data:`JUDGES`) with the largest positive weight. If several judges share that weight,
+    the data set's own judge wins, or else the first of them. If no judge has a positive weight, it is the
+    data set's own judge.
 
     Args:
-        cfg: ``reward.weights`` and ``env.dataset`` are read.
-
-    Returns:
-        Its name; the data set's own judge where none is rewarded, or where it is among several with the
-        largest weight, or else the first of these.
+        cfg: configuration; ``reward.weights`` and ``env.dataset`` are read.
     """
     weights = cfg.reward.weights or DEFAULT_WEIGHTS[cfg.env.dataset]
     own = _OWN_JUDGE[cfg.env.dataset]
@@ -126,12 +126,12 @@ def judge(cfg: Config) -> str:
 
 
 def grader(cfg: Config, shared: RewardSet | None = None) -> CountingGrader:
-    """The grader of a run, which follows its rewards (:func:`judge`); it may start workers, so close it.
+    """Build the grader that :func:`judge` chooses. It may start worker processes, so the caller closes it.
 
     Args:
-        cfg: ``env.dataset``, ``env.answer_format`` and ``reward`` are read.
-        shared: the run's rewards. Where the grader needs a reward that is among them, it uses that one and
-            its worker processes instead of starting its own; close the grader before the rewards.
+        cfg: configuration; ``env.dataset``, ``env.answer_format`` and ``reward`` are read.
+        shared: rewards of the run. If they include the reward that the grader needs, the grader uses it and
+            its worker processes instead of starting its own. Close the grader before the rewards.
 
     Returns:
         A grader that counts its errors.

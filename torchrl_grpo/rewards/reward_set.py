@@ -1,4 +1,4 @@
-"""Several rewards, one number: weights, errors, and each reward logged apart."""
+"""Combine several weighted rewards into one number, and handle their errors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class RewardSet:
     """Rewards and their weights.
 
     Args:
-        rewards: reward and weight; a weight of 0 logs a reward without counting it.
-        on_error: what a reward that raises counts, before its weight.
-        workers: completions scored at a time.
+        rewards: pairs of reward and weight. A reward of weight 0 is logged only.
+        on_error: unweighted value of a reward that raises.
+        workers: number of completions scored in parallel.
     """
 
     def __init__(
@@ -36,29 +36,29 @@ class RewardSet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The rewards' names, in the order of the weights."""
+        """Names of the rewards, in the order of the weights."""
         return tuple(reward.name for reward, _ in self._rewards)
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The rewards' weights, in the same order."""
+        """Weights of the rewards, in the order of the names."""
         return tuple(weight for _, weight in self._rewards)
 
     def get(self, name: str) -> Reward | None:
-        """The reward of that name, or None; it stays this set's to close."""
+        """Return the reward of that name, or None. This set still owns and closes it."""
         return next((reward for reward, _ in self._rewards if reward.name == name), None)
 
     def score(self, completions: Sequence[str], examples: Sequence[Example]) -> list[Scored]:
-        """Score completions, each against its own example.
+        """Score each completion against its own example.
 
         Args:
-            completions: what the model wrote.
-            examples: the problems, one for each completion.
+            completions: texts that the model wrote.
+            examples: problems, one for each completion.
 
         Returns:
-            What each earned, in the same order. A reward that raises, or whose value is not a finite number,
-            is named in ``errors``, logged with the completion, counted in :attr:`error_count`, and takes the
-            value ``on_error``.
+            The scores, in the same order. A reward that raises or returns a number that is not finite counts
+            as ``on_error``. Its error is in ``errors``, is logged with the completion, and is counted in
+            :attr:`error_count`.
 
         Raises:
             ValueError: the two lengths differ.
@@ -70,7 +70,7 @@ class RewardSet:
         return list(self._threads.map(self._score, completions, examples))
 
     def close(self) -> None:
-        """Stop what the rewards started. It may be called twice."""
+        """Close the rewards. It may be called twice."""
         if self._threads is not None:
             self._threads.shutdown()
         for reward, _ in self._rewards:
@@ -83,7 +83,7 @@ class RewardSet:
         for reward, weight in self._rewards:
             try:
                 value, named = _read(reward(completion, example))
-            except Exception as error:  # noqa: BLE001  a reward is anybody's code; nothing is lost, see below
+            except Exception as error:  # noqa: BLE001  a reward may be user code; the error is reported below
                 value, named = self._on_error, {}
                 errors[reward.name] = f"{type(error).__name__}: {error}"
                 self._report(reward.name, errors[reward.name], completion, example)
@@ -91,7 +91,7 @@ class RewardSet:
             size += abs(weight * value)
             parts[reward.name] = value
             parts.update({f"{reward.name}/{part}": number for part, number in named.items()})
-        # Of rewards that cancel rounding is left, and it would be the whole difference between two responses.
+        # Rewards that cancel out leave a rounding error, which could be the only difference in a group.
         if abs(total) < len(self._rewards) * sys.float_info.epsilon * size:
             total = 0.0
         return Scored(total, parts, errors)
@@ -100,27 +100,27 @@ class RewardSet:
         with self._lock:
             self.error_count += 1
         _log.warning(
-            "reward %s failed on %s and counts %g: %s; completion: %s",
+            "reward %s failed on %s and counts as %g: %s; completion: %s",
             name, example.id, self._on_error, message, excerpt(completion),
         )  # fmt: skip
 
 
 def close_all(parts: Sequence[object]) -> None:
-    """Close those that have something to close."""
+    """Close the objects that have a ``close`` method."""
     for part in parts:
         if hasattr(part, "close"):
             part.close()
 
 
 def excerpt(completion: str) -> str:
-    """The completion as it is logged: whole, unless it is very long."""
+    """Return the completion for the log: whole, or its two ends if it is longer than 4,000 characters."""
     if len(completion) <= 4_000:
         return repr(completion)
     return f"{completion[:2_000]!r} ... {completion[-2_000:]!r} ({len(completion)} characters)"
 
 
 def _read(result: float | Mapping[str, float]) -> tuple[float, dict[str, float]]:
-    """Split what a reward returned into its score and its other parts."""
+    """Split the result of a reward into its score and its other parts."""
     parts = dict(result) if isinstance(result, Mapping) else {"score": result}
     if "score" not in parts:
         raise ValueError(f"a reward's parts need a 'score', got {sorted(parts)}")

@@ -1,4 +1,4 @@
-"""Small rewards about the answer's text: equal to the truth, a bare number, a number near the truth."""
+"""Small rewards on the text of the answer: equality to the truth, a bare number, closeness to the truth."""
 
 from __future__ import annotations
 
@@ -11,58 +11,58 @@ _BARE_NUMBER = re.compile(r"[-+−]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 
 
 def normalized(text: str) -> str:
-    """Lower case, single spaces, no full stop at the end."""
+    """Return the text in lower case, with single spaces and without a final period."""
     return " ".join(text.casefold().split()).removesuffix(".").rstrip()
 
 
-class _OfAnswer:
-    """What the rewards of this file share.
+class _AnswerReward:
+    """Base class of rewards on the answer. A completion without an answer scores 0.
 
     Args:
-        answer_format: where the answer stands, as ``env.answer_format``; where there is none: 0.
+        answer_format: format of the answer, see :func:`~torchrl_grpo.rewards.extract.answer`.
     """
 
     def __init__(self, answer_format: str) -> None:
         self._format = answer_format
 
 
-class ExactMatchReward(_OfAnswer):
-    """1.0 when the answer equals the truth, case, spacing and a final full stop aside."""
+class ExactMatchReward(_AnswerReward):
+    """1.0 if the answer equals the truth. Case, spacing and a final period are ignored."""
 
     name = "exact_match"
 
     def __call__(self, completion: str, example: Example) -> float:
-        """0 or 1."""
+        """Return 0 or 1."""
         answer = extract.answer(completion, self._format)
         return float(answer is not None and normalized(answer) == normalized(example.truth["answer"]))
 
 
-class BareNumberReward(_OfAnswer):
-    """1.0 when the answer is an integer or a decimal and nothing else, right or wrong."""
+class BareNumberReward(_AnswerReward):
+    """1.0 if the answer is only an integer or a decimal number, correct or not."""
 
     name = "bare_number"
 
     def __call__(self, completion: str, example: Example) -> float:
-        """0 or 1."""
+        """Return 0 or 1."""
         answer = extract.answer(completion, self._format)
         return float(answer is not None and _BARE_NUMBER.fullmatch(answer) is not None)
 
 
-class ClosenessReward(_OfAnswer):
-    """``1 / (1 + |answer - truth|)`` for a bare number: a slope where right ones are still rare."""
+class ClosenessReward(_AnswerReward):
+    """``1 / (1 + |answer - truth|)`` for a bare number. It gives a signal while correct answers are rare."""
 
     name = "closeness"
 
     def __call__(self, completion: str, example: Example) -> float:
-        """Between 0 and 1; 1 is right.
+        """Return a score between 0 and 1, where 1 is correct.
 
         Raises:
-            ValueError: the truth is no number, so nothing is near it.
+            ValueError: the truth is not a number.
         """
         truth = example.truth["answer"] if "answer" in example.truth else example.truth["entry"]["answer"]
         goal = numbers.only(str(truth))
         if goal is None:
-            raise ValueError(f"the truth of {example.id} is {truth!r}, which is no number")
+            raise ValueError(f"the truth of {example.id} is {truth!r}, which is not a number")
         answer = extract.answer(completion, self._format)
         if answer is None or _BARE_NUMBER.fullmatch(answer) is None:
             return 0.0

@@ -1,4 +1,4 @@
-"""The two shapes of this package: a reward for training and a grader for evaluation."""
+"""The two interfaces of this package: a reward for training and a grader for evaluation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torchrl_grpo.data.example import Example
 
 
 class Reward(Protocol):
-    """Text in, score out. Must be safe to call from several threads at once.
+    """Scores a completion. It must be thread-safe.
 
     Attributes:
-        name: the name it has in ``reward.weights`` and in the logs.
+        name: name of the reward in ``reward.weights`` and in the logs.
     """
 
     name: str
@@ -22,59 +22,58 @@ class Reward(Protocol):
         """Score one completion.
 
         Args:
-            completion: what the model wrote.
-            example: the problem.
+            completion: text that the model wrote.
+            example: problem that the completion answers.
 
         Returns:
-            A number, or named parts of which ``"score"`` is the one that is weighted; the others are logged
-            apart as ``<name>/<part>``.
+            A number, or a mapping of named parts. Its ``"score"`` is weighted, and the other parts are logged
+            as ``<name>/<part>``.
 
         Raises:
-            Exception: whatever went wrong; :class:`~torchrl_grpo.rewards.RewardSet` counts and logs it.
+            Exception: any failure. :class:`~torchrl_grpo.rewards.RewardSet` counts and logs it.
         """
         ...
 
 
 class Grader(Protocol):
-    """Judges a completion for evaluation: right or wrong, by one or more measures."""
+    """Judges the correctness of a completion in evaluation, by one or more metrics."""
 
-    # Properties, so that a constant of a class fits as well as an attribute of an instance.
+    # Declared as properties, so that both class constants and instance attributes satisfy the protocol.
     @property
     def primary(self) -> str:
-        """The metric that stands for the data set."""
+        """The main metric of the data set."""
         ...
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """All metrics, in the order they are shown."""
+        """All metrics, in display order."""
         ...
 
     def grade(self, completion: str, example: Example) -> dict[str, float]:
-        """A value in [0, 1] for each metric; 0 or 1 unless the metric is a mean over parts of an example.
+        """Return a value in [0, 1] for each metric: 0 or 1, unless the metric averages parts of an example.
 
         Raises:
-            Exception: whatever went wrong; :class:`~torchrl_grpo.rewards.graders.CountingGrader` counts and
-                logs it.
+            Exception: any failure. :class:`~torchrl_grpo.rewards.graders.CountingGrader` counts and logs it.
         """
         ...
 
     def weights(self, example: Example) -> dict[str, float]:
-        """The weight of this example in the mean of each metric; all 1.0 where examples count alike."""
+        """Return the weight of this example in the mean of each metric. The usual weight is 1.0."""
         ...
 
     def close(self) -> None:
-        """Stop what the grader started. It may be called twice."""
+        """Stop the grader's workers. It may be called twice."""
         ...
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What a completion earned.
+    """The score of a completion.
 
     Attributes:
-        total: the weighted sum.
-        parts: each reward's own value by name, unweighted, and its parts as ``<name>/<part>``.
-        errors: reward name -> message, for rewards that raised; each counted ``reward.on_error`` instead.
+        total: weighted sum of the rewards.
+        parts: unweighted value of each reward by name, and its other parts as ``<name>/<part>``.
+        errors: reward name -> message for rewards that raised. Each of them counted as ``reward.on_error``.
     """
 
     total: float

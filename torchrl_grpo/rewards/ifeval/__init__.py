@@ -1,4 +1,4 @@
-"""IFEval (arXiv 2311.07911): 25 kinds of verifiable instruction, checked strictly and loosely."""
+"""IFEval (arXiv 2311.07911): strict and loose checks of 25 types of verifiable instructions."""
 
 from __future__ import annotations
 

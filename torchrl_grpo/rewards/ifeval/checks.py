@@ -1,8 +1,8 @@
-"""What each of IFEval's 25 instruction types asks of a response: a table of yes/no functions.
+"""Boolean checks of IFEval's 25 instruction types.
 
-The meaning is the benchmark's (arXiv 2311.07911), oddities included where they decide a verdict.
-Every check takes time linear in the response, whatever the response is; none raises on any text.
-Strict and loose scoring, and the checking of arguments, live in the neighbouring modules.
+They have the benchmark's meaning (arXiv 2311.07911), including oddities that affect a verdict. Every check
+takes time linear in the response, and none raises. :mod:`~torchrl_grpo.rewards.ifeval.scoring` has strict and
+loose scoring, and :mod:`~torchrl_grpo.data.ifeval.schema` validates the arguments.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Check = Callable[[str, Kwargs], bool]
 
 
 _PARAGRAPH_DIVIDER = re.compile(r"\s?\*\*\*\s?")
-# Only blanks may be skipped before the mark, not line ends: same count, without quadratic rescans.
-# After a star any character but another star belongs to the bullet, the line end included.
+# Before the bullet only blanks are skipped, not line ends. The count is the same, without quadratic rescans.
+# After a star, any character except another star belongs to the bullet, including the line end.
 _STAR_BULLET = re.compile(r"^[^\S\n]*\*[^*].*$", re.MULTILINE)
 _DASH_BULLET = re.compile(r"^[^\S\n]*-.*$", re.MULTILINE)
 _HIGHLIGHT = re.compile(r"\*([^\n*]*)\*")
@@ -39,7 +39,7 @@ def _holds(count: int, relation: str, bound: int) -> bool:
 
 
 def _occurrences(response: str, keyword: str) -> int:
-    """Occurrences anywhere, inside other words too, in either case."""
+    """Count occurrences, including those inside other words. Case is ignored."""
     return sum(1 for _ in re.finditer(re.escape(keyword), response, re.IGNORECASE))
 
 
@@ -52,7 +52,7 @@ def _keyword_frequency(response: str, kwargs: Kwargs) -> bool:
 
 
 def _no_forbidden_words(response: str, kwargs: Kwargs) -> bool:
-    """Forbidden are whole words: ``cat`` leaves ``category`` alone."""
+    """Whole words are forbidden: ``cat`` does not forbid ``category``."""
     return not any(
         re.search(rf"\b{re.escape(word)}\b", response, re.IGNORECASE) for word in kwargs["forbidden_words"]
     )
@@ -67,7 +67,7 @@ def _letter_frequency(response: str, kwargs: Kwargs) -> bool:
 
 
 def _in_language(response: str, language: str) -> bool:
-    # Text without letters is in no language; the benchmark lets it pass.
+    # Text without letters has no language, and the benchmark accepts it.
     return text.detect_language(response) in (language, None)
 
 
@@ -101,20 +101,20 @@ def _number_sentences(response: str, kwargs: Kwargs) -> bool:
 
 
 def _parts_between(parts: list[str]) -> list[str] | None:
-    """``parts`` without an empty first or last one; None where one between them is empty."""
+    """Return ``parts`` without an empty first or last part, or None if a part between them is empty."""
     kept = [part for part in parts if part.strip()]
     empty_inside = any(not part.strip() for part in parts[1:-1])
     return None if empty_inside else kept
 
 
 def _number_paragraphs(response: str, kwargs: Kwargs) -> bool:
-    """Paragraphs here are what ``***`` divides."""
+    """``***`` separates paragraphs in this check."""
     paragraphs = _parts_between(_PARAGRAPH_DIVIDER.split(response))
     return paragraphs is not None and len(paragraphs) == kwargs["num_paragraphs"]
 
 
 def _nth_paragraph_first_word(response: str, kwargs: Kwargs) -> bool:
-    """Paragraphs here are what a blank line divides; empty ones hold a place but are not counted."""
+    """A blank line separates paragraphs in this check. Empty ones have a number but are not counted."""
     places = response.split("\n\n")
     count = sum(1 for place in places if place.strip())
     nth = kwargs["nth_paragraph"]
@@ -147,7 +147,7 @@ def _multiple_sections(response: str, kwargs: Kwargs) -> bool:
 
 
 def _titles(response: str) -> Iterator[str]:
-    """On each line, what lies between the first ``<<`` and the last ``>>``."""
+    """Yield the text between the first ``<<`` and the last ``>>`` of each line."""
     for line in response.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
         if start >= 0 and end > start + 2:
@@ -165,7 +165,7 @@ def _json_format(response: str, kwargs: Kwargs) -> bool:
         body = body.removeprefix(opening)
     try:
         json.loads(body.removesuffix("```").strip())
-    except (ValueError, RecursionError):  # nested too deep for the parser is not JSON anybody can use
+    except (ValueError, RecursionError):  # RecursionError: the nesting is too deep for the parser
         return False
     return True
 

@@ -1,8 +1,7 @@
 """IFEval as a reward for training and as a grader for evaluation.
 
-Both give the benchmark's four numbers; they differ in what one number means. The reward's parts are
-for one response; the grader's are averaged over the benchmark, prompt-level ones over prompts and
-instruction-level ones over instructions, which is what its weights are for.
+Both return the benchmark's four scores of one response. The grader's weights average them over the benchmark:
+prompt-level scores over prompts, and instruction-level scores over instructions.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ METRICS = ("prompt_strict", "prompt_loose", "instruction_strict", "instruction_l
 
 
 def four_scores(completion: str, example: Example) -> dict[str, float]:
-    """The four scores of one response, each in 0 to 1.
+    """Compute the four scores of one response, each in [0, 1].
 
-    ``prompt_*`` is 1 where every instruction is followed, else 0; ``instruction_*`` is the fraction
-    of the row's instructions that are followed.
+    ``prompt_*`` is 1 if every instruction is followed, else 0. ``instruction_*`` is the fraction of the
+    instructions that are followed.
 
     Args:
-        completion: what the model wrote.
-        example: its truth carries ``instruction_id_list`` and ``kwargs``.
+        completion: text that the model wrote.
+        example: problem whose truth has ``instruction_id_list`` and ``kwargs``.
 
     Returns:
         The scores, under the names in ``METRICS``.
@@ -49,10 +48,10 @@ def _truth(example: Example) -> Mapping[str, Any]:
 
 
 class IFEvalReward:
-    """Reward: the fraction of the instructions that the response follows, strictly.
+    """Reward: the fraction of the instructions that the response follows, by strict scoring.
 
-    The fraction, not all-or-nothing, because a prompt with three instructions would otherwise reward
-    a small model almost never. The benchmark's four scores go along as parts to be logged.
+    An all-or-nothing reward would almost never reward a small model for a prompt with three instructions.
+    The benchmark's four scores are parts of the reward and are logged.
 
     Raises:
         ConfigError: NLTK or langdetect is not installed.
@@ -67,8 +66,8 @@ class IFEvalReward:
         """Score one response.
 
         Args:
-            completion: what the model wrote.
-            example: its truth carries ``instruction_id_list`` and ``kwargs``.
+            completion: text that the model wrote.
+            example: problem whose truth has ``instruction_id_list`` and ``kwargs``.
 
         Returns:
             ``score`` (strict fraction) and the four scores of ``METRICS``.
@@ -81,7 +80,7 @@ class IFEvalReward:
 
 
 class IFEvalGrader:
-    """Grader: the benchmark's four accuracies, with weights that make them the benchmark's means.
+    """Grader: the benchmark's four accuracies. Its weights reproduce the benchmark's means.
 
     Raises:
         ConfigError: NLTK or langdetect is not installed.
@@ -94,12 +93,12 @@ class IFEvalGrader:
         require_packages()
 
     def grade(self, completion: str, example: Example) -> dict[str, float]:
-        """The four scores of one response; see :func:`four_scores`."""
+        """Return the four scores of one response; see :func:`four_scores`."""
         return four_scores(completion, example)
 
     def weights(self, example: Example) -> dict[str, float]:
-        """What each score of this example counts in the mean: one for prompt-level scores, the number
-        of instructions for instruction-level ones.
+        """Return the weight of each score in the mean: 1 for prompt-level scores, the number of instructions
+        for instruction-level scores.
 
         Raises:
             DataError: the example's truth is missing or malformed.

@@ -1,9 +1,9 @@
-"""Which of a row's instructions a response follows, strictly and loosely.
+"""Strict and loose scoring of the instructions of a row.
 
-Strict: the response as it is. Loose: any of eight versions of it, because a model may wrap what was
-asked in an opening line, a closing line or Markdown emphasis: as it is, without its first line,
-without its last, without both, and each of the four also with every ``*`` taken out. An empty
-response, or an empty version, follows nothing.
+Strict scoring checks the response as it is. Loose scoring accepts any of eight versions of it, because a
+model may add an opening line, a closing line or Markdown emphasis. The versions are the response as it is,
+without the first line, without the last line, and without both, each of them with and without ``*``. An empty
+response or version follows no instruction.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchrl_grpo.rewards.ifeval.checks import CHECKS
 
 
 def variants(response: str) -> list[str]:
-    """The versions of ``response`` that loose scoring accepts, the response itself first."""
+    """Return the versions of ``response`` for loose scoring, starting with the response itself."""
     lines = response.split("\n")
     trimmed = [
         response,
@@ -28,14 +28,15 @@ def variants(response: str) -> list[str]:
 
 
 def follow_list(response: str, truth: Mapping[str, Any]) -> tuple[list[bool], list[bool]]:
-    """For each instruction of ``truth``, whether ``response`` follows it.
+    """Check whether ``response`` follows each instruction of ``truth``.
 
     Args:
-        response: what the model wrote.
-        truth: a cleaned truth, see :func:`torchrl_grpo.data.ifeval.schema.clean_truth`.
+        response: text that the model wrote.
+        truth: validated truth, see :func:`torchrl_grpo.data.ifeval.schema.clean_truth`.
 
     Returns:
-        Two lists in the order of ``instruction_id_list``: strict, and loose. Loose follows from strict.
+        Strict and loose results, in the order of ``instruction_id_list``. Strict success implies loose
+        success.
     """
     strict: list[bool] = []
     loose: list[bool] = []

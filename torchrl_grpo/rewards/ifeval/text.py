@@ -1,9 +1,9 @@
-"""Counting in natural-language text for the IFEval checks: words, sentences, capitals, language.
+"""Count words, sentences and capitalized words, and detect the language, for the IFEval checks.
 
-NLTK and langdetect are used without any downloaded data and are imported on first use, so that
-importing the rewards stays cheap. NLTK's trained English sentence model has to be downloaded and is
-therefore left out: an untrained Punkt tokenizer takes its place, told the commonest abbreviations
-and sentence openers by the two lists below. Results depend on the text alone, on every machine.
+NLTK and langdetect are imported on first use, so that importing the rewards is fast, and need no downloaded
+data. NLTK's trained English sentence model would need a download. An untrained Punkt tokenizer replaces it,
+with the two lists below of common abbreviations and sentence openers. Results depend on the text only and are
+the same on every machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchrl_grpo.errors import ConfigError
 
 _WORD = re.compile(r"\w+")
 
-# An untrained Punkt ends a sentence at every one of these otherwise.
+# Without this list an untrained Punkt ends a sentence after each of these.
 _ABBREVIATIONS = """
     dr mr mrs ms prof rev hon sen rep gov gen col lt sgt capt st jr sr messrs
     vs etc e.g i.e cf al approx est no vol pp fig ed eds dept univ inc ltd co corp bros
@@ -27,7 +27,7 @@ _ABBREVIATIONS = """
     jan feb mar apr jun jul aug sep sept oct nov dec mon tue wed thu fri sat ave blvd rd mt ft
 """
 
-# After an abbreviation, one of these with a capital letter does start a sentence.
+# One of these words with a capital letter starts a new sentence after an abbreviation.
 _SENTENCE_OPENERS = """
     the a an this that these those it he she we they you i in on at by for from with as if when while
     after before since because although however then there here but and so also no yes what who why how
@@ -38,7 +38,7 @@ _language_lock = Lock()
 
 
 def require_packages() -> None:
-    """Say at once, not at the first response, that a package is missing.
+    """Fail at the start of a run, and not at the first response, if a package is missing.
 
     Raises:
         ConfigError: NLTK or langdetect is not installed.
@@ -52,23 +52,23 @@ def require_packages() -> None:
 
 
 def count_words(text: str) -> int:
-    """Number of runs of word characters, the benchmark's notion of a word."""
+    """Count words. As in the benchmark, a word is a run of word characters."""
     return sum(1 for _ in _WORD.finditer(text))
 
 
 def count_sentences(text: str, stop_at: int) -> int:
-    """Number of sentences that Punkt sees in ``text``, counted no further than ``stop_at``.
+    """Count the sentences that Punkt finds in ``text``, up to ``stop_at``.
 
-    Text without a full stop is one sentence. Punkt is slow, so the count ends where it has decided.
+    Text without a period is one sentence. Punkt is slow, so the count stops once the verdict is certain.
     """
     return sum(1 for _ in islice(_sentence_tokenizer().span_tokenize(text), stop_at))
 
 
 def count_capital_words(text: str, stop_at: int) -> int:
-    """Number of tokens in ``text`` without a lower-case letter, counted no further than ``stop_at``.
+    """Count the tokens in ``text`` that have letters but no lower-case letter, up to ``stop_at``.
 
-    Tokens are NLTK's Treebank-style ones, taken sentence by sentence so that a sentence's last full
-    stop stands apart from its last word; a lone ``I`` or ``A`` counts.
+    NLTK's Treebank-style tokenizer splits each sentence separately, so that the final period is a token of
+    its own. A lone ``I`` or ``A`` counts.
     """
     tokenizer = _word_tokenizer()
     spans = _sentence_tokenizer().span_tokenize(text)
@@ -77,10 +77,10 @@ def count_capital_words(text: str, stop_at: int) -> int:
 
 
 def detect_language(text: str) -> str | None:
-    """ISO 639-1 code (``zh-cn`` and ``zh-tw`` for Chinese) of the likeliest language of ``text``.
+    """Detect the most likely language of ``text``.
 
     Returns:
-        The code, or None where the text has no letters to tell a language by.
+        ISO 639-1 code (``zh-cn`` and ``zh-tw`` for Chinese), or None if the text has no letters.
     """
     from langdetect.lang_detect_exception import LangDetectException
 
@@ -96,8 +96,8 @@ def detect_language(text: str) -> str | None:
 def _sentence_tokenizer() -> Any:
     from nltk.tokenize.punkt import PunktLanguageVars, PunktParameters, PunktSentenceTokenizer
 
-    class Untimed(PunktLanguageVars):
-        """NLTK from 3.10 on gives up on a text after five seconds; a verdict must not hang on a clock."""
+    class NoTimeLimit(PunktLanguageVars):
+        """Remove the time limit of five seconds (NLTK 3.10 and later): a verdict must not depend on speed."""
 
         def period_context_re(self) -> re.Pattern[str]:
             return re.compile(super().period_context_re().pattern, re.VERBOSE)
@@ -105,7 +105,7 @@ def _sentence_tokenizer() -> Any:
     parameters = PunktParameters()
     parameters.abbrev_types.update(_ABBREVIATIONS.split())
     parameters.sent_starters.update(_SENTENCE_OPENERS.split())
-    return PunktSentenceTokenizer(parameters, lang_vars=Untimed())
+    return PunktSentenceTokenizer(parameters, lang_vars=NoTimeLimit())
 
 
 @cache
@@ -116,15 +116,15 @@ def _word_tokenizer() -> Any:
 
 
 def _language_profiles() -> Any:
-    with _language_lock:  # loading takes most of a second: threads that score at once must not all do it
+    with _language_lock:  # loading takes most of a second, so only one scoring thread may do it
         return _load_language_profiles()
 
 
 @cache
 def _load_language_profiles() -> Any:
-    """A langdetect factory of our own, with its profiles in sorted order and a fixed seed.
+    """Create a private langdetect factory with profiles in sorted order and a fixed seed.
 
-    Neither the file system nor anybody else's use of langdetect in this process can change an answer.
+    Neither the order of files on disk nor another user of langdetect in this process can change a result.
     """
     from pathlib import Path
 

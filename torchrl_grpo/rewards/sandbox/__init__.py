@@ -1,1 +1,1 @@
-"""Grading in processes of its own, with time limits."""
+"""Grading in separate worker processes with time limits."""

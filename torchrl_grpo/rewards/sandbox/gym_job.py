@@ -1,11 +1,11 @@
-"""What the reasoning_gym worker does: ask the task's own scorer. Runs in a worker process only."""
+"""Job of the reasoning_gym worker: call the task's own scorer. It runs in a worker process only."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from torchrl_grpo.data import codec, gym_library  # noqa: F401  (seconds to load: start-up, not the first job's)
+from torchrl_grpo.data import codec, gym_library  # noqa: F401  (takes seconds, which the first job must not pay)
 from torchrl_grpo.data import reasoning_gym as tasks
 
 _scorers: dict[str, Any] = {}
@@ -15,10 +15,10 @@ def run(payload: dict[str, Any]) -> float:
     """Score an answer.
 
     Args:
-        payload: ``answer``: text; ``truth``: as written by :mod:`torchrl_grpo.data.reasoning_gym`.
+        payload: mapping with ``answer`` (text) and ``truth`` (see :mod:`torchrl_grpo.data.reasoning_gym`).
 
     Returns:
-        What the task's ``score_answer`` says, in 0 to 1.
+        Result of the task's ``score_answer``, in [0, 1].
     """
     truth = payload["truth"]
     key = json.dumps([truth["task"], truth["args"]], sort_keys=True)

@@ -1,7 +1,7 @@
-r"""What the math_verify worker does: parse both answers and compare them. Runs in a worker process only.
+r"""Job of the math_verify worker: parse both answers and compare them. It runs in a worker process only.
 
-An answer that leaves arithmetic undone is no answer to a truth that is worked out: 16+16 is not paid for 32,
-although the two are equal, because the question itself is such an expression.
+If the truth is fully evaluated, an answer with unevaluated arithmetic is wrong. For example, 16+16 is not
+accepted for 32 although they are equal, because a model could copy such an expression from the question.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from typing import Any
 import math_verify
 import sympy
 
-# It warns once that its own time limit is off; the limit is the pool's.
+# math_verify warns once that its own time limit is off. The pool has a time limit.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-# An escaped dollar is money, and an environment such as pmatrix is no formula to the parser without dollars.
+# An escaped dollar sign is money. The parser reads an environment such as pmatrix only between dollar signs.
 _HAS_MATH = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
-# What makes prose of a text; commands of LaTeX are not words, and neither is what stands in \text{}.
+# LaTeX commands and the content of \text{} are not words. A text with at least _PROSE words is prose.
 _NO_WORD = re.compile(r"\\text\s*\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _PROSE = 3
-# What the parser works out by itself, so that only the text still shows it: numbers and divisions alone, once
-# brackets, signs, spaces and the like are taken out. A space stands for each: it may end a command's name.
+# The parser evaluates quotients of numbers by itself, so only the text shows that they were not evaluated.
+# The second pattern matches numbers and divisions after the first one has removed brackets, signs and the
+# like. A space replaces each of these, because it may end a command's name.
 _AROUND_NUMBERS = re.compile(
     r"\\(?:left|right|displaystyle|cdot|times|quad)(?![A-Za-z])|\\[,;:!{}$%\s]|\^\{?\\circ\}?|[-+−*×·()\[\]{}$%~]"
 )
-_WORKED_OUT_BY_PARSER = re.compile(
+_PARSER_EVALUATES = re.compile(
     r"(?=.*(?:[/:÷]|\\))(?:[\d.,\s/:÷]|\\(?:div|over|choose|[cdt]?frac|[dt]?binom)(?![A-Za-z]))+", re.DOTALL
 )
 
@@ -36,33 +37,33 @@ def run(payload: dict[str, str]) -> float:
     """Compare an answer with the truth.
 
     Args:
-        payload: ``answer``: what the model gave, a short answer or a whole text; ``truth``: LaTeX.
+        payload: mapping with ``answer`` (a short answer or the whole completion) and ``truth`` (LaTeX).
 
     Returns:
-        1.0 if they are mathematically the same and the answer is worked out as far as the truth, else 0.0.
+        1.0 if the two are mathematically equal and the answer is evaluated as far as the truth, else 0.0.
 
     Raises:
-        ValueError: the truth cannot be read, so nothing could ever equal it.
+        ValueError: the truth cannot be parsed.
     """
     truth = _parse(payload["truth"])
     if not truth:
-        raise ValueError(f"math_verify cannot read the truth {payload['truth']!r}")
+        raise ValueError(f"math_verify cannot parse the truth {payload['truth']!r}")
     words = _WORD.findall(_NO_WORD.sub(" ", payload["answer"]))
     answer = _parse(payload["answer"], prose=len(words) >= _PROSE)
     whole = any(_is_number(part) and part.is_finite and part == int(part) for part in truth)
-    if not any(_undone(part) for part in truth) and not (whole and _worked_out_by_parser(truth)):
+    if not any(_has_unevaluated(part) for part in truth) and not (whole and _parser_evaluates(truth)):
         equation = any(isinstance(part, sympy.core.relational.Relational) for part in truth)
         names = any(part.free_symbols for part in truth if isinstance(part, sympy.Basic))
-        answer = _worked_out(answer, whole, equation, names)
-    # Its own limits are signals; they are off, the pool's limit stands in. Errors inside must not become
-    # "wrong".
+        answer = _evaluated(answer, whole, equation, names)
+    # math_verify's own time limits use signals. They are off, because the pool has a time limit. An error
+    # must not count as a wrong answer.
     return float(math_verify.verify(truth, answer, timeout_seconds=None, raise_on_error=True))
 
 
 def _parse(text: str, prose: bool = False) -> list[Any]:
-    """The expressions in a text, each with its piece of the text behind it.
+    """Parse the expressions in a text. The source text of each expression follows it in the list.
 
-    LaTeX that stands alone is first read as a formula. Prose is not: its letters would become factors.
+    Bare LaTeX is first parsed as a formula. Prose is not, because its letters would become factors.
     """
     alone = not _HAS_MATH.search(text) and len(text) <= 1_000
     found: list[Any] = []
@@ -74,35 +75,37 @@ def _parse(text: str, prose: bool = False) -> list[Any]:
     return found
 
 
-def _worked_out(found: list[Any], whole: bool, equation: bool, names: bool) -> list[Any]:
-    """What is worked out among the expressions in an answer.
+def _evaluated(found: list[Any], whole: bool, equation: bool, names: bool) -> list[Any]:
+    """Return the fully evaluated expressions of an answer.
 
     Args:
-        found: the answer as :func:`_parse` gives it.
-        whole: whether the truth is a whole number; a quotient of numbers is not worked out then.
-        equation: whether the truth is one; otherwise an equation's last side that is worked out is taken.
-        names: whether the truth has any; otherwise a side with names says what the answer is called.
+        found: the answer as parsed by :func:`_parse`.
+        whole: whether the truth is a whole number. If so, a quotient of numbers is not fully evaluated.
+        equation: whether the truth is an equation. If not, the last evaluated side of an equation is taken.
+        names: whether the truth has symbols. If not, a side with symbols only names the answer and is
+            ignored.
     """
-    if whole and _worked_out_by_parser(found):
-        # 8 = 16/2 is an answer, its first side.
+    if whole and _parser_evaluates(found):
+        # The first side of 8 = 16/2 is an answer.
         rest = (_without_last_quotients(text) for text in found if isinstance(text, str))
         found = [part for text in rest if text for part in _parse(text)]
     kept: list[Any] = []
     for part in found:
         sides = [] if equation else _sides(part)
         if sides:
-            done = [side for side in sides if not _undone(side, whole)]
+            done = [side for side in sides if not _has_unevaluated(side, whole)]
             kept += [side for side in done if names or not side.free_symbols][-1:]
-        elif not _undone(part, whole):
+        elif not _has_unevaluated(part, whole):
             kept.append(part)
     return kept
 
 
 def _sides(part: Any) -> list[Any]:
-    """The sides of an equation, or of a chain of them, in the order of the text; none of anything else.
+    """Return the sides of an equation or a chain of equations in text order; empty for other expressions.
 
-    The parser gives a chain as a conjunction, which sorts its links. So the chain is followed back from its
-    end, the right-hand side that is no link's left-hand side. One that ends as it began has no such side.
+    The parser returns a chain as a conjunction, which sorts its equations. The chain ends at the right-hand
+    side that is not the left-hand side of another equation, and is followed backward from there. A chain that
+    ends as it began has no such side.
     """
     links = [part] if isinstance(part, sympy.Equality) else part.args if isinstance(part, sympy.And) else ()
     if not links or not all(isinstance(link, sympy.Equality) for link in links):
@@ -117,46 +120,46 @@ def _sides(part: Any) -> list[Any]:
     return sides
 
 
-def _worked_out_by_parser(found: list[Any]) -> bool:
-    """Whether a text ends in a quotient or the like of numbers, which the parser turns into its value."""
+def _parser_evaluates(found: list[Any]) -> bool:
+    """Whether a text ends in a quotient or similar of numbers, which the parser evaluates by itself."""
     return any(text != _without_last_quotients(text) for text in found if isinstance(text, str))
 
 
 def _without_last_quotients(text: str) -> str:
-    """The text without the last sides of its equation that the parser works out; empty where all are such."""
+    """Remove the last sides of an equation that the parser evaluates by itself. The result may be empty."""
     sides = text.split("=")
-    while sides and _WORKED_OUT_BY_PARSER.fullmatch(_AROUND_NUMBERS.sub(" ", sides[-1])):
+    while sides and _PARSER_EVALUATES.fullmatch(_AROUND_NUMBERS.sub(" ", sides[-1])):
         sides.pop()
     return "=".join(sides)
 
 
-def _undone(part: Any, whole: bool = False) -> bool:
-    """Whether an expression holds arithmetic on numbers that somebody should have done.
+def _has_unevaluated(part: Any, whole: bool = False) -> bool:
+    """Whether an expression contains arithmetic on numbers that should have been evaluated.
 
     Args:
-        part: an expression, unevaluated; text counts as done.
-        whole: a quotient of two numbers is undone, too, as it is where the truth is a whole number.
+        part: unevaluated expression, or text, which counts as evaluated.
+        whole: whether a quotient of two numbers counts as unevaluated, as it does for a whole-number truth.
     """
     if not isinstance(part, sympy.Basic):
         return False
-    return any(_computes(node, whole) for node in sympy.preorder_traversal(part))
+    return any(_is_unevaluated(node, whole) for node in sympy.preorder_traversal(part))
 
 
-def _computes(node: Any, whole: bool) -> bool:
+def _is_unevaluated(node: Any, whole: bool) -> bool:
     if isinstance(node, sympy.Add):
         constant = [item for item in node.args if not item.free_symbols]
-        # A sum that has fewer terms when it is worked out; 1 + sqrt(2) has not.
+        # Evaluation leaves fewer terms. It does not for 1 + sqrt(2).
         return len(constant) > 1 and len(sympy.Add.make_args(sympy.Add(*constant).doit())) < len(constant)
     if isinstance(node, sympy.Mul):
-        # A number over another is a fraction, which is worked out unless the truth is a whole number.
+        # A quotient of numbers is a fraction. It counts as evaluated unless the truth is a whole number.
         factors = [item for item in node.args if _is_number(item) or (whole and _is_one_over_number(item))]
         return len([item for item in factors if abs(item) != 1]) > 1
     if isinstance(node, sympy.Pow) and _is_number(node.base) and _is_number(node.exp):
-        # 10 to a power is how some numbers are written, and an exponent of -1 is a fraction.
+        # Powers of 10 are part of scientific notation, and an exponent of -1 is a fraction.
         plain = node.base == 10 or node.exp == -1
         return not plain and bool(node.exp.is_Integer or node.doit().is_Rational)
     if node.is_Function and not node.free_symbols:
-        # A factorial is a whole number, and may be too large to work out for the sake of this question.
+        # A factorial is always a whole number, and may be too large to evaluate.
         return isinstance(node, sympy.factorial) or bool(node.doit().is_Rational)
     return False
 

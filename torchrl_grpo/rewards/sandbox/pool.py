@@ -1,9 +1,9 @@
-"""Functions called in worker processes, with a time limit that holds, from any thread.
+"""Call functions in worker processes with an enforced time limit, from any thread.
 
-Some scorers (math_verify, several of reasoning_gym's) hand a model's text to sympy, which may think for
-ever. Their own limits are signals, which work in a main thread only. Here the caller waits on a pipe; when
-the time is over the worker is killed and the next call starts a fresh one. Workers are plain child processes
-that speak JSON lines: nothing is forked (the parent may hold CUDA and threads) and nothing is pickled.
+Some scorers (math_verify, several of reasoning_gym) pass a model's text to sympy, which may never return.
+Their own time limits use signals, which work in the main thread only. Here the caller waits on a pipe. After
+the time limit the worker is killed and replaced by a new one. Workers are plain child processes that exchange
+JSON lines. Nothing is forked, because the parent may use CUDA and threads, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import threading
 import time
 from typing import Any
 
-#: A worker imports sympy and friends before it is ready; on a busy small machine that is not quick.
+#: Time limit for the start of a worker. It imports sympy and more, which is slow on a small, busy machine.
 START_LIMIT_S = 180.0
-#: -P: the working directory is not searched for modules unless the parent does so too.
+#: -P keeps the working directory out of the module search path, unless it is on the parent's.
 _COMMAND = (sys.executable, "-P", "-W", "ignore", "-m", "torchrl_grpo.rewards.sandbox.worker")
 
 
@@ -37,15 +37,15 @@ class _Worker:
 
     def __init__(self, target: str, timeout_s: float) -> None:
         self._target, self._timeout_s = target, timeout_s
-        # What the parent can import the child can too, wherever the parent found it.
+        # The child must be able to import everything that the parent can.
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         self._process = subprocess.Popen(
             [*_COMMAND, target, str(timeout_s + 5.0)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            bufsize=0,  # nothing is left to be flushed into a pipe whose reader was killed
+            bufsize=0,  # no buffered data remains for a pipe whose reader was killed
             env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C is the parent's to handle
+            start_new_session=True,  # only the parent handles Ctrl-C
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
@@ -82,7 +82,7 @@ class _Worker:
             while b"\n" not in self._buffer:
                 if not selector.select(max(0.0, end - time.monotonic())):
                     raise JobTimeout(
-                        f"{self._target} did not answer within {limit_s:g} s; its process was ended"
+                        f"{self._target} did not answer within {limit_s:g} s; its process was killed"
                     )
                 chunk = os.read(self._stdout.fileno(), 65_536)
                 if not chunk:
@@ -93,26 +93,26 @@ class _Worker:
 
     def _died(self) -> JobError:
         return JobError(
-            f"the worker process of {self._target} ended by itself (exit code {self._process.wait()})"
+            f"the worker process of {self._target} exited unexpectedly (exit code {self._process.wait()})"
         )
 
     def stop(self) -> None:
         self._process.kill()
-        # The pipes stay open: another thread may be waiting on one, and wakes at its end.
+        # The pipes stay open, because another thread may wait on one. It wakes when the process is gone.
         self._process.wait()
 
 
 class JobFailed(JobError):
-    """The function raised; its worker is sound."""
+    """The function raised, and its worker is still usable."""
 
 
 class WorkerPool:
     """A fixed number of workers for one function.
 
     Args:
-        target: ``"module:function"``, importable in a fresh process.
-        size: number of workers. They start at once, and again after a kill.
-        timeout_s: seconds one call may take.
+        target: ``"module:function"``, importable in a new process.
+        size: number of workers. They start immediately, and restart after a kill.
+        timeout_s: time limit of one call in seconds.
     """
 
     def __init__(self, target: str, size: int, timeout_s: float) -> None:
@@ -120,23 +120,23 @@ class WorkerPool:
         self._closed = False
         self._lock = threading.Lock()
         self._all: set[_Worker] = set()
-        # None stands for a worker that was closed.
+        # None represents a closed worker.
         self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
         for _ in range(size):
             self._idle.put(self._start())
 
     def call(self, payload: Any) -> Any:
-        """Run the function in a worker; waits for a free one. Safe from any thread.
+        """Wait for a free worker and run the function in it. This method is thread-safe.
 
         Args:
-            payload: the function's one argument; JSON-serializable.
+            payload: JSON-serializable argument of the function.
 
         Returns:
-            What the function returned, after JSON.
+            The function's result, converted to JSON and back.
 
         Raises:
-            JobTimeout: it took longer than ``timeout_s``.
-            JobError: it raised, or its process died; the message says what.
+            JobTimeout: the call took longer than ``timeout_s``.
+            JobError: the function raised, its process died, or the pool is closed.
         """
         worker = self._idle.get()
         try:
@@ -145,17 +145,17 @@ class WorkerPool:
             return worker.call(payload)
         except JobFailed:
             raise
-        except BaseException:  # also KeyboardInterrupt: a late reply must not meet the next question
+        except BaseException:  # also KeyboardInterrupt, so that no late reply is taken for the next call's
             if worker is not None:
                 self._stop(worker)
-                # Its successor gets ready while others work; there is none after close().
+                # The new worker starts while others work. After close() none starts.
                 worker = self._start()
             raise
         finally:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """End all workers; calls under way end in a JobError. It may be called twice."""
+        """Kill all workers. Calls in progress raise a JobError. It may be called twice."""
         with self._lock:
             self._closed = True
             workers, self._all = self._all, set()

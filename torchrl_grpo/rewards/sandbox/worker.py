@@ -1,11 +1,10 @@
-"""The program of a worker process: one JSON request a line in, one JSON reply a line out.
+"""Program of a worker process. It reads one JSON request per line and writes one JSON reply per line.
 
     python -m torchrl_grpo.rewards.sandbox.worker MODULE:FUNCTION LIMIT_SECONDS
 
-The function takes the request's ``payload`` and returns something JSON can hold. A job that outlives the
-limit ends the process from inside, by a signal that no Python code handles: also when its parent is gone,
-and also when the job holds the interpreter's lock. The parent has its own clock (pool.py) and does not rely
-on this one.
+The function takes the request's ``payload`` and returns a JSON-serializable value. A job that exceeds the
+limit kills the process by a signal that no Python code handles. This works even if the parent is gone or the
+job holds the GIL. The parent has its own time limit (pool.py) and does not depend on this one.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import signal
 import sys
 from typing import Any
 
-#: Address space of a worker: a runaway expression ends as a MemoryError here, not as the end of the machine.
+#: Limit of a worker's address space, so that a runaway expression ends in a MemoryError of the worker.
 _MAX_BYTES = 4 * 2**30
 
 
@@ -26,10 +25,10 @@ def main(target: str, limit_s: float) -> None:
 
     Args:
         target: ``"module:function"``.
-        limit_s: seconds after which a job ends this process.
+        limit_s: time limit of a job in seconds, after which the process ends.
     """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a library prints must not land between the replies
+    os.dup2(2, 1)  # output of libraries must not mix with the replies
     if sys.platform == "linux":
         import resource
 
@@ -48,7 +47,7 @@ def main(target: str, limit_s: float) -> None:
 def _attempt(job: Any) -> dict[str, Any]:
     try:
         return {"value": job()}
-    except BaseException as error:  # noqa: BLE001  it is the parent that raises it
+    except BaseException as error:  # noqa: BLE001  the parent raises it
         return {"error": f"{type(error).__name__}: {error}"}
 
 
