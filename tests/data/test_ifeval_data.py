@@ -108,7 +108,7 @@ def test_the_split_of_the_benchmark_is_chosen(tmp_path: Path) -> None:
     cfg.env.data_path = str(tmp_path)
     assert len(load.load(cfg).held_out) == 4
     cfg.env.eval_split = "theirs"
-    with pytest.raises(DataError, match=r"env\.eval_split=theirs: .*holds mine, test"):
+    with pytest.raises(DataError, match=r"env\.eval_split=theirs: .*splits are mine, test"):
         load.load(cfg)
 
 
