@@ -64,9 +64,9 @@ def test_problems_with_long_prompts_are_left_out_and_counted(tokenizer: PreTrain
     assert [one.id for one in found.train] == ["train/1", "train/3"]
     assert [one.id for one in found.held_out] == ["test/1"]
     assert note is not None and "2 of 4 training problems and 1 of 2 held-out ones are left out" in note
-    with pytest.raises(DataError, match=r"each of 1 problems to be measured by .*max_model_len"):
+    with pytest.raises(DataError, match=r"all 1 problems to evaluate on .*max_model_len"):
         lengths.fit(problems(cfg, ["one"], [LONG]), tokenizer, cfg)
-    with pytest.raises(DataError, match="each of 1 problems to train on"):
+    with pytest.raises(DataError, match="all 1 problems to train on"):
         lengths.fit(problems(cfg, [LONG], []), tokenizer, cfg)
 
 

@@ -101,7 +101,7 @@ def test_torchrl_finds_the_specs_right(tokenizer: Any, mode: str, with_tokens: b
 
 
 def test_another_mode_is_refused(tiny: tuple[Any, Any]) -> None:
-    with pytest.raises(ValueError, match="'chat' is none of text, tokens, history"):
+    with pytest.raises(ValueError, match="'chat' is unknown; write one of text, tokens, history"):
         make(tiny[1], input_mode="chat")
 
 

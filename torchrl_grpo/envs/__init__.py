@@ -1,4 +1,4 @@
-"""TorchRL environments over examples and rewards, and the order in which examples are drawn.
+"""The TorchRL environment of examples and rewards, and the order in which examples are drawn.
 
 Importing this package imports TorchRL, which takes seconds.
 """

@@ -1,6 +1,6 @@
-"""Chat messages to the text and token ids that a model continues, by the tokenizer's own template.
+"""Render chat messages to the text and token ids of a prompt with the tokenizer's chat template.
 
-Left out: multi-turn bookkeeping and tools.
+Multi-turn conversations and tools are not supported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def render_text(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], chat_template: str | None = None
 ) -> str:
-    """The prompt's text up to where the assistant's answer begins.
+    """Render the text of a prompt, up to the start of the assistant's answer.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -28,7 +28,7 @@ def render_text(
         chat_template: Jinja text in place of the tokenizer's own template.
 
     Returns:
-        The text, special tokens written out.
+        The text, including the text of special tokens.
 
     Raises:
         ModelError: there is no template, or it cannot render these messages.
@@ -46,8 +46,8 @@ def render_text(
         roles = ", ".join(message["role"] for message in messages)
         raise ModelError(
             f"The chat template of {tokenizer.name_or_path or type(tokenizer).__name__} refuses messages of "
-            f"the roles {roles}: {error}. Give another one as model.chat_template; where it takes no system "
-            "message, set env.system_prompt=null."
+            f"the roles {roles}: {error}. Give another one as model.chat_template. If it does not support a "
+            "system message, set env.system_prompt=null."
         ) from error
     return str(text)
 
@@ -55,7 +55,7 @@ def render_text(
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], chat_template: str | None = None
 ) -> tuple[str, list[int]]:
-    """The prompt as text and as token ids.
+    """Render a prompt as text and as token ids.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -63,33 +63,33 @@ def render(
         chat_template: Jinja text in place of the tokenizer's own template.
 
     Returns:
-        The text, and its token ids.
+        The text and its token ids.
 
     Raises:
         ModelError: there is no template, or it cannot render these messages.
     """
     text = render_text(tokenizer, messages, chat_template)
-    # The template has written every special token itself; the tokenizer must not add a second one.
+    # The template writes all special tokens, so the tokenizer must not add another one.
     return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def check_length(example: Example, length: int, max_prompt_tokens: int) -> None:
-    """Refuses a prompt that leaves no room for its answer.
+    """Reject a prompt that leaves no room for its answer.
 
     Args:
-        example: whose prompt it is.
-        length: its tokens.
-        max_prompt_tokens: the bound.
+        example: problem of the prompt, for the message.
+        length: length of the prompt in tokens.
+        max_prompt_tokens: longest allowed prompt in tokens.
 
     Raises:
-        DataError: the prompt is longer than the bound.
+        DataError: the prompt is too long.
     """
     if length > max_prompt_tokens:
         raise DataError(
-            f"The prompt of {example.id} has {length} tokens, and at most {max_prompt_tokens} fit: let such "
-            "prompts be cut (env.overlong_prompts=truncate_right, also of a run that is resumed) or, of a "
-            "data set of rows, left out (drop), or in a new run raise inference_model.max_model_len or "
-            "lower inference_model.max_new_tokens."
+            f"The prompt of {example.id} has {length} tokens, and at most {max_prompt_tokens} fit. Cut such "
+            "prompts with env.overlong_prompts=truncate_right, which also works when resuming. Or drop them "
+            "with env.overlong_prompts=drop, if the data set is not generated. Or raise "
+            "inference_model.max_model_len or lower inference_model.max_new_tokens in a new run."
         )
 
 
@@ -99,19 +99,19 @@ def lengths_above(
     bound: int,
     chat_template: str | None = None,
 ) -> dict[int, int]:
-    """The prompts that are longer than a bound.
+    """Find the prompts that are longer than a bound.
 
-    A prompt of no more bytes than the bound has tokens is not tokenized: a token stands for a byte at
-    the least. That makes ten thousand ordinary prompts a matter of a second.
+    A token covers at least one byte. So a prompt with at most ``bound`` bytes need not be tokenized, and ten
+    thousand ordinary prompts take about a second.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        examples: whose prompts they are.
-        bound: in tokens.
+        examples: problems whose prompts are measured.
+        bound: longest allowed prompt in tokens.
         chat_template: as for :func:`render`.
 
     Returns:
-        The example's number, from 0, to its prompt's tokens; in the examples' order.
+        Index of the example -> length of its prompt in tokens, in the order of the examples.
 
     Raises:
         ModelError: there is no template, or it cannot render an example.
@@ -123,7 +123,7 @@ def lengths_above(
             texts[number] = text
     if not texts:
         return {}
-    # In one call: a tokenizer in Rust divides it among the cores.
+    # One call for all texts: a fast tokenizer processes them on all cores.
     lengths = [len(ids) for ids in tokenizer([*texts.values()], add_special_tokens=False)["input_ids"]]
     return {number: length for number, length in zip(texts, lengths, strict=True) if length > bound}
 
@@ -134,16 +134,16 @@ def check_lengths(
     max_prompt_tokens: int,
     chat_template: str | None = None,
 ) -> None:
-    """Refuses data with a prompt that is too long, before hours of training come to it.
+    """Reject data with a prompt that is too long at the start of a run, not when it is drawn hours later.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        examples: all that may be drawn.
-        max_prompt_tokens: the bound.
+        examples: all problems that may be drawn.
+        max_prompt_tokens: longest allowed prompt in tokens.
         chat_template: as for :func:`render`.
 
     Raises:
-        DataError: a prompt is longer than the bound.
+        DataError: a prompt is too long.
         ModelError: there is no template, or it cannot render an example.
     """
     for number, length in lengths_above(tokenizer, examples, max_prompt_tokens, chat_template).items():

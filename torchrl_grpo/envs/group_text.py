@@ -1,7 +1,7 @@
-"""A single-turn TorchRL environment: P problems, G answers to each, one reward an answer.
+"""A single-turn TorchRL environment: P problems, G answers per problem, and one reward per answer.
 
-Each prompt is rendered once for its group, and a batch is scored in one call. Left out: several turns, tools,
-and any step after the answer; a reset always replaces the whole batch.
+Each prompt is rendered once for its group, and a batch is scored in one call. A reset always replaces the
+whole batch. Multi-turn problems and tools are not supported.
 """
 
 from __future__ import annotations
@@ -48,50 +48,51 @@ class Prompt:
 class GroupTextEnv(EnvBase):
     """Problems in, rewards out, with batch size ``[P, G]``.
 
-    ``reset`` draws the next P examples and gives ``("text", "prompt")``; ``"group_id"``, int64 ``[P, G]``,
-    counting the problems drawn since the run began; ``"example_id"``; and, for policies that read them,
+    ``reset`` draws the next P examples and returns
 
-    * ``("tokens", "prompt")``, int64 ``[P, G, L]``, padded on the left, and
-      ``("masks", "all_attention_mask")``, bool of that shape, False on padding, with ``with_tokens``;
-    * ``("history", "prompt")``, a ``History`` ``[P, G, messages]``, with ``input_mode="history"``.
+    * ``("text", "prompt")`` and ``"example_id"``, text ``[P, G]``;
+    * ``"group_id"``, int64 ``[P, G]``: number of the problem since the start of the run;
+    * with ``with_tokens``: ``("tokens", "prompt")``, int64 ``[P, G, L]``, padded on the left, and
+      ``("masks", "all_attention_mask")``, bool ``[P, G, L]``, False on padding;
+    * with ``input_mode="history"``: ``("history", "prompt")``, a ``History`` ``[P, G, messages]``.
 
-    ``step`` reads the policy's answers (:mod:`~torchrl_grpo.envs.responses`), cuts special tokens off their
-    ends (stock policies decode them), and writes ``("next", "reward")`` and
-    ``("next", "reward_parts", <name>)``, float32 ``[P, G, 1]``. A part without a value for an answer is NaN.
-    ``done`` is always True; ``truncated`` is True where the length bound ended the answer, as far as the
-    policy's tokens tell, and ``terminated`` is True elsewhere.
+    ``step`` reads the policy's answers (:mod:`~torchrl_grpo.envs.responses`) and removes special tokens from
+    their ends, because stock policies decode them. It writes ``("next", "reward")`` and ``("next",
+    "reward_parts", <name>)``, float32 ``[P, G, 1]``. A part without a value for an answer is NaN. ``done`` is
+    always True. ``truncated`` is True if the length bound ended the answer, as far as the policy's tokens
+    show. Otherwise ``terminated`` is True.
 
-    Every entry of the batch ends in the same step, so ``LLMCollector`` yields completed trajectories anyway.
-    Its ``yield_completed_trajectories`` is for entries that end at different times; it refuses a batch of two
-    dimensions.
+    All entries of the batch end in the same step, so ``LLMCollector`` always yields completed trajectories.
+    Its option ``yield_completed_trajectories`` is for entries that end at different times. It does not
+    support a batch of two dimensions.
 
     ``reset`` and ``step`` are :meth:`draw` and :meth:`score` with TensorDicts around them. The collectors
     here call these two directly, because they have token ids already and need the rewards as they are.
 
     Attributes:
-        prompts: the P prompts drawn last.
+        prompts: the P prompts that the last reset drew.
 
     Args:
-        stream: where examples come from.
+        stream: source of the examples.
         tokenizer: a Hugging Face tokenizer with a pad or an end token.
-        reward_set: scores the answers; only its ``names`` and ``score`` are used.
-        num_envs: P, problems a batch.
-        repeats: G, answers a problem.
-        max_prompt_tokens: longest prompt that still leaves room for an answer.
-        part_names: reward parts that get an entry in the tensordict, the reward set's names when left out;
-            :meth:`score` returns all parts whatever is chosen.
-        with_tokens: put ``tokens`` and ``masks`` into the tensordict, which takes 1 to 2 ms an answer;
-            :attr:`prompts` has the token ids anyway. Left out, that depends on whether ``input_mode`` is
-            ``tokens``.
-        chat_template: Jinja text in place of the tokenizer's own template. A policy that reads ``history``
-            renders it by a template of its own.
-        device: where the tensors go; TorchRL's default when left out.
-        input_mode: ``text``, ``tokens`` or ``history``, as in TorchRL's wrappers: what the policy reads, and
-            whose answer is the action.
-        max_new_tokens: length bound of an answer, for ``truncated``; without it the end token decides alone.
+        reward_set: rewards that score the answers; only ``names`` and ``score`` are used.
+        num_envs: P, number of problems per batch.
+        repeats: G, number of answers per problem.
+        max_prompt_tokens: length in tokens of the longest prompt that leaves room for an answer.
+        part_names: reward parts that get an entry in the tensordict. The default is the names of
+            ``reward_set``. :meth:`score` always returns all parts.
+        with_tokens: whether ``tokens`` and ``masks`` are in the tensordict, which takes 1 to 2 ms per answer.
+            The default is True only for ``input_mode="tokens"``. :attr:`prompts` always has the token ids.
+        chat_template: Jinja text that replaces the tokenizer's own template. A policy that reads ``history``
+            renders it with its own template.
+        device: device of the tensors; None for TorchRL's default.
+        input_mode: input of the policy, and the form of its answer: ``text``, ``tokens`` or ``history``, as
+            in TorchRL's wrappers.
+        max_new_tokens: length bound of an answer in tokens, for ``truncated``. Without it, ``truncated``
+            depends on the end token only.
 
     Raises:
-        ValueError: another ``input_mode``, or one of tokens without tokens.
+        ValueError: ``input_mode`` is unknown, or is ``tokens`` with ``with_tokens=False``.
         DataError: an example's prompt is longer than ``max_prompt_tokens``.
         ModelError: there is no chat template, or it cannot render an example.
     """
@@ -113,10 +114,10 @@ class GroupTextEnv(EnvBase):
         max_new_tokens: int | None = None,
     ) -> None:
         if input_mode not in INPUT_MODES:
-            raise ValueError(f"input_mode={input_mode!r} is none of {', '.join(INPUT_MODES)}")
+            raise ValueError(f"input_mode={input_mode!r} is unknown; write one of {', '.join(INPUT_MODES)}")
         with_tokens = input_mode == "tokens" if with_tokens is None else with_tokens
         if input_mode == "tokens" and not with_tokens:
-            raise ValueError("input_mode='tokens' needs with_tokens=True: there would be nothing to read")
+            raise ValueError("with_tokens=False leaves nothing to read for input_mode='tokens'; remove it")
         super().__init__(device=device, batch_size=torch.Size([num_envs, repeats]))
         self.stream = stream
         self.tokenizer = tokenizer
@@ -129,7 +130,7 @@ class GroupTextEnv(EnvBase):
         self.max_new_tokens = max_new_tokens
         self.prompts: list[Prompt] = []
         if isinstance(stream.examples, list):
-            # Problems that are generated when asked for are checked when they are drawn.
+            # Problems that are generated on demand are checked when they are drawn.
             check_lengths(tokenizer, stream.examples, max_prompt_tokens, chat_template)
         self._make_specs()
 
@@ -153,8 +154,8 @@ class GroupTextEnv(EnvBase):
         if self.with_tokens:
             wide = torch.Size([*shape, -1])  # as wide as the longest prompt of the batch
             observation["tokens"] = nest(prompt=Unbounded(shape=wide, dtype=torch.int64, device=device))
-            # The one name in "masks" that wrappers of TorchRL have room for. Without this entry they would
-            # take pad tokens for padding, also those that end a message.
+            # TorchRL's wrappers read this name only. Without it they would treat every pad token as padding,
+            # including those that end a message.
             mask = Binary(shape=wide, dtype=torch.bool, device=device)
             observation["masks"] = nest(all_attention_mask=mask)
         if self.input_mode == "history":
@@ -168,8 +169,8 @@ class GroupTextEnv(EnvBase):
             )
             observation["history"] = nest(prompt=messages)
         if self.part_names:
-            # Observations and not rewards: with a second reward key, stock transforms that ask for
-            # "the" reward key refuse the environment.
+            # These are observations and not rewards, because stock transforms that expect a single reward key
+            # reject an environment with a second one.
             observation["reward_parts"] = nest(**{name: part() for name in self.part_names})
         self.full_observation_spec = observation
         if self.input_mode == "tokens":
@@ -185,7 +186,7 @@ class GroupTextEnv(EnvBase):
         if tensordict is not None:
             chosen = tensordict.get("_reset", None)
             if chosen is not None and not chosen.all():
-                raise RuntimeError("GroupTextEnv resets whole batches: every entry of _reset must be True.")
+                raise RuntimeError("GroupTextEnv resets whole batches; set every entry of _reset to True.")
         self.prompts = self.draw()
         return self._observe([[0.0] * self.batch_size.numel()] * len(self.part_names))
 
@@ -195,44 +196,44 @@ class GroupTextEnv(EnvBase):
         return Prompt(number, example, text, ids)
 
     def draw(self) -> list[Prompt]:
-        """The next P prompts of the stream.
+        """Draw the next P prompts of the stream.
 
         Raises:
-            DataError: one is longer than ``max_prompt_tokens``.
+            DataError: a prompt is longer than ``max_prompt_tokens``.
         """
         first = self.stream.drawn
         examples = self.stream.draw(self.batch_size[0])
         return [self._render(first + offset, example) for offset, example in enumerate(examples)]
 
     def prompt(self, number: int) -> Prompt:
-        """The prompt of group ``number``, whether or not it has been drawn.
+        """Render the prompt of group ``number``, whether or not it has been drawn yet.
 
         Raises:
-            DataError: it is longer than ``max_prompt_tokens``.
+            DataError: the prompt is longer than ``max_prompt_tokens``.
         """
         return self._render(number, self.stream.at(number))
 
     def score(self, texts: Sequence[str], examples: Sequence[Example]) -> list[Scored]:
-        """Rewards of answers to ``examples``, one each, special tokens at their ends left out."""
+        """Score one answer to each of ``examples``, without the special tokens at its end."""
         return list(self.reward_set.score([self._without_end(text) for text in texts], examples))
 
     def _observe(self, parts: Sequence[Sequence[float]]) -> TensorDictBase:
-        """The observation of the current examples, with the given values of the reward parts."""
+        """Build the observation of the current examples with the given values of the reward parts."""
         repeats = self.batch_size[1]
-        groups_P = torch.tensor([prompt.number for prompt in self.prompts])
+        groups = torch.tensor([prompt.number for prompt in self.prompts])
         observation = TensorDict(
             {
                 "text": {"prompt": self._repeat_text([prompt.text for prompt in self.prompts])},
-                "group_id": groups_P[:, None].repeat(1, repeats),
+                "group_id": groups[:, None].repeat(1, repeats),
                 "example_id": self._repeat_text([prompt.example.id for prompt in self.prompts]),
             },
             batch_size=self.batch_size,
             device=self.device,
         )
         if self.with_tokens:
-            tokens_PT, mask_PT = self._pad_prompts()
-            observation["tokens", "prompt"] = tokens_PT[:, None].repeat(1, repeats, 1)
-            observation["masks", "all_attention_mask"] = mask_PT[:, None].repeat(1, repeats, 1)
+            tokens, mask = self._pad_prompts()
+            observation["tokens", "prompt"] = tokens[:, None].repeat(1, repeats, 1)
+            observation["masks", "all_attention_mask"] = mask[:, None].repeat(1, repeats, 1)
         if self.input_mode == "history":
             chats = [
                 [
@@ -246,35 +247,36 @@ class GroupTextEnv(EnvBase):
             observation["reward_parts", name] = self._column(values)
         if not self.with_tokens:
             return observation
-        # Tensordict can merge answers of several lengths into tokens that are there if all is stacked lazily.
+        # Lazy stacks let tensordict merge answers of several lengths into the existing tokens.
         return lazy_stack([lazy_stack(list(group.unbind(0))) for group in observation.unbind(0)])
 
     def _pad_prompts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids of the P prompts side by side, padded on the left, and where they are no padding."""
+        """Return token ids ``[P, L]`` of the prompts, padded on the left, and their bool mask ``[P, L]``."""
         pad = self.tokenizer.pad_token_id
         pad = self.tokenizer.eos_token_id if pad is None else pad
-        ids_P = [prompt.token_ids for prompt in self.prompts]
-        width = max(len(ids) for ids in ids_P)
-        tokens_PT = torch.tensor([[pad] * (width - len(ids)) + ids for ids in ids_P])
-        lengths_P = torch.tensor([len(ids) for ids in ids_P])
-        # By length and never by token: the pad token may be the end token of a turn.
-        return tokens_PT, torch.arange(width) >= width - lengths_P[:, None]
+        ids = [prompt.token_ids for prompt in self.prompts]
+        width = max(len(one) for one in ids)
+        tokens = torch.tensor([[pad] * (width - len(one)) + one for one in ids])
+        lengths = torch.tensor([len(one) for one in ids])
+        # The mask comes from lengths and not from tokens, because the pad token may be the end token of a
+        # turn.
+        return tokens, torch.arange(width) >= width - lengths[:, None]
 
     def _repeat_text(self, texts: Sequence[str]) -> Any:
-        """Texts of the P prompts as non-tensor data ``[P, G]``, with one object a group."""
+        """Return the texts of the P prompts as non-tensor data ``[P, G]``, with one object per group."""
         return lazy_stack([NonTensorData(text, batch_size=[self.batch_size[1]]) for text in texts])
 
     def _column(self, values: Sequence[float]) -> torch.Tensor:
-        """P x G numbers as float32 ``[P, G, 1]``."""
+        """Return P x G numbers as float32 ``[P, G, 1]``."""
         return torch.tensor(values, dtype=torch.float32, device=self.device).view(*self.batch_size, 1)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        asked = tensordict.get("group_id", None)
+        group_id = tensordict.get("group_id", None)
         first = self.prompts[0].number if self.prompts else 0
-        if asked is not None and int(asked[0, 0]) != first:
+        if group_id is not None and int(group_id[0, 0]) != first:
             raise RuntimeError(
-                f"These answers belong to group {int(asked[0, 0])}, but the environment has moved on to "
-                f"group {first}: step before the next reset."
+                f"These answers belong to group {int(group_id[0, 0])}, but the last reset started group "
+                f"{first}; call step before the next reset."
             )
         truths = [prompt.example for prompt in self.prompts for _ in range(self.batch_size[1])]
         found = self.score(response_texts(tensordict, self.tokenizer, self.input_mode), truths)
@@ -288,21 +290,21 @@ class GroupTextEnv(EnvBase):
         return result
 
     def _without_end(self, text: str) -> str:
-        """The answer without the special tokens at its end."""
-        ends = tuple(token for token in self.tokenizer.all_special_tokens if token)
-        while text.endswith(ends):
-            text = text[: -max(len(end) for end in ends if text.endswith(end))]
+        """Remove the special tokens at the end of an answer."""
+        special = tuple(token for token in self.tokenizer.all_special_tokens if token)
+        while text.endswith(special):
+            text = text[: -max(len(token) for token in special if text.endswith(token))]
         return text
 
     def _set_seed(self, seed: int | None) -> None:
-        """Starts the data over in the order of another seed."""
+        """Restart the data in the order of another seed."""
         if seed is not None:
             self.stream = PromptStream(self.stream.examples, seed, self.stream.shuffle)
 
     def get_extra_state(self) -> dict[str, int]:
-        """Position in the data: what ``state_dict`` holds of this environment."""
+        """Return the position in the data, which ``state_dict`` includes."""
         return self.stream.state_dict()
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        """Goes on at a position in the data; see :meth:`PromptStream.load_state_dict`."""
+        """Continue at a position in the data; see :meth:`PromptStream.load_state_dict`."""
         self.stream.load_state_dict(state)

@@ -1,8 +1,8 @@
-"""Prompts that leave no room for their answers: left out or cut before the run starts, as configured.
+"""Drop or cut prompts that leave no room for their answers, as ``env.overlong_prompts`` says.
 
-Only the question is cut, never the chat template or what stands around the question in
-``env.prompt_template``: the model still reads a whole turn, and that it is asked to answer. Left out:
-refusing such a prompt, which the environment and the evaluation do by themselves.
+Only the question is cut, and neither the chat template nor the rest of ``env.prompt_template``. So the model
+still reads a complete turn with the request to answer. With ``env.overlong_prompts=error`` the environment
+and the evaluation reject such prompts.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from torchrl_grpo.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Stands where something was taken out of the middle.
+# Replaces the text that is cut from the middle.
 _GAP = " ... "
 
 
 def fit(problems: Problems, tokenizer: PreTrainedTokenizerBase, cfg: Config) -> tuple[Problems, str | None]:
-    """Make every prompt short enough, by ``env.overlong_prompts``.
+    """Make every prompt short enough, as ``env.overlong_prompts`` says.
 
     Args:
-        problems: of the run. Training problems that are generated when they are drawn are cut then.
-        tokenizer: renders and counts.
-        cfg: the configuration; ``inference_model.max_model_len`` less ``max_new_tokens`` is the bound.
+        problems: problems of the run. Training problems that are generated on demand are cut when drawn.
+        tokenizer: tokenizer that renders and counts.
+        cfg: configuration. The longest prompt has ``inference_model.max_model_len - max_new_tokens`` tokens.
 
     Returns:
-        Problems whose prompts fit, or with ``error`` those that came in; and a line about what was done, or
+        Problems whose prompts fit, or the given problems for ``error``, and a message about the changes or
         None.
 
     Raises:
-        DataError: nothing is left to train on or to be measured by, or a prompt is too long without its
+        DataError: no training or no held-out problem is left, or a prompt is too long even without its
             question.
         ModelError: there is no chat template, or it cannot render an example.
     """
@@ -51,10 +51,10 @@ def fit(problems: Problems, tokenizer: PreTrainedTokenizerBase, cfg: Config) -> 
     long_train = lengths_above(tokenizer, problems.train, bound) if known else {}
     long_held_out = lengths_above(tokenizer, problems.held_out, bound)
     if how == "drop":
-        assert known, "refused with the configuration"
+        assert known, "the configuration checks reject drop for generated problems"
         fitted = Problems(
-            _others("train on", problems.train, long_train, bound),
-            _others("be measured by", problems.held_out, long_held_out, bound),
+            _drop("train on", problems.train, long_train, bound),
+            _drop("evaluate on", problems.held_out, long_held_out, bound),
         )
     else:
         cut = Cutter(cfg, tokenizer, bound)
@@ -65,30 +65,30 @@ def fit(problems: Problems, tokenizer: PreTrainedTokenizerBase, cfg: Config) -> 
             train = [cut(one) if i in long_train else one for i, one in enumerate(problems.train)]
             fitted = Problems(train, held_out)
             if long_train or long_held_out:
-                # What was cut off may have been all that told two of them apart.
+                # Two questions may differ only in the text that was cut off.
                 fitted = separate(train, held_out, "what env.overlong_prompts has cut")
     if not long_train and not long_held_out:
         return fitted, None
     held_out_too = f"{len(long_held_out)} of {len(problems.held_out)} held-out"
     if not known:
         return fitted, (
-            f"env.overlong_prompts={how}: {held_out_too} problems are cut, their prompts have more than "
-            f"{bound} tokens; training problems are cut when they are drawn, and not counted"
+            f"env.overlong_prompts={how}: {held_out_too} problems are cut, because their prompts have more "
+            f"than {bound} tokens; training problems are cut when they are drawn, and are not counted"
         )
     return fitted, (
         f"env.overlong_prompts={how}: {len(long_train)} of {len(problems.train)} training problems and "
-        f"{held_out_too} ones are {'left out' if how == 'drop' else 'cut'}, their prompts have more than "
-        f"{bound} tokens"
+        f"{held_out_too} ones are {'left out' if how == 'drop' else 'cut'}, because their prompts have more "
+        f"than {bound} tokens"
     )
 
 
 class Cutter:
-    """Takes from a question what its prompt is too long by.
+    """Shortens questions so that their prompts fit.
 
     Args:
-        cfg: ``env`` says where to cut and what stands around a question.
-        tokenizer: renders and counts.
-        bound: tokens that a prompt may have.
+        cfg: configuration; ``env.overlong_prompts`` and the prompt keys of ``env`` are read.
+        tokenizer: tokenizer that renders and counts.
+        bound: longest allowed prompt in tokens.
     """
 
     def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase, bound: int) -> None:
@@ -97,10 +97,10 @@ class Cutter:
         self._tokenizer, self._bound = tokenizer, bound
 
     def __call__(self, example: Example) -> Example:
-        """The problem with as much of its question as fits; the same where all of it does.
+        """Return the problem with as much of its question as fits.
 
         Raises:
-            DataError: its prompt is too long without the question.
+            DataError: the prompt is too long even without the question.
         """
         content = example.messages[-1]["content"]
         question = content[len(self._before) : len(content) - len(self._after)]
@@ -115,7 +115,7 @@ class Cutter:
                     "inference_model.max_new_tokens, or shorten env.system_prompt or env.prompt_template."
                 )
         while tokens > self._bound:
-            # As many characters as the tokens over the bound have on average; more where that was not enough.
+            # Cut the average number of characters of the excess tokens, and repeat if that was not enough.
             average = keep / max(1, tokens - around)
             keep = max(0, keep - max(1, math.ceil(average * (tokens - self._bound))))
             found = self._with(example, self._cut(question, keep))
@@ -139,7 +139,7 @@ class Cutter:
 
 
 class _CutWhenDrawn(Sequence[Example]):
-    """Problems that are generated when they are asked for, cut when they have been."""
+    """Problems that are generated on demand and then cut."""
 
     def __init__(self, problems: Sequence[Example], cut: Cutter) -> None:
         self._problems, self._cut = problems, cut
@@ -159,12 +159,12 @@ class _CutWhenDrawn(Sequence[Example]):
         return self._cut(self._problems[index])
 
 
-def _others(purpose: str, examples: Sequence[Example], left_out: dict[int, int], bound: int) -> list[Example]:
-    kept = [one for i, one in enumerate(examples) if i not in left_out]
+def _drop(purpose: str, examples: Sequence[Example], too_long: dict[int, int], bound: int) -> list[Example]:
+    kept = [one for i, one in enumerate(examples) if i not in too_long]
     if examples and not kept:
         raise DataError(
-            f"env.overlong_prompts=drop: each of {len(examples)} problems to {purpose} has a prompt of more "
-            f"than {bound} tokens, so none is left; raise inference_model.max_model_len or lower "
+            f"env.overlong_prompts=drop: all {len(examples)} problems to {purpose} have prompts of more than "
+            f"{bound} tokens, so none is left; raise inference_model.max_model_len or lower "
             "inference_model.max_new_tokens"
         )
     return kept

@@ -1,4 +1,4 @@
-"""What a policy answered, as TorchRL's wrappers write it: text, token ids or messages."""
+"""Read a policy's answers in the forms that TorchRL's wrappers write: text, token ids or messages."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ if TYPE_CHECKING:
 
 INPUT_MODES = ("text", "tokens", "history")
 
-# What a policy that knows better than its tokens may write: bool, [P, G] or [P, G, 1].
+# Optional entry of a policy that knows which answers the length bound ended: bool, [P, G] or [P, G, 1].
 HIT_BOUND = "hit_length_bound"
 
 
 def response_texts(
     tensordict: TensorDictBase, tokenizer: PreTrainedTokenizerBase, input_mode: str
 ) -> list[str]:
-    """The text of every response, in the order of the batch; special tokens may stand at its end.
+    """Return the text of every response, in the order of the batch. It may end with special tokens.
 
-    In the mode ``text`` that is ``("text", "response")``, in the others ``("tokens", "response")``, decoded:
-    in the mode ``history`` the wrappers cut their text at the wrong place where a prompt is padded or has a
-    pad token in it. Where a policy has not written the one, the other is taken, and where neither is there,
-    the last message of ``("history", "response")``.
+    In mode ``text`` the source is ``("text", "response")``. In the other modes it is the decoded ``("tokens",
+    "response")``, because in mode ``history`` the wrappers cut their text in the wrong place if a prompt is
+    padded or contains a pad token. If that entry is missing, the other of the two is used. If both are
+    missing, the source is the last message of ``("history", "response")``.
 
     Args:
-        tensordict: what the policy returned, of any batch size.
-        tokenizer: decodes.
+        tensordict: output of the policy, of any batch size.
+        tokenizer: tokenizer that decodes.
         input_mode: one of :data:`INPUT_MODES`.
 
     Raises:
-        RuntimeError: none of the three is there.
+        RuntimeError: all three entries are missing.
     """
     texts = None
-    for form in ("text", "tokens") if input_mode == "text" else ("tokens", "text"):
+    for source in ("text", "tokens") if input_mode == "text" else ("tokens", "text"):
         if texts is None:
-            texts = _written_text(tensordict) if form == "text" else _decoded(tensordict, tokenizer)
+            texts = _written_text(tensordict) if source == "text" else _decoded(tensordict, tokenizer)
     texts = _last_message(tensordict) if texts is None else texts
     if texts is not None:
         return texts
     raise RuntimeError(
         "The policy has written none of ('text', 'response'), ('tokens', 'response') and "
-        f"('history', 'response'), and the environment has input_mode={input_mode!r}: give the policy the "
-        "same input_mode, and generate=True"
+        f"('history', 'response'), and the environment has input_mode={input_mode!r}; build the policy with "
+        "the same input_mode and with generate=True"
     )
 
 
@@ -71,7 +71,7 @@ def _flat(values: Any) -> list[str]:
 
 
 def response_rows(tensordict: TensorDictBase) -> list[list[int]] | None:
-    """Token ids of every response, padding included where the policy has padded; None without them."""
+    """Return the token ids of every response, including the policy's padding, or None if there are none."""
     flat = tensordict.reshape(-1)
     rows = flat.get(("tokens", "response"), None, as_list=True)
     return None if rows is None else [row.tolist() for row in rows]
@@ -80,17 +80,17 @@ def response_rows(tensordict: TensorDictBase) -> list[list[int]] | None:
 def hit_length_bound(
     tensordict: TensorDictBase, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int | None
 ) -> list[bool]:
-    """Which responses the length bound ended, in the order of the batch.
+    """Return whether the length bound ended each response, in the order of the batch.
 
-    A policy that knows writes :data:`HIT_BOUND`. Otherwise it is seen from ``("tokens", "response")``: a
-    response that ends in a special token has ended of itself, and another one at the bound has not. With text
-    alone nothing is known, and the answer is False.
+    A policy may write the answer as :data:`HIT_BOUND`. Otherwise it is inferred from ``("tokens",
+    "response")``: the bound ended a response that has the full length and does not end in a special token. If
+    there is only text, the result is False.
 
     Args:
-        tensordict: what the policy returned, of any batch size.
-        tokenizer: its special tokens end a response.
-        max_new_tokens: the bound; None judges by the end token alone, which a policy that strips it together
-            with the padding has to make do without, so that nothing is known there.
+        tensordict: output of the policy, of any batch size.
+        tokenizer: tokenizer whose special tokens end a response.
+        max_new_tokens: length bound in tokens. With None, the bound ended every response without an end
+            token. If the policy strips the end token together with the padding, the result is then False.
     """
     known = tensordict.get(HIT_BOUND, None)
     if known is not None:
@@ -100,8 +100,8 @@ def hit_length_bound(
         return [False] * tensordict.numel()
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
     pad = end if pad is None else pad
-    # Wrappers that do not pad cut pad tokens off, and the end token with them where it is the same.
-    end_is_cut = pad == end and not _padded(tensordict)
+    # Wrappers that do not pad strip pad tokens, and so also an end token that is the pad token.
+    end_is_stripped = pad == end and not _padded(tensordict)
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     def cut_off(ids: list[int]) -> bool:
@@ -112,7 +112,7 @@ def hit_length_bound(
             length -= 1
         if not length or ids[length - 1] in special:
             return False
-        return not end_is_cut if max_new_tokens is None else length >= max_new_tokens
+        return not end_is_stripped if max_new_tokens is None else length >= max_new_tokens
 
     return [cut_off(ids) for ids in rows]
 

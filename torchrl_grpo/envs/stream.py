@@ -1,7 +1,7 @@
-"""The order of the training problems: endless, shuffled anew each epoch, resumable.
+"""The order of the training problems: endless, reshuffled each epoch, and resumable.
 
-The order of an epoch depends on the seed and the epoch's number alone, never on a generator that
-something else could advance, so two numbers are the whole state. Left out: weights and mixtures.
+The order of an epoch depends only on the seed and the number of the epoch, and not on the state of a random
+generator. So two numbers are the whole state. Weighted sampling and mixtures of data sets are not supported.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torchrl_grpo.errors import CheckpointError, DataError
 
 
 class PromptStream:
-    """Hands out examples without end; each epoch holds every example once.
+    """An endless stream of examples. Each epoch has every example once.
 
     Args:
-        examples: the rows, in file order.
-        seed: with the epoch's number it determines the order.
-        shuffle: ``False`` keeps file order in every epoch.
+        examples: examples in file order.
+        seed: seed of the order of all epochs.
+        shuffle: whether epochs are shuffled. False keeps the file order.
 
     Raises:
         DataError: there are no examples.
@@ -27,8 +27,10 @@ class PromptStream:
 
     def __init__(self, examples: Sequence[Example], seed: int, shuffle: bool = True) -> None:
         if not examples:
-            raise DataError("There are 0 training examples; env.data_path must name data with rows in it.")
-        # Not copied: procedural data generates a problem when it is asked for.
+            raise DataError(
+                "There are 0 training examples; write as env.data_path a file with at least one row."
+            )
+        # The sequence is not copied, because procedural data generates problems on access.
         self.examples = examples
         self.seed = seed
         self.shuffle = shuffle
@@ -38,36 +40,37 @@ class PromptStream:
         self._orders: dict[int, list[int]] = {}
 
     def order(self, epoch: int) -> list[int]:
-        """Row numbers in the order of an epoch."""
+        """Return the indices of the examples in the order of an epoch."""
         rows = list(range(len(self.examples)))
         if self.shuffle:
-            # A string seed is hashed with SHA-512: the same on every machine, and no two of
-            # (seed, epoch) share an order by adding up to the same number.
+            # Python hashes a string seed with SHA-512. The result is the same on every machine, and two pairs
+            # (seed, epoch) with the same sum do not share an order.
             random.Random(f"{self.seed}/{epoch}").shuffle(rows)
         return rows
 
     @property
     def drawn(self) -> int:
-        """How many examples have been handed out since the very beginning."""
+        """Number of examples drawn since the start of the run."""
         return self.epoch * len(self.examples) + self.position
 
     def epoch_of(self, number: int) -> int:
-        """The epoch in which example ``number`` is handed out."""
+        """Return the epoch of draw ``number``."""
         return number // len(self.examples)
 
     def at(self, number: int) -> Example:
-        """The example handed out as number ``number`` since the very beginning, 0 being the first."""
+        """Return the example of draw ``number``, counted from 0 at the start of the run. Thread-safe."""
         epoch, position = self.epoch_of(number), number % len(self.examples)
         rows = self._orders.get(epoch)
         if rows is None:
             rows = self.order(epoch)
-            # Bound anew and never changed: several threads ask. Groups on their way are of two epochs mostly.
+            # Replace the dictionary instead of changing it, because several threads read it. Groups in flight
+            # belong to two epochs at most times, so only neighboring epochs are kept.
             near = {known: kept for known, kept in self._orders.items() if abs(known - epoch) <= 1}
             self._orders = {**near, epoch: rows}
         return self.examples[rows[position]]
 
     def draw(self, count: int) -> list[Example]:
-        """The next ``count`` examples; the end of an epoch runs on into the next one."""
+        """Draw the next ``count`` examples, continuing with the next epoch at the end of one."""
         drawn: list[Example] = []
         while len(drawn) < count:
             if self.position == len(self.examples):
@@ -79,11 +82,11 @@ class PromptStream:
         return drawn
 
     def state_dict(self) -> dict[str, int]:
-        """Epoch, and how many of its examples are gone."""
+        """Return the epoch and the number of examples drawn in it."""
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on where the state was taken.
+        """Continue from the position of a state.
 
         Raises:
             CheckpointError: the position does not exist in this data.
@@ -91,9 +94,9 @@ class PromptStream:
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position <= len(self.examples):
             raise CheckpointError(
-                f"The checkpoint stands at example {position} of epoch {epoch}, but the data has "
-                f"{len(self.examples)} examples: resume with the data (env.dataset, env.data_path) the run "
-                "began with, or start a new run with resume=null."
+                f"The checkpoint is at example {position} of epoch {epoch}, but the data has "
+                f"{len(self.examples)} examples. Resume with the data (env.dataset, env.data_path) of the "
+                "original run, or start a new run with resume=null."
             )
         self.epoch, self.position = epoch, position
         self._order = self.order(epoch)
