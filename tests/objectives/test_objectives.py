@@ -33,7 +33,7 @@ def loss_by_hand(
     tokens = int(mask.sum())
     total = torch.zeros((), dtype=torch.float64)
     kl_total = torch.zeros((), dtype=torch.float64)
-    sums = dict.fromkeys(("clip_fraction", "kl_approx", "ratio", "ratio_squared", "gap"), 0.0)
+    sums = dict.fromkeys(("clip_fraction", "kl_approx", "ratio", "ratio_squared", "logprob_diff"), 0.0)
     P, G, T = mask.shape
     for p in range(P):
         for s in range(G):
@@ -52,7 +52,7 @@ def loss_by_hand(
                 sums["ratio"] += value
                 sums["ratio_squared"] += value**2
                 sums["kl_approx"] += value - 1 - math.log(value)
-                sums["gap"] += abs(math.log(value))
+                sums["logprob_diff"] += abs(math.log(value))
     loss = -total / tokens + kl_coef * kl_total / tokens
     return loss, {name: float(value) / tokens for name, value in sums.items()}
 

@@ -54,7 +54,7 @@ class Quadratic(nn.Module):
         return TensorDict(
             {
                 "loss_objective": self.factor * value * share,
-                **{name: zero for name in ("entropy", "clip_fraction", "kl_approx", "gap")},
+                **{name: zero for name in ("entropy", "clip_fraction", "kl_approx", "logprob_diff")},
                 "ratio": share,
                 "ratio_squared": share,
             }

@@ -1,1 +1,1 @@
-"""Group advantages, KL estimators and the clipped loss."""
+"""Group advantages, surrogate objectives, KL estimators and the policy-gradient loss."""

@@ -1,7 +1,7 @@
-"""TorchRL modules as the actor of the loss: what each kind reads, and where its log-probabilities are.
+"""Adapt the loss to the kinds of actors: their input keys, and the keys of their log-probabilities.
 
-The project's own :class:`~torchrl_grpo.models.scoring.token_scorer.TokenScorer` is called with tensors and
-needs nothing of this.
+The project's own :class:`~torchrl_grpo.models.scoring.token_scorer.TokenScorer` takes tensors instead of a
+TensorDict.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-# What TorchRL's wrappers of language models read when they score token ids.
+# Input of TorchRL's wrappers of language models when they score token ids.
 FULL_TOKENS = ("tokens", "full")
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class ActorKeys(NamedTuple):
-    """Where an actor that is a ``TensorDictModule`` writes.
+    """Output keys of an actor that is a ``TensorDictModule``.
 
     Attributes:
-        log_prob: log-probabilities of the response tokens.
-        full_log_prob: those of prompt and response in one row, of an actor that reads ``("tokens", "full")``.
-        entropy: entropies of the response tokens; an actor may leave them out.
+        log_prob: key of the log-probabilities of response tokens.
+        full_log_prob: key of the log-probabilities of prompt and response in one row, for an actor that reads
+            ``("tokens", "full")``.
+        entropy: key of the entropies of response tokens. An actor need not write it.
     """
 
     log_prob: NestedKey
@@ -36,31 +37,31 @@ class ActorKeys(NamedTuple):
 
 
 def check_actor(actor: nn.Module) -> None:
-    """Refuse an actor that cannot score the token ids of a batch.
+    """Reject an actor that cannot score the token ids of a batch.
 
     Raises:
-        ValueError: it generates, or reads text that would have to be tokenized again.
+        ValueError: the actor generates, or reads text that would have to be tokenized again.
     """
     if not isinstance(actor, TensorDictModuleBase):
         return
     name = type(actor).__name__
     if getattr(actor, "generate", False) is True:
         raise ValueError(
-            f"The actor {name} generates responses instead of scoring them: build it with generate=False"
+            f"The actor {name} generates responses instead of scoring them; build it with generate=False"
         )
     for key in actor.in_keys:
         if isinstance(key, tuple) and key[0] in ("text", "history"):
             raise ValueError(
-                f"The actor {name} reads {key}, but text that is tokenized again need not give the tokens "
-                "that were sampled: build it with input_mode='tokens'"
+                f"The actor {name} reads {key}, but tokenizing text again may not give the tokens that were "
+                "sampled; build it with input_mode='tokens'"
             )
 
 
 def actor_in_keys(actor: nn.Module, scored: list[NestedKey]) -> list[NestedKey]:
-    """What has to be in a batch so that ``actor`` can score it.
+    """Return the keys that a batch needs for ``actor`` to score it.
 
     Args:
-        actor: any kind of actor.
+        actor: actor of any kind.
         scored: keys of prompt, prompt mask, response and response mask.
     """
     if isinstance(actor, TensorDictModuleBase) and not _reads_rows(actor):
@@ -75,19 +76,22 @@ def score(
     mask: Tensor,
     keys: ActorKeys,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of the responses, and entropies where the actor gives them, each ``[P, G, T]``.
+    """Score the responses of a batch with an actor of any kind.
 
     Args:
         actor: a module called with four tensors, like a ``TokenScorer``; or a ``TensorDictModule`` that reads
             keys of the batch and writes ``keys.log_prob`` ``[P, G, T]``; or one that reads
-            ``("tokens", "full")``, like TorchRL's ``TransformersWrapper``, and scores one row a response.
-        tensordict: the batch ``[P]``. It stays as it is.
-        inputs: gives prompt ``[P, L]``, its mask, response ``[P, G, T]`` and its mask.
-        mask: ``[P, G, T]`` bool, the tokens that count; values elsewhere become zero.
-        keys: where the actor writes.
+            ``("tokens", "full")``, like TorchRL's ``TransformersWrapper``, and scores one row per response.
+        tensordict: batch ``[P]``, which is not changed.
+        inputs: function that returns prompt ``[P, L]``, its mask, response ``[P, G, T]`` and its mask.
+        mask: ``[P, G, T]`` bool, True for tokens that the loss counts. Values elsewhere become zero.
+        keys: output keys of the actor.
+
+    Returns:
+        Log-probabilities ``[P, G, T]``, and entropies ``[P, G, T]`` in nats or None if the actor gives none.
 
     Raises:
-        ValueError: the actor wrote no log-probabilities, or some of another shape.
+        ValueError: the log-probabilities are missing, or an output has the wrong shape.
     """
     if not isinstance(actor, TensorDictModuleBase):
         log_probs, entropy = actor(*inputs())
@@ -105,10 +109,10 @@ def score(
             )
     if log_probs is None:
         raise ValueError(
-            f"The actor {type(actor).__name__} wrote no {keys.log_prob!r}: give it that out_key, or name its "
+            f"The actor {type(actor).__name__} wrote no {keys.log_prob!r}; give it that out_key, or name its "
             "own with set_keys(actor_log_prob=...)"
         )
-    # Such a module may leave anything in the padding.
+    # Such a module may write any value to padding.
     outside = ~mask.to(log_probs.device)
     log_probs = log_probs.masked_fill(outside, 0.0)
     return log_probs, None if entropy is None else entropy.masked_fill(outside, 0.0)
@@ -126,7 +130,7 @@ def _score_rows(
     response_mask: Tensor,
     key: NestedKey,
 ) -> Tensor:
-    """Log-probabilities ``[P, G, T]`` by an actor that takes prompt and response as one row, not padded."""
+    """Score with an actor that takes prompt and response as one unpadded row; returns ``[P, G, T]``."""
     rows = []
     for ids, ids_mask, group, group_mask in zip(prompt, prompt_mask, response, response_mask, strict=True):
         for one, one_mask in zip(group, group_mask, strict=True):
@@ -136,11 +140,11 @@ def _score_rows(
     found = actor(lazy_stack(rows)).get(key, None, as_list=True)
     if found is None:
         raise ValueError(
-            f"The actor {type(actor).__name__} wrote no {key!r}: name its own with "
+            f"The actor {type(actor).__name__} wrote no {key!r}; name its own with "
             "set_keys(actor_full_log_prob=...)"
         )
     lengths = response_mask.sum(-1).flatten().tolist()
-    # The response is at the end, also of rows that the actor padded on the left.
+    # The response is at the end of the row, even if the actor padded the row on the left.
     parts = [row[len(row) - length :] for row, length in zip(found, lengths, strict=True)]
     log_probs = torch.cat(parts)
     zeros = log_probs.new_zeros(response.shape)

@@ -1,4 +1,4 @@
-"""Group-relative advantages, computed once on the way into the replay buffer."""
+"""Group-relative advantages, computed once when a batch enters the replay buffer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torchrl_grpo.objectives.coefficients import KLCoefficient
 from torchrl_grpo.objectives.kl import kl_estimate
 from torchrl_grpo.objectives.maxent import listwise_weights
 
-# A weighted sum that is shifted and scaled is rounded four times, to half a unit in the last place each.
+# A weighted sum that is shifted and scaled is rounded four times. Each error is at most half a unit in the
+# last place.
 _ROUNDING = 4.0
 
 
 def shape_rewards(rewards: Tensor, shift: float, scale: float, clip: float | None) -> Tensor:
-    """``clip((r + shift) scale, -clip, clip)``, of any shape."""
+    """Return ``clip((r + shift) scale, -clip, clip)`` for rewards of any shape; no clipping if it is None."""
     shaped = (rewards + shift) * scale
     return shaped if clip is None else shaped.clamp(-clip, clip)
 
@@ -27,12 +28,15 @@ def shape_rewards(rewards: Tensor, shift: float, scale: float, clip: float | Non
 def overlong_penalty(lengths: Tensor, longest: int, buffer: int) -> Tensor:
     """DAPO's soft penalty for long responses (arXiv 2503.14476, eq. 13), between -1 and 0.
 
-    0 up to ``longest - buffer`` tokens, then falling linearly to -1 at ``longest``.
+    It is 0 up to ``longest - buffer`` tokens, and falls linearly to -1 at ``longest``.
 
     Args:
-        lengths: tokens of each response, any shape.
-        longest: the length bound of a response.
-        buffer: tokens before the bound over which the penalty grows.
+        lengths: lengths of the responses in tokens, any shape.
+        longest: length bound of a response in tokens.
+        buffer: number of tokens before the bound over which the penalty grows.
+
+    Returns:
+        Penalties of the shape of ``lengths``.
     """
     return ((longest - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
@@ -46,19 +50,19 @@ def group_advantage(
     sec. 2.2).
 
     Args:
-        rewards: ``[P, G]``, one group a row.
-        std: ``s`` is the group's standard deviation, ``population`` (divides by G) or ``unbiased`` (by
-            G - 1); or ``batch``, the unbiased one of all rewards given; or ``none``, no division (Dr. GRPO,
-            2503.20783, sec. 3.2).
-        eps: added to the standard deviation.
-        leave_one_out: which baseline.
+        rewards: ``[P, G]``, one group per row.
+        std: name of ``s``. ``population`` and ``unbiased`` are the group's standard deviation, divided by G
+            or G - 1; ``batch`` is the unbiased standard deviation of all given rewards; ``none`` does not
+            divide (Dr. GRPO, 2503.20783, sec. 3.2).
+        eps: number added to the standard deviation.
+        leave_one_out: whether the baseline is the mean of the other rewards.
         offset: see :func:`is_constant`.
 
     Returns:
-        ``[P, G]``. A group of equal rewards gets exactly zero, see :func:`is_constant`.
+        Advantages ``[P, G]``. They are exactly zero for a group of equal rewards, see :func:`is_constant`.
 
     Raises:
-        ValueError: another name for ``std``.
+        ValueError: ``std`` is unknown.
     """
     samples = rewards.shape[-1]
     centered = rewards - rewards.mean(-1, keepdim=True)
@@ -70,48 +74,54 @@ def group_advantage(
         centered = centered / (rewards.std(-1, keepdim=True, correction=int(std == "unbiased")) + eps)
     elif std != "none":
         raise ValueError(f"advantage std {std!r} is none of population, unbiased, batch, none")
-    # Equal floats can differ from their mean in the last bit, and a tiny std would blow that up.
+    # Equal floats can differ from their mean in the last bit, and a tiny std would magnify that difference.
     return centered.masked_fill(is_constant(rewards, offset)[:, None], 0.0)
 
 
 def decoupled_advantage(
     rewards: Tensor, weights: Sequence[float], std: str, eps: float, leave_one_out: bool, offset: float = 0.0
 ) -> Tensor:
-    """Each reward normalized within its group, their weighted sum normalized over the batch.
+    """Normalize each reward within its group, and the weighted sum over the batch.
 
-    GDPO (arXiv 2601.05242, eqs. 4 to 6): no reward is drowned by one of a larger spread.
+    This is GDPO (arXiv 2601.05242, eqs. 4 to 6). A reward with a large spread does not hide the others.
 
     Args:
         rewards: ``[P, G, K]``.
-        weights: K of them.
+        weights: weights of the K rewards.
         std: see :func:`group_advantage`.
-        eps: likewise.
-        leave_one_out: likewise.
-        offset: likewise, of each reward.
+        eps: see :func:`group_advantage`.
+        leave_one_out: see :func:`group_advantage`.
+        offset: offset of each reward, see :func:`is_constant`.
 
     Returns:
-        ``[P, G]``. A batch whose sums are all equal gets zero, and so does a sum that is rounding only.
+        Advantages ``[P, G]``. They are zero if all sums in the batch are equal, and for a sum that is only
+        rounding error.
     """
     total = torch.zeros_like(rewards[..., 0])
     size = torch.zeros_like(total)
     for reward, weight in zip(rewards.unbind(-1), weights, strict=True):
-        share = weight * group_advantage(reward, std, eps, leave_one_out, offset)
-        total += share
-        size += share.abs()
-    # What rewards that cancel leave behind would be blown up by a standard deviation as small.
+        term = weight * group_advantage(reward, std, eps, leave_one_out, offset)
+        total += term
+        size += term.abs()
+    # Rewards that cancel out leave a rounding error, which an equally small standard deviation would magnify.
     total = total.masked_fill(total.abs() <= _ROUNDING * torch.finfo(total.dtype).eps * size, 0.0)
-    # The groups' means are zero already; centring over the batch would only add rounding.
+    # The groups' means are zero already. Centering over the batch would only add rounding errors.
     return total / (total.std() + eps) if total.any() else total
 
 
 def is_constant(rewards: Tensor, offset: float = 0.0) -> Tensor:
-    """``[P]`` bool: groups ``[P, G]`` whose rewards are all the same, or differ by no more than rounding.
+    """Find groups whose rewards are equal up to rounding.
 
-    0.1 + 0.2 and 0.3 are the same reward. Their difference is compared with the largest of the group.
+    For example, 0.1 + 0.2 and 0.3 are the same reward. The tolerance is relative to the group's largest
+    absolute reward plus ``offset``.
 
     Args:
         rewards: ``[P, G]``.
-        offset: number that is part of each. Where it cancels the rest, only that one's rounding is left.
+        offset: constant that is included in each reward. If it cancels the rest, the rounding error of the
+            offset is still there.
+
+    Returns:
+        ``[P]`` bool, True for groups of equal rewards.
     """
     spread = rewards.amax(-1) - rewards.amin(-1)
     rounding = _ROUNDING * torch.finfo(rewards.dtype).eps * (rewards.abs().amax(-1) + abs(offset))
@@ -119,18 +129,20 @@ def is_constant(rewards: Tensor, offset: float = 0.0) -> Tensor:
 
 
 class GroupAdvantage(Transform):
-    """Write-side transform: rewards to ``"advantage"`` ``[P, G, 1]`` and ``("masks", "loss")`` ``[P, G, T]``.
+    """Replay-buffer transform that writes ``"advantage"`` and the loss mask of a batch.
 
-    Reads ``("next", "reward")`` ``[P, G, 1]``, ``("next", "reward_parts")`` ``[P, G, K]``, ``"truncated"``,
-    ``("masks", "response")`` and, with a KL in the reward or in MaxEnt's weights, the log-probabilities. The
-    loss mask is the response mask without what ``policy.overlong=mask`` and ``policy.constant_groups`` leave
-    out. TorchRL's ``MCAdvantage`` queues single answers until a group is complete; groups arrive whole here.
+    It reads ``("next", "reward")`` ``[P, G, 1]``, ``("next", "reward_parts")`` ``[P, G, K]``,
+    ``"truncated"`` ``[P, G, 1]`` and ``("masks", "response")`` ``[P, G, T]``. It also reads log-probabilities
+    if the KL is in the reward or in MaxEnt's weights. It writes ``"advantage"`` ``[P, G, 1]`` and
+    ``("masks", "loss")`` ``[P, G, T]``. The loss mask is the response mask without the responses that
+    ``policy.overlong=mask`` and ``policy.constant_groups`` exclude. TorchRL's ``MCAdvantage`` queues single
+    answers until a group is complete. Here groups arrive complete.
 
     Args:
-        cfg: the ingredients.
-        kl: weight of the KL divergence to the reference.
-        reward_weights: K weights of the rewards in ``reward_parts``.
-        max_new_tokens: length bound of a response.
+        cfg: configuration of the objective.
+        kl: coefficient of the KL divergence to the reference.
+        reward_weights: weights of the K rewards in ``reward_parts``.
+        max_new_tokens: length bound of a response in tokens.
     """
 
     def __init__(
@@ -143,13 +155,13 @@ class GroupAdvantage(Transform):
         self.max_new_tokens = max_new_tokens
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Reading changes nothing."""
+        """Return the batch unchanged: the transform acts on writing only."""
         return tensordict
 
     def without_signal(self, tensordict: TensorDictBase) -> Tensor:
-        """``[P]`` bool: groups in which every response earned the same, before any penalty.
+        """Return ``[P]`` bool, True for groups whose responses all have the same reward, before any penalty.
 
-        With ``policy.reward_combination=apart``, the same of every reward that counts.
+        With ``policy.reward_combination=apart``, each reward with a weight other than 0 must be equal.
         """
         if self.cfg.reward_combination == "together":
             return is_constant(self._shape(tensordict["next", "reward"].squeeze(-1)), self._offset)
@@ -180,20 +192,20 @@ class GroupAdvantage(Transform):
 
     @property
     def _offset(self) -> float:
-        """What :meth:`_shape` adds."""
+        """The constant that :meth:`_shape` adds."""
         return self.cfg.reward_shift * self.cfg.reward_scale
 
     def _overlong(self, tensordict: TensorDictBase) -> Tensor:
         lengths = tensordict["masks", "response"].sum(-1).to(tensordict["next", "reward"].dtype)
         if self.cfg.overlong != "penalise":
             return torch.zeros_like(lengths)
-        # DAPO's own share: 4,096 of 20,480 tokens.
+        # DAPO's own ratio: 4,096 of 20,480 tokens.
         fifth = max(1, self.max_new_tokens // 5)
         buffer = fifth if self.cfg.overlong_buffer is None else self.cfg.overlong_buffer
         return overlong_penalty(lengths, self.max_new_tokens, buffer)
 
     def _divergence(self, tensordict: TensorDictBase) -> Tensor:
-        """KL to the reference summed over each response, ``[P, G]`` nats."""
+        """Return the KL to the reference, summed over each response: ``[P, G]``, nats."""
         per_token = kl_estimate(
             tensordict["log_probs", "response"], tensordict["log_probs", "reference"], self.cfg.kl_estimator
         )
@@ -208,7 +220,7 @@ class GroupAdvantage(Transform):
 
     def _apart(self, tensordict: TensorDictBase, added: Tensor) -> Tensor:
         cfg = self.cfg
-        # Penalties are a reward of their own, of weight 1.
+        # Penalties are a separate reward of weight 1.
         rewards = torch.cat([self._shape(tensordict["next", "reward_parts"]), added.unsqueeze(-1)], -1)
         weights = (*self.reward_weights, 1.0)
         leave_one_out = cfg.advantage_estimator == "leave_one_out"
@@ -232,6 +244,6 @@ class GroupAdvantage(Transform):
             q_epsilon=cfg.q_epsilon,
         )
         samples = rewards.shape[-1]
-        # The likelihood is weighted by w itself; the factor makes the batch's mean over responses the mean
-        # over prompts of their weighted sums.
+        # The likelihood is weighted by w itself. With the factor G, the batch's mean over responses is the
+        # mean over prompts of the weighted sums.
         return samples * weights if cfg.surrogate == "log_likelihood" else weights - 1 / samples

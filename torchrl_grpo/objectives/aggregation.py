@@ -1,7 +1,7 @@
-"""From a value per token to one loss: what each token weighs.
+"""Weights of tokens in the loss.
 
-All weights are shares of the whole optimizer batch, so the sums of its micro-batches add up to what one large
-batch gives.
+All weights are relative to the whole optimizer batch, so the sums of its micro-batches add up to the sum of
+one large batch.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 class BatchTotals(NamedTuple):
-    """What is counted in a whole optimizer batch, over the tokens that the loss counts.
+    """Counts of a whole optimizer batch. Only tokens in the loss mask count.
 
     Attributes:
-        tokens: response tokens.
-        sequences: responses with at least one of them.
+        tokens: number of response tokens.
+        sequences: number of responses with at least one such token.
     """
 
     tokens: int
@@ -25,30 +25,33 @@ class BatchTotals(NamedTuple):
 
 
 def totals_of(mask: Tensor) -> BatchTotals:
-    """Count ``mask`` ``[P, G, T]``."""
+    """Count the tokens and responses of a loss mask ``[P, G, T]``."""
     return BatchTotals(int(mask.sum()), int(mask.any(-1).sum()))
 
 
 def token_weights(
     mask: Tensor, aggregation: str, totals: BatchTotals, constant_length: int, dtype: torch.dtype
 ) -> Tensor:
-    """The weight of every token in the loss; zero outside ``mask``.
+    """Return the weight of each token in the loss, zero outside ``mask``.
 
     ``token``: ``1 / N``, the mean over the N tokens of the batch (DAPO, arXiv 2503.14476, eq. 8).
     ``sequence``: ``1 / (B |o_i|)``, the mean per response, then over the B responses (GRPO, 2402.03300,
     eq. 3).
-    ``constant``: ``1 / (B constant_length)``, the sum per response over a constant (Dr. GRPO, 2503.20783,
-    listing 1).
+    ``constant``: ``1 / (B constant_length)``, the sum per response divided by a constant (Dr. GRPO,
+    2503.20783, listing 1).
 
     Args:
-        mask: ``[P, G, T]`` bool, tokens that the loss counts.
+        mask: ``[P, G, T]`` bool, True for tokens that the loss counts.
         aggregation: ``token``, ``sequence`` or ``constant``.
-        totals: of the whole optimizer batch.
-        constant_length: tokens, for ``constant``.
-        dtype: of the weights.
+        totals: counts of the whole optimizer batch.
+        constant_length: divisor in tokens, for ``constant``.
+        dtype: dtype of the weights.
+
+    Returns:
+        Weights ``[P, G, T]``.
 
     Raises:
-        ValueError: another name.
+        ValueError: ``aggregation`` is unknown.
     """
     counts = mask.to(dtype)
     if aggregation == "token":

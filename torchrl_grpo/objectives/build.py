@@ -1,4 +1,7 @@
-"""From ``policy.*`` to a loss and an advantage. A preset of a paper is a set of keys over these parts."""
+"""Build the loss and the advantage transform from ``policy.*``.
+
+A preset of a paper is a choice of these keys.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,14 @@ def build_objective(
     max_new_tokens: int,
     proximal_given: bool = True,
 ) -> tuple[GroupPolicyLoss, GroupAdvantage]:
-    """The loss around ``actor`` and the write-side transform that computes its advantages.
+    """Build the loss around ``actor``, and the replay-buffer transform that computes its advantages.
 
     Args:
-        cfg: the ingredients.
-        actor: scores responses with the model that is trained; what it may be, :class:`GroupPolicyLoss` says.
-        reward_weights: of the rewards in ``("next", "reward_parts")``.
-        max_new_tokens: length bound of a response.
+        cfg: configuration of the objective.
+        actor: module that scores responses with the trained model, of any kind that :class:`GroupPolicyLoss`
+            accepts.
+        reward_weights: weights of the rewards in ``("next", "reward_parts")``.
+        max_new_tokens: length bound of a response in tokens.
         proximal_given: see :class:`GroupPolicyLoss`.
     """
     kl = KLCoefficient(kl_start(cfg), cfg.kl_target, cfg.kl_horizon)

@@ -1,4 +1,4 @@
-"""Log-ratios of two policies per token or per response, and the weights that correct an engine's mismatch."""
+"""Log-ratios per token or per response, and importance weights for the mismatch of engine and trainer."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from torchrl_grpo.objectives.surrogates import exp_bounded
 
 
 def at_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Per-token log-ratios ``[P, G, T]`` at the level at which they are used.
+    """Aggregate per-token log-ratios to the level of the objective.
 
-    ``token``: as they are. ``sequence``: their mean over the response, the log of the geometric mean of its
-    ratios (GSPO, arXiv 2507.18071, eq. 7), at each of its tokens. ``trajectory``: their sum, the response as
-    one action (RLOO, arXiv 2402.14740, sec. 2.2), likewise.
+    ``token`` returns them unchanged. ``sequence`` puts their mean over the response at each of its tokens,
+    which is the log of the geometric mean of the ratios (GSPO, arXiv 2507.18071, eq. 7). ``trajectory`` puts
+    their sum over the response at each of its tokens, so that the response is one action (RLOO, arXiv
+    2402.14740, sec. 2.2).
 
     Args:
         log_ratio: ``[P, G, T]``.
-        mask: ``[P, G, T]`` bool, the tokens of the mean or sum.
+        mask: ``[P, G, T]`` bool, True for tokens that the mean or sum includes.
         level: ``token``, ``sequence`` or ``trajectory``.
 
+    Returns:
+        Log-ratios ``[P, G, T]``.
+
     Raises:
-        ValueError: another name.
+        ValueError: ``level`` is unknown.
     """
     if level == "token":
         return log_ratio
@@ -33,29 +37,31 @@ def at_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 
 
 def correction_weights(
-    log_gap: Tensor, mask: Tensor, *, kind: str, level: str, cap: float, floor: float
+    log_ratio: Tensor, mask: Tensor, *, kind: str, level: str, cap: float, floor: float
 ) -> Tensor:
-    """Weights that correct for responses sampled by an engine that is not quite the trainer's model.
+    """Importance weights that correct for the numerical mismatch between the engine and the trainer.
 
-    With ``w = exp(log_gap)``: ``truncate`` is ``min(w, cap)`` (truncated importance sampling); ``mask`` is
-    ``w`` where ``floor <= w <= cap`` and 0 elsewhere (IcePop's band; with floor 0, decoupled PPO as AReaL,
-    arXiv 2505.24298, runs it). A token of weight 0 leaves the numerator of the loss; denominators count it.
+    With ``w = exp(log_ratio)``, ``truncate`` is ``min(w, cap)`` (truncated importance sampling). ``mask`` is
+    ``w`` if ``floor <= w <= cap`` and 0 otherwise (the band of IcePop; with floor 0, decoupled PPO as in
+    AReaL, arXiv 2505.24298). A token of weight 0 is excluded from the numerator of the loss, but not from its
+    denominator.
 
     Args:
-        log_gap: ``[P, G, T]``, the trainer's log-probability minus the engine's, of the same weights.
-        mask: ``[P, G, T]`` bool.
+        log_ratio: ``[P, G, T]``, log-probability of the trainer minus that of the engine for the same
+            weights.
+        mask: ``[P, G, T]`` bool, True for tokens that the loss counts.
         kind: ``truncate`` or ``mask``.
         level: see :func:`at_level`.
         cap: largest weight.
-        floor: smallest weight kept, for ``mask``.
+        floor: smallest weight that ``mask`` keeps.
 
     Returns:
-        ``[P, G, T]``, without gradient.
+        Weights ``[P, G, T]``, without gradient.
 
     Raises:
-        ValueError: another kind.
+        ValueError: ``kind`` is unknown.
     """
-    weights = exp_bounded(at_level(log_gap, mask, level)).detach()
+    weights = exp_bounded(at_level(log_ratio, mask, level)).detach()
     if kind == "truncate":
         return weights.clamp(max=cap)
     if kind == "mask":

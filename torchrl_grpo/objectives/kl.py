@@ -16,15 +16,18 @@ from torchrl_grpo.objectives.surrogates import MAX_LOG_RATIO
 
 
 def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: str) -> Tensor:
-    """Per-token KL estimate in nats, of the shape of ``log_probs``.
+    """Estimate the KL divergence per token.
 
     Args:
-        log_probs: log-probabilities of the sampled tokens under the policy.
-        reference: the same tokens under the reference, same shape.
+        log_probs: log-probabilities of the sampled tokens under the policy, any shape.
+        reference: log-probabilities of the same tokens under the reference, same shape.
         estimator: ``k1``, ``k2`` or ``k3``.
 
+    Returns:
+        Estimates in nats, of the shape of ``log_probs``.
+
     Raises:
-        ValueError: another name.
+        ValueError: ``estimator`` is unknown.
     """
     difference = reference - log_probs
     if estimator == "k1":
@@ -33,6 +36,6 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: str) -> Tensor:
         return difference.square() / 2
     if estimator == "k3":
         bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        # Near 0, where engine and trainer agree, exp() - 1 would be all rounding.
+        # Near 0, where the two policies agree, exp() - 1 would be mostly rounding error.
         return bounded.expm1() - bounded
     raise ValueError(f"KL estimator {estimator!r} is none of k1, k2, k3")

@@ -25,44 +25,47 @@ from torchrl_grpo.objectives.surrogates import SURROGATES, Bounds, exp_bounded
 class GroupPolicyLoss(LossModule):
     """``sum_it a_it (-c_it J_it + kl KL_it + kl_inference KL'_it) - entropy sum_it H_it / N``.
 
-    ``J`` is the surrogate (:mod:`~torchrl_grpo.objectives.surrogates`), ``c`` the correction for the engine's
-    mismatch (:mod:`~torchrl_grpo.objectives.importance`), ``a`` the share of a token in the whole optimizer
-    batch (:mod:`~torchrl_grpo.objectives.aggregation`), N the tokens in it. The terms of micro-batches add up
-    to those of one large batch, and padding appears nowhere. TorchRL's ``GRPOLoss`` takes its means over a
-    micro-batch and counts padding in its KL and its metrics.
+    ``J`` is the surrogate (:mod:`~torchrl_grpo.objectives.surrogates`). ``c`` is the correction for the
+    mismatch of engine and trainer (:mod:`~torchrl_grpo.objectives.importance`). ``a`` is the weight of a
+    token in the whole optimizer batch (:mod:`~torchrl_grpo.objectives.aggregation`), and N is the number of
+    tokens in that batch. The terms of micro-batches add up to those of one large batch, and padding never
+    counts. TorchRL's ``GRPOLoss`` averages over a micro-batch, and counts padding in its KL and its metrics.
 
-    Reads ``("tokens"|"masks", "prompt")`` ``[P, L]``, ``("tokens"|"masks"|"log_probs", "response")``
-    ``[P, G, T]``, ``("masks", "loss")`` ``[P, G, T]``, ``"advantage"`` ``[P, G, 1]`` and, where a key asks
-    for it, ``("log_probs", "reference")`` and ``("log_probs", "proximal")``. Where the actor is a
-    ``TensorDictModule``, its own ``in_keys`` take the place of the tokens and their masks. Called with a
-    batch the loss returns a TensorDict; called with tensors, in the order of ``in_keys`` or by name
-    (``tokens_prompt=...``), it returns its ``out_keys`` as a tuple, or alone if it is one.
+    The loss reads ``("tokens"|"masks", "prompt")`` ``[P, L]``,
+    ``("tokens"|"masks"|"log_probs", "response")`` ``[P, G, T]``, ``("masks", "loss")`` ``[P, G, T]`` and
+    ``"advantage"`` ``[P, G, 1]``. Depending on the configuration it also reads
+    ``("log_probs", "reference")`` and ``("log_probs", "proximal")`` ``[P, G, T]``. If the actor is a
+    ``TensorDictModule``, its ``in_keys`` replace the tokens and their masks.
 
-    The actor is a submodule: ``parameters()``, ``state_dict()`` and ``to()`` reach the model.
+    Called with a batch, the loss returns a TensorDict. Called with tensors, in the order of ``in_keys`` or by
+    name (``tokens_prompt=...``), it returns its ``out_keys`` as a tuple, or as one tensor if there is one
+    key.
+
+    The actor is a submodule, so ``parameters()``, ``state_dict()`` and ``to()`` include the model.
 
     Args:
-        actor_network: scores responses, with gradients: a
-            :class:`~torchrl_grpo.models.scoring.token_scorer.TokenScorer`, or any module that is called like
-            it; a ``TensorDictModule`` that reads keys of the batch and writes ``("log_probs", "response")``
-            ``[P, G, T]`` and, if it has it, ``"entropy"`` of the same shape; or a ``TransformersWrapper`` of
-            TorchRL's with ``input_mode="tokens"`` and ``generate=False``, whose temperature is 1 and which
-            gives no entropy.
-        cfg: the ingredients; the defaults of ``policy.*`` when left out.
-        kl: weight of the KL term to the reference, as ``cfg`` has it when left out.
-        entropy: weight of the entropy bonus, likewise.
-        constant_length: tokens, for ``policy.aggregation=constant``; ``cfg.aggregation_length`` when left
-            out.
-        proximal_given: with a proximal policy of the trainer's, whether batches bring its log-probabilities.
-            A round that is trained for one step needs none: the policy before the step is the one that the
-            loss is computed with.
+        actor_network: module that scores responses with gradients: a
+            :class:`~torchrl_grpo.models.scoring.token_scorer.TokenScorer`, or any module with the same call
+            signature; a ``TensorDictModule`` that reads keys of the batch and writes
+            ``("log_probs", "response")`` ``[P, G, T]`` and optionally ``"entropy"`` of the same shape; or a
+            TorchRL ``TransformersWrapper`` with ``input_mode="tokens"`` and ``generate=False``, which scores
+            at temperature 1 and gives no entropy.
+        cfg: configuration of the objective; None for the defaults of ``policy.*``.
+        kl: coefficient of the KL to the reference; None builds it from ``cfg``.
+        entropy: coefficient of the entropy bonus; None builds it from ``cfg``.
+        constant_length: divisor in tokens for ``policy.aggregation=constant``; None for
+            ``cfg.aggregation_length``.
+        proximal_given: whether batches contain the log-probabilities of the proximal policy, for
+            ``policy.proximal=trainer``. If a round is trained for one step only, they are not needed, because
+            the proximal policy is the current one.
 
     Raises:
-        ValueError: the actor generates or reads text; or a length is needed and not given.
+        ValueError: the actor generates or reads text, or ``constant_length`` is missing.
     """
 
     @dataclass
     class _AcceptedKeys:
-        """Where the loss finds its inputs."""
+        """Keys of the loss's inputs and of the actor's outputs."""
 
         prompt: NestedKey = ("tokens", "prompt")
         prompt_mask: NestedKey = ("masks", "prompt")
@@ -73,7 +76,7 @@ class GroupPolicyLoss(LossModule):
         proximal_log_prob: NestedKey = ("log_probs", "proximal")
         ref_log_prob: NestedKey = ("log_probs", "reference")
         advantage: NestedKey = "advantage"
-        # Where an actor that is a TensorDictModule writes.
+        # Output keys of an actor that is a TensorDictModule.
         actor_log_prob: NestedKey = ("log_probs", "response")
         actor_full_log_prob: NestedKey = ("log_probs", "full")
         actor_entropy: NestedKey = "entropy"
@@ -97,9 +100,9 @@ class GroupPolicyLoss(LossModule):
         cfg = PolicyConfig() if cfg is None else cfg
         length = cfg.aggregation_length if constant_length is None else constant_length
         if cfg.aggregation == "constant" and length is None:
-            raise ValueError("policy.aggregation=constant needs constant_length, tokens of a response")
+            raise ValueError("policy.aggregation=constant needs a length in tokens; give constant_length")
         self.actor_network = actor_network
-        # Not a submodule: it holds the actor, whose parameters would be found twice.
+        # Not registered as a submodule: it wraps the actor, whose parameters would appear twice.
         self.__dict__["_network"] = None
         self.cfg = cfg
         self.kl = KLCoefficient(kl_start(cfg), cfg.kl_target, cfg.kl_horizon) if kl is None else kl
@@ -115,17 +118,17 @@ class GroupPolicyLoss(LossModule):
         self._surrogate = SURROGATES[cfg.surrogate]
 
     def score_through(self, network: nn.Module) -> None:
-        """Score by calling ``network``, the actor as several training ranks hold it."""
+        """Score by calling ``network``, a wrapper of the actor for several training ranks (such as DDP)."""
         self.__dict__["_network"] = network
 
     @property
     def functional(self) -> bool:
-        """The parameters are the actor's own, not a copy of TorchRL's."""
+        """False: the parameters are the actor's own, not TorchRL's functional copy."""
         return False
 
     @property
     def in_keys(self) -> list[NestedKey]:
-        """What the loss reads, with the ingredients it has."""
+        """Keys that the loss reads in this configuration."""
         keys = self.tensor_keys
         scored = [keys.prompt, keys.prompt_mask, keys.response, keys.response_mask]
         read = [*actors.actor_in_keys(self.actor_network, scored), keys.loss_mask]
@@ -138,7 +141,7 @@ class GroupPolicyLoss(LossModule):
 
     @property
     def out_keys(self) -> list[NestedKey]:
-        """The loss terms, with the ingredients it has, or those selected; metrics come beside them."""
+        """Keys of the loss terms in this configuration, or of the selected ones. Metrics are not listed."""
         return self.__dict__.get("_out_keys_apparent", self.out_keys_source)
 
     @out_keys.setter
@@ -147,37 +150,41 @@ class GroupPolicyLoss(LossModule):
 
     @property
     def out_keys_source(self) -> list[NestedKey]:
-        """The loss terms, with the ingredients it has."""
+        """Keys of the loss terms in this configuration."""
         terms: dict[str, bool] = {
             "loss_objective": True,
             "loss_kl": self.kl.in_use and self.cfg.kl_in == "loss",
             "loss_kl_inference": self.cfg.kl_inference_coef != 0,
             "loss_entropy": self.entropy.in_use,
         }
-        return [name for name, there in terms.items() if there]
+        return [name for name, in_use in terms.items() if in_use]
 
     def _forward_value_estimator_keys(self, **kwargs: NestedKey) -> None:
-        """There is no value network."""
+        """Do nothing: there is no value network."""
 
     @dispatch
     def forward(self, tensordict: TensorDictBase, totals: BatchTotals | None = None) -> TensorDict:
-        """The loss terms of one micro-batch.
+        """Compute the loss terms of one micro-batch.
 
         Args:
-            tensordict: a micro-batch ``[P]`` of groups.
-            totals: of the whole optimizer batch; this batch's own when omitted.
+            tensordict: micro-batch ``[P]`` of groups.
+            totals: counts of the whole optimizer batch; None counts this batch.
 
         Returns:
-            Scalars. Those named ``loss_*`` add up to the loss and carry gradients. The rest are shares of a
-            mean over the batch's tokens, to be summed over micro-batches: ``entropy`` (nats, of an actor that
-            gives it), ``clip_fraction``, ``kl_approx`` (k3 of the sampling policy to this one), ``ratio``,
-            ``ratio_squared`` and ``gap`` (absolute difference of log-probabilities) to the engine's
-            log-probabilities; with a proximal policy of the trainer's the first three of that one, as
-            ``mismatch_*``; with a reference ``kl_ref``, with a correction ``correction`` and
-            ``correction_zero``, the mean weight and the share of weights that are 0.
+            Scalars. Those named ``loss_*`` add up to the loss and have gradients. The others are
+            contributions to a mean over the tokens of the optimizer batch, to be summed over micro-batches:
+
+            * ``entropy`` in nats, if the actor gives it, and ``clip_fraction``;
+            * ``kl_approx`` (k3 of the sampling policy to the current one), ``ratio``, ``ratio_squared`` and
+              ``logprob_diff`` (absolute difference in nats) relative to the engine's log-probabilities;
+            * with ``policy.proximal=trainer``: ``mismatch_kl_approx``, ``mismatch_ratio`` and
+              ``mismatch_ratio_squared`` of the proximal policy relative to the engine;
+            * with a reference: ``kl_ref``;
+            * with a correction: ``correction``, the mean weight, and ``correction_zero``, the fraction of
+              weights that are 0.
 
         Raises:
-            ValueError: the actor gives no log-probabilities, or no entropy where a bonus needs it.
+            ValueError: the actor gives no log-probabilities, or no entropy although the bonus needs it.
         """
         keys = self.tensor_keys
         new, entropy = self._score(tensordict)
@@ -196,7 +203,7 @@ class GroupPolicyLoss(LossModule):
             return (values.masked_fill(~mask, 0.0) * weights).sum()
 
         def log_probs(key: NestedKey) -> Tensor:
-            # What stands in the padding must not come back through a product in the backward pass.
+            # Values in the padding must not enter a product of the backward pass.
             return get(key).masked_fill(~mask, 0.0)
 
         sampled = log_probs(keys.sample_log_prob)
@@ -235,14 +242,14 @@ class GroupPolicyLoss(LossModule):
             if entropy is None:
                 raise ValueError(
                     f"The actor {type(self.actor_network).__name__} gives no {keys.actor_entropy!r}, which "
-                    "the entropy bonus needs: leave out policy.entropy_coef and policy.entropy_target, or "
+                    "the entropy bonus needs; remove policy.entropy_coef and policy.entropy_target, or "
                     "score with a TokenScorer"
                 )
             out["loss_entropy"] = -self.entropy.value * mean(entropy)
         return TensorDict(out, batch_size=[])
 
     def _score(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities and, if there are any, entropies of the responses ``[P, G, T]``."""
+        """Return log-probabilities and, if the actor gives them, entropies of the responses ``[P, G, T]``."""
         keys = self.tensor_keys
 
         def inputs() -> actors.Inputs:
@@ -262,33 +269,33 @@ class GroupPolicyLoss(LossModule):
         )
 
     def has_gradient(self, tensordict: TensorDictBase) -> Tensor:
-        """``[P]`` bool: groups that can move the model at all.
+        """Return ``[P]`` bool, True for groups whose gradient may differ from 0.
 
-        Every surrogate is a multiple of the advantage. Where all advantages of a group are 0 and no other
-        term is in use, its gradient is exactly 0.
+        Every surrogate is proportional to the advantage. If all advantages of a group are 0 and no other term
+        is in use, its gradient is exactly 0.
         """
         other_terms = (
             (self.kl.in_use and self.cfg.kl_in == "loss")
             or self.cfg.kl_inference_coef != 0
             or self.entropy.in_use
         )
-        moves = tensordict.get(self.tensor_keys.advantage).ne(0).flatten(1).any(1)
-        return torch.ones_like(moves) if other_terms else moves
+        nonzero = tensordict.get(self.tensor_keys.advantage).ne(0).flatten(1).any(1)
+        return torch.ones_like(nonzero) if other_terms else nonzero
 
     def _metrics(self, new: Tensor, sampled: Tensor, mean: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         log_ratio = new - sampled
-        # Doubles: the effective sample size compares the square of the mean with the mean of the squares.
+        # Double precision, because the effective sample size compares the squared mean with the mean square.
         ratio = exp_bounded(log_ratio).double()
         return {
             "kl_approx": mean(kl_estimate(sampled, new, "k3")),
             "ratio": mean(ratio),
             "ratio_squared": mean(ratio.square()),
-            "gap": mean(log_ratio.abs()),
+            "logprob_diff": mean(log_ratio.abs()),
         }
 
-    def _correction(self, log_gap: Tensor, mask: Tensor) -> Tensor:
+    def _correction(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
         return correction_weights(
-            log_gap,
+            log_ratio,
             mask,
             kind=self.cfg.correction,
             level=self.cfg.correction_level,
@@ -297,7 +304,7 @@ class GroupPolicyLoss(LossModule):
         )
 
     def after_step(self, entropy: float, kl: float | None, responses: int) -> None:
-        """Let the coefficients follow what the optimizer step measured (means over its tokens, nats)."""
+        """Update the coefficients with the means over the tokens of an optimizer step, in nats."""
         self.entropy.update(entropy)
         if kl is not None:
             self.kl.update(kl, responses)

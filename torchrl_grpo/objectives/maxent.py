@@ -17,26 +17,26 @@ def listwise_weights(
     q_temperature: float,
     q_epsilon: float,
 ) -> Tensor:
-    """The distribution over a group's candidates that a KL- and entropy-regularised objective asks for.
+    """The distribution over a group's candidates that maximizes a KL- and entropy-regularized objective.
 
     With ``p = softmax(u / q_temperature)`` and ``q = p (1 - K q_epsilon) + q_epsilon``,
 
         w = softmax_i[(log q_i + beta l_ref,i) / (tau + beta)]
 
-    maximizes ``E_w[log q] - beta KL(w || ref) + tau H(w)`` over the simplex. As ``tau + beta`` goes to 0 it
-    picks the best candidate, for large ``tau`` it is uniform, for ``beta`` far above ``tau`` it follows the
+    maximizes ``E_w[log q] - beta KL(w || ref) + tau H(w)`` over the simplex. As ``tau + beta`` goes to 0, it
+    selects the best candidate. For large ``tau`` it is uniform. For ``beta`` far above ``tau`` it follows the
     reference.
 
     Args:
-        utilities: ``[P, K]``, the rewards.
+        utilities: ``[P, K]``, rewards of the candidates.
         ref_log_probs: ``[P, K]``, log-probability of each response under the reference.
         tau: weight of the entropy.
         beta: weight of the divergence from the reference; ``tau + beta`` must be above 0.
-        q_temperature: of the target that the utilities define.
-        q_epsilon: least share of a candidate in it; at most 1 / K.
+        q_temperature: temperature of the target distribution ``p``.
+        q_epsilon: smallest probability of a candidate in ``q``, at most 1 / K.
 
     Returns:
-        ``[P, K]``, rows add up to 1.
+        Probabilities ``[P, K]``; each row sums to 1.
     """
     candidates = utilities.shape[-1]
     log_p = torch.log_softmax(utilities / q_temperature, dim=-1)

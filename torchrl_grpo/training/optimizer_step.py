@@ -49,7 +49,7 @@ _METRICS = {
     "entropy": "policy/entropy",
     "clip_fraction": "policy/clip_fraction",
     "ratio": "policy/ratio",
-    "gap": "policy/log_prob_gap",
+    "logprob_diff": "policy/log_prob_gap",
     "mismatch_kl_approx": "mismatch/kl",
     "correction": "policy/correction",
     "correction_zero": "policy/correction_zero",
