@@ -123,7 +123,7 @@ def make_objective(
 
 def no_budget() -> TokenBudget:
     """One that never cuts."""
-    return TokenBudget(10**9, shares_prefix=True, say=lambda text: None)
+    return TokenBudget(10**9, shares_prefix=True, notify=lambda text: None)
 
 
 def split(batch: TensorDict, groups: int, pieces: int) -> list[TensorDict]:

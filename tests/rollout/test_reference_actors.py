@@ -103,7 +103,7 @@ def test_groups_come_with_what_the_trainer_would_have_found(
     run_async(config, tmp_path / "run")
     assert len(rounds) == 4
     scorer = load_reference(config, config.model.name, torch.device("cpu"), None, shares_prefix=True)
-    itself = LogProbScorer(scorer, "reference", TokenBudget(4096, True, say=pytest.fail))
+    itself = LogProbScorer(scorer, "reference", TokenBudget(4096, True, notify=pytest.fail))
     for round_ in rounds:
         groups = round_.groups
         found = groups["log_probs", "reference"].clone()

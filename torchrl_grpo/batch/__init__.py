@@ -1,1 +1,1 @@
-"""The TensorDict that travels from the collector to the loss, and how it is padded and divided."""
+"""The TensorDict that goes from the collector to the loss, and its division into micro-batches."""

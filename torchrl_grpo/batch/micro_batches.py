@@ -1,6 +1,6 @@
-"""A batch of groups in pieces that fit in memory, by the tokens they really have.
+"""Divide a batch of groups into micro-batches that fit in memory, by their number of real tokens.
 
-Axes: ``P`` groups, ``G`` responses of a group.
+Axes: ``P`` groups, ``G`` responses per group.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class MicroBatch:
     """Some of a batch's groups, or some responses of one group.
 
     Attributes:
-        rows: the groups, by their place in the batch.
-        samples: of each group's responses, these.
+        rows: indices of the groups in the batch.
+        samples: slice of each group's responses.
     """
 
     rows: tuple[int, ...]
     samples: slice
 
     def of(self, batch: TensorDictBase) -> TensorDictBase:
-        """The piece of ``batch``, no wider than its longest prompt and response."""
+        """Return this piece of ``batch``, trimmed to its longest prompt and response."""
         piece = batch[list(self.rows)]
         if self.samples != slice(None):
             piece = piece.named_apply(
@@ -43,21 +43,22 @@ class MicroBatch:
 
 
 class TokenBudget:
-    """How many tokens a micro-batch may have, and what to do when that was too many.
+    """Largest number of tokens in a micro-batch. It is halved after an out-of-memory error.
 
-    A group costs its prompt and its responses; a model that cannot share the prompt pays it once a response.
+    The cost of a group is the tokens of its prompt and its responses. If the model cannot share the prompt,
+    the prompt counts once per response.
 
     Args:
-        tokens: in a micro-batch, at most.
+        tokens: largest number of tokens in a micro-batch.
         shares_prefix: whether a prompt is run once per group.
-        say: where it is said that the budget was halved.
+        notify: function that receives a message when the budget is halved.
     """
 
-    def __init__(self, tokens: int, shares_prefix: bool, say: Callable[[str], None]) -> None:
+    def __init__(self, tokens: int, shares_prefix: bool, notify: Callable[[str], None]) -> None:
         self.tokens = tokens
-        self._asked_for = tokens
+        self._configured = tokens
         self.shares_prefix = shares_prefix
-        self._say = say
+        self._notify = notify
 
     def run(
         self,
@@ -66,18 +67,21 @@ class TokenBudget:
         undo: Callable[[], None],
         pieces: Iterable[MicroBatch] | None = None,
     ) -> list[T]:
-        """Do ``work`` on every micro-batch of ``batch``.
+        """Call ``work`` on every micro-batch of ``batch``.
 
-        When memory runs out, what was done is undone, the budget halves, and all of it starts again.
+        When memory runs out, ``undo`` is called, the budget is halved, and all micro-batches start again.
 
         Args:
             batch: groups as in :mod:`~torchrl_grpo.batch.schema`.
-            work: on one micro-batch.
-            undo: takes back whatever ``work`` left behind.
-            pieces: cut these further where they are over the budget; None is the whole batch.
+            work: function of one micro-batch.
+            undo: function that reverts all effects of ``work``.
+            pieces: pieces that are cut further if they exceed the budget; None for the whole batch.
+
+        Returns:
+            The results of ``work``, one per micro-batch.
 
         Raises:
-            TrainingStopped: a single sequence is over the budget, or does not fit in memory.
+            TrainingStopped: a single sequence exceeds the budget, or does not fit in memory.
         """
         whole = [MicroBatch(tuple(range(len(batch))), slice(None))] if pieces is None else list(pieces)
         prompts, responses = token_counts(batch)
@@ -91,7 +95,7 @@ class TokenBudget:
             except (RuntimeError, MemoryError) as error:
                 if not ran_out_of_memory(error):
                     raise
-            # Outside of the handler, whose traceback holds on to every tensor of the failed attempt.
+            # Outside of the handler, because its traceback keeps every tensor of the failed attempt alive.
             failed = micro_batches[len(results)]
             del results
             undo()
@@ -99,22 +103,24 @@ class TokenBudget:
             self._halve(failed, prompts, responses)
 
     def cut(self, batch: TensorDictBase, pieces: Iterable[MicroBatch]) -> list[MicroBatch]:
-        """``pieces`` of ``batch``, cut further where they are over the budget.
+        """Cut ``pieces`` of ``batch`` further if they exceed the budget.
 
         Raises:
-            TrainingStopped: a single sequence is over it.
+            TrainingStopped: a single sequence exceeds the budget.
         """
         prompts, responses = token_counts(batch)
         return [small for piece in pieces for small in self._cut(piece, prompts, responses, self.tokens)]
 
     def costs(self, batch: TensorDictBase) -> list[int]:
-        """Tokens of each group of ``batch``."""
+        """Return the cost of each group of ``batch`` in tokens."""
         prompts, responses = token_counts(batch)
         return [self._cost(MicroBatch((row,), slice(None)), prompts, responses) for row in range(len(batch))]
 
     @contextmanager
     def named_when_exceeded(self) -> Iterator[None]:
-        """For several ranks, which cannot start again on their own: say what to change when memory runs out.
+        """Turn an out-of-memory error into one that names the key to change.
+
+        Several ranks use it, because a single rank cannot start again on its own.
 
         Raises:
             TrainingStopped: memory ran out.
@@ -135,9 +141,9 @@ class TokenBudget:
                 "train_model.gradient_checkpointing=true or a lower inference_model.gpu_memory_utilization"
             )
         self.tokens = max(1, min(self.tokens, tokens) // 2)
-        self._say(
+        self._notify(
             f"memory ran out on a micro-batch of {tokens} tokens: the step is run again, from now on with "
-            f"at most {self.tokens} (train.max_tokens_per_microbatch) or a single sequence"
+            f"at most {self.tokens} tokens (train.max_tokens_per_microbatch) or a single sequence"
         )
 
     def _cut(
@@ -153,15 +159,15 @@ class TokenBudget:
     def _cut_group(
         self, row: int, samples: slice, prompt: int, responses: Sequence[int], budget: int
     ) -> list[MicroBatch]:
-        """A group over the budget, as runs of its responses, each with the prompt."""
+        """Cut a group over the budget into runs of consecutive responses, each with the prompt."""
         first, stop, _ = samples.indices(len(responses))
         cuts, cost = [first], prompt
         for sample in range(first, stop):
             tokens = responses[sample]
-            # A budget that memory has lowered cuts no further than to single sequences.
-            if prompt + tokens > self._asked_for:
+            # Only the configured budget is a hard limit. A halved one still allows single sequences.
+            if prompt + tokens > self._configured:
                 raise TrainingStopped(
-                    f"train.max_tokens_per_microbatch={self._asked_for}: a sequence has {prompt + tokens} "
+                    f"train.max_tokens_per_microbatch={self._configured}: a sequence has {prompt + tokens} "
                     f"tokens, {prompt} of its prompt and {tokens} of its response; write "
                     f"train.max_tokens_per_microbatch={prompt + tokens} or more, or a lower "
                     "inference_model.max_new_tokens in a new run"
@@ -170,8 +176,7 @@ class TokenBudget:
                 cuts.append(sample)
                 cost = prompt
             cost += tokens if self.shares_prefix else prompt + tokens
-        ends = [*cuts[1:], stop]
-        return [MicroBatch((row,), slice(a, b)) for a, b in zip(cuts, ends, strict=True)]
+        return [MicroBatch((row,), slice(a, b)) for a, b in zip(cuts, [*cuts[1:], stop], strict=True)]
 
     def _cost(self, piece: MicroBatch, prompts: Sequence[int], responses: Sequence[Sequence[int]]) -> int:
         cost = 0
@@ -181,25 +186,26 @@ class TokenBudget:
         return cost
 
     def state_dict(self) -> dict[str, int]:
-        """What was asked for, and what memory has been found to hold."""
-        return {"tokens": self.tokens, "asked_for": self._asked_for}
+        """Return the configured and the current budget."""
+        return {"tokens": self.tokens, "asked_for": self._configured}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue with what memory held, unless another budget is asked for now."""
-        if state["asked_for"] == self._asked_for:
+        """Restore the current budget, unless the configured budget has changed."""
+        if state["asked_for"] == self._configured:
             self.tokens = state["tokens"]
 
 
 def first_fit_decreasing(costs: dict[int, int], budget: int) -> list[tuple[int, ...]]:
-    """Pack rows into as few bins of ``budget`` as first-fit-decreasing finds (Johnson 1973: at most 11/9 of
-    the best, and 6/9 of a bin).
+    """Pack rows into bins with first-fit-decreasing.
+
+    The number of bins is at most 11/9 of the optimum plus 6/9 (Johnson 1973).
 
     Args:
-        costs: of each row, none above ``budget``.
-        budget: of a bin.
+        costs: cost of each row, at most ``budget``.
+        budget: capacity of a bin.
 
     Returns:
-        Bins, the rows of each in ascending order.
+        Bins; the rows of each are in ascending order.
     """
     bins: list[list[int]] = []
     left: list[int] = []
@@ -215,14 +221,14 @@ def first_fit_decreasing(costs: dict[int, int], budget: int) -> list[tuple[int, 
 
 
 def equal_pieces(groups: int, samples: int, pieces: int, full_groups: int) -> list[MicroBatch]:
-    """Cut a batch into pieces of equal size: along groups while they last, then within them.
+    """Cut a batch into pieces of equal size, between groups and, for many pieces, also within groups.
 
     Args:
-        groups: in this batch; with fewer than in a full one there are fewer pieces of the same size.
-        samples: of a group.
-        pieces: that a full batch is cut into: a divisor of ``full_groups``, or that times a divisor of
-            ``samples``.
-        full_groups: of a full batch.
+        groups: number of groups in this batch. A smaller batch has fewer pieces of the same size.
+        samples: number of responses per group.
+        pieces: number of pieces of a full batch: a divisor of ``full_groups``, or ``full_groups`` times a
+            divisor of ``samples``.
+        full_groups: number of groups in a full batch.
     """
     if pieces <= full_groups:
         size = full_groups // pieces
@@ -239,16 +245,17 @@ def equal_pieces(groups: int, samples: int, pieces: int, full_groups: int) -> li
 
 
 def divide(costs: Sequence[int], shares: int) -> list[list[int]]:
-    """Rows for each of several workers, so that they have about equally much to do.
+    """Divide rows into shares of about equal cost, for several workers.
 
-    Longest-processing-time-first (Graham 1969): at most 4/3 of the best division's longest.
+    The algorithm is longest-processing-time-first. The largest share is at most 4/3 of the optimum (Graham
+    1969).
 
     Args:
-        costs: of each row.
-        shares: how many.
+        costs: cost of each row.
+        shares: number of shares.
 
     Returns:
-        The rows of each share, ascending.
+        The rows of each share in ascending order.
     """
     found: list[list[int]] = [[] for _ in range(shares)]
     loads = [0] * shares

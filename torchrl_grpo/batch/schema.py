@@ -1,6 +1,6 @@
-"""The one TensorDict that travels from the collector to the loss, built here and described here.
+"""The TensorDict that goes from the collector to the loss: its schema and its construction.
 
-Batch size ``[P]``: an entry is a whole group, one prompt with its G responses.
+The batch size is ``[P]``. An entry is a whole group: one prompt and its G responses.
 
 =============================  ==============  =======  ====================================================
 key                            shape           dtype    meaning
@@ -9,18 +9,18 @@ key                            shape           dtype    meaning
 ("masks", "prompt")            [P, L]          bool     True on real tokens
 ("tokens", "response")         [P, G, T]       int64    response with its end token, padded on the right
 ("masks", "response")          [P, G, T]       bool     True on real tokens
-("log_probs", "response")      [P, G, T]       float32  the engine's own, at the sampling temperature
-("log_probs", "reference")     [P, G, T]       float32  the reference model's; only where a KL needs it
-("log_probs", "proximal")      [P, G, T]       float32  the trainer's; only with policy.proximal=trainer
+("log_probs", "response")      [P, G, T]       float32  of the engine, at the sampling temperature
+("log_probs", "reference")     [P, G, T]       float32  of the reference model; only if a KL needs it
+("log_probs", "proximal")      [P, G, T]       float32  of the trainer; only with policy.proximal=trainer
 ("next", "reward")             [P, G, 1]       float32  weighted sum of the rewards
 ("next", "reward_parts")       [P, G, K]       float32  the K rewards, in the order of their weights
-"truncated"                    [P, G, 1]       bool     True where the length bound ended the response
-"advantage"                    [P, G, 1]       float32  written on the way into the buffer
-("masks", "loss")              [P, G, T]       bool     tokens that the loss counts; written likewise
-"policy_version"               [P, G]          int64    optimizer steps before its oldest token
-"newest_policy_version"        [P, G]          int64    the same of its newest token
-("versions", "response")       [P, G, T]       int64    the same of each token
-"group_id"                     [P, G]          int64    running number of the group
+"truncated"                    [P, G, 1]       bool     True if the length bound ended the response
+"advantage"                    [P, G, 1]       float32  written when the batch enters the buffer
+("masks", "loss")              [P, G, T]       bool     tokens that the loss counts; written with "advantage"
+"policy_version"               [P, G]          int64    policy version of the response's oldest token
+"newest_policy_version"        [P, G]          int64    policy version of the response's newest token
+("versions", "response")       [P, G, T]       int64    policy version of each token
+"group_id"                     [P, G]          int64    sequential number of the group
 =============================  ==============  =======  ====================================================
 """
 
@@ -36,7 +36,7 @@ from torch import Tensor
 from torchrl_grpo.inference.protocol import Completion
 from torchrl_grpo.models.scoring.padding import pad_left, pad_right
 
-# What a group has once; every other entry has an axis of its G responses.
+# Entries with one value per group. Every other entry has an axis for its G responses.
 PROMPT_KEYS = (("tokens", "prompt"), ("masks", "prompt"))
 _RIGHT_PADDED = (
     ("tokens", "response"),
@@ -58,16 +58,16 @@ def build_batch(
     versions: int | Sequence[Sequence[Sequence[int]]],
     pad_id: int,
 ) -> TensorDict:
-    """Rollouts of one round as the TensorDict described above.
+    """Build the TensorDict described above from the rollouts of one round.
 
     Args:
-        prompts: P prompts as token ids.
-        completions: G completions each.
+        prompts: token ids of P prompts.
+        completions: G completions for each prompt.
         rewards: ``[P, G, 1]``.
         reward_parts: ``[P, G, K]``.
         group_id: ``[P, G]``.
-        versions: of the weights that sampled: one for all, or one for each of the tokens.
-        pad_id: fills the padding; what it is never matters.
+        versions: policy version that sampled the tokens: one number for all, or one per token.
+        pad_id: value of the padding, which never affects a result.
     """
     P, G = len(completions), len(completions[0])
     flat = [completion for group in completions for completion in group]
@@ -91,7 +91,7 @@ def build_batch(
 def tokens_of(
     prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[Sequence[int]]], pad_id: int
 ) -> dict[str, TensorDict]:
-    """The entries ``tokens`` and ``masks`` of P prompts and G responses to each: all that a scorer reads."""
+    """Build the entries ``tokens`` and ``masks``, which a scorer reads, of P prompts and G responses each."""
     P, G = len(responses), len(responses[0])
     prompt, prompt_mask = pad_left(prompts, pad_id)
     response, response_mask = pad_right([one for group in responses for one in group], pad_id, torch.int64)
@@ -104,7 +104,7 @@ def tokens_of(
 def _versions(
     versions: int | Sequence[Sequence[Sequence[int]]], mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Versions by token ``[N, T]``, 0 on padding, and the smallest and the largest of each row ``[N]``."""
+    """Return the version of each token ``[N, T]``, 0 on padding, and the rows' minimum and maximum ``[N]``."""
     if isinstance(versions, int):
         same = torch.full(mask.shape[:1], versions, dtype=torch.int64)
         return same[:, None] * mask, same, same.clone()
@@ -114,18 +114,18 @@ def _versions(
 
 
 def token_counts(batch: TensorDictBase) -> tuple[list[int], list[list[int]]]:
-    """Real tokens of each of P prompts, and of each of the G responses to it."""
+    """Count the real tokens of P prompts, and of the G responses to each."""
     return batch["masks", "prompt"].sum(-1).tolist(), batch["masks", "response"].sum(-1).tolist()
 
 
 def trim(batch: TensorDictBase) -> TensorDictBase:
-    """The same groups, no wider than the longest prompt and response among them."""
+    """Trim the padding of a batch to its longest prompt and response."""
     prompts, responses = token_counts(batch)
     return _fit_all(batch, max(prompts), max(max(row) for row in responses))
 
 
 def collate(groups: Sequence[TensorDictBase]) -> TensorDict:
-    """Stack groups of any width into a batch ``[P]``, no wider than its longest prompt and response."""
+    """Stack groups of any width into a batch ``[P]``, trimmed to its longest prompt and response."""
     prompt_width = max(int(group["masks", "prompt"].sum()) for group in groups)
     response_width = max(int(group["masks", "response"].sum(-1).max()) for group in groups)
     return torch.stack([_fit_all(group, prompt_width, response_width) for group in groups]).contiguous()
@@ -142,5 +142,5 @@ def _fit_all(groups: TensorDictBase, prompt_width: int, response_width: int) -> 
 
 
 def _fit(tensor: Tensor, width: int) -> Tensor:
-    """Cut or zero-pad the last axis to ``width``; what is cut is padding."""
+    """Cut or zero-pad the last axis to ``width``. Only padding is cut."""
     return F.pad(tensor[..., :width], (0, max(0, width - tensor.shape[-1])))

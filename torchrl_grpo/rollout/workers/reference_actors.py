@@ -65,7 +65,7 @@ class ReferenceScorer:
         device = torch.device("cuda:0" if spec.on_gpu else "cpu")
         scorer = load_reference(spec.cfg, spec.source, device, spec.autocast_dtype, spec.shares_prefix)
         # Nobody reads what is said here; a budget that halves changes nothing but this process's speed.
-        budget = TokenBudget(token_budget(spec.cfg), spec.shares_prefix, say=lambda text: None)
+        budget = TokenBudget(token_budget(spec.cfg), spec.shares_prefix, notify=lambda text: None)
         self._pad_id = spec.pad_id
         self._scorer = LogProbScorer(scorer, "reference", budget)
 
