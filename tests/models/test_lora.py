@@ -230,7 +230,7 @@ def test_saved_adapters_are_read_by_peft_and_by_us(family: str, tmp_path: Path) 
 
 def test_adapters_of_other_layers_are_refused(tmp_path: Path) -> None:
     lora.save_adapters(adapted(target_modules=["q_proj"]), tmp_path)
-    with pytest.raises(CheckpointError, match="holds 4 adapter matrices, and this model has 28"):
+    with pytest.raises(CheckpointError, match="it has 4 adapter matrices, but this model has 28"):
         lora.load_adapters(adapted(), tmp_path)
 
 
@@ -238,7 +238,7 @@ def test_stirring_moves_every_matrix_and_is_taken_back_bit_for_bit() -> None:
     model = adapted(moved=0)
     before = copy.deepcopy(model.state_dict())
     base = dict(make_model().named_parameters())
-    with pytest.raises(RuntimeError, match="in between"), lora.stirred(model, 0.25):
+    with pytest.raises(RuntimeError, match="in between"), lora.perturbed_adapters(model, 0.25):
         for name in lora.adapted_layers(model):
             weight = base[f"{name}.weight"]
             merged = lora.merged(lora.adapted_layers(model)[name])

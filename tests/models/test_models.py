@@ -147,9 +147,7 @@ def test_a_length_beyond_the_models_context_is_refused(tiny_model_dir: Path) -> 
     cfg.inference_model.max_model_len = 1024
     loading.check_context(str(tiny_model_dir), cfg)
     cfg.inference_model.max_model_len = 1025
-    with pytest.raises(
-        ModelError, match=r"max_model_len=1025: tiny was built for at most 1024 tokens; write"
-    ):
+    with pytest.raises(ModelError, match=r"max_model_len=1025: tiny supports at most 1024 tokens; write"):
         loading.check_context(str(tiny_model_dir), cfg)
 
 
@@ -169,7 +167,7 @@ def test_a_length_with_other_position_factors_is_refused(tmp_path: Path) -> None
     cfg.inference_model.max_model_len = 128
     loading.check_context(str(tmp_path), cfg)
     cfg.inference_model.max_model_len = 129
-    with pytest.raises(ModelError, match=r"max_model_len=129: beyond 128 tokens long has other position"):
+    with pytest.raises(ModelError, match=r"max_model_len=129: beyond 128 tokens long uses other position"):
         loading.check_context(str(tmp_path), cfg)
 
 
@@ -316,7 +314,7 @@ def test_attention_is_what_was_asked_for_or_the_fallback_is_said() -> None:
         TokenScorer(model, shares_prefix=False)(*inputs(batch)).log_probs, found, atol=0, rtol=0
     )
     bloom = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)).eval()
-    with pytest.warns(UserWarning, match="this model cannot change its own"):
+    with pytest.warns(UserWarning, match="this model cannot change its attention"):
         prepare_for_training(bloom, TrainModelConfig(attn_implementation="sdpa"))
 
 

@@ -60,12 +60,12 @@ def test_a_schedule_counts_with_what_it_leaves_of_the_rate() -> None:
 def test_bounds_are_where_the_weights_are() -> None:
     # Any device that is not the CPU: a bound left there cannot be added to weights on a GPU.
     model = make_model().to("meta")
-    reached = list(lora.reach(model, 0.01))
+    reached = list(lora.weight_moves(model, 0.01))
     assert len(reached) == len(list(model.parameters()))
     assert all(weights.device == moves.device for weights, moves in reached)
     lora.add_adapters(model, LoraConfig(rank=4, alpha=4.0), seed=0)
     model = model.to_empty(device="meta")
-    assert all(weights.device == moves.device for weights, moves in lora.reach(model, 0.01))
+    assert all(weights.device == moves.device for weights, moves in lora.weight_moves(model, 0.01))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -74,7 +74,7 @@ def test_adapters_reach_as_far_as_their_product(family: str) -> None:
     lora.add_adapters(model, LoraConfig(rank=4, alpha=12.0), seed=0)
     own = dict(make_model(family).named_parameters())
     layers = lora.adapted_layers(model)
-    reached = list(lora.reach(model, move))
+    reached = list(lora.weight_moves(model, move))
     assert len(reached) == len(layers)
     with torch.no_grad():
         for layer in layers.values():

@@ -104,7 +104,7 @@ def tokens_of(
 def _versions(
     versions: int | Sequence[Sequence[Sequence[int]]], mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the version of each token ``[N, T]``, 0 on padding, and the rows' minimum and maximum ``[N]``."""
+    """Return versions of tokens ``[N, T]``, 0 on padding, and each row's minimum and maximum ``[N]``."""
     if isinstance(versions, int):
         same = torch.full(mask.shape[:1], versions, dtype=torch.int64)
         return same[:, None] * mask, same, same.clone()

@@ -1,1 +1,1 @@
-"""Loading causal language models and reading token log-probabilities off them."""
+"""Load causal language models, prepare them for training, and compute token log-probabilities."""

@@ -1,4 +1,4 @@
-"""From the configuration to the model that is trained: weights, adapters, number format."""
+"""Build the trained model from the configuration: weights, adapters and number format."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torchrl_grpo.runtime.rng import derive_seed
 
 
 def weights_source(cfg: Config, source: str, resume_from: Path | None) -> str:
-    """What model and engines are loaded from: ``source``, or the model of the checkpoint that is resumed.
+    """Return the folder or hub name from which the model and the engines load their weights.
 
-    A checkpoint of adapters holds no model: with them it is ``source``, whose weights are frozen.
+    It is the model of the resumed checkpoint, or ``source`` for a new run. It is always ``source`` with
+    adapters, because the base model is frozen and a checkpoint has only the adapters.
     """
     if resume_from is None or cfg.train_model.lora.rank > 0:
         return source
@@ -24,16 +25,18 @@ def weights_source(cfg: Config, source: str, resume_from: Path | None) -> str:
 
 
 def build_model(cfg: Config, weights: str, device: torch.device, resume_from: Path | None) -> PreTrainedModel:
-    """The model that is trained, in float32; with ``train_model.lora`` adapters in float32 on a frozen base.
+    """Build the trained model in float32, or with ``train_model.lora`` float32 adapters on a frozen base.
 
     Args:
-        cfg: ``model``, ``train_model`` and ``seed`` are read.
+        cfg: configuration; ``model``, ``train_model`` and ``seed`` are read.
         weights: see :func:`weights_source`.
-        device: where it runs.
-        resume_from: a checkpoint whose adapters to take, or None.
+        device: device of the model.
+        resume_from: folder of a checkpoint whose adapters are loaded, or None.
 
     Raises:
+        CheckpointError: the checkpoint's adapters do not match the model.
         ConfigError: the adapters are for layers that the model does not have.
+        ModelError: the model cannot be loaded.
         TrainingStopped: memory ran out.
     """
     adapters = cfg.train_model.lora

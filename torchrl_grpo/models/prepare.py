@@ -1,6 +1,4 @@
-"""What a model needs before it is trained: no dropout, nothing trained in vain, attention and gradient
-checkpointing as asked.
-"""
+"""Prepare a model for training: no dropout, frozen unused inputs, attention and gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -20,20 +18,21 @@ from torchrl_grpo.models.scoring.token_scorer import TokenScorer, check_head, wa
 from torchrl_grpo.models.scoring.upcast import Upcast
 from torchrl_grpo.runtime.oom import ran_out_of_memory
 
-# In nats, between layers as they are and compiled, which may round in another order.
-_COMPILED = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.5}
-# What a model raises that is asked for something it does not know.
-_UNKNOWN = (TypeError, ValueError, AttributeError, IndexError, KeyError)
+# Largest difference in nats between compiled and plain layers, which may round in a different order.
+_COMPILE_TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.5}
+# Errors of a model that does not support an argument or a feature.
+_UNSUPPORTED = (TypeError, ValueError, AttributeError, IndexError, KeyError)
 
 
 def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
-    """Set ``model`` up in place.
+    """Prepare ``model`` for training in place.
 
-    Dropout is switched off: the ratio of new to old policy must come from the update, not from a mask.
+    Dropout is switched off, because the ratio of new to old policy must come from the update and not from a
+    dropout mask.
 
     Raises:
-        ModelError: its log-probabilities cannot be computed from backbone and head, or gradient checkpointing
-            is asked for and not possible, or something random cannot be switched off.
+        ModelError: log-probabilities cannot be computed from backbone and head, the model does not support
+            the configured gradient checkpointing, or it has randomness that cannot be switched off.
     """
     model.eval()
     keep_packing(model)
@@ -42,49 +41,49 @@ def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
         _set_attention(model, cfg)
     try:
         with trial.conditions(model):
-            gap = trial.gap(model, lambda: torch.tensor(check_head(model)))
-    except _UNKNOWN as error:
+            diff = trial.largest_difference(model, lambda: torch.tensor(check_head(model)))
+    except _UNSUPPORTED as error:
         raise ModelError(f"{type(model).__name__}: {error}; choose another model.name") from error
-    if not gap <= trial.TOLERANCE:
+    if not diff <= trial.TOLERANCE:
         raise ModelError(
-            f"{type(model).__name__}: its logits differ by {gap:.3g} from its output head applied to its "
-            "last hidden state, so its forward scales or shifts them in a way this version does not "
-            "know; choose another model.name"
+            f"{type(model).__name__}: its logits differ by {diff:.3g} from its output head applied to its "
+            "last hidden state, so its forward pass scales or shifts them in a way that this version does "
+            "not support; choose another model.name"
         )
     if cfg.gradient_checkpointing:
         _recompute_activations(model)
 
 
 def _recompute_activations(model: PreTrainedModel) -> None:
-    """Switch gradient checkpointing on, and nothing else that training mode does."""
+    """Switch gradient checkpointing on, without the other effects of training mode."""
 
     def score() -> Tensor:
         with trial.conditions(model), Upcast(torch.float32):
-            return trial.together(model, shares_prefix=False)
+            return trial.score_batch(model, shares_prefix=False)
 
-    name, mend = type(model).__name__, "write train_model.gradient_checkpointing=false"
+    name, fix = type(model).__name__, "write train_model.gradient_checkpointing=false"
     expected = score()
     try:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     except ValueError as error:
-        raise ModelError(f"{name}: {error}; {mend}") from error
+        raise ModelError(f"{name}: {error}; {fix}") from error
     _switch_dropout_off(model)
-    # Transformers recomputes activations in training mode only. Modules that do it are put in that mode, and
-    # nothing inside them: neither dropout nor the noise and the sampling of experts that some mixtures have.
+    # Transformers recomputes activations in training mode only. Modules that do so are set to training mode,
+    # but not their submodules, which may have dropout, or noise and sampling of experts.
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.training = True
-    # Twice, as what is random may be right by chance.
-    gap = max(float((score() - expected).abs().max()) for _ in range(2))
-    if not gap <= trial.TOLERANCE:
+    # Twice, because a random result may be right by chance.
+    diff = max(float((score() - expected).abs().max()) for _ in range(2))
+    if not diff <= trial.TOLERANCE:
         raise ModelError(
             f"{name}: in training mode, which gradient checkpointing needs, its log-probabilities change by "
-            f"{gap:.3g}, so it drops something out that cannot be switched off; {mend}"
+            f"{diff:.3g}, so it has dropout or other randomness that cannot be switched off; {fix}"
         )
 
 
 def _freeze_other_inputs(model: PreTrainedModel) -> None:
-    """Freeze what takes images or sound: text gives it no gradient, for which training ranks would wait."""
+    """Freeze the parts for images and audio. Text gives them no gradient, and ranks would wait for one."""
     if model.config is model.config.get_text_config():
         return
     parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
@@ -99,16 +98,16 @@ def _switch_dropout_off(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        # Models that call the function keep its probability as a number: dropout, attn_pdrop, layerdrop.
+        # Models that call F.dropout keep the probability as a float: dropout, attn_pdrop, layerdrop.
         for name, value in vars(module).items():
             if isinstance(value, float) and "drop" in name:
                 setattr(module, name, 0.0)
 
 
 def _set_attention(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
-    """Switch to the attention that ``cfg`` wants, or say why the model keeps the one it has."""
+    """Switch to the configured attention, or warn why the model keeps its current one."""
     config, wanted = model.config.get_text_config(), cfg.attn_implementation
-    before, reason = config._attn_implementation, "this model cannot change its own"
+    before, reason = config._attn_implementation, "this model cannot change its attention"
     try:
         model.set_attn_implementation(wanted)
         if config._attn_implementation == wanted and wanted.startswith("flash"):
@@ -127,10 +126,10 @@ def _set_attention(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
 
 
 def _try_kernel(model: PreTrainedModel, before: str, autocast_dtype: torch.dtype | None) -> None:
-    """Score a few tokens as in training with the model's attention, made for 16 bits, and with ``before``.
+    """Compare the model's 16-bit attention kernel with the attention ``before`` on a few tokens.
 
     Raises:
-        RuntimeError: the kernel does not run, or its numbers are others.
+        RuntimeError: the kernel does not run, or its log-probabilities differ by more than rounding.
     """
     kernel = model.config.get_text_config()._attn_implementation
     tokens = trial.batch(model)
@@ -143,24 +142,24 @@ def _try_kernel(model: PreTrainedModel, before: str, autocast_dtype: torch.dtype
         found = score(kernel, autocast_dtype)
         rounded, exact = score(before, autocast_dtype), score(before, None)
         model.set_attn_implementation(kernel)
-    gap, rounding = (float((rounded - other).abs().max()) for other in (found, exact))
-    if not gap <= 2 * rounding + trial.TOLERANCE:
-        raise RuntimeError(f"log-probabilities would change by {gap:.2g}")
+    diff, rounding = (float((rounded - other).abs().max()) for other in (found, exact))
+    if not diff <= 2 * rounding + trial.TOLERANCE:
+        raise RuntimeError(f"log-probabilities would change by {diff:.2g}")
 
 
 def compile_layers(model: PreTrainedModel, scorer: TokenScorer) -> None:
-    """Compile the decoder layers with ``torch.compile``, in place; warns where that cannot be done.
+    """Compile the decoder layers with ``torch.compile``, in place. It warns if that is not possible.
 
-    Layer by layer, as they are alike: what is compiled for the first serves all of them. Sizes are left open,
-    since the number of tokens changes with every micro-batch.
+    Layers are compiled one by one, because they are alike and share the compiled code. Shapes are dynamic,
+    because the number of tokens changes with every micro-batch.
 
     Args:
-        model: prepared, and not yet divided among ranks.
-        scorer: around it; tried on a few tokens, there and back.
+        model: prepared model, not yet sharded.
+        scorer: scorer of the model. Its forward and backward pass are tried on a few tokens.
     """
     names = model._no_split_modules or []
     layers = [module for module in model.modules() if type(module).__name__ in names]
-    # Without mixed precision, where both round alike; that it works with it is tried, too.
+    # Numbers are compared without mixed precision, where both round alike. With it, only success is tested.
     exact = TokenScorer(model, shares_prefix=scorer.shares_prefix)
     tokens = trial.batch(model)
     with torch.no_grad():
@@ -171,34 +170,37 @@ def compile_layers(model: PreTrainedModel, scorer: TokenScorer) -> None:
         found = [one(*tokens).log_probs for one in (exact, scorer)]
         torch.stack([one.sum() for one in found]).sum().backward()
     except (RuntimeError, OSError) as error:
-        # Of a backend's error the first line is only its name.
+        # The first line of a backend's error is only the backend's name.
         why = " ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
     else:
-        gap = float((found[0].detach() - expected).abs().max())
-        why = "" if gap <= _COMPILED[model.dtype] else f"its log-probabilities would change by {gap:.2g}"
+        diff = float((found[0].detach() - expected).abs().max())
+        tolerance = _COMPILE_TOLERANCE[model.dtype]
+        why = "" if diff <= tolerance else f"its log-probabilities would change by {diff:.2g}"
     finally:
         model.zero_grad(set_to_none=True)
     if not why and layers:
         return
     for layer in layers:
         layer._compiled_call_impl = None
-    reason = why or "it does not say which of its modules are layers"
-    warnings.warn(f"train_model.compile=true: {type(model).__name__} runs as it is ({reason})", stacklevel=2)
+    reason = why or "it does not declare which of its modules are layers"
+    warnings.warn(
+        f"train_model.compile=true: {type(model).__name__} is not compiled ({reason})", stacklevel=2
+    )
 
 
 def shares_prefix(model: PreTrainedModel, wanted: bool = True, longest: int | None = None) -> bool:
-    """Whether running a prompt once for several responses gives this model's numbers, tried on a few tokens.
+    """Whether running a prompt once for several responses gives correct numbers, tested on a few tokens.
 
-    Warns when it was wanted and the answer is no. Then every response is run with its own prompt and with
-    padding, which is tried as well.
+    If it does not although it is wanted, a warning is emitted. Then every response is run with its own prompt
+    and with padding, which is tested too.
 
     Args:
-        model: prepared, and not yet divided among ranks.
-        wanted: False only tries what is done otherwise.
-        longest: tokens a sequence has at most; None if that is not known.
+        model: prepared model, not yet sharded.
+        wanted: whether prompts should be shared. False only tests padding.
+        longest: largest number of tokens in a sequence; None if unknown.
 
     Raises:
-        ModelError: padding changes the model's numbers, so that it cannot be trained in batches.
+        ModelError: padding changes the model's numbers, so it cannot be trained in batches.
     """
     config = model.config.get_text_config()
     with trial.conditions(model, longest) as narrowest:
@@ -206,41 +208,43 @@ def shares_prefix(model: PreTrainedModel, wanted: bool = True, longest: int | No
 
         def difference(shared: bool) -> Tensor:
             if config._attn_implementation != attention:
-                # What is compared with must not go through what is tried.
+                # The expected numbers must not come from the attention that is tested.
                 model.set_attn_implementation(attention)
-            expected = trial.alone(model)
-            return trial.together(model, shared) - expected
+            expected = trial.score_one_by_one(model)
+            return trial.score_batch(model, shared) - expected
 
         if wanted and TokenScorer(model).shares_prefix:
             try:
-                gap = trial.gap(model, lambda: difference(True))
-            except (*_UNKNOWN, RuntimeError) as error:
+                diff = trial.largest_difference(model, lambda: difference(True))
+            except (*_UNSUPPORTED, RuntimeError) as error:
                 if ran_out_of_memory(error):
                     raise
                 why = f"it cannot ({type(error).__name__}: {error})"
             else:
-                if gap <= trial.TOLERANCE:
+                if diff <= trial.TOLERANCE:
                     return True
-                why = f"its log-probabilities would change by {gap:.2g}"
+                why = f"its log-probabilities would change by {diff:.2g}"
             model.set_attn_implementation(attention)
             warn_about_prefix(model, why)
         try:
-            gap = trial.gap(model, lambda: difference(False))
-        except _UNKNOWN as error:
+            diff = trial.largest_difference(model, lambda: difference(False))
+        except _UNSUPPORTED as error:
             raise ModelError(f"{type(model).__name__}: {error}; choose another model.name") from error
-    if not gap <= trial.TOLERANCE:
-        _refuse_padding(model, gap, narrowest)
+    if not diff <= trial.TOLERANCE:
+        _refuse_padding(model, diff, narrowest)
     return False
 
 
-def _refuse_padding(model: PreTrainedModel, gap: float, narrowest: int | None) -> NoReturn:
-    mend = "choose another model.name"
+def _refuse_padding(model: PreTrainedModel, diff: float, narrowest: int | None) -> NoReturn:
+    fix = "choose another model.name"
     if narrowest is not None:
         with trial.conditions(model, longest=narrowest):
-            right = trial.gap(model, lambda: trial.together(model, shares_prefix=False) - trial.alone(model))
-        if right <= trial.TOLERANCE:
-            mend = f"write inference_model.max_model_len={narrowest} or {mend}"
+            short = trial.largest_difference(
+                model, lambda: trial.score_batch(model, shares_prefix=False) - trial.score_one_by_one(model)
+            )
+        if short <= trial.TOLERANCE:
+            fix = f"write inference_model.max_model_len={narrowest} or {fix}"
     raise ModelError(
-        f"{type(model).__name__}: padding changes its log-probabilities by {gap:.2g} nats, so they cannot be "
-        f"computed for several sequences at a time; {mend}"
+        f"{type(model).__name__}: padding changes its log-probabilities by {diff:.2g} nats, so they cannot "
+        f"be computed for several sequences at a time; {fix}"
     )

@@ -1,8 +1,8 @@
-"""A frozen base in 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes, which is imported only where it is used.
+"""A frozen base model in 4 bits (QLoRA, arXiv 2305.14314), with bitsandbytes, which is imported on use only.
 
-NF4 with double quantization: a matrix takes about half a byte a weight; embeddings and output head stay as
-they are. It computes with the numbers that its bits stand for, and these are what is published. Left out: 8
-bits, and bases that were saved quantized.
+The format is NF4 with double quantization, which takes about half a byte per weight of a matrix. Embeddings
+and output head are not quantized. The dequantized weights are used in computations and are published. 8 bits
+and models that were saved quantized are not supported.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 
 def loading_options(kind: str, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What ``from_pretrained`` is told so that matrices arrive on ``device`` quantized.
+    """Return the options of ``from_pretrained`` that load quantized matrices on ``device``.
 
     Args:
         kind: ``train_model.quantization``.
-        device: where the model runs.
-        dtype: that matrix products compute in.
+        device: device of the model.
+        dtype: dtype of matrix products.
     """
     if kind == "none":
         return {}
@@ -34,12 +34,12 @@ def loading_options(kind: str, device: torch.device, dtype: torch.dtype) -> dict
 
 
 def is_quantized(parameter: Tensor) -> bool:
-    """Whether a parameter holds packed bits and not numbers."""
+    """Whether a parameter holds packed bits instead of floating-point numbers."""
     return not parameter.is_floating_point()
 
 
 def plain_weight(layer: nn.Module) -> Tensor:
-    """The layer's weight as the numbers it computes with; a quantized one is unpacked into a new tensor."""
+    """Return the weight of a layer, detached. A quantized weight is dequantized to a new tensor."""
     from peft.utils.integrations import dequantize_module_weight
 
     weight = dequantize_module_weight(layer)
@@ -48,10 +48,10 @@ def plain_weight(layer: nn.Module) -> Tensor:
 
 
 def keep_packing(model: PreTrainedModel) -> None:
-    """Keep bitsandbytes from packing weights anew, in place, for a CPU's kernels when a layer is run.
+    """Keep bitsandbytes from repacking weights in place for CPU kernels when a layer runs.
 
-    It does so in evaluation mode, and then they cannot be unpacked as they must be for publication; a linear
-    layer has no other use of the mode.
+    It repacks them in evaluation mode, and then they cannot be unpacked for publication. So quantized layers
+    are set to training mode, which has no other effect on a linear layer.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear) and is_quantized(module.weight):

@@ -1,4 +1,4 @@
-"""The reference model: frozen, loaded from where the policy came from."""
+"""The frozen reference model, loaded from the same weights as the policy."""
 
 from __future__ import annotations
 
@@ -19,49 +19,52 @@ def load_reference(
     autocast_dtype: torch.dtype | None,
     shares_prefix: bool,
 ) -> TokenScorer:
-    """A scorer around a frozen copy of the model.
+    """Load a scorer of a frozen copy of the model.
 
     Args:
-        cfg: ``ref_model``, ``model``, ``train_model.fused_head``, ``train_model.head_dtype`` and the sampling
-            temperature are read.
+        cfg: configuration; ``ref_model``, ``model``, ``train_model.fused_head``, ``train_model.head_dtype``
+            and the sampling temperature are read.
         source: folder or hub name of the model.
-        device: where it is loaded.
-        autocast_dtype: that the trainer computes matrix products in, as the reference does unless it is held
-            in 16 bits throughout; None is float32.
+        device: device of the model.
+        autocast_dtype: dtype of the trainer's matrix products, or None for float32. The reference uses it
+            too, unless ``ref_model.dtype`` is a 16-bit format.
         shares_prefix: whether a prompt is run once per group.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+        TrainingStopped: memory ran out.
     """
     choose_kernels()
-    # Equal weights must have no divergence: auto computes as the policy does, in float32 under its autocast.
+    # Equal weights must have no divergence, so auto computes like the policy: float32 with its autocast.
     auto = cfg.ref_model.dtype == "auto"
     dtype = torch.float32 if auto else resolve_dtype(cfg.ref_model.dtype, device)
     instead = "write ref_model.dtype=bfloat16, or give it a device of its own with ref_model.devices"
     model = loading.load_model(source, cfg.model, device, dtype, instead=instead).requires_grad_(False)
     autocast = autocast_dtype if dtype == torch.float32 else None
-    # In 16 bits, most steps of a slow average round to nothing.
+    # In 16 bits, most updates of a slow moving average would round to nothing.
     if auto and autocast is not None and cfg.ref_model.refresh_mix == 1:
         hold_as_computed(model, autocast)
-    # As the policy's head: two ways to round would be a divergence of equal models.
+    # The head must round like the policy's. Otherwise equal models would have a divergence.
     head_dtype = resolve_head(cfg.train_model.head_dtype)
     temperature = cfg.inference_model.temperature
     scorer = TokenScorer(model, temperature, autocast, shares_prefix, head_dtype=head_dtype)
     if cfg.train_model.fused_head:
-        # Likewise.
         scorer.fuse_head()
     return scorer
 
 
 def hold_as_computed(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Hold the matrices of a frozen float32 model in the format that autocast casts them to for each product.
+    """Store the matrices of a frozen float32 model in the dtype to which autocast casts them.
 
-    The numbers stay the same to the last bit, at half the memory. What is not only multiplied with (norms,
-    embeddings) stays in float32, and so does the output head, which the loss computes in a way of its own.
+    This halves the memory, and results stay the same to the last bit. Weights with other uses than products
+    (norms, embeddings) stay in float32. So does the output head, which the loss computes separately.
 
     Args:
-        model: in float32; changed in place.
-        dtype: autocast's.
+        model: float32 model, changed in place.
+        dtype: dtype of autocast.
     """
     head = model.get_output_embeddings()
     for module in model.modules():
-        # A subclass may do more than multiply.
+        # A subclass of nn.Linear may do more than multiply.
         if type(module) is nn.Linear and module is not head:
             module.to(dtype)

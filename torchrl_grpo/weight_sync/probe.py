@@ -46,7 +46,7 @@ def perturbed(model: nn.Module | ShardedWeights) -> Iterator[None]:
     halves = (
         [p for p in model.parameters() if p.dtype == torch.float16] if isinstance(model, nn.Module) else []
     )
-    with lora.stirred(model, _PERTURBATION) if isinstance(model, nn.Module) else nullcontext():
+    with lora.perturbed_adapters(model, _PERTURBATION) if isinstance(model, nn.Module) else nullcontext():
         kept = [parameter.detach()[..., ::8].clone() for parameter in halves]
         scale(0.5)
         try:

@@ -1,1 +1,1 @@
-"""Log-probabilities of given tokens: the output head, the attention and the shared prompt."""
+"""Log-probabilities of given tokens: the scorer, the output head, attention and shared prompts."""

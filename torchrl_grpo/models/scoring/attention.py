@@ -1,13 +1,13 @@
 """Attention as plain matrix products, for short rows on a CPU in bfloat16.
 
-PyTorch's own kernel multiplies small tiles there: its two passes take 1.7 times as long as the same products
-in batches. Scores exist for a few heads at a time, as many as fit in a core's cache, and the backward pass
-computes them again; no layer keeps any. Numbers are rounded no earlier than in the kernel: scores,
-probabilities and their gradients are float32, and only what enters the last products of the backward pass is
-bfloat16. Float32 and float64 stay what they are throughout.
+PyTorch's own kernel multiplies small tiles in this case, and its forward and backward passes take 1.7 times
+as long as the same products in batches. Scores are computed for as many heads at a time as fit in a core's
+cache. They are not stored, and the backward pass recomputes them. Numbers are not rounded earlier than in the
+kernel: scores, probabilities and their gradients are float32, and only the operands of the last products of
+the backward pass are bfloat16. With float32 and float64 inputs, nothing is rounded to another format.
 
-Axes: ``B`` rows, ``H`` heads of queries, ``K`` of keys, ``T`` queries, ``S`` keys, ``D`` and ``E`` sizes of
-a head.
+Axes: ``B`` rows, ``H`` query heads, ``K`` key heads, ``T`` queries, ``S`` keys, ``D`` and ``E`` sizes of a
+head of queries and values.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Scores at a time: 1 MiB. Larger ones leave the cache between two products.
+# Number of scores in memory: 1 MiB. A larger block leaves the cache between two products.
 _BLOCK_ELEMENTS = 2**18
 
 
 def suits(query: Tensor, key: Tensor, dtype: torch.dtype) -> bool:
-    """Whether :func:`attend` is for ``[B, H, T, D]`` queries and ``[B, K, S, D]`` keys, cast to ``dtype``.
+    """Whether :func:`attend` suits ``[B, H, T, D]`` queries and ``[B, K, S, D]`` keys, cast to ``dtype``.
 
-    Where the scores of one key head do not fit in the cache, PyTorch's kernel is as fast and holds fewer.
+    If the scores of one key head do not fit in the cache, PyTorch's kernel is as fast and needs less memory.
     """
     scores = query.shape[1] // key.shape[1] * query.shape[2] * key.shape[2]
     return query.device.type == "cpu" and dtype == torch.bfloat16 and 0 < scores <= _BLOCK_ELEMENTS
@@ -39,17 +39,17 @@ def attend(
     scaling: float | None = None,
     block_elements: int = _BLOCK_ELEMENTS,
 ) -> Tensor:
-    """``softmax(scaling * query @ key.T) @ value``, gradients included; each key head serves H / K heads.
+    """Compute ``softmax(scaling * query @ key.T) @ value``. Each key head serves H / K query heads.
 
     Args:
         query: ``[B, H, T, D]``.
         key: ``[B, K, S, D]``.
         value: ``[B, K, S, E]``.
-        mask: bool, True where a query sees a key, ``[B, 1, T, S]`` or ``[T, S]``; None is causal, for as many
-            keys as queries. Every query sees one key at least: one that sees none gets NaN, and makes NaN
-            of the gradients of its row's keys and values too.
-        scaling: None for ``D ** -0.5``.
-        block_elements: scores in memory at a time, a key head's at least.
+        mask: bool ``[B, 1, T, S]`` or ``[T, S]``, True if a query sees a key. None means causal, which needs
+            as many keys as queries. Every query must see at least one key. Otherwise its output is NaN, and
+            so are the gradients of its row's keys and values.
+        scaling: factor of the scores; None for ``D ** -0.5``.
+        block_elements: number of scores in memory, but at least those of one key head.
 
     Returns:
         ``[B, H, T, E]``.
@@ -59,14 +59,14 @@ def attend(
         mask = torch.ones(T, S, dtype=torch.bool).tril_()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     seen = mask.expand(len(query), 1, T, S)
-    # Autocast would compute the products of float32 in bfloat16 too.
+    # Autocast would also compute float32 products in bfloat16.
     with torch.autocast(query.device.type, enabled=False):
         out: Tensor = _Attention.apply(query, key, value, seen, scale, block_elements)
     return out
 
 
 class _Attention(torch.autograd.Function):
-    """:func:`attend`; the backward pass needs what the forward pass was given, and nothing else."""
+    """:func:`attend`. The backward pass needs only the inputs of the forward pass."""
 
     @staticmethod
     def forward(
@@ -87,8 +87,9 @@ class _Attention(torch.autograd.Function):
         q, k, v = _by_key_head(query, key), key.flatten(0, 1), value.flatten(0, 1)
         by_out = _by_key_head(gradients[0], key)
         by_q, by_k, by_v = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
-        # A query's gradients of scores add up to 0, and rounded only nearly. What all keys have in common, as
-        # by Qwen2's biases, would enter the gradient of queries times the difference; so it goes before.
+        # The gradients of a query's scores sum to 0, but after rounding only approximately. A component that
+        # all keys share (as with Qwen2's biases), times that error, would enter the gradient of the queries.
+        # So the mean key is subtracted first.
         centered = k - torch.bmm(k.new_full((len(k), 1, k.shape[1]), 1 / k.shape[1]), k)
         for part, visible in _blocks(q, k, seen, ctx.size):
             shares = _probabilities(q[part], k[part], visible, ctx.scale)
@@ -102,12 +103,12 @@ class _Attention(torch.autograd.Function):
 
 
 def _by_key_head(queries: Tensor, key: Tensor) -> Tensor:
-    """``[B K, H/K T, .]`` from ``[B, H, T, .]``: queries that share a key head are one product."""
+    """Reshape ``[B, H, T, .]`` to ``[B K, H/K T, .]``: all queries of a key head are in one product."""
     return queries.reshape(-1, queries.shape[1] // key.shape[1] * queries.shape[2], queries.shape[3])
 
 
 def _blocks(q: Tensor, k: Tensor, seen: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Parts of the ``B K`` key heads, and whom the queries of each see, ``[n, 1, T, S]``."""
+    """Yield blocks of n of the ``B K`` key heads, and their masks ``[n, 1, T, S]``."""
     rows = torch.arange(len(q)) // (len(q) // len(seen))
     step = max(1, size // (q.shape[1] * k.shape[1]))
     for start in range(0, len(q), step):
@@ -116,7 +117,7 @@ def _blocks(q: Tensor, k: Tensor, seen: Tensor, size: int) -> Iterator[tuple[sli
 
 
 def _probabilities(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """``[n, H/K T, S]`` of queries ``[n, H/K T, D]`` and keys ``[n, S, D]``, float32 at least."""
+    """Compute ``[n, H/K T, S]`` from queries ``[n, H/K T, D]`` and keys ``[n, S, D]`` in float32 or wider."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = torch.bmm(q.to(dtype) * scale, k.to(dtype).mT)
     hidden = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)

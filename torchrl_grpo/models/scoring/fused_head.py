@@ -1,10 +1,12 @@
-"""The output head by Liger's fused kernel, which keeps no logits in the forward pass.
+"""The output head with Liger's fused kernel, which stores no logits in the forward pass.
 
-It computes what :mod:`~torchrl_grpo.models.scoring.head` does, log-probability and entropy of each token with
-a gradient for both, on GPUs of compute capability 9.0 (H100, H200) in bfloat16, without bias and cap. Entropy
-comes rounded to bfloat16, and so is the weight's gradient after each 1,024 tokens. Everywhere else, where it
-is not installed and where the head is frozen below adapters (the kernel would compute its gradient all the
-same), the head in blocks stays; the kernel is compared with it before it is used.
+Like :mod:`~torchrl_grpo.models.scoring.head`, it computes log-probability and entropy of each token with
+gradients of both. It supports GPUs of compute capability 9.0 (H100, H200) and bfloat16, without bias and cap.
+The kernel rounds the entropy to bfloat16, and also the gradient of the weight after every 1,024 tokens.
+
+The head in blocks is used in all other cases: on other devices, if Liger is not installed, and if the head is
+frozen as with adapters, where the kernel would compute its gradient in vain. The kernel is compared with the
+head in blocks before it is used.
 """
 
 from __future__ import annotations
@@ -20,37 +22,37 @@ from torchrl_grpo.models.scoring.head import HeadOptions
 from torchrl_grpo.runtime.oom import ran_out_of_memory
 
 _CAPABILITY = (9, 0)
-# Beyond two of the 1,024 tokens that its backward pass takes at a time, the last of them partly filled.
+# Tokens of the trial: three blocks of 1,024 tokens of the backward pass, the last one partly filled.
 _TRIED = 2100
-# Relative, of numbers that are 1/256 of their size apart.
+# Relative tolerance. Neighboring bfloat16 numbers differ by up to 1/128 of their size.
 _TOLERANCE = 0.03
 
 
 def suits(weight: Tensor, bias: Tensor | None, options: HeadOptions) -> bool:
-    """Whether Liger's kernel is installed and made for this head.
+    """Whether Liger's kernel is installed and supports this head.
 
     Args:
         weight: ``[V, H]``.
         bias: ``[V]`` or None.
-        options: of the head.
+        options: options of the head.
     """
-    made_for = options.dtype == torch.bfloat16 and bias is None and options.softcap is None
-    if not made_for or not weight.is_cuda or torch.cuda.get_device_capability(weight.device) != _CAPABILITY:
+    supported = options.dtype == torch.bfloat16 and bias is None and options.softcap is None
+    if not supported or not weight.is_cuda or torch.cuda.get_device_capability(weight.device) != _CAPABILITY:
         return False
-    # Liger without its compiler for kernels would compute whole rows of logits with torch.
+    # Without its kernel compiler (cutlass), Liger would compute full rows of logits with torch.
     return all(importlib.util.find_spec(name) is not None for name in ("liger_kernel", "cutlass"))
 
 
 def score_tokens(
     hidden: Tensor, targets: Tensor, weight: Tensor, options: HeadOptions
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`~torchrl_grpo.models.scoring.head.score_tokens`.
+    """Compute :func:`~torchrl_grpo.models.scoring.head.score_tokens` with Liger's kernel.
 
     Args:
-        hidden: ``[N, H]``, N at least 1.
+        hidden: ``[N, H]``, with N at least 1.
         targets: ``[N]`` int64.
         weight: ``[V, H]``.
-        options: without a cap.
+        options: options of the head, without a cap.
 
     Returns:
         Log-probability and entropy in nats, both ``[N]`` float32.
@@ -65,17 +67,20 @@ def score_tokens(
 
 
 def why_not(weight: Tensor, options: HeadOptions) -> str | None:
-    """What speaks against the kernel with this head, tried on random states: None where the numbers hold.
+    """Compare the kernel with the head in blocks on random states.
 
     Args:
-        weight: ``[V, H]``; its gradient is compared if it has one.
-        options: of the head.
+        weight: ``[V, H]``. Its gradient is compared if it requires one.
+        options: options of the head.
+
+    Returns:
+        The reason not to use the kernel, or None if its numbers are correct.
     """
     words, width = weight.shape
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(_TRIED, width, generator=generator).to(weight.device)
     targets = torch.randint(words, (_TRIED,), generator=generator).to(weight.device)
-    # Different ones: a kernel that took each token's gradient for the same would not be found out.
+    # Slopes differ between tokens. Otherwise a kernel that used the same gradient for all would pass.
     slopes = torch.randn(2, _TRIED, generator=generator).to(weight.device)
 
     def numbers(fused: bool) -> dict[str, Tensor]:
@@ -97,11 +102,11 @@ def why_not(weight: Tensor, options: HeadOptions) -> str | None:
     try:
         found = numbers(fused=True)
     except Exception as error:
-        # The kernel's compiler has errors of its own kinds: each of them is said, by the caller.
+        # The kernel's compiler has its own error types. The caller reports the message.
         if ran_out_of_memory(error):
             raise
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
     gaps = {name: float((found[name] - one).norm() / one.norm()) for name, one in expected.items()}
-    # What is no number is no gap that one may allow.
+    # NaN and infinity count as wrong.
     wrong = [name for name, gap in gaps.items() if not (math.isfinite(gap) and gap <= _TOLERANCE)]
     return f"its {wrong[0]} would differ by {gaps[wrong[0]]:.2g} of their size" if wrong else None

@@ -1,11 +1,11 @@
-"""Log-probability and entropy under an output head, without the logits of the whole vocabulary.
+"""Log-probability and entropy under an output head, without storing the logits of the whole vocabulary.
 
-The vocabulary is worked through in blocks that fit in a processor's cache, with a running log-sum-exp; the
-backward pass computes each block again. Memory depends on neither the vocabulary nor, beyond the hidden
-states, on the number of tokens. A fused kernel for some GPUs is in
+The vocabulary is processed in blocks that fit in a CPU's cache, with a running log-sum-exp. The backward pass
+recomputes each block. Memory does not depend on the size of the vocabulary, and depends on the number of
+tokens only through the hidden states. A fused kernel for some GPUs is in
 :mod:`~torchrl_grpo.models.scoring.fused_head`.
 
-Axes: ``N`` tokens, ``H`` hidden size, ``V`` words of the vocabulary.
+Axes: ``N`` tokens, ``H`` hidden size, ``V`` size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# 16 MiB in float32: within the last-level cache of a small CPU. GPUs want larger products.
+# On a CPU 16 MiB in float32, which fits in a small last-level cache. GPUs need larger products.
 _BLOCK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
-# Below this many tokens in a product, a CPU reads the matrix more than it computes with it.
+# With fewer tokens in a product, a CPU spends more time reading the matrix than computing.
 _MIN_TOKENS = 1024
 
 
 class HeadOptions(NamedTuple):
-    """How logits come out of ``hidden @ weight.T + bias``.
+    """Steps from ``hidden @ weight.T + bias`` to the final logits: scale, cap, temperature, in this order.
 
     Attributes:
-        temperature: logits are divided by it, last.
-        softcap: ``softcap * tanh(logits / softcap)`` before, or None (Gemma 2, arXiv 2408.00118, sec. 2).
-        dtype: the product's operands are cast to it and its sums rounded to it, in the backward pass too; all
-            that follows, and the results, are float32.
-        entropy_gradient: let gradients flow through the entropy.
-        scale: logits are multiplied by it, first (Granite, Cohere).
+        temperature: divisor of the logits.
+        softcap: cap in ``softcap * tanh(logits / softcap)``, or None (Gemma 2, arXiv 2408.00118, sec. 2).
+        dtype: dtype of the product's operands and result, also in the backward pass. Everything after the
+            product is float32.
+        entropy_gradient: whether gradients flow through the entropy.
+        scale: factor of the logits (Granite, Cohere).
     """
 
     temperature: float = 1.0
@@ -43,7 +43,7 @@ class HeadOptions(NamedTuple):
 
 
 def finished_logits(product: Tensor, options: HeadOptions) -> Tensor:
-    """Float32 logits at temperature 1 from ``hidden @ weight.T + bias``."""
+    """Return float32 logits at temperature 1 from ``hidden @ weight.T + bias``."""
     logits = product.float() * options.scale
     return logits if options.softcap is None else options.softcap * torch.tanh(logits / options.softcap)
 
@@ -56,21 +56,21 @@ def score_tokens(
     options: HeadOptions = HeadOptions(),  # noqa: B008 - immutable
     block_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of ``targets`` and entropy in nats.
+    """Compute the log-probability of ``targets`` and the entropy of each distribution.
 
-    With ``l`` the logits, ``p = softmax(l)``, ``H = -sum p log p``: ``d log p_y / d l_v = [v = y] - p_v`` and
-    ``d H / d l_v = -p_v (log p_v + H)``.
+    With logits ``l``, ``p = softmax(l)`` and ``H = -sum p log p``, the gradients are
+    ``d log p_y / d l_v = [v = y] - p_v`` and ``d H / d l_v = -p_v (log p_v + H)``.
 
     Args:
         hidden: ``[N, H]``.
         targets: ``[N]`` int64.
         weight: ``[V, H]``.
         bias: ``[V]`` or None.
-        options: temperature, cap and numbers.
-        block_elements: logits in memory at a time; None chooses by device.
+        options: temperature, scale, cap and dtype.
+        block_elements: number of logits in memory; None chooses by device.
 
     Returns:
-        Both ``[N]`` float32.
+        Log-probability and entropy in nats, both ``[N]`` float32.
     """
     size = block_elements or _BLOCK_ELEMENTS.get(hidden.device.type, _BLOCK_ELEMENTS["cuda"])
     log_probs, entropy = _Score.apply(hidden, targets, weight, bias, options, size)
@@ -82,7 +82,7 @@ def _pieces(count: int, size: int) -> Iterator[slice]:
 
 
 class _Score(torch.autograd.Function):
-    """:func:`score_tokens`; the backward pass needs hidden states, weights and two numbers a token."""
+    """:func:`score_tokens`. The backward pass needs hidden states, weights and two numbers per token."""
 
     @staticmethod
     def forward(
@@ -114,14 +114,14 @@ class _Score(torch.autograd.Function):
         head = _Head(weight, bias, ctx.options, ctx.block_elements)
         wants_hidden, _, wants_weight, wants_bias, _, _ = ctx.needs_input_grad
         d_hidden = torch.zeros(hidden.shape, device=hidden.device) if wants_hidden else None
-        # Of weights in 16 bits as well: it is rounded once, and not with every block of tokens.
+        # Float32 also for 16-bit weights, so that it is rounded once and not after every block of tokens.
         d_weight = torch.zeros(weight.shape, device=weight.device) if wants_weight else None
         d_bias = torch.zeros_like(bias) if wants_bias and bias is not None else None
-        # What the clip cut off or an advantage of zero multiplies adds nothing; its logits are not needed.
+        # Tokens without a gradient (clipped, or with an advantage of 0) contribute nothing and are skipped.
         active = by_log_prob != 0 if by_entropy is None else (by_log_prob != 0) | (by_entropy != 0)
-        rows_of = active.nonzero().squeeze(-1)
-        for piece in head.row_pieces(len(rows_of)):
-            rows = rows_of[piece]
+        active_rows = active.nonzero().squeeze(-1)
+        for piece in head.row_pieces(len(active_rows)):
+            rows = active_rows[piece]
             head.add_gradients(
                 hidden[rows],
                 targets[rows],
@@ -135,22 +135,22 @@ class _Score(torch.autograd.Function):
 
 
 class _Head:
-    """The head's arithmetic, a block of tokens and words at a time."""
+    """Arithmetic of the head on blocks of tokens and of the vocabulary."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, options: HeadOptions, block: int) -> None:
         self.weight, self.bias, self.options, self.block = weight, bias, options, block
-        # At least a word and a token at a time, and no more tokens than leave room for a square.
+        # At least _MIN_TOKENS tokens, and as many tokens as words in a large block, within the block.
         self.rows = max(1, min(block, max(_MIN_TOKENS, int(block**0.5))))
 
     def row_pieces(self, count: int) -> Iterator[slice]:
-        """Tokens to work through together."""
+        """Yield the blocks of tokens."""
         return _pieces(count, self.rows)
 
     def _blocks(self, tokens: int) -> Iterator[slice]:
         return _pieces(len(self.weight), max(1, self.block // max(1, tokens)))
 
     def _logits(self, hidden: Tensor, words: slice) -> tuple[Tensor, Tensor | None]:
-        """Final logits ``[n, v]`` of ``words`` and, with a cap, the cap's derivative."""
+        """Return final logits ``[n, v]`` of ``words`` and, with a cap, the derivative of the cap."""
         dtype, softcap, scale = self.options.dtype, self.options.softcap, self.options.scale
         bias = None if self.bias is None else self.bias[words].to(dtype)
         logits = F.linear(hidden.to(dtype), self.weight[words].to(dtype), bias).float()
@@ -158,14 +158,14 @@ class _Head:
         if scale != 1:
             logits = logits.mul_(scale)
         if softcap is not None:
-            bent = torch.tanh(logits / softcap)
-            logits, slope = softcap * bent, 1 - bent.square()
+            tanh = torch.tanh(logits / softcap)
+            logits, slope = softcap * tanh, 1 - tanh.square()
         if self.options.temperature != 1:
             logits = logits.div_(self.options.temperature)
         return logits, slope
 
     def score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probability, log-sum-exp and entropy ``[n]``."""
+        """Return log-probability, log-sum-exp and entropy, each ``[n]``."""
         n, device = len(hidden), hidden.device
         highest = torch.full((n,), -torch.inf, device=device)
         total, weighted, chosen = torch.zeros(3, n, device=device)
@@ -178,10 +178,10 @@ class _Head:
             shrink = (highest - higher).exp()
             logits -= higher[:, None]
             share = logits.exp()
-            # Sums relative to the highest logit so far; sum of share * (logit - highest) likewise.
+            # Both sums are relative to the highest logit so far.
             block_total = share.sum(1)
             block_weighted = torch.linalg.vecdot(share, logits)
-            # The first block has nothing before it, and 0 times -inf is NaN.
+            # For the first block the total is 0 and the highest logit -inf, and their product is NaN.
             moved = torch.where(total > 0, (highest - higher) * total, total)
             weighted = (weighted + moved) * shrink + block_weighted
             total = total * shrink + block_total
@@ -199,9 +199,9 @@ class _Head:
         rows: Tensor,
         gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
     ) -> None:
-        """Add these tokens' share to the gradients of hidden states, weight and bias.
+        """Add the contribution of these tokens to the gradients of hidden states, weight and bias.
 
-        ``by_entropy`` holds the incoming gradient and the entropy itself.
+        ``by_entropy`` has the incoming gradient of the entropy, and the entropy.
         """
         d_hidden, d_weight, d_bias = gradients
         dtype = self.options.dtype
@@ -240,7 +240,7 @@ class _Head:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, in one call where the formats agree."""
+    """Compute ``total += left @ right``, in one call if the dtypes agree."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

@@ -1,6 +1,6 @@
-"""Ragged token lists to padded tensors, and their masks.
+"""Pad ragged lists of tokens to tensors with masks.
 
-Masks come from lengths, never from a pad id: a model's pad token may well be its end token.
+Masks come from lengths and not from the pad token, because a model's pad token may be its end token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def pad_left(rows: Sequence[Sequence[int]], fill: int) -> tuple[Tensor, Tensor]:
-    """``rows`` of ids as ``[N, L]`` int64 padded on the left with ``fill``, and the ``[N, L]`` bool mask."""
+    """Pad ``rows`` of ids on the left with ``fill``; returns int64 ``[N, L]`` and a bool mask ``[N, L]``."""
     lengths = torch.tensor([len(row) for row in rows])
     width = int(lengths.max())
     mask = torch.arange(width) >= width - lengths[:, None]
@@ -20,7 +20,7 @@ def pad_left(rows: Sequence[Sequence[int]], fill: int) -> tuple[Tensor, Tensor]:
 
 
 def pad_right(rows: Sequence[Sequence[float]], fill: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``rows`` as ``[N, T]`` of ``dtype`` padded on the right with ``fill``, and the ``[N, T]`` bool mask."""
+    """Pad ``rows`` on the right with ``fill``; returns ``dtype`` ``[N, T]`` and the bool mask ``[N, T]``."""
     lengths = torch.tensor([len(row) for row in rows])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     return _fill(rows, mask, torch.full(mask.shape, fill, dtype=dtype)), mask

@@ -1,11 +1,11 @@
-"""Groups of responses in one row without padding, each prompt there once.
+"""Run groups of responses as one row without padding, with each prompt only once.
 
 Every matrix product, norm and activation of the model runs over a single row of real tokens: all prompts,
-then all responses. Only attention must know who may look at whom; it is put behind transformers' attention
-interface, so gradient checkpointing and adapters work as they do everywhere. Gradients of all responses
-add up in the prompt's states. Attention with a varlen kernel is left out.
+then all responses. Only attention depends on which tokens see each other. It is registered with transformers'
+attention interface, so gradient checkpointing and adapters work as usual. Gradients of all responses
+accumulate in the states of the prompt. Attention kernels for variable lengths (varlen) are not supported.
 
-Axes: ``P`` prompts, ``G`` responses of a prompt, ``L`` prompt tokens, ``T`` response tokens, ``N`` tokens in
+Axes: ``P`` prompts, ``G`` responses per prompt, ``L`` prompt tokens, ``T`` response tokens, ``N`` tokens in
 the row, ``H`` heads, ``D`` size of a head.
 """
 
@@ -24,14 +24,14 @@ from transformers.masking_utils import sdpa_mask
 from torchrl_grpo.models.scoring import attention
 
 _NAME = "grpo_shared_prefix"
-# Sinks, caps and biases of attention scores, by the names that transformers' models give them.
+# Arguments for sinks, caps and biases of attention scores, as transformers names them.
 _OTHER_TERMS = ("s_aux", "softcap", "position_bias")
 
 
 class PrefixLayout:
-    """Where each token of a batch of groups stands in the row.
+    """Positions of the tokens of a batch of groups in the row.
 
-    A response's last token is only predicted, so it is no input and not in the row.
+    The last token of a response is a target but not an input, so it is not in the row.
 
     Args:
         prompt: ``[P, L]`` int64, padded on the left.
@@ -43,13 +43,14 @@ class PrefixLayout:
     def __init__(self, prompt: Tensor, prompt_mask: Tensor, response: Tensor, response_mask: Tensor) -> None:
         P, G, T = response.shape
         device = prompt.device
-        # The longest prompt first, and cut into classes of like length: rectangles are half full at least.
+        # Prompts are sorted by length and divided into classes of similar length, so that padded rectangles
+        # are at least half full.
         by_length = prompt_mask.sum(-1).argsort(descending=True, stable=True)
         prompt, prompt_mask = prompt[by_length], prompt_mask[by_length]
         response, response_mask = response[by_length], response_mask[by_length]
         lengths = prompt_mask.sum(-1)
-        classes = list(_alike(lengths.tolist()))
-        # One row a response, by class, the longest first: neighbors in the row are of like length.
+        classes = list(_similar_lengths(lengths.tolist()))
+        # Responses are sorted by class and then by length, so that neighbors in the row have similar lengths.
         feeds = response_mask[..., 1:].reshape(P * G, -1)
         counts = feeds.sum(-1)
         order = torch.cat(
@@ -62,13 +63,13 @@ class PrefixLayout:
         self.classes = []
         for rows, width in classes:
             of_class = slice(rows.start * G, rows.stop * G)
-            its_feeds, its_order = feeds[of_class], order[of_class]
+            class_feeds, class_order = feeds[of_class], order[of_class]
             runs = [
                 _Run(
-                    _Ragged(its_feeds[some, :most]),
-                    its_order[some].div(G, rounding_mode="floor") - rows.start,
+                    _Ragged(class_feeds[run, :longest]),
+                    class_order[run].div(G, rounding_mode="floor") - rows.start,
                 )
-                for some, most in _alike(counts[of_class].tolist())
+                for run, longest in _similar_lengths(counts[of_class].tolist())
             ]
             prompts = _Ragged(prompt_mask[rows].flip(-1)[:, :width])
             self.classes.append(_Class(prompts, lengths[rows], runs))
@@ -78,12 +79,12 @@ class PrefixLayout:
         steps = torch.arange(feeds.shape[1], device=device)
         later = (lengths.repeat_interleave(G)[order][:, None] + steps)[feeds]
         self.positions = torch.cat([positions, later])[None]
-        # Token 0 is predicted at its prompt's last token, token t at the slot of token t - 1.
+        # The last token of the prompt predicts token 0, and token t - 1 predicts token t.
         slots = torch.zeros(feeds.shape, dtype=torch.int64, device=device)
         slots[feeds] = len(positions) + torch.arange(len(later), device=device)
         first = (lengths.cumsum(0) - 1)[:, None, None].expand(P, G, min(T, 1))
         source = torch.cat([first, torch.empty_like(slots).index_copy_(0, order, slots).view(P, G, -1)], -1)
-        # In the order that the caller's mask lists them.
+        # Back to the order of the caller's mask.
         back = by_length.argsort()
         self.source = source[back][response_mask[back]]
         self.attended = 0
@@ -91,18 +92,18 @@ class PrefixLayout:
 
     @property
     def sizes(self) -> list[int]:
-        """Tokens of the prompts of each class, and then of each class's runs of responses, as they stand."""
+        """Token counts in the order of the row: of each class's prompts, then of each run of responses."""
         runs = [run.responses.count for one in self.classes for run in one.runs]
         return [*(one.prompts.count for one in self.classes), *runs]
 
     def masks(self, window: int | None) -> list[tuple[Tensor | None, list[Tensor]]]:
-        """Who sees whom in each class, for a sliding ``window`` of tokens or None.
+        """Return the attention masks of each class, for a sliding ``window`` of tokens or None.
 
         Returns:
-            Over the prompts ``[L, L]``, None where plain causal attention is meant; over each run of B
-            responses ``[B, 1, W, L + W]``, keys being the prompt's and then the response's own. Prompts are
-            padded on the right here, so causality alone hides their padding from them, as it does
-            for responses.
+            For each class, the mask of the prompts ``[L, L]``, or None for plain causal attention, and the
+            masks of its runs of B responses ``[B, 1, W, L + W]``. The keys are those of the prompt, followed
+            by those of the response. Prompts and responses are padded on the right, so the causal mask alone
+            hides padding from their own queries.
         """
         if window not in self._masks:
             self._masks[window] = [one.masks(window) for one in self.classes]
@@ -110,12 +111,12 @@ class PrefixLayout:
 
 
 class _Class(NamedTuple):
-    """Prompts of like length and their responses.
+    """Prompts of similar length and their responses.
 
     Attributes:
-        prompts: between the row and a rectangle.
-        lengths: ``[B]`` of the prompts.
-        runs: their responses.
+        prompts: conversion of the prompts between row and rectangle.
+        lengths: lengths of the prompts, ``[B]``.
+        runs: responses to the prompts.
     """
 
     prompts: _Ragged
@@ -127,11 +128,11 @@ class _Class(NamedTuple):
         L, prompts = self.prompts.width, None
         if window is not None and window < L:
             order = torch.arange(L, device=self.lengths.device)
-            apart = order[:, None] - order
-            prompts = (apart >= 0) & (apart < window)
-        return prompts, [self._seen(run, window) for run in self.runs]
+            distance = order[:, None] - order
+            prompts = (distance >= 0) & (distance < window)
+        return prompts, [self._response_mask(run, window) for run in self.runs]
 
-    def _seen(self, run: _Run, window: int | None) -> Tensor:
+    def _response_mask(self, run: _Run, window: int | None) -> Tensor:
         L, W = self.prompts.width, run.responses.width
         device = self.lengths.device
         lengths = self.lengths[run.prompts][:, None, None, None]
@@ -145,19 +146,22 @@ class _Class(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Responses of like length that stand next to each other in the row.
+    """Responses of similar length that are adjacent in the row.
 
     Attributes:
-        responses: between the row and a rectangle.
-        prompts: ``[B]``, which prompt of the class each belongs to.
+        responses: conversion of the responses between row and rectangle.
+        prompts: index of each response's prompt in the class, ``[B]``.
     """
 
     responses: _Ragged
     prompts: Tensor
 
 
-def _alike(counts: Sequence[int]) -> Iterator[tuple[slice, int]]:
-    """Cut descending lengths where one is less than half of the first: rectangles are half full at least."""
+def _similar_lengths(counts: Sequence[int]) -> Iterator[tuple[slice, int]]:
+    """Divide descending lengths into slices of similar lengths.
+
+    Within a slice all lengths are at least half of the first. Yields the slice and its first length.
+    """
     start = 0
     while start < len(counts) and counts[start] > 0:
         stop = next((i for i in range(start, len(counts)) if 2 * counts[i] < counts[start]), len(counts))
@@ -166,7 +170,7 @@ def _alike(counts: Sequence[int]) -> Iterator[tuple[slice, int]]:
 
 
 class _Ragged:
-    """Rows of several lengths, between a flat list of tokens and a rectangle padded on the right.
+    """Conversion of rows of different lengths between a flat list of tokens and a right-padded rectangle.
 
     Args:
         mask: ``[B, W]`` bool, True on the leading entries of each row.
@@ -178,26 +182,27 @@ class _Ragged:
         self._full = self.count == mask.numel()
         if not self._full:
             self._slots = mask.flatten().nonzero().squeeze(-1)
-            # Padding repeats some real token: it must be finite, for what hides it is a mask.
+            # Padding repeats a real token. It must be finite, because it is hidden by a mask.
             self._tokens = (mask.flatten().cumsum(0) - 1).clamp(min=0)
 
     def pad(self, tokens: Tensor) -> Tensor:
-        """From ``[1, H, n, D]`` to ``[B, H, W, D]``."""
+        """Convert ``[1, H, n, D]`` to ``[B, H, W, D]``."""
         flat = tokens[0].transpose(0, 1)
         if not self._full:
             flat = _Gather.apply(flat, self._tokens, self._slots)
         return flat.reshape(self.rows, self.width, *flat.shape[1:]).transpose(1, 2)
 
     def flat(self, padded: Tensor) -> Tensor:
-        """From ``[B, H, W, D]`` to ``[1, n, H, D]``."""
+        """Convert ``[B, H, W, D]`` to ``[1, n, H, D]``."""
         rows = padded.transpose(1, 2).flatten(0, 1)
         return (rows if self._full else rows.index_select(0, self._slots))[None]
 
 
 class _Gather(torch.autograd.Function):
-    """Rows ``tokens`` of a tensor; the gradient takes rows ``slots`` back and drops that of padding.
+    """Select the rows ``tokens`` of a tensor. The gradient selects the rows ``slots`` and drops padding.
 
-    ``index_select``'s own backward adds row by row; here every row has one reader, so it is a gather too.
+    The backward pass of ``index_select`` adds row by row. Here every row is used once except in padding, so
+    the backward pass is a gather too.
     """
 
     @staticmethod
@@ -210,7 +215,7 @@ class _Gather(torch.autograd.Function):
         return gradients[0].index_select(0, ctx.saved_tensors[0]), None, None
 
 
-# Its shapes change with every batch, and its products are kernels already: nothing for a compiler.
+# Compiling would not help: shapes change with every batch, and the products are kernels already.
 @torch.compiler.disable
 def _attention(
     module: nn.Module,
@@ -225,10 +230,10 @@ def _attention(
     prefix_layout: PrefixLayout | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer: over a row when the call has a layout, the usual one when it has none.
+    """Attention of one layer: over a row if the call has a layout, else the usual attention.
 
     Raises:
-        ValueError: the layer has a term in its scores that neither way computes.
+        ValueError: the layer's scores have a term that is not supported.
     """
     if terms := [name for name in _OTHER_TERMS if options.get(name) is not None]:
         raise ValueError(f"its attention has {', '.join(terms)}")
@@ -238,8 +243,8 @@ def _attention(
         )
     layout = prefix_layout
     layout.attended += 1
-    # Under autocast they may come in two formats, and are cast last: gradients of a prompt's keys add up in
-    # the longer one.
+    # Under autocast, queries, keys and values may have different dtypes. They are cast last, so that
+    # gradients of a prompt's keys accumulate in the wider dtype.
     pieces = zip(*(x.split(layout.sizes, dim=2) for x in (query, key, value)), strict=True)
     of_prompts = [next(pieces) for _ in layout.classes]
     out, of_responses = [], []
@@ -261,14 +266,15 @@ def _attention(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """Attention of ``[B, H, T, D]`` queries, causal where there is no mask."""
+    """Attention of ``[B, H, T, D]`` queries, causal if there is no mask."""
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     if attention.suits(query, key, dtype):
         return attention.attend(query.to(dtype), key.to(dtype), value.to(dtype), mask, scaling)
     shared = query.shape[1] // key.shape[1]
     if shared > 1 and query.is_cuda:
-        # The kernel that takes masks there does not share heads; without one all scores would be held.
+        # On a GPU the kernel that supports masks does not support grouped heads. Without repeated heads,
+        # PyTorch would fall back to a kernel that stores all scores.
         key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     return F.scaled_dot_product_attention(
         query,
@@ -286,10 +292,10 @@ AttentionMaskInterface.register(_NAME, sdpa_mask)
 
 
 def enable(model: PreTrainedModel) -> str | None:
-    """Let ``model`` take rows of groups, besides all it takes already.
+    """Make ``model`` accept rows of groups, in addition to its usual inputs.
 
     Returns:
-        Why it cannot, as far as its configuration tells; None when it can.
+        The reason why the model cannot, as far as its configuration shows, or None on success.
     """
     config = model.config.get_text_config()
     settings = config.to_dict()
@@ -306,20 +312,20 @@ def enable(model: PreTrainedModel) -> str | None:
 
 
 def hidden_states(backbone: nn.Module, layout: PrefixLayout) -> Tensor:
-    """Last hidden states ``[M, H]`` that predict the M response tokens, in the order the mask lists them.
+    """Compute the last hidden states ``[M, H]`` that predict the M response tokens, in the order of the mask.
 
     Args:
-        backbone: of a model that :func:`enable` has seen, without its head.
-        layout: of the tokens.
+        backbone: backbone, without the head, of a model that :func:`enable` has prepared.
+        layout: layout of the tokens.
 
     Raises:
         ValueError: the model's attention does not go through transformers' attention interface.
     """
-    # A mask of four axes is passed through as it is, so no mask of N x N is built.
-    nothing = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=layout.ids.device)
+    # Transformers passes a mask of four axes through unchanged, so it does not build an N x N mask.
+    dummy_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=layout.ids.device)
     output = backbone(
         input_ids=layout.ids,
-        attention_mask=nothing,
+        attention_mask=dummy_mask,
         position_ids=layout.positions,
         use_cache=False,
         prefix_layout=layout,

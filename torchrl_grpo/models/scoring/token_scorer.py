@@ -1,10 +1,10 @@
 """Log-probability and entropy of every response token under a causal language model.
 
-A group's prompt is run once for all its responses (:mod:`~torchrl_grpo.models.scoring.shared_prefix`), and
-the vocabulary's logits exist for response tokens only, a block at a time
-(:mod:`~torchrl_grpo.models.scoring.head`).
+A group's prompt is run once for all its responses (:mod:`~torchrl_grpo.models.scoring.shared_prefix`). Logits
+are computed for response tokens only, one block at a time (:mod:`~torchrl_grpo.models.scoring.head`).
 
-Axes: ``P`` prompts, ``G`` responses of a prompt, ``L`` prompt tokens, ``T`` response tokens, ``V`` words.
+Axes: ``P`` prompts, ``G`` responses per prompt, ``L`` prompt tokens, ``T`` response tokens, ``V`` size of the
+vocabulary, ``H`` hidden size, ``M`` real response tokens.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from torchrl_grpo.models.precision import autocast
 from torchrl_grpo.models.scoring import fused_head, shared_prefix
 from torchrl_grpo.models.scoring.head import HeadOptions, finished_logits, score_tokens
 
-# What models multiply their logits by, after the product with the output head.
+# Configuration keys of factors that models apply to their logits after the output head.
 _FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")
-# Granite, whose name it is, divides.
+# Granite divides by logits_scaling. These model types multiply by it.
 _LOGITS_SCALING_MULTIPLIES = ("hyperclovax",)
 
 
 class TokenScores(NamedTuple):
-    """What a model says about responses; entries where the response mask is False are zero.
+    """Scores of response tokens. Entries are zero where the response mask is False.
 
     Attributes:
-        log_probs: ``[P, G, T]`` float32, natural logarithm, at the sampling temperature.
-        entropy: ``[P, G, T]`` float32, nats; with a gradient only if the scorer was told to.
+        log_probs: log-probabilities in nats at the sampling temperature, ``[P, G, T]`` float32.
+        entropy: entropies in nats, ``[P, G, T]`` float32, with a gradient only if ``entropy_gradient`` is
+            set.
     """
 
     log_probs: Tensor
@@ -44,17 +45,18 @@ class TokenScorer(nn.Module):
     """Scores responses with ``model`` at ``temperature``.
 
     Args:
-        model: a causal language model with a backbone and a linear output head.
-        temperature: logits are divided by it, as the engine did when it sampled.
-        autocast_dtype: dtype of matrix products, None for the weights' own.
-        shares_prefix: run each prompt once per group; False runs it once per response.
-        block_elements: how many logits are in memory at a time; None chooses by device.
-        entropy_gradient: let gradients flow through the entropy.
-        head_dtype: dtype of the output head's products, None for ``autocast_dtype`` or else the weights' own.
+        model: causal language model with a backbone and a linear output head.
+        temperature: sampling temperature of the engine, by which logits are divided.
+        autocast_dtype: dtype of matrix products; None for the dtype of the weights.
+        shares_prefix: whether each prompt is run once per group. False runs it once per response.
+        block_elements: number of logits in memory; None chooses by device.
+        entropy_gradient: whether gradients flow through the entropy.
+        head_dtype: dtype of the output head's products; None for ``autocast_dtype``, or for the dtype of the
+            weights if that is None too.
 
     Attributes:
-        fused_head: compute the head with :mod:`~torchrl_grpo.models.scoring.fused_head`; :meth:`fuse_head`
-            decides.
+        fused_head: whether :mod:`~torchrl_grpo.models.scoring.fused_head` computes the head;
+            :meth:`fuse_head` sets it.
     """
 
     def __init__(
@@ -107,9 +109,9 @@ class TokenScorer(nn.Module):
         )
 
     def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
-        """Log-probabilities ``[P, V]`` of the token after each left-padded prompt ``[P, L]``.
+        """Compute log-probabilities ``[P, V]`` of the token after each left-padded prompt ``[P, L]``.
 
-        The temperature is 1: what is asked is whether two models are the same.
+        The temperature is 1, because the result is used to compare two models.
         """
         device = next(self.model.parameters()).device
         prompt, prompt_mask = prompt.to(device), prompt_mask.to(device)
@@ -124,7 +126,7 @@ class TokenScorer(nn.Module):
         return F.log_softmax(logits, dim=-1)
 
     def _hidden_plain(self, prompt: Tensor, prompt_mask: Tensor, response: Tensor, mask: Tensor) -> Tensor:
-        """Hidden states ``[M, H]`` of the M response tokens, each response carrying its own prompt."""
+        """Compute hidden states ``[M, H]`` of response tokens, with one copy of the prompt per response."""
         (P, L), (_, G, T) = prompt.shape, response.shape
         ids = torch.cat([prompt.repeat_interleave(G, 0), response.reshape(P * G, T)], dim=1)
         attention = torch.cat([prompt_mask.repeat_interleave(G, 0), mask.reshape(P * G, T)], dim=1)
@@ -137,7 +139,7 @@ class TokenScorer(nn.Module):
         return output.last_hidden_state[:, L - 1 : -1].view(P, G, T, -1)[mask]
 
     def _score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy ``[M]`` of ``targets [M]`` from hidden states ``[M, H]``."""
+        """Compute log-probability and entropy ``[M]`` of ``targets`` ``[M]`` from states ``[M, H]``."""
         head, options = output_head(self.model), self._head_options()
         if self.fused_head and len(targets):
             return fused_head.score_tokens(hidden, targets, head.weight, options)
@@ -149,7 +151,7 @@ class TokenScorer(nn.Module):
         return HeadOptions(self.temperature, softcap, dtype, self.entropy_gradient, scale)
 
     def fuse_head(self) -> None:
-        """Take Liger's fused kernel for the head where it suits; warns where that does not work out."""
+        """Use Liger's fused kernel for the head if it suits. Warn if it fails or gives wrong numbers."""
         head, options = output_head(self.model), self._head_options()
         if not fused_head.suits(head.weight, head.bias, options):
             return
@@ -168,25 +170,25 @@ def _positions(mask: Tensor) -> Tensor:
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
-    """The part of ``model`` that ends with the last hidden state, before the output head.
+    """Return the part of ``model`` that computes the last hidden state, without the output head.
 
     Raises:
-        ValueError: it is no module of its own.
+        ValueError: the backbone is not a separate module.
     """
     found: nn.Module = model.base_model
     if found is model:
-        # Llama 4's text model names as its base a part that only the model with images has.
+        # Llama 4's text model declares a base that only its model for images has.
         found = dict(model.named_children()).get("model", model)
     if found is model:
-        raise ValueError("its backbone is not a module of its own")
+        raise ValueError("its backbone is not a separate module")
     return found
 
 
 def output_head(model: PreTrainedModel) -> nn.Linear:
-    """The layer that turns hidden states into logits.
+    """Return the layer that maps hidden states to logits.
 
     Raises:
-        ValueError: it is not one matrix product.
+        ValueError: the layer is not a single matrix product.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
@@ -194,8 +196,8 @@ def output_head(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
-class _HeadIn(nn.Linear):
-    """An output head whose operands are cast, and whose logits stay, in ``dtype``."""
+class _CastHead(nn.Linear):
+    """An output head that casts its operands to ``dtype`` and returns logits in ``dtype``."""
 
     def __init__(self, head: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__(head.in_features, head.out_features, head.bias is not None, device="meta")
@@ -208,14 +210,14 @@ class _HeadIn(nn.Linear):
 
 
 def multiply_head_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Let the model's own forward compute its logits in ``dtype``, scale and cap included.
+    """Make the model's own forward pass compute its logits in ``dtype``, including scale and cap.
 
-    Its parameters, names and ties stay as they are.
+    Parameters, their names and their ties do not change.
 
     Raises:
-        ValueError: the head is not one matrix product, or another cannot take its place.
+        ValueError: the head is not a single matrix product, or cannot be replaced.
     """
-    head = _HeadIn(output_head(model), dtype)
+    head = _CastHead(output_head(model), dtype)
     model.set_output_embeddings(head)
     if output_head(model) is not head:
         raise ValueError("its output head cannot be replaced")
@@ -228,7 +230,7 @@ def _softcap(model: PreTrainedModel) -> float | None:
 
 
 def _scale(model: PreTrainedModel) -> float:
-    """What the model multiplies its logits by, before a cap; :func:`check_head` compares with its forward."""
+    """Return the factor of the logits before a cap. :func:`check_head` verifies it."""
     config = model.config.get_text_config()
     settings = config.to_dict()
     scale = 1.0
@@ -240,13 +242,13 @@ def _scale(model: PreTrainedModel) -> float:
 
 
 def _logits(model: PreTrainedModel, hidden: Tensor, options: HeadOptions) -> Tensor:
-    """All logits ``[..., V]`` in float32, at temperature 1, of hidden states ``[..., H]``."""
+    """Compute float32 logits ``[..., V]`` at temperature 1 from hidden states ``[..., H]``."""
     head = output_head(model)
     weight = head.weight
     if options.dtype.itemsize > weight.dtype.itemsize:
         bias = None if head.bias is None else head.bias.to(options.dtype)
         return finished_logits(F.linear(hidden.to(options.dtype), weight.to(options.dtype), bias), options)
-    # Called as a module, which gathers weights that are in shards.
+    # Call the module, whose hooks gather sharded weights.
     with autocast(options.dtype if options.dtype != weight.dtype else None, weight.device):
         return finished_logits(head(hidden.to(weight.dtype)), options)
 
@@ -259,7 +261,7 @@ def _can_share_prefix(model: PreTrainedModel) -> bool:
 
 
 def warn_about_prefix(model: PreTrainedModel, reason: str) -> None:
-    """Say once that, and why, prompts of ``model`` are run once per response."""
+    """Warn that prompts of ``model`` are run once per response, with the reason."""
     warnings.warn(
         f"{type(model).__name__}: prompts are run once per response instead of once per group, "
         f"because {reason}",
@@ -268,13 +270,13 @@ def warn_about_prefix(model: PreTrainedModel, reason: str) -> None:
 
 
 def check_head(model: PreTrainedModel) -> float:
-    """Largest gap between the model's own logits and those :class:`TokenScorer` computes, on a few tokens.
+    """Return the largest difference of the model's own logits and those of :class:`TokenScorer`.
 
-    A model whose forward does more than backbone, head, scale and cap shows up here instead of in a wrong
-    loss.
+    It is measured on a few tokens, and detects a model whose forward pass does more than backbone, head,
+    scale and cap. Such a model would otherwise give a wrong loss.
 
     Raises:
-        ValueError: the head is not one matrix product.
+        ValueError: the head is not a single matrix product.
     """
     head = output_head(model)
     device = head.weight.device
@@ -283,6 +285,6 @@ def check_head(model: PreTrainedModel) -> float:
         own = model(input_ids=ids, use_cache=False).logits[0].float()
         hidden = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
         options = HeadOptions(softcap=_softcap(model), dtype=head.weight.dtype, scale=_scale(model))
-        # As it is scored, and not by calling the head, which may do more.
+        # The same computation as in scoring. Calling the head may do more.
         ours = finished_logits(F.linear(hidden.to(options.dtype), head.weight, head.bias), options)
     return float((own - ours).abs().max())

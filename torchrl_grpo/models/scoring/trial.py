@@ -1,9 +1,9 @@
-"""A trial on a few tokens: is what is computed for a batch what the model says of each sequence by itself?
+"""Test on a few tokens whether batched scoring gives the same numbers as the model for single sequences.
 
-A model may take positions, windows or states from something that padding changes or that a row of groups does
-not carry, and no list of names would be complete: it is measured. Every number is computed in float32 at
-least, whatever the weights are in, and in float64 where float32 leaves a doubt, so that a difference means
-another function and not rounding.
+A model may derive positions, windows or states from something that padding changes or that a row of groups
+does not have. No list of such models would be complete, so it is measured. All numbers are computed in at
+least float32, whatever the dtype of the weights. If they differ in float32, they are computed again in
+float64, so that a difference is never just rounding.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.models.scoring.upcast import Upcast
 
-# In nats. Rounding of float32 is 2e-6 in small models and some 1e-5 in real ones.
+# In nats. Float32 rounding gives 2e-6 in small models and about 1e-5 in real ones.
 TOLERANCE = 1e-4
-# Of two groups. The longest of each is longer than the windows of a trial, the shortest as short as can be.
+# Lengths of two prompts and their responses. Some exceed the windows of a trial, and some are very short.
 _PROMPTS = (4, 9)
 _RESPONSES = ((12, 5), (1, 8))
-# How far a token sees, as transformers' models name it in configurations and modules.
+# Names of window sizes in the configurations and modules of transformers' models.
 _WINDOWS = (
     "sliding_window",
     "sliding_window_size",
@@ -32,19 +32,19 @@ _WINDOWS = (
     "attention_chunk_size",
     "index_topk",
 )
-# Of them in a trial.
+# Window size during a trial.
 _NARROW = 4
 
 
 def batch(model: PreTrainedModel) -> tuple[Tensor, ...]:
-    """Ragged groups as a scorer takes them, of tokens from the ordinary part of the vocabulary."""
+    """Create a scorer's inputs: ragged prompts ``[P, L]`` and responses ``[P, G, T]``, each with a mask."""
     settings = model.config.get_text_config().to_dict()
     size = settings["vocab_size"]
     special = {0, 1, 2}
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         ids = settings.get(name)
         special |= set(ids if isinstance(ids, list) else [ids])
-    # Special tokens, which nothing may have trained, are the first or the last of a vocabulary.
+    # Special tokens may be untrained. They are the first or the last ones of a vocabulary.
     ordinary = torch.tensor([i for i in range(size // 64, size // 2) if i not in special])
     generator = torch.Generator().manual_seed(0)
     responses = torch.tensor(_RESPONSES)
@@ -55,11 +55,11 @@ def batch(model: PreTrainedModel) -> tuple[Tensor, ...]:
     return prompt, prompt_mask, response, torch.arange(T) < responses[..., None]
 
 
-def alone(model: PreTrainedModel) -> Tensor:
-    """What the model's own forward says of each response of :func:`batch`, one sequence at a time.
+def score_one_by_one(model: PreTrainedModel) -> Tensor:
+    """Score the responses of :func:`batch` with the model's own forward pass, one sequence at a time.
 
     Returns:
-        Log-probabilities ``[P, G, T]``.
+        Log-probabilities ``[P, G, T]`` float64.
     """
     prompt, prompt_mask, response, mask = (tensor.to(model.device) for tensor in batch(model))
     found = torch.zeros(response.shape, dtype=torch.float64, device=response.device)
@@ -71,8 +71,11 @@ def alone(model: PreTrainedModel) -> Tensor:
     return found
 
 
-def together(model: PreTrainedModel, shares_prefix: bool) -> Tensor:
-    """The same of :func:`batch` as the trainer computes it.
+def score_batch(model: PreTrainedModel, shares_prefix: bool) -> Tensor:
+    """Score the responses of :func:`batch` in one batch, as the trainer does.
+
+    Returns:
+        Log-probabilities ``[P, G, T]`` float64.
 
     Raises:
         ValueError: the model cannot share prompts.
@@ -83,18 +86,18 @@ def together(model: PreTrainedModel, shares_prefix: bool) -> Tensor:
     return scorer(*batch(model)).log_probs.double()
 
 
-def gap(model: PreTrainedModel, difference: Callable[[], Tensor]) -> float:
-    """Largest absolute ``difference`` of two ways to compute the same: up to ``TOLERANCE`` it is rounding.
+def largest_difference(model: PreTrainedModel, difference: Callable[[], Tensor]) -> float:
+    """Return the largest absolute ``difference`` of two computations; up to ``TOLERANCE`` it is rounding.
 
     Args:
-        model: that computes it; its weights may be in 16 bits.
-        difference: computes both ways and subtracts.
+        model: model of both computations. Its weights may be in 16 bits.
+        difference: function that runs both computations and subtracts the results.
     """
     found = 0.0
     for dtype in (torch.float32, torch.float64):
         with Upcast(dtype), _one_by_one(model, dtype == torch.float64):
             found = float(difference().abs().max())
-        # What is no number is no rounding either.
+        # NaN is not within the tolerance.
         if found <= TOLERANCE:
             break
     return found
@@ -102,17 +105,17 @@ def gap(model: PreTrainedModel, difference: Callable[[], Tensor]) -> float:
 
 @contextmanager
 def conditions(model: PreTrainedModel, longest: int | None = None) -> Iterator[int | None]:
-    """Leave gradients, random numbers, and all of the model that a trial changes, as they were.
+    """Set up a trial, and restore the random state and the model on exit.
 
-    Inside, windows that sequences can be longer than are narrowed, so that the trial's few tokens reach
-    beyond them, and attention is computed by something that takes any number format.
+    Inside the context there are no gradients. Windows that are shorter than ``longest`` are narrowed, so that
+    the few tokens of a trial exceed them. Attention kernels that support only 16 bits are replaced.
 
     Args:
-        model: is changed inside.
-        longest: tokens a sequence has at most; None if that is not known.
+        model: model that is changed inside the context.
+        longest: largest number of tokens in a sequence; None if unknown.
 
     Yields:
-        The narrowest window that was narrowed, None if there was none.
+        The original size of the smallest narrowed window, or None if none was narrowed.
     """
     devices = [model.device] if model.device.type == "cuda" else []
     owners = [*model.modules(), *(module.config for module in model.modules() if hasattr(module, "config"))]
@@ -136,7 +139,7 @@ def conditions(model: PreTrainedModel, longest: int | None = None) -> Iterator[i
 
 @contextmanager
 def _any_format(model: PreTrainedModel) -> Iterator[None]:
-    """Without kernels of attention that are made for 16 bits alone."""
+    """Replace attention kernels that support only 16 bits."""
     config = model.config.get_text_config()
     before = config._attn_implementation
     if "flash" in (before or ""):
@@ -150,7 +153,7 @@ def _any_format(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _one_by_one(model: PreTrainedModel, needed: bool) -> Iterator[None]:
-    """Let a mixture run its experts one by one: products of several at a time do not know float64."""
+    """Make a mixture run its experts one by one, because grouped products do not support float64."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     kept = [
         (config, config._experts_implementation)

@@ -1,7 +1,7 @@
-"""Run a model in more digits than its weights have, without a copy of them.
+"""Run a model in a wider number format than its weights, without a copy of the model.
 
-Every operation gets its operands in the wider format, one at a time, so that what is held twice is one matrix
-and no model. For trials: slower than a converted model, and without gradients.
+Every operation casts its operands, so only one matrix at a time is in memory twice. It is meant for trials:
+it is slower than a converted model and has no gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-# These only pick from their operands: rows of a matrix are cast later, and not all of it for a few rows.
+# These functions only select from their operands. Casting the result is cheaper than casting a whole matrix.
 _PICK = {
     Tensor.__getitem__,
     F.embedding,
@@ -27,7 +27,7 @@ _PICK = {
 
 
 class Upcast(TorchFunctionMode):
-    """Inside, floating-point numbers are computed in ``dtype`` where they would be in a narrower format."""
+    """Context in which operations on floating-point formats narrower than ``dtype`` run in ``dtype``."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Upcast(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # A property's getter takes no copy of what it looks at; what is written in place keeps its format.
+        # Property getters need no cast, and tensors that are written in place keep their format.
         if func in _PICK or func.__name__ in ("__get__", "__set__", "__setitem__") or "out" in kwargs:
             return func(*args, **kwargs)
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
