@@ -1,1 +1,1 @@
-"""Comparisons with other libraries, side by side in one run. ``make bench`` runs them all."""
+"""Comparisons with other libraries. ``make bench`` runs them all."""

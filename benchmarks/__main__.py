@@ -1,7 +1,7 @@
 """``python -m benchmarks``: run the comparisons and write ``benchmarks/RESULTS.md``.
 
-Each part is measured in one run, its two sides in turn; what is compared is a ratio, since machines differ
-and are shared. A part that was measured before keeps its section until it is measured again.
+Each part is measured in one run that alternates between its two sides. The result is a ratio, because
+machines differ and are shared. The section of a part stays in the report until the part is measured again.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torchrl_grpo.config.schema import ModelConfig
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.precision import has_fast_bfloat16
 
-# For runs of more than minutes compiled graphs pay on a CPU too; on a GPU they are vLLM's default. Wherever
-# both sides find room there is some for larger micro-batches (what they take: docs/speed.md).
+# Compiled graphs pay off on a CPU in runs longer than minutes; on a GPU they are vLLM's default. A machine
+# with memory for both sides has enough for larger micro-batches (docs/speed.md lists their memory).
 _OURS = {
     "inference_model.enforce_eager": False,
     "train_model.compile": True,
@@ -37,13 +37,13 @@ _OURS = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command line says.
+    """Options of the command line.
 
     Attributes:
-        base: the workload that parts vary.
-        pairs: measured, per comparison.
-        warm_up: pairs before, thrown away.
-        plot: where the part's picture goes, if it has one.
+        base: workload that the parts vary.
+        pairs: number of measured pairs per comparison.
+        warm_up: number of warm-up pairs, which are discarded.
+        plot: file of the part's plot, if it has one.
     """
 
     base: Workload
@@ -52,7 +52,7 @@ class Options:
     plot: Path
 
     def work(self, **changes: Any) -> Workload:
-        """The base with changes."""
+        """Return the base workload with changes."""
         return dataclasses.replace(self.base, **changes)
 
     def compare(self, ours: tuple[str, Workload], theirs: tuple[str, Workload]) -> Iterator[Comparison]:
@@ -60,7 +60,7 @@ class Options:
         return compare(ours, theirs, self.pairs, self.warm_up, _say)
 
 
-# What a part has found so far, again and again: an interrupt or a failure loses the last pair only.
+# A part yields its result after every pair, so that an interrupt or a failure loses only the last pair.
 Run = Callable[[Options], Iterator[results.Part]]
 
 
@@ -110,7 +110,7 @@ _GROWTH: dict[str, list[int]] = {
 
 
 def _growth(options: Options) -> Iterator[results.Part]:
-    asked = sum(map(len, _GROWTH.values()))
+    planned = sum(map(len, _GROWTH.values()))
     rows: dict[str, list[dict[str, Any]]] = {}
     for axis, values in _GROWTH.items():
         for value in values:
@@ -121,28 +121,28 @@ def _growth(options: Options) -> Iterator[results.Part]:
                 worker.step()
                 steps = [worker.step() for _ in range(2)]
             best = min(steps, key=lambda step: step["train"])
-            # Weight, gradient and AdamW's two averages of the head, in float32.
+            # Subtract the head's weight, gradient and two AdamW averages, in float32.
             head = 4 * 4 * shape["vocab"] * shape["hidden"] / 2**30
             row = {"value": value, "train": best["train"], "gib": best["phase_gib"] - head}
             rows.setdefault(axis, []).append(row)
             _say(f"  {axis} {value}: {row['train']:.2f} s, {row['gib']:.2f} GiB")
-            yield results.growth(rows, asked, options.plot)
+            yield results.growth(rows, planned, options.plot)
 
 
 def _overlap(options: Options) -> Iterator[results.Part]:
-    # Rounds of some seconds, as they are: what publishing to several workers costs does not grow with them.
+    # Rounds take some seconds, as in real runs. The cost of publishing to workers does not grow with them.
     work = options.work(response_tokens=192)
     steps = 4
     with Worker("overlap", _timed(work, 0, 0.0, steps)) as worker:
         worker.step()
-        # Generation is made to take what the trainer takes: there overlapping gains most.
+        # Generation takes as long as training, because overlap gains most in this case.
         trainer_s = statistics.median(worker.step()["train"] for _ in range(3)) / steps
     rows: dict[int, Comparison] = {}
     for count in (1, 2, 4):
-        together = _timed(work, 0, trainer_s, steps)
-        apart = _timed(work, count, trainer_s, steps)
+        sync = _timed(work, 0, trainer_s, steps)
+        asynchronous = _timed(work, count, trainer_s, steps)
         _say(f"  {count} workers, {trainer_s:.2f} s to generate a round:")
-        for found in options.compare(("overlap", apart), ("overlap", together)):
+        for found in options.compare(("overlap", asynchronous), ("overlap", sync)):
             rows[count] = found
             yield results.overlap(work, rows, options.pairs)
 
@@ -173,9 +173,9 @@ PARTS: dict[str, Run] = {
     "torchrl-256": _end_to_end("torchrl_stock", 256),
 }
 _COLOCATED = {"use_vllm": True, "vllm_mode": "colocate"}
-# What TRL can be told where memory is no concern.
+# TRL's options if memory is no concern.
 _LARGE = {"gradient_checkpointing": False, "per_device_train_batch_size": 64}
-# Its first weight push fails on a CPU with vLLM 0.32.
+# Parts for a GPU only: TRL's first weight update fails on a CPU with vLLM 0.32.
 ON_GPU: dict[str, Run] = {
     **{f"trl-vllm-{length}": _end_to_end("trl_grpo", length, **_COLOCATED) for length in (16, 64, 256)},
     "trl-vllm-64-large": _end_to_end("trl_grpo", 64, **_COLOCATED, **_LARGE),
@@ -184,64 +184,64 @@ ON_GPU: dict[str, Run] = {
 
 
 def main() -> None:
-    """Run the parts asked for, or all."""
+    """Run the given parts, or all."""
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # The loop around TorchRL's parts is written for a CPU.
+    # The training loop around TorchRL's parts supports a CPU only.
     on_gpu = {name: part for name, part in PARTS.items() if "torchrl" not in name and name != "collection"}
     parts = {**on_gpu, **ON_GPU} if here.type == "cuda" else PARTS
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; default: all")
-    parser.add_argument("--pairs", type=int, default=5, help="measured, per comparison (default: 5)")
-    parser.add_argument("--warm-up", type=int, default=1, help="pairs thrown away before (default: 1)")
-    parser.add_argument("--model", default="smollm2-135m", help="as model.name of a run")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"one of {', '.join(parts)} (default: all)")
+    parser.add_argument("--pairs", type=int, default=5, help="measured pairs per comparison (default: 5)")
+    parser.add_argument("--warm-up", type=int, default=1, help="discarded pairs before them (default: 1)")
+    parser.add_argument("--model", default="smollm2-135m", help="model, as model.name of a run")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts per step (default: 8)")
+    parser.add_argument("--samples", type=int, default=8, help="responses per prompt (default: 8)")
     parser.add_argument(
         "--autocast",
         choices=("auto", "no", "bf16"),
         default="auto",
-        help="numbers of both sides; auto: bf16 where the machine computes fast in it (default)",
+        help="number format of both sides; auto: bf16 if the machine is fast in it (default)",
     )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder of the report")
-    words = parser.parse_args()
-    if unknown := set(words.parts) - set(parts):
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(parts):
         parser.error(f"there is no part {', '.join(sorted(unknown))}; write some of {', '.join(parts)}")
     automatic = "bf16" if has_fast_bfloat16(here) else "no"
-    autocast = automatic if words.autocast == "auto" else words.autocast
-    asked = words.parts or list(parts)
-    if autocast == "no" and (refused := [name for name in asked if "vllm" in name]):
+    autocast = automatic if args.autocast == "auto" else args.autocast
+    chosen = args.parts or list(parts)
+    if autocast == "no" and (refused := [name for name in chosen if "vllm" in name]):
         parser.error(
-            f"--autocast no with {', '.join(refused)}: TRL gives vLLM the model's own numbers, so the two "
-            "sides would generate in different ones; leave out one of both"
+            f"--autocast no with {', '.join(refused)}: TRL's vLLM uses the model's own number format, so the "
+            "two sides would generate in different formats; leave out --autocast no or these parts"
         )
     base = Workload(
-        loading.resolve(ModelConfig(name=words.model)), words.prompts, words.samples, autocast=autocast
+        loading.resolve(ModelConfig(name=args.model)), args.prompts, args.samples, autocast=autocast
     )
-    words.output.mkdir(parents=True, exist_ok=True)
-    # What is not the usual has a section of its own, beside the others and not in their place.
-    words.model = Path(words.model).name
+    args.output.mkdir(parents=True, exist_ok=True)
+    # A run with other options than the defaults has its own sections and does not replace the others.
+    args.model = Path(args.model).name
     sizes = ("model", "prompts", "samples", "autocast")
     unusual = [
-        f"{one}={getattr(words, one)}" for one in sizes if getattr(words, one) != parser.get_default(one)
+        f"{one}={getattr(args, one)}" for one in sizes if getattr(args, one) != parser.get_default(one)
     ]
     machine = results.machine()
     failed = {}
-    for name in asked:
+    for name in chosen:
         _say(f"{name}:")
         key = "-".join([name, *(["gpu"] if here.type == "cuda" else []), *unusual])
-        plot = words.output / f"{key}.svg"
+        plot = args.output / f"{key}.svg"
         try:
-            for part in parts[name](Options(base, words.pairs, words.warm_up, plot)):
-                results.save(key, part, machine, words.output)
+            for part in parts[name](Options(base, args.pairs, args.warm_up, plot)):
+                results.save(key, part, machine, args.output)
         except (RuntimeError, SystemExit) as error:
-            # The other parts are worth hours; what this one found is in the report.
+            # Go on with the other parts, which take hours. The report has this part's results so far.
             failed[name] = error
             _say(f"{name} failed: {error}")
             continue
         _say(json.dumps(part.figures))
-    _say(f"written: {words.output / results.REPORT}")
+    _say(f"written: {args.output / results.REPORT}")
     if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}; what each said is above")
+        raise SystemExit(f"failed: {', '.join(failed)}; the error of each is above")
 
 
 if __name__ == "__main__":

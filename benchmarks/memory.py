@@ -1,4 +1,4 @@
-"""Memory of a long asynchronous run, watched from outside."""
+"""Measure the memory of a long asynchronous run from outside."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _MIB = 2**20
 
 
 def watch(work: Workload, steps: int) -> list[dict[str, float]]:
-    """Run ``grpo-async.py`` for so many small steps; every two seconds or so what it holds, in MiB.
+    """Run ``grpo-async.py`` for ``steps`` small steps, and measure its memory about every two seconds.
 
     Returns:
-        ``step``, ``trainer`` and ``workers`` (resident and their own: pages of the object store that a
-        process has looked at are counted once, there), ``object_store`` (the machine's shared memory in use
-        beyond what was in use before).
+        One point per measurement: ``step``, and in MiB ``trainer``, ``workers`` and ``object_store``. The
+        memory of processes is resident and excludes shared pages, so pages of the object store count only
+        once. ``object_store`` is the growth of the machine's shared memory in use.
     """
     folder = Path(tempfile.mkdtemp())
     questions = folder / "questions.jsonl"
@@ -33,9 +33,9 @@ def watch(work: Workload, steps: int) -> list[dict[str, float]]:
     model = random_model(folder / "model", work.model)
     before = _shared()
     points: list[dict[str, float]] = []
-    words = _words(work, model, questions, steps)
-    # On the CPU everywhere: two workers and a trainer would ask for three GPUs.
-    with inherited({"CUDA_VISIBLE_DEVICES": ""}), started(folder / "run", words, "grpo-async.py") as process:
+    argv = _argv(work, model, questions, steps)
+    # Always on the CPU, because two workers and a trainer would need three GPUs.
+    with inherited({"CUDA_VISIBLE_DEVICES": ""}), started(folder / "run", argv, "grpo-async.py") as process:
         trainer = psutil.Process(process.pid)
         while process.poll() is None:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -47,7 +47,7 @@ def watch(work: Workload, steps: int) -> list[dict[str, float]]:
                         "object_store": (_shared() - before) / _MIB,
                     }
                 )
-            # Ends with the run; memory has no event to wait for.
+            # Wait for the end of the run or the next measurement: memory has no event to wait for.
             with contextlib.suppress(psutil.TimeoutExpired):
                 trainer.wait(timeout=2)
         process.wait()
@@ -56,7 +56,7 @@ def watch(work: Workload, steps: int) -> list[dict[str, float]]:
     return points
 
 
-def _words(work: Workload, model: Path, questions: Path, steps: int) -> list[str]:
+def _argv(work: Workload, model: Path, questions: Path, steps: int) -> list[str]:
     return [
         f"model.name={model}",
         "env.dataset=jsonl",
@@ -65,7 +65,7 @@ def _words(work: Workload, model: Path, questions: Path, steps: int) -> list[str
         "env.num_envs=4",
         "env.repeats=4",
         "reward.weights={bare_number: 1.0}",
-        # No answer of a random model is right: this is what makes every step go back through it.
+        # No answer of a random model is correct, so the entropy bonus is the only gradient of every step.
         "policy.entropy_coef=0.01",
         "inference_model.backend=transformers",
         "inference_model.num_devices=2",
@@ -97,7 +97,7 @@ def _shared() -> float:
 
 
 def growth(points: list[dict[str, float]], key: str, warm_up: int) -> dict[str, Any]:
-    """Medians of the second and the last fifth of the steps after ``warm_up``, and how they compare."""
+    """Return the medians of the second and the last fifth after step ``warm_up``, and the relative growth."""
     kept = [point[key] for point in points if point["step"] > warm_up]
     fifth = max(1, len(kept) // 5)
     early, late = sorted(kept[fifth : 2 * fifth]), sorted(kept[-fifth:])

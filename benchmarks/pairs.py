@@ -1,4 +1,4 @@
-"""Two workers, turn by turn: A B A B, and the ratio of each pair."""
+"""Run two workers in turn (A B A B) and compute the ratio of each pair."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.workload import Workload
 
 @dataclass
 class Spread:
-    """Smallest, middle and largest of some numbers."""
+    """Smallest number, median and largest number of a list."""
 
     low: float
     median: float
@@ -22,22 +22,22 @@ class Spread:
 
     @staticmethod
     def of(values: list[float]) -> Spread:
-        """Of at least one."""
+        """Compute the spread of at least one number."""
         return Spread(min(values), statistics.median(values), max(values))
 
-    def show(self, form: str = ".2f") -> str:
-        """As ``middle (smallest to largest)``."""
-        return f"{self.median:{form}} ({self.low:{form}} to {self.high:{form}})"
+    def show(self, spec: str = ".2f") -> str:
+        """Format as ``median (smallest to largest)``, each number with the format ``spec``."""
+        return f"{self.median:{spec}} ({self.low:{spec}} to {self.high:{spec}})"
 
 
 @dataclass
 class Comparison:
-    """Steps of two libraries on the same work, in turn.
+    """Steps of two libraries on the same workload, in turn.
 
     Attributes:
-        names: of the two, ours first.
-        ours: what each of our steps reported.
-        theirs: likewise, step by step beside it.
+        names: names of the two workers, ours first.
+        ours: reports of our steps.
+        theirs: reports of the other library's steps, in the same order.
     """
 
     names: tuple[str, str]
@@ -45,12 +45,12 @@ class Comparison:
     theirs: list[dict[str, Any]] = field(default_factory=list)
 
     def ratio(self, key: str = "seconds") -> Spread:
-        """How many times longer they take, pair by pair."""
+        """Return the spread of their time divided by ours, pair by pair."""
         pairs = zip(self.ours, self.theirs, strict=True)
         return Spread.of([theirs[key] / ours[key] for ours, theirs in pairs])
 
     def of(self, side: str, key: str) -> Spread:
-        """What one ``side``, ours or theirs, reported."""
+        """Return the spread of ``key`` in the reports of ``side``, which is ``ours`` or ``theirs``."""
         return Spread.of([step[key] for step in getattr(self, side)])
 
 
@@ -59,19 +59,19 @@ def compare(
     theirs: tuple[str, Workload],
     pairs: int,
     warm_up: int,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> Iterator[Comparison]:
-    """Run two workers side by side; what was found so far, after every measured pair.
+    """Run two workers in turn, and yield the results so far after every measured pair.
 
     Args:
-        ours: module in :mod:`benchmarks.workers` and what it is given.
-        theirs: likewise.
-        pairs: that are measured.
-        warm_up: pairs before, thrown away.
-        say: told of every step.
+        ours: name of our module in :mod:`benchmarks.workers`, and its workload.
+        theirs: name of the other module in :mod:`benchmarks.workers`, and its workload.
+        pairs: number of measured pairs.
+        warm_up: number of warm-up pairs, which are discarded.
+        notify: function that receives a message after every step.
 
     Raises:
-        RuntimeError: a worker ended, or the two were not given prompts of the same length.
+        RuntimeError: a worker exited, or the two sides had prompts of different lengths.
     """
     found = Comparison((ours[0], theirs[0]))
     with ExitStack() as stack:
@@ -82,12 +82,12 @@ def compare(
                 answer = worker.step()
                 phases = ", ".join(f"{k} {v:.2f}" for k, v in answer.items() if k in ("generate", "train"))
                 label = "warm-up" if number < 0 else f"pair {number + 1} of {pairs}"
-                say(f"  {label}: {worker.name} {answer['seconds']:.2f} s ({phases})")
+                notify(f"  {label}: {worker.name} {answer['seconds']:.2f} s ({phases})")
                 lengths.append(answer.get("prompt_tokens"))
                 if number >= 0:
                     steps.append(answer)
             if lengths[0] != lengths[1]:
-                said = " and ".join(f"{worker.name} {n}" for worker, n in zip(workers, lengths, strict=True))
-                raise RuntimeError(f"the two sides had prompts of different lengths: {said} tokens")
+                both = " and ".join(f"{worker.name} {n}" for worker, n in zip(workers, lengths, strict=True))
+                raise RuntimeError(f"the two sides had prompts of different lengths: {both} tokens")
             if number >= 0:
                 yield found

@@ -1,7 +1,7 @@
-"""How the benchmark talks to a worker: a line in, one step, a line of JSON out.
+"""Protocol between the benchmark and a worker: one line in, one step, one line of JSON out.
 
-A worker sits in its own process, so that no library meets another's settings of threads, caches and hooks,
-and waits on its standard input, which costs nothing while another one is measured.
+Each worker has its own process, so that libraries do not share settings of threads, caches and hooks. It
+waits on its standard input, which costs nothing while another worker is measured.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from benchmarks.waking import touch_memory
 from benchmarks.workload import Workload, settle
 from torchrl_grpo.planning.cores import WAITING
 
-# Names the pipe that answers go into: libraries print to the usual ones, some while they are imported.
+# Environment variable with the pipe for answers. Stdout is not used, because libraries print to it.
 _ANSWERS = "BENCH_ANSWERS"
 _ROOT = Path(__file__).resolve().parents[1]
 
 
 def serve(build: Callable[[Workload], Callable[[], dict[str, float]]]) -> None:
-    """Run as a worker: build, say so, then take a step for every line that comes in.
+    """Run as a worker: build, report readiness, then take one step per input line.
 
-    Before each the worker's own memory is read, outside the step's time: waiting makes it no slower.
+    Before each step, and outside of its time, the worker reads its own memory, so that waiting does not slow
+    the step down.
 
     Args:
-        build: from the workload to a function that takes one step and returns seconds by phase, at least
-            ``train`` and, unless rollouts are recorded, ``generate`` and ``prompt_tokens``, the mean length
-            of a prompt as the model saw it.
+        build: function from the workload to a step function. The step function returns a dictionary with the
+            seconds of ``train`` and, unless it trains on recorded rollouts, the seconds of ``generate`` and
+            ``prompt_tokens``, the mean length of a prompt as the model saw it.
     """
     answers = os.fdopen(int(os.environ[_ANSWERS]), "w")
     step = build(Workload.from_json(sys.argv[1]))
@@ -50,23 +51,26 @@ def serve(build: Callable[[Workload], Callable[[], dict[str, float]]]) -> None:
 def _peak() -> float:
     from torchrl_grpo.observe.stats import peak_cuda_gib, peak_memory_gib
 
-    # What PyTorch reserved of the GPU where one is used; the process's otherwise.
+    # Memory that PyTorch reserved on the GPU if one is used, else the memory of the process.
     return peak_cuda_gib() or peak_memory_gib()
 
 
 class Worker:
-    """A worker's process.
+    """The process of a worker.
 
     Args:
-        name: module in :mod:`benchmarks.workers`.
-        workload: what its steps do.
+        name: name of a module in :mod:`benchmarks.workers`.
+        workload: workload of a step.
+
+    Raises:
+        RuntimeError: the worker exited before it was ready.
     """
 
     def __init__(self, name: str, workload: Workload) -> None:
         self.name = name
-        # The same for all: threads that spin for long would be measured in whoever runs beside them.
+        # The same for all workers: spinning threads of one would slow the others down.
         environment = {**os.environ, **WAITING, "TOKENIZERS_PARALLELISM": "false"}
-        # Several GPUs would be shared out by each library's own rule: what is compared is one.
+        # Only one GPU, because libraries use several in different ways.
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         reading, writing = os.pipe()
         self._answers = os.fdopen(reading)
@@ -83,7 +87,11 @@ class Worker:
         self._answer()
 
     def step(self) -> dict[str, Any]:
-        """Seconds by phase of one step, all of it as ``seconds``, and the peak memory so far in GiB."""
+        """Take a step; returns seconds by phase, the total ``seconds``, and the peak ``peak_gib`` so far.
+
+        Raises:
+            RuntimeError: the worker exited.
+        """
         assert self._process.stdin is not None
         self._process.stdin.write("step\n")
         self._process.stdin.flush()
@@ -93,7 +101,7 @@ class Worker:
         line = self._answers.readline()
         if not line:
             raise RuntimeError(
-                f"the worker {self.name} ended with exit status {self._process.wait()}; what it said is above"
+                f"the worker {self.name} exited with status {self._process.wait()}; its output is above"
             )
         return dict(json.loads(line))
 

@@ -1,4 +1,4 @@
-"""From measurements to ``benchmarks/RESULTS.md`` and its plots."""
+"""Write measurements to ``benchmarks/RESULTS.md`` and its plots."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Part:
     """A section of the report.
 
     Attributes:
-        title: its heading.
-        held: what was equal on both sides, in a sentence.
-        columns: of its table.
-        rows: of its table, as text.
-        figures: the same for machines.
-        counted: how many times it was measured.
+        title: heading of the section.
+        held: sentences about the conditions that were equal on both sides.
+        columns: headings of the table's columns.
+        rows: rows of the table, as text.
+        figures: machine-readable numbers.
+        counted: text with the number of measurements.
         plot: file name of a plot beside the report, or None.
     """
 
@@ -71,7 +71,7 @@ def _numbers(work: Workload) -> str:
 
 
 def _held(work: Workload) -> str:
-    """What both sides have, from the other side's workload, and what it has otherwise."""
+    """Describe the conditions that both sides share, and any that differ, from the other side's workload."""
     unlike = work.autocast != "no" and work.settings.get("autocast") == "no"
     return (
         f"Held equal: {Path(work.model).name}, {work.prompts} prompts of {work.prompt_tokens} tokens or a "
@@ -91,14 +91,14 @@ def _ours(work: Workload) -> str:
     return f"Ours with {chosen}." if chosen else "Ours with its defaults."
 
 
-def counted(done: int, asked: int, what: str) -> str:
-    """So many pairs, rows or steps, and of how many where measuring was stopped."""
-    named = what.removesuffix("s") if asked == 1 else what
-    return f"{done} {named}" if done == asked else f"stopped after {done} of {asked} {named}"
+def counted(done: int, planned: int, noun: str) -> str:
+    """Describe the number of pairs, rows or steps, and the planned number if the measurement was stopped."""
+    noun = noun.removesuffix("s") if planned == 1 else noun
+    return f"{done} {noun}" if done == planned else f"stopped after {done} of {planned} {noun}"
 
 
 def whole_step(ours: Workload, theirs: Workload, found: Comparison, asked: int) -> Part:
-    """A step from prompts to published weights: each side's workload, and how many pairs were asked for."""
+    """Report a whole step, from prompts to published weights. ``asked`` is the planned number of pairs."""
     ratio = found.ratio()
     alike = not theirs.settings.get("use_vllm")
     rows = [
@@ -110,7 +110,7 @@ def whole_step(ours: Workload, theirs: Workload, found: Comparison, asked: int) 
     ]
     rest = Spread.of([100 * (s["seconds"] - s["generate"] - s["train"]) / s["seconds"] for s in found.ours])
     share = found.of("ours", "gemm_share")
-    # With vLLM what TRL calls generation is publication, scoring and log-probabilities too.
+    # With vLLM, TRL's generation time includes publication, scoring and log-probabilities.
     phases = [found.ratio(key).show() if alike else "" for key in ("generate", "train")]
     rows.append(["**ratio**", f"**{ratio.show()}**", *phases, ""])
     return Part(
@@ -133,7 +133,7 @@ def whole_step(ours: Workload, theirs: Workload, found: Comparison, asked: int) 
 
 
 def training_phase(ours: Workload, theirs: Workload, found: Comparison, asked: int) -> Part:
-    """The same recorded rollouts, trained on once."""
+    """Report the training phase on the same recorded rollouts. ``asked`` is the planned number of pairs."""
     ratio = found.ratio("train")
     rows = [
         [side, found.of(attribute, "train").show(".1f"), found.of(attribute, "peak_gib").show(".1f")]
@@ -153,7 +153,7 @@ def training_phase(ours: Workload, theirs: Workload, found: Comparison, asked: i
 
 
 def collection(work: Workload, found: Comparison, asked: int) -> Part:
-    """Everything of collection but the forward passes."""
+    """Report the time of collection without forward passes. ``asked`` is the planned number of pairs."""
     samples = work.prompts * work.samples
     ratio = found.ratio("collect")
 
@@ -177,7 +177,7 @@ def collection(work: Workload, found: Comparison, asked: int) -> Part:
 
 
 def overlap(work: Workload, rows: dict[int, Comparison], asked: int) -> Part:
-    """Steps of grpo-async.py against those of grpo.py, with engines that take a set time."""
+    """Report steps of grpo-async.py against those of grpo.py, with engines that take a fixed time."""
 
     def against(steps: list[dict[str, Any]], bound: Any) -> Spread:
         return Spread.of([step["seconds"] / bound(step["generate"], step["train"]) for step in steps])
@@ -206,7 +206,7 @@ def overlap(work: Workload, rows: dict[int, Comparison], asked: int) -> Part:
 
 
 def async_memory(points: list[dict[str, float]], plot: Path) -> Part:
-    """What a long asynchronous run holds, with a picture of it."""
+    """Report and plot the memory of a long asynchronous run."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -240,7 +240,7 @@ def async_memory(points: list[dict[str, float]], plot: Path) -> Part:
 
 
 def growth(rows: dict[str, list[dict[str, Any]]], asked: int, plot: Path) -> Part:
-    """The training phase as one size grows, with a picture of it; ``asked`` counts all rows there will be."""
+    """Report and plot the training phase as one size grows. ``asked`` is the planned number of rows."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -282,7 +282,7 @@ def growth(rows: dict[str, list[dict[str, Any]]], asked: int, plot: Path) -> Par
 
 
 def machine() -> str:
-    """What was measured on: device, cores, rates of a matrix product, versions and the date."""
+    """Describe the machine: device, cores, rates of a matrix product, versions and the date."""
     versions = []
     for package in _PACKAGES:
         try:
@@ -300,7 +300,7 @@ def machine() -> str:
 
 
 def save(name: str, part: Part, machine: str, folder: Path) -> None:
-    """Put the part in its place and write the report in ``folder`` anew; a kill leaves the one before."""
+    """Add or replace a part and rewrite the report in ``folder``. Files are replaced atomically."""
     figures = folder / _FIGURES
     known: dict[str, Any] = json.loads(figures.read_text()) if figures.exists() else {}
     known[name] = {**dataclasses.asdict(part), "machine": machine}

@@ -1,4 +1,4 @@
-"""Memory of a process that has waited, made as near as that of one that works."""
+"""Bring the memory of a process that has waited back to the state of a busy one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _AT_ONCE = 2**20
 
 
 def touch_memory() -> int:
-    """Read every page that this process has in memory, and return how many bytes that were.
+    """Read every page that this process has in memory, and return the number of bytes.
 
-    The host of a virtual machine takes pages away that nobody has used for some minutes, and no counter of
-    the machine shows the time that it takes to give them back: a step of 33 s took 37 to 40 s after 130 s of
-    waiting. The faster side waits longer and has less to divide that by; a run on its own has none of it.
+    The host of a virtual machine takes away pages that were not used for some minutes. Returning them takes
+    time that no counter of the machine shows: a step of 33 s took 37 to 40 s after 130 s of waiting. This
+    would favor the slower side, because the faster side waits longer. A run without a second side does not
+    have this cost.
     """
     try:
         with (
@@ -26,12 +27,12 @@ def touch_memory() -> int:
         ):
             return sum(_touch(span, pages, memory) for span in _written_to())
     except OSError:
-        # Not every kernel has these files, and a thread at work may just have given some memory back.
+        # Not every kernel has these files, and another thread may have just freed memory.
         return 0
 
 
 def _written_to() -> Iterator[tuple[int, int]]:
-    """First and last address of heaps, stacks and weights: private, and not what a device maps."""
+    """Yield start and end addresses of private memory (heaps, stacks, weights), except device mappings."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, permissions, _, _, _, *path = line.split()
         if permissions == "rw-p" and not (path and path[0].startswith("/dev/")):
@@ -43,7 +44,7 @@ def _touch(span: tuple[int, int], pages: FileIO, memory: FileIO) -> int:
     size, (start, stop) = mmap.PAGESIZE, span
     pages.seek(start // size * 8)
     entries = np.frombuffer(pages.read((stop - start) // size * 8), dtype=np.uint64)
-    # Bit 63: in memory. Reading others would only have pages of zeros made.
+    # Bit 63 is set for pages in memory. Reading other pages would only allocate pages of zeros.
     present = np.flatnonzero(entries >> np.uint64(63))
     if not len(present):
         return 0

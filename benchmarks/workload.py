@@ -1,4 +1,4 @@
-"""The work that every library is given: the same model, prompts, group size, lengths and optimizer."""
+"""The workload of every library: the same model, prompts, group size, lengths and optimizer."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Plain words, so that a prompt can be made as long as wanted without changing what it is.
+# Plain words that extend a prompt to any length.
 _WORDS = ["a", "merchant", "sold", "apples", "and", "pears", "at", "the", "market", "then", "walked", "home"]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one step does.
+    """The work of one step.
 
     Attributes:
-        model: folder of the model, weights in float32 or loaded as such.
-        prompts: P prompts a step.
-        samples: G responses to each.
-        prompt_tokens: length of a rendered prompt, about.
-        response_tokens: length of every response, exactly: end tokens are gone past.
-        lr: of AdamW with its usual betas, no weight decay, gradients clipped to norm 1.
-        autocast: ``no`` or ``bf16``, for training; float32 weights either way.
-        rollouts: file of recorded rollouts to train on instead of generating; None generates.
-        settings: of one library, beside all this.
+        model: folder of the model. Its weights are loaded in float32.
+        prompts: P, number of prompts per step.
+        samples: G, number of responses per prompt.
+        prompt_tokens: approximate length of a rendered prompt.
+        response_tokens: exact length of every response; end tokens are ignored.
+        lr: learning rate of AdamW with default betas, no weight decay, and gradients clipped to norm 1.
+        autocast: ``no`` or ``bf16``, for training. Weights are float32 in both cases.
+        rollouts: file of recorded rollouts to train on; None generates.
+        settings: additional settings of one library.
     """
 
     model: str
@@ -41,16 +41,16 @@ class Workload:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
-        """For a worker's command line."""
+        """Serialize for a worker's command line."""
         return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Workload:
-        """Back again."""
+        """Parse the result of :meth:`to_json`."""
         return Workload(**json.loads(text))
 
     def messages(self, tokenizer: Any) -> list[list[dict[str, str]]]:
-        """P chats of one user message, each rendered to ``prompt_tokens`` tokens or a few more."""
+        """Create P chats of one user message, each rendered to ``prompt_tokens`` tokens or a few more."""
         chats = []
         for number in range(self.prompts):
             words = [f"Question {number}:"]
@@ -63,7 +63,7 @@ class Workload:
         return chats
 
     def write_questions(self, path: Path) -> None:
-        """The same chats as a file that ``env.dataset=jsonl`` reads, with answers that nobody looks at."""
+        """Write the same chats to a file for ``env.dataset=jsonl``, with dummy answers."""
         from transformers import AutoTokenizer
 
         chats = self.messages(AutoTokenizer.from_pretrained(self.model))
@@ -72,18 +72,18 @@ class Workload:
 
     @staticmethod
     def render(tokenizer: Any, chat: list[dict[str, str]]) -> list[int]:
-        """Token ids of a chat with the turn of the model opened."""
+        """Render a chat to token ids, up to the start of the model's turn."""
         text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def reward(text: str) -> float:
-    """A number from 0 to 1 that differs from response to response: every group has a signal, at no cost."""
+    """Return a number in [0, 1) from a hash of the response, so that every group has a signal at no cost."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") / 2**32
 
 
 def settle() -> None:
-    """Wait until the GPU, where there is one, has done what it was told: clocks are read after that."""
+    """Wait until the GPU, if there is one, has finished its work, so that clocks can be read."""
     import torch
 
     if torch.cuda.is_available():
@@ -91,7 +91,7 @@ def settle() -> None:
 
 
 def use_all_cores() -> int:
-    """Let torch have every core, as every library here does; returns how many."""
+    """Let torch use every core, as for every library here, and return the number of cores."""
     import torch
 
     cores = len(os.sched_getaffinity(0))

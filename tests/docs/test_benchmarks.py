@@ -96,7 +96,7 @@ def scripted(
     Scripted.answers = {"ours": ours, "theirs": list(theirs)}
     monkeypatch.setattr(pairs, "Worker", Scripted)
     work = Workload("model")
-    return pairs.compare(("ours", work), ("theirs", work), pairs=2, warm_up=1, say=lambda text: None)
+    return pairs.compare(("ours", work), ("theirs", work), pairs=2, warm_up=1, notify=lambda text: None)
 
 
 def test_pairs_are_told_as_they_are_measured_without_those_to_warm_up(
