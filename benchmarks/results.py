@@ -97,8 +97,8 @@ def counted(done: int, planned: int, noun: str) -> str:
     return f"{done} {noun}" if done == planned else f"stopped after {done} of {planned} {noun}"
 
 
-def whole_step(ours: Workload, theirs: Workload, found: Comparison, asked: int) -> Part:
-    """Report a whole step, from prompts to published weights. ``asked`` is the planned number of pairs."""
+def whole_step(ours: Workload, theirs: Workload, found: Comparison, planned: int) -> Part:
+    """Report a whole step, from prompts to published weights. ``planned`` is the planned number of pairs."""
     ratio = found.ratio()
     alike = not theirs.settings.get("use_vllm")
     rows = [
@@ -128,12 +128,12 @@ def whole_step(ours: Workload, theirs: Workload, found: Comparison, asked: int) 
             "ours": found.ours,
             "theirs": found.theirs,
         },
-        counted(len(found.ours), asked, "pairs"),
+        counted(len(found.ours), planned, "pairs"),
     )
 
 
-def training_phase(ours: Workload, theirs: Workload, found: Comparison, asked: int) -> Part:
-    """Report the training phase on the same recorded rollouts. ``asked`` is the planned number of pairs."""
+def training_phase(ours: Workload, theirs: Workload, found: Comparison, planned: int) -> Part:
+    """Report the training phase on the same recorded rollouts. ``planned`` is the planned number of pairs."""
     ratio = found.ratio("train")
     rows = [
         [side, found.of(attribute, "train").show(".1f"), found.of(attribute, "peak_gib").show(".1f")]
@@ -148,12 +148,12 @@ def training_phase(ours: Workload, theirs: Workload, found: Comparison, asked: i
         ["", "train, s", "peak memory, GiB"],
         rows,
         {"ratio": dataclasses.astuple(ratio), "ours": found.ours, "theirs": found.theirs},
-        counted(len(found.ours), asked, "pairs"),
+        counted(len(found.ours), planned, "pairs"),
     )
 
 
-def collection(work: Workload, found: Comparison, asked: int) -> Part:
-    """Report the time of collection without forward passes. ``asked`` is the planned number of pairs."""
+def collection(work: Workload, found: Comparison, planned: int) -> Part:
+    """Report the time of collection without forward passes. ``planned`` is the planned number of pairs."""
     samples = work.prompts * work.samples
     ratio = found.ratio("collect")
 
@@ -172,11 +172,11 @@ def collection(work: Workload, found: Comparison, asked: int) -> Part:
             ["**ratio**", f"**{ratio.show('.1f')}**"],
         ],
         {"ratio": dataclasses.astuple(ratio), "ms": dataclasses.astuple(per_sample("ours"))},
-        counted(len(found.ours), asked, "pairs"),
+        counted(len(found.ours), planned, "pairs"),
     )
 
 
-def overlap(work: Workload, rows: dict[int, Comparison], asked: int) -> Part:
+def overlap(work: Workload, rows: dict[int, Comparison], planned: int) -> Part:
     """Report steps of grpo-async.py against those of grpo.py, with engines that take a fixed time."""
 
     def against(steps: list[dict[str, Any]], bound: Any) -> Spread:
@@ -201,7 +201,7 @@ def overlap(work: Workload, rows: dict[int, Comparison], asked: int) -> Part:
         ["workers", "async: step / longer of the two", "sync: step / sum of the two", "sync / async"],
         table,
         figures,
-        counted(min(len(found.ours) for found in rows.values()), asked, "pairs"),
+        counted(min(len(found.ours) for found in rows.values()), planned, "pairs"),
     )
 
 
@@ -239,8 +239,8 @@ def async_memory(points: list[dict[str, float]], plot: Path) -> Part:
     )
 
 
-def growth(rows: dict[str, list[dict[str, Any]]], asked: int, plot: Path) -> Part:
-    """Report and plot the training phase as one size grows. ``asked`` is the planned number of rows."""
+def growth(rows: dict[str, list[dict[str, Any]]], planned: int, plot: Path) -> Part:
+    """Report and plot the training phase as one size grows. ``planned`` is the planned number of rows."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -276,7 +276,7 @@ def growth(rows: dict[str, list[dict[str, Any]]], asked: int, plot: Path) -> Par
             for point in points
         ],
         {"vocab_growth": grown, "rows": rows},
-        f"best of 2 steps, {counted(sum(map(len, rows.values())), asked, 'rows')}",
+        f"best of 2 steps, {counted(sum(map(len, rows.values())), planned, 'rows')}",
         plot.name,
     )
 

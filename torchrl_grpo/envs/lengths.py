@@ -43,15 +43,15 @@ def fit(problems: Problems, tokenizer: PreTrainedTokenizerBase, cfg: Config) -> 
             question.
         ModelError: there is no chat template, or it cannot render an example.
     """
-    how = cfg.env.overlong_prompts
-    if how == "error":
+    mode = cfg.env.overlong_prompts
+    if mode == "error":
         return problems, None
     bound = cfg.inference_model.max_model_len - cfg.inference_model.max_new_tokens
-    known = isinstance(problems.train, list)
-    long_train = lengths_above(tokenizer, problems.train, bound) if known else {}
+    is_list = isinstance(problems.train, list)
+    long_train = lengths_above(tokenizer, problems.train, bound) if is_list else {}
     long_held_out = lengths_above(tokenizer, problems.held_out, bound)
-    if how == "drop":
-        assert known, "the configuration checks reject drop for generated problems"
+    if mode == "drop":
+        assert is_list, "the configuration checks reject drop for generated problems"
         fitted = Problems(
             _drop("train on", problems.train, long_train, bound),
             _drop("evaluate on", problems.held_out, long_held_out, bound),
@@ -59,7 +59,7 @@ def fit(problems: Problems, tokenizer: PreTrainedTokenizerBase, cfg: Config) -> 
     else:
         cut = Cutter(cfg, tokenizer, bound)
         held_out = [cut(one) if i in long_held_out else one for i, one in enumerate(problems.held_out)]
-        if not known:
+        if not is_list:
             fitted = Problems(_CutWhenDrawn(problems.train, cut), held_out)
         else:
             train = [cut(one) if i in long_train else one for i, one in enumerate(problems.train)]
@@ -69,15 +69,15 @@ def fit(problems: Problems, tokenizer: PreTrainedTokenizerBase, cfg: Config) -> 
                 fitted = separate(train, held_out, "what env.overlong_prompts has cut")
     if not long_train and not long_held_out:
         return fitted, None
-    held_out_too = f"{len(long_held_out)} of {len(problems.held_out)} held-out"
-    if not known:
+    held_out_cut = f"{len(long_held_out)} of {len(problems.held_out)} held-out"
+    if not is_list:
         return fitted, (
-            f"env.overlong_prompts={how}: {held_out_too} problems are cut, because their prompts have more "
+            f"env.overlong_prompts={mode}: {held_out_cut} problems are cut, because their prompts have more "
             f"than {bound} tokens; training problems are cut when they are drawn, and are not counted"
         )
     return fitted, (
-        f"env.overlong_prompts={how}: {len(long_train)} of {len(problems.train)} training problems and "
-        f"{held_out_too} ones are {'left out' if how == 'drop' else 'cut'}, because their prompts have more "
+        f"env.overlong_prompts={mode}: {len(long_train)} of {len(problems.train)} training problems and "
+        f"{held_out_cut} ones are {'left out' if mode == 'drop' else 'cut'}, because their prompts have more "
         f"than {bound} tokens"
     )
 
@@ -92,7 +92,7 @@ class Cutter:
     """
 
     def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase, bound: int) -> None:
-        self._how = cfg.env.overlong_prompts
+        self._mode = cfg.env.overlong_prompts
         self._before, self._after = prompts.frame(cfg.env, cfg.env.dataset)
         self._tokenizer, self._bound = tokenizer, bound
 
@@ -123,9 +123,9 @@ class Cutter:
         return found
 
     def _cut(self, question: str, keep: int) -> str:
-        if self._how == "truncate_left":
+        if self._mode == "truncate_left":
             return question[len(question) - keep :]
-        if self._how == "truncate_right":
+        if self._mode == "truncate_right":
             return question[:keep]
         end = keep // 2
         return question[: keep - end] + _GAP + question[len(question) - end :] if keep else ""
