@@ -46,7 +46,7 @@ class Prompt:
 
 
 class GroupTextEnv(EnvBase):
-    """Problems in, rewards out, with batch size ``[P, G]``.
+    """TorchRL environment with batch size ``[P, G]``: it presents problems and rewards answers.
 
     ``reset`` draws the next P examples and returns
 
@@ -57,10 +57,10 @@ class GroupTextEnv(EnvBase):
     * with ``input_mode="history"``: ``("history", "prompt")``, a ``History`` ``[P, G, messages]``.
 
     ``step`` reads the policy's answers (:mod:`~torchrl_grpo.envs.responses`) and removes special tokens from
-    their ends, because stock policies decode them. It writes ``("next", "reward")`` and ``("next",
-    "reward_parts", <name>)``, float32 ``[P, G, 1]``. A part without a value for an answer is NaN. ``done`` is
-    always True. ``truncated`` is True if the length bound ended the answer, as far as the policy's tokens
-    show. Otherwise ``terminated`` is True.
+    their ends, because stock policies decode them. It writes ``("next", "reward")`` and
+    ``("next", "reward_parts", <name>)``, float32 ``[P, G, 1]``. A part without a value for an answer is NaN.
+    ``done`` is always True. ``truncated`` is True if the length bound ended the answer, as far as the
+    policy's tokens show. Otherwise ``terminated`` is True.
 
     All entries of the batch end in the same step, so ``LLMCollector`` always yields completed trajectories.
     Its option ``yield_completed_trajectories`` is for entries that end at different times. It does not

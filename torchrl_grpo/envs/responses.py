@@ -20,10 +20,10 @@ def response_texts(
 ) -> list[str]:
     """Return the text of every response, in the order of the batch. It may end with special tokens.
 
-    In mode ``text`` the source is ``("text", "response")``. In the other modes it is the decoded ``("tokens",
-    "response")``, because in mode ``history`` the wrappers cut their text in the wrong place if a prompt is
-    padded or contains a pad token. If that entry is missing, the other of the two is used. If both are
-    missing, the source is the last message of ``("history", "response")``.
+    In mode ``text`` the source is ``("text", "response")``. In the other modes the source is
+    ``("tokens", "response")``, decoded: in mode ``history`` the wrappers cut their text in the wrong place if
+    a prompt is padded or contains a pad token. If that entry is missing, the other of the two is used. If
+    both are missing, the source is the last message of ``("history", "response")``.
 
     Args:
         tensordict: output of the policy, of any batch size.
@@ -82,9 +82,9 @@ def hit_length_bound(
 ) -> list[bool]:
     """Return whether the length bound ended each response, in the order of the batch.
 
-    A policy may write the answer as :data:`HIT_BOUND`. Otherwise it is inferred from ``("tokens",
-    "response")``: the bound ended a response that has the full length and does not end in a special token. If
-    there is only text, the result is False.
+    A policy may write the result itself as :data:`HIT_BOUND`. Otherwise ``("tokens", "response")`` shows it:
+    the bound ended a response that has the full length and does not end in a special token. If there is only
+    text, the result is False.
 
     Args:
         tensordict: output of the policy, of any batch size.
