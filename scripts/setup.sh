@@ -2,7 +2,7 @@
 # Make (or bring up to date) the .venv of this checkout.
 #
 #   scripts/setup.sh          what training needs
-#   scripts/setup.sh --dev    that, and what tests and lint need
+#   scripts/setup.sh --dev    that, and what tests, lint and the documentation's site need
 #
 # A second call returns at once: a stamp in the .venv holds a checksum of everything the installation
 # depends on. Environment variables that matter:
@@ -132,7 +132,7 @@ sys.exit(0 if os.path.exists(os.path.join(sysconfig.get_path("include"), "Python
 }
 
 checksum() { # of everything the installation named $1 (run or dev) is made from
-    local files=(scripts/setup.sh pyproject.toml requirements_common.txt requirements_smollm2.txt "$main")
+    local files=(scripts/setup.sh pyproject.toml setup.py requirements_common.txt requirements_smollm2.txt "$main")
     if [ "$accelerator" = cuda ]; then
         files+=(requirements_gsm8k.txt)
     else

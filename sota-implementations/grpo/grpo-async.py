@@ -11,20 +11,11 @@ import importlib.util
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-
 if importlib.util.find_spec("torchrl_grpo") is None:
     # A clone that was not installed: the package lies next to this folder.
-    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 if __name__ == "__main__":
-    from torchrl_grpo.cli.main import main
-    from torchrl_grpo.config.checks_schedule import check_async
+    from torchrl_grpo.cli.commands import grpo_async
 
-    main(
-        run="torchrl_grpo.training.job:run_async",
-        config_name="grpo_gsm8k",
-        config_dir=ROOT / "config",
-        check=check_async,
-        asynchronous=True,
-    )
+    grpo_async()

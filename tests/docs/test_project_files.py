@@ -12,18 +12,21 @@ from pathlib import Path
 
 import pytest
 from conftest import ENGINES
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from tiny_model import build_tiny_model
 
 from torchrl_grpo.runtime import hardware
 
 
-def _pins(path: Path) -> dict[str, str]:
-    """Name -> version of a requirements file and of those it names with -r."""
+def _pins(path: Path, follow: bool = True) -> dict[str, str]:
+    """Name -> version of a requirements file and, with ``follow``, of those it names with -r."""
     pins: dict[str, str] = {}
     for line in path.read_text().splitlines():
         line = line.split("#")[0].strip()
         if line.startswith("-r "):
-            pins.update(_pins(path.parent / line[3:].strip()))
+            if follow:
+                pins.update(_pins(path.parent / line[3:].strip()))
         elif line:
             name, separator, version = line.partition("==")
             assert separator, f"{path.name}: '{line}' is not pinned"
@@ -53,15 +56,53 @@ def test_cuda_machines_get_one_owner_of_cuda_bindings(repo_root: Path) -> None:
 
 def test_no_file_names_a_registry_or_an_index(repo_root: Path) -> None:
     files = [*repo_root.glob("requirements*.txt"), *repo_root.glob("scripts/*"), repo_root / ".ci/run"]
-    files += [repo_root / "Makefile", repo_root / "pyproject.toml"]
+    files += [repo_root / "Makefile", repo_root / "pyproject.toml", repo_root / "setup.py"]
     for file in files:
         assert not re.search(r"https?://|--(extra-)?index-url", file.read_text()), file
 
 
-def test_installing_the_package_asks_for_the_common_requirements(repo_root: Path) -> None:
-    project = tomllib.loads((repo_root / "pyproject.toml").read_text())
-    assert project["tool"]["setuptools"]["dynamic"]["dependencies"]["file"] == ["requirements_common.txt"]
-    assert project["project"]["requires-python"] == ">=3.11,<3.14"
+# Extra of the package, None for what every installation needs, to the requirements files that pin it.
+EXTRAS = {
+    None: ["common"],
+    "vllm": ["gsm8k"],
+    "ifeval": ["ifeval"],
+    "dev": ["dev"],
+}
+
+
+def _metadata(repo_root: Path, extra: str | None) -> dict[str, Requirement]:
+    project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
+    listed = project["dependencies"] if extra is None else project["optional-dependencies"][extra]
+    return {canonicalize_name(found.name): found for found in map(Requirement, listed)}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_the_package_asks_for_what_is_pinned_and_every_pin_is_in_its_range(
+    repo_root: Path, extra: str | None
+) -> None:
+    asked = _metadata(repo_root, extra)
+    pins: dict[str, str] = {}
+    for name in EXTRAS[extra]:
+        pins |= _pins(repo_root / f"requirements_{name}.txt", follow=False)
+    assert set(asked) == {canonicalize_name(name) for name in pins}
+    for name, version in pins.items():
+        assert asked[canonicalize_name(name)].specifier.contains(version), (name, version)
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_every_requirement_of_the_package_has_a_lower_and_an_upper_bound(
+    repo_root: Path, extra: str | None
+) -> None:
+    for name, found in _metadata(repo_root, extra).items():
+        operators = {part.operator for part in found.specifier}
+        stubs = name.startswith("types-")  # versions are dates
+        assert operators == ({">="} if stubs else {">=", "<"}), name
+
+
+def test_no_extra_of_the_package_is_left_out(repo_root: Path) -> None:
+    project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
+    assert set(project["optional-dependencies"]) == set(EXTRAS) - {None}
+    assert project["requires-python"] == ">=3.11,<3.14"
 
 
 def _setup(repo: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -80,6 +121,7 @@ def _copy_setup(repo_root: Path, target: Path) -> Path:
     for name in [
         "scripts/setup.sh",
         "pyproject.toml",
+        "setup.py",
         *(p.name for p in repo_root.glob("requirements*.txt")),
     ]:
         (target / name).write_text((repo_root / name).read_text())

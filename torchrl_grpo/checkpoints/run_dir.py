@@ -17,11 +17,11 @@ from pathlib import Path
 import yaml
 
 from torchrl_grpo.config.keys import bad_value
+from torchrl_grpo.config.location import config_dir
 from torchrl_grpo.errors import CheckpointError, ConfigError
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
-_CONFIG = Path(__file__).resolve().parents[2] / "config"
 # What this project's command line tells Hydra, and folders, which a resumed run has already.
 _OF_A_JOB = ("hydra.run.dir", "hydra.sweep.dir", "hydra.job.name", "hydra.output_subdir", "hydra.mode")
 
@@ -111,7 +111,7 @@ def words_of(run_dir: Path) -> str:
         for one in hydra["runtime"]["config_sources"]:
             if one["provider"] == "command-line":
                 words.append(f"--config-dir={one['path']}")
-            elif one["provider"] == "main" and Path(one["path"]) != _CONFIG:
+            elif one["provider"] == "main" and Path(one["path"]) != config_dir():
                 words.append(f"--config-path={one['path']}")
         words += [word for word in hydra["overrides"]["hydra"] if word.partition("=")[0] not in _OF_A_JOB]
         words += yaml.safe_load((record / "overrides.yaml").read_text(encoding="utf-8"))

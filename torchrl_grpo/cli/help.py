@@ -10,8 +10,8 @@ from pathlib import Path
 _TEXT = """\
 Train a language model with GRPO on TorchRL.
 
-usage: python {program} [--config-name NAME] [key=value ...]
-       python {program} --multirun key=value,value [key=value ...]
+usage: {command} [--config-name NAME] [key=value ...]
+       {command} --multirun key=value,value [key=value ...]
 
 configurations (--config-name):
 {primaries}
@@ -57,16 +57,16 @@ options:
   --multirun, -m                 run every combination of the values given, below multirun/
   --info, -i [WHAT]              how Hydra put the configuration together
   --hydra-help, --version        Hydra's own help and version
-  --shell-completion, -sc        eval "$(python {program} -sc install=bash)" turns on the tab key
+  --shell-completion, -sc        eval "$({command} -sc install=bash)" turns on the tab key
 
 examples:
-  python {program} --config-name grpo_quickstart
-  python {program} env.dataset=ifeval
-  python {program} optimizer.lr=2e-5 optimizer.weight_decay=0.01
-  python {program} env=jsonl env.data_path=problems.jsonl env.fields='{{question:q,answer:a}}'
-  python {program} reward.weights='{{gsm8k:1.0,format:0.2}}'
-  python {program} --multirun optimizer.lr=1e-4,1e-5 policy.kl_coef=0.01,0.1
-  python {program} resume=auto
+  {command} --config-name grpo_quickstart
+  {command} env.dataset=ifeval
+  {command} optimizer.lr=2e-5 optimizer.weight_decay=0.01
+  {command} env=jsonl env.data_path=problems.jsonl env.fields='{{question:q,answer:a}}'
+  {command} reward.weights='{{gsm8k:1.0,format:0.2}}'
+  {command} --multirun optimizer.lr=1e-4,1e-5 policy.kl_coef=0.01,0.1
+  {command} resume=auto
 """
 
 
@@ -91,7 +91,7 @@ def help_text(program: str, config_dir: Path, config_name: str) -> str:
     """Build the text of ``--help``.
 
     Args:
-        program: the script as it was called.
+        program: the script or installed command as it was called.
         config_dir: the folder of the configuration tree.
         config_name: the primary configuration taken when none is named.
 
@@ -106,8 +106,9 @@ def help_text(program: str, config_dir: Path, config_name: str) -> str:
         options = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
         if options:
             groups.append(f"  {folder.name:<30} {options}")
+    command = f"python {program}" if program.endswith(".py") else Path(program).name
     return _TEXT.format(
-        program=program, primaries="\n".join(primaries), groups="\n".join(groups), default=config_name
+        command=command, primaries="\n".join(primaries), groups="\n".join(groups), default=config_name
     )
 
 

@@ -6,10 +6,12 @@ import contextlib
 import json
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _SCRIPTS = Path(__file__).resolve().parents[2] / "sota-implementations" / "grpo"
+_COMMANDS = Path(sysconfig.get_path("scripts"))
 
 
 @contextlib.contextmanager
@@ -22,7 +24,7 @@ def started(
     """
     resume = ["resume=auto"] if has_checkpoint(folder) else []
     folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(_SCRIPTS / script), *overrides, f"hydra.run.dir={folder}", *resume]
+    command = [sys.executable, str(_program(script)), *overrides, f"hydra.run.dir={folder}", *resume]
     with _output(folder).open("wb") as output:
         yield subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
@@ -50,6 +52,11 @@ def newest_step(folder: Path) -> int:
 def has_checkpoint(folder: Path) -> bool:
     """Whether there is a whole checkpoint."""
     return any((folder / "checkpoints").glob("[0-9]*/manifest.json"))
+
+
+def _program(script: str) -> Path:
+    """The script of a checkout, or the command that a wheel installs for it."""
+    return _SCRIPTS / script if _SCRIPTS.is_dir() else _COMMANDS / script.removesuffix(".py")
 
 
 def _output(folder: Path) -> Path:

@@ -1,0 +1,131 @@
+"""The wheel: what is in it, and that its commands run from any folder without a checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+
+from torchrl_grpo.config.location import config_dir
+
+# What an entry point of the wheel does. It says which package it ran, for the environment has another one.
+ENTRY_POINT = """
+import sys
+from importlib.metadata import distribution
+import torchrl_grpo
+sys.stderr.write(f"{torchrl_grpo.__file__}\\n")
+name, sys.argv[0] = sys.argv[1], f"/usr/bin/{sys.argv.pop(1)}"
+(entry,) = distribution("torchrl-grpo").entry_points.select(group="console_scripts", name=name)
+entry.load()()
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout, built offline from a copy: a build writes beside its sources."""
+    copy = tmp_path_factory.mktemp("wheel") / "checkout"
+    copy.mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(repo_root / name, copy)
+    for name in ("torchrl_grpo", "config", "tests"):
+        shutil.copytree(repo_root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    words = [
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--wheel-dir",
+        "built",
+        ".",
+    ]
+    done = subprocess.run([sys.executable, "-m", "pip", *words], cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (built,) = (copy / "built").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    """The wheel unpacked, as pip puts it into site-packages."""
+    folder = wheel.parent / "site-packages"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def _command(
+    installed: Path, folder: Path, name: str, *words: str
+) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Run an entry point in ``folder``; the result, and the package that ran."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENTRY_POINT, name, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done, Path(done.stderr.partition("\n")[0])
+
+
+def test_the_wheel_holds_the_package_and_the_yaml_files_alone(wheel: Path, repo_root: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if not name.endswith("/")}
+    info = "torchrl_grpo-0.1.0.dist-info/"
+    package = {str(path.relative_to(repo_root)) for path in (repo_root / "torchrl_grpo").rglob("*.py")}
+    config = repo_root / "config"
+    yaml = {f"torchrl_grpo/config/yaml/{path.relative_to(config)}" for path in config.rglob("*.yaml")}
+    assert {name for name in names if not name.startswith(info)} == package | yaml | {"torchrl_grpo/py.typed"}
+    assert f"{info}licenses/LICENSE" in names
+
+
+def test_the_wheel_has_both_commands(installed: Path) -> None:
+    parser = ConfigParser()
+    parser.read(installed / "torchrl_grpo-0.1.0.dist-info" / "entry_points.txt")
+    assert set(parser["console_scripts"]) == {"grpo", "grpo-async"}
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo-async"])
+def test_help_of_an_installed_command_names_the_command(installed: Path, tmp_path: Path, name: str) -> None:
+    done, package = _command(installed, tmp_path, name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert package.is_relative_to(installed)
+    assert f"usage: {name} [--config-name NAME]" in done.stdout and "python" not in done.stdout
+    assert "grpo_quickstart" in done.stdout and list(tmp_path.iterdir()) == []
+
+
+def test_an_installed_command_composes_what_the_checkout_does(
+    installed: Path, tmp_path: Path, repo_root: Path
+) -> None:
+    words = ["--config-name", "grpo_quickstart", "--cfg", "job", "policy=gspo", "env.repeats=4"]
+    done, package = _command(installed, tmp_path, "grpo", *words)
+    assert done.returncode == 0, done.stderr
+    assert package.is_relative_to(installed) and list(tmp_path.iterdir()) == []
+    script = subprocess.run(
+        [sys.executable, str(repo_root / "sota-implementations/grpo/grpo.py"), *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(repo_root)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert script.returncode == 0, script.stderr
+    assert "repeats: 4" in done.stdout and done.stdout == script.stdout
+
+
+def test_an_installed_command_reports_a_mistake_in_one_line(installed: Path, tmp_path: Path) -> None:
+    done, _ = _command(installed, tmp_path, "grpo", "--config-name", "grpo_none")
+    assert done.returncode == 2
+    yaml = installed / "torchrl_grpo" / "config" / "yaml"
+    assert f"error: --config-name=grpo_none: {yaml} has no such configuration" in done.stderr
+
+
+def test_a_checkout_reads_its_own_folder(repo_root: Path) -> None:
+    assert config_dir() == repo_root / "config"
