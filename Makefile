@@ -1,12 +1,12 @@
 # Every target sets up what it needs first; a set-up that is up to date costs a moment.
 .DEFAULT_GOAL := help
-.PHONY: help quickstart train test bench lint format setup setup-dev
+.PHONY: help quickstart train test test-fast bench lint format docs setup setup-dev
 
 # Overrides for one command: make train ARGS="env.dataset=math model.name=smollm2-135m"
 ARGS ?=
 PY := .venv/bin/python
 RECIPE := sota-implementations/grpo
-CHECKED := torchrl_grpo sota-implementations tests $(wildcard benchmarks)
+CHECKED := torchrl_grpo sota-implementations tests benchmarks scripts setup.py
 
 help:  ## Show this list (what `make` alone does)
 	@echo 'make TARGET [ARGS="..."] [PYTHON=/path/to/python3.12] [ACCELERATOR=cpu|cuda]'
@@ -23,6 +23,9 @@ train: setup  ## Run grpo.py with ARGS (default: the GSM8K recipe)
 test: setup-dev  ## Run the whole test suite, real vLLM and SmolLM2 included, in two processes (ARGS="-n 0": in one); ARGS go to pytest
 	$(PY) -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 
+test-fast: setup-dev  ## Run the tests that start no real engine and take seconds each, in two processes; ARGS go to pytest
+	$(PY) -m pytest -n 2 --no-loadscope-reorder -m "not integration and not slow" $(ARGS)
+
 bench: setup-dev  ## Compare with TRL and TorchRL side by side (hours; ARGS="trl-64 --pairs 2" is a part)
 	$(PY) -m benchmarks $(ARGS)
 
@@ -31,6 +34,9 @@ lint: setup-dev  ## Check style (ruff), formatting (ruff format), types (mypy) a
 	$(PY) -m ruff format --check $(CHECKED)
 	$(PY) -m mypy
 	.venv/bin/lint-imports --no-cache
+
+docs: setup-dev  ## Build the documentation's site, with the API reference, into site/; a broken link is an error
+	$(PY) -m mkdocs build --strict
 
 format: setup-dev  ## Rewrite files into the project's format and mend what ruff can mend
 	$(PY) -m ruff format $(CHECKED)

@@ -364,8 +364,39 @@ def test_setup_refuses_an_unknown_accelerator(repo_root: Path, tmp_path: Path) -
 
 def test_make_alone_lists_every_target(repo_root: Path) -> None:
     shown = subprocess.run(["make", "-C", str(repo_root)], capture_output=True, text=True, check=True).stdout
-    for target in ("quickstart", "train", "test", "lint", "format", "setup", "help"):
-        assert re.search(rf"^  {target} ", shown, re.MULTILINE), target
+    targets = re.search(r"^\.PHONY: (.*)$", (repo_root / "Makefile").read_text(), re.MULTILINE)
+    assert targets is not None
+    listed = re.findall(r"^  ([a-z-]+)  ", shown, re.MULTILINE)
+    assert sorted(listed) == sorted(targets[1].split())
+    assert {"quickstart", "train", "test", "test-fast", "lint", "format", "docs", "setup"} <= set(listed)
+
+
+def _recipe(repo_root: Path, target: str) -> list[str]:
+    """The commands of a target, without those of the targets that it needs first."""
+    words = ["make", "-C", str(repo_root), "--no-print-directory", "-n", target]
+    shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line for line in shown if "scripts/setup.sh" not in line]
+
+
+def test_the_fast_tests_leave_out_engines_and_slow_ones(repo_root: Path) -> None:
+    (fast,), (whole,) = _recipe(repo_root, "test-fast"), _recipe(repo_root, "test")
+    assert fast.replace(' -m "not integration and not slow"', "").split() == whole.split()
+    assert fast != whole
+
+
+def test_the_site_has_every_page_and_every_room(repo_root: Path) -> None:
+    text = (repo_root / "mkdocs.yml").read_text()
+    named = set(re.findall(r"([\w/.-]+\.md)$", text, re.MULTILINE))
+    pages = {str(path.relative_to(repo_root)) for path in (repo_root / "docs").rglob("*.md")}
+    outside = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+    outside |= {"benchmarks/RESULTS.md", "sota-implementations/grpo/README.md"}
+    assert named == pages | outside
+    package = repo_root / "torchrl_grpo"
+    rooms = {path.name for path in package.iterdir() if (path / "__init__.py").is_file()} | {"errors"}
+    reference = {path.stem for path in (repo_root / "docs" / "api").glob("*.md")} - {"README"}
+    assert reference == rooms
+    for room in rooms:
+        assert f"::: torchrl_grpo.{room}\n" in (repo_root / "docs" / "api" / f"{room}.md").read_text()
 
 
 def test_tiny_model_is_a_function_of_its_seed(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""Pages of the documentation's site, for MkDocs.
+
+The site has the folders of the repository, so that a link between two pages holds on both. MkDocs itself
+knows ``docs/`` alone: this hook puts those pages below ``docs/``, and adds the pages of other folders and the
+files that pages link to, such as the YAML files of ``config/``.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mkdocs.structure.files import File, Files
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+
+_PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "benchmarks/RESULTS.md",
+    "sota-implementations/grpo/README.md",
+)
+_LINK = re.compile(r"\]\(([^)\s#:]+)[)#]")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Replace the pages of ``docs/`` by those of the whole repository.
+
+    Args:
+        files: the files that MkDocs has found.
+        config: its configuration.
+
+    Returns:
+        Pages, and the files that they link to, each under its path in the repository.
+    """
+    root = Path(config.config_file_path).parent.resolve()
+    docs = Path(config.docs_dir).resolve()
+    pages = [root / name for name in _PAGES] + sorted(docs.rglob("*.md"))
+    found = {page: None for page in pages}
+    for page in pages:
+        for link in _LINK.findall(page.read_text(encoding="utf-8")):
+            target = (page.parent / link).resolve()
+            if target.is_file() and target.is_relative_to(root):
+                found[target] = None
+    site = [
+        File.generated(config, path.relative_to(root).as_posix(), abs_src_path=str(path)) for path in found
+    ]
+    theme = [file for file in files if not Path(file.abs_src_path or "").is_relative_to(docs)]
+    return Files([*theme, *site])
