@@ -29,11 +29,12 @@ test-fast: setup-dev  ## Run the tests that start no real engine and take second
 bench: setup-dev  ## Compare with TRL and TorchRL side by side (hours; ARGS="trl-64 --pairs 2" is a part)
 	$(PY) -m benchmarks $(ARGS)
 
-lint: setup-dev  ## Check style (ruff), formatting (ruff format), types (mypy) and imports between rooms (import-linter)
+lint: setup-dev  ## Check style (ruff), formatting (ruff format), types (mypy), imports between rooms (import-linter) and spelling (codespell)
 	$(PY) -m ruff check $(CHECKED)
 	$(PY) -m ruff format --check $(CHECKED)
 	$(PY) -m mypy
 	.venv/bin/lint-imports --no-cache
+	.venv/bin/codespell
 
 docs: setup-dev  ## Build the documentation's site, with the API reference, into site/; a broken link is an error
 	$(PY) -m mkdocs build --strict

@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import ENGINES
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -376,6 +377,14 @@ def _recipe(repo_root: Path, target: str) -> list[str]:
     words = ["make", "-C", str(repo_root), "--no-print-directory", "-n", target]
     shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
     return [line for line in shown if "scripts/setup.sh" not in line]
+
+
+def test_before_a_commit_run_the_checks_of_make_lint(repo_root: Path) -> None:
+    (local,) = yaml.safe_load((repo_root / ".pre-commit-config.yaml").read_text())["repos"]
+    assert local["repo"] == "local", "hooks of other repositories need a network"
+    assert [hook["entry"] for hook in local["hooks"]] == _recipe(repo_root, "lint")
+    for hook in local["hooks"]:
+        assert hook["language"] == "system" and hook["pass_filenames"] is False
 
 
 def test_the_fast_tests_leave_out_engines_and_slow_ones(repo_root: Path) -> None:
