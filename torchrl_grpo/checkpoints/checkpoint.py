@@ -242,7 +242,8 @@ def load_state(folder: Path) -> dict[str, Any]:
     """
     import torch
 
-    return torch.load(folder / _TRAINER, map_location="cpu", weights_only=True, mmap=True)
+    state: dict[str, Any] = torch.load(folder / _TRAINER, map_location="cpu", weights_only=True, mmap=True)
+    return state
 
 
 def in_memory(state: Any) -> Any:

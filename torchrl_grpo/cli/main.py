@@ -298,8 +298,9 @@ class _Command:
     def _hydra(self, words: list[str]) -> None:
         """Hand over to Hydra. It reads the process's words, and reports errors itself unless told."""
         import hydra
+        from hydra.core.config_store import ConfigStore
 
-        from torchrl_grpo.cli.compose import ConfigStore
+        import torchrl_grpo.cli.compose  # noqa: F401  # stores the schema
 
         assert "schema.yaml" in ConfigStore.instance().list("")
         before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")

@@ -100,7 +100,8 @@ class TransformersEngine(SteppingEngine):
             use_cache=True,
             logits_to_keep=1,
         )
-        return output.logits[:, -1]
+        logits: Tensor = output.logits
+        return logits[:, -1]
 
     @torch.no_grad()
     def next_tokens(self, probe: Probe) -> NextTokens:

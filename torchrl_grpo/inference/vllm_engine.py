@@ -223,7 +223,10 @@ class VLLMEngine(SteppingEngine):
     def _stance(self) -> AbstractContextManager[None]:
         # Without compiled graphs there is nothing to gain from compiling vLLM's small helpers either, and
         # on a CPU their C++ build takes 20 s of the first call.
-        return torch.compiler.set_stance("force_eager" if self._eager else "default")
+        stance: AbstractContextManager[None] = torch.compiler.set_stance(
+            "force_eager" if self._eager else "default"
+        )
+        return stance
 
     def start_update(self) -> None:
         """See :meth:`Engine.start_update`."""

@@ -17,7 +17,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def has_fast_bfloat16(device: torch.device) -> bool:
     """Whether ``device`` computes matrix products faster in bfloat16, so that ``auto`` selects it."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return cpu_has_fast_bfloat16()
 
 

@@ -136,7 +136,9 @@ def _try_kernel(model: PreTrainedModel, before: str, autocast_dtype: torch.dtype
 
     def score(attention: str, dtype: torch.dtype | None) -> Tensor:
         model.set_attn_implementation(attention)
-        return TokenScorer(model, autocast_dtype=dtype, shares_prefix=False)(*tokens).log_probs
+        scorer = TokenScorer(model, autocast_dtype=dtype, shares_prefix=False)
+        log_probs: Tensor = scorer(*tokens).log_probs
+        return log_probs
 
     with torch.no_grad():
         found = score(kernel, autocast_dtype)

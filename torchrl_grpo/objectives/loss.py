@@ -162,7 +162,7 @@ class GroupPolicyLoss(LossModule):
     def _forward_value_estimator_keys(self, **kwargs: NestedKey) -> None:
         """Do nothing: there is no value network."""
 
-    @dispatch
+    @dispatch  # type: ignore[untyped-decorator]
     def forward(self, tensordict: TensorDictBase, totals: BatchTotals | None = None) -> TensorDict:
         """Compute the loss terms of one micro-batch.
 
@@ -190,7 +190,8 @@ class GroupPolicyLoss(LossModule):
         new, entropy = self._score(tensordict)
 
         def get(key: NestedKey) -> Tensor:
-            return tensordict.get(key).to(new.device)
+            value: Tensor = tensordict.get(key)
+            return value.to(new.device)
 
         mask = get(keys.loss_mask)
         totals = totals_of(mask) if totals is None else totals

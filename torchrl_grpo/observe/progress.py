@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -53,7 +53,7 @@ class Progress:
         self._clock = clock
         self._started = clock()
         self._accuracy = ""
-        self._bar: tqdm | None = None
+        self._bar: tqdm[Any] | None = None
         if enabled and self._stream.isatty() and _has_columns(self._stream):
             self._bar = tqdm(
                 total=total_steps,

@@ -110,4 +110,4 @@ def peak_cuda_gib() -> float:
     torch = sys.modules.get("torch")  # not imported means not used, and importing it takes seconds
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return 0.0
-    return sum(torch.cuda.max_memory_reserved(i) for i in range(torch.cuda.device_count())) / 2**30
+    return float(sum(torch.cuda.max_memory_reserved(i) for i in range(torch.cuda.device_count())) / 2**30)

@@ -49,7 +49,7 @@ _LINGER_S = 90.0
 def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """The processes below a trainer."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(process.pid).children(recursive=True)
+        return list(psutil.Process(process.pid).children(recursive=True))
     return []
 
 

@@ -269,7 +269,10 @@ def coarser(
 ) -> torch.dtype:
     """The coarsest of the number formats of the engine on ``device``, of ``model`` and of its products."""
     engine_dtype = resolve_dtype(cfg.inference_model.dtype, device)
-    return max(engine_dtype, model.dtype, autocast_dtype or torch.float32, key=_COARSENESS.index)
+    coarsest: torch.dtype = max(
+        engine_dtype, model.dtype, autocast_dtype or torch.float32, key=_COARSENESS.index
+    )
+    return coarsest
 
 
 def update_format(cfg: Config, device: torch.device, precision: torch.dtype) -> torch.dtype:

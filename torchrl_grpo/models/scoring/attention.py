@@ -61,7 +61,9 @@ def attend(
     seen = mask.expand(len(query), 1, T, S)
     # Autocast would also compute float32 products in bfloat16.
     with torch.autocast(query.device.type, enabled=False):
-        out: Tensor = _Attention.apply(query, key, value, seen, scale, block_elements)
+        out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+            query, key, value, seen, scale, block_elements
+        )
     return out
 
 

@@ -73,7 +73,7 @@ def score_tokens(
         Log-probability and entropy in nats, both ``[N]`` float32.
     """
     size = block_elements or _BLOCK_ELEMENTS.get(hidden.device.type, _BLOCK_ELEMENTS["cuda"])
-    log_probs, entropy = _Score.apply(hidden, targets, weight, bias, options, size)
+    log_probs, entropy = _Score.apply(hidden, targets, weight, bias, options, size)  # type: ignore[no-untyped-call]
     return log_probs, entropy
 
 

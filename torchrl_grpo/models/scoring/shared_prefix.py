@@ -189,7 +189,7 @@ class _Ragged:
         """Convert ``[1, H, n, D]`` to ``[B, H, W, D]``."""
         flat = tokens[0].transpose(0, 1)
         if not self._full:
-            flat = _Gather.apply(flat, self._tokens, self._slots)
+            flat = _Gather.apply(flat, self._tokens, self._slots)  # type: ignore[no-untyped-call]
         return flat.reshape(self.rows, self.width, *flat.shape[1:]).transpose(1, 2)
 
     def flat(self, padded: Tensor) -> Tensor:
@@ -238,9 +238,10 @@ def _attention(
     if terms := [name for name in _OTHER_TERMS if options.get(name) is not None]:
         raise ValueError(f"its attention has {', '.join(terms)}")
     if prefix_layout is None:
-        return sdpa_attention_forward(
+        whole: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
+        return whole
     layout = prefix_layout
     layout.attended += 1
     # Under autocast, queries, keys and values may have different dtypes. They are cast last, so that
@@ -332,4 +333,5 @@ def hidden_states(backbone: nn.Module, layout: PrefixLayout) -> Tensor:
     )
     if not layout.attended:
         raise ValueError("its attention does not use transformers' attention interface")
-    return output.last_hidden_state[0].index_select(0, layout.source)
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden.index_select(0, layout.source)

@@ -136,7 +136,8 @@ class TokenScorer(nn.Module):
             position_ids=_positions(attention),
             use_cache=False,
         )
-        return output.last_hidden_state[:, L - 1 : -1].view(P, G, T, -1)[mask]
+        hidden: Tensor = output.last_hidden_state
+        return hidden[:, L - 1 : -1].view(P, G, T, -1)[mask]
 
     def _score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Compute log-probability and entropy ``[M]`` of ``targets`` ``[M]`` from states ``[M, H]``."""

@@ -83,7 +83,8 @@ def score_batch(model: PreTrainedModel, shares_prefix: bool) -> Tensor:
     scorer = TokenScorer(model, shares_prefix=shares_prefix)
     if scorer.shares_prefix != shares_prefix:
         raise ValueError("it cannot share prompts")
-    return scorer(*batch(model)).log_probs.double()
+    log_probs: Tensor = scorer(*batch(model)).log_probs
+    return log_probs.double()
 
 
 def largest_difference(model: PreTrainedModel, difference: Callable[[], Tensor]) -> float:

@@ -121,7 +121,7 @@ def _nth_paragraph_first_word(response: str, kwargs: Kwargs) -> bool:
     if count != kwargs["num_paragraphs"] or not 1 <= nth <= count or not places[nth - 1].strip():
         return False
     word = places[nth - 1].split(maxsplit=1)[0].lstrip("'").lstrip('"')
-    return _WORD_END.split(word, maxsplit=1)[0].lower() == kwargs["first_word"].lower()
+    return bool(_WORD_END.split(word, maxsplit=1)[0].lower() == kwargs["first_word"].lower())
 
 
 # --- format -----------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def _nth_paragraph_first_word(response: str, kwargs: Kwargs) -> bool:
 
 def _number_bullets(response: str, kwargs: Kwargs) -> bool:
     bullets = len(_STAR_BULLET.findall(response)) + len(_DASH_BULLET.findall(response))
-    return bullets == kwargs["num_bullets"]
+    return bool(bullets == kwargs["num_bullets"])
 
 
 def _constrained_response(response: str, kwargs: Kwargs) -> bool:
@@ -138,12 +138,12 @@ def _constrained_response(response: str, kwargs: Kwargs) -> bool:
 
 def _number_highlights(response: str, kwargs: Kwargs) -> bool:
     found = [*_HIGHLIGHT.findall(response), *_DOUBLE_HIGHLIGHT.findall(response)]
-    return sum(1 for content in found if content.strip()) >= kwargs["num_highlights"]
+    return bool(sum(1 for content in found if content.strip()) >= kwargs["num_highlights"])
 
 
 def _multiple_sections(response: str, kwargs: Kwargs) -> bool:
     heading = re.compile(rf"{re.escape(kwargs['section_spliter'])}\s?\d+")
-    return sum(1 for _ in heading.finditer(response)) >= kwargs["num_sections"]
+    return bool(sum(1 for _ in heading.finditer(response)) >= kwargs["num_sections"])
 
 
 def _titles(response: str) -> Iterator[str]:
@@ -184,7 +184,7 @@ def _number_placeholders(response: str, kwargs: Kwargs) -> bool:
                 break
             found += 1
             start = line.find("[", end + 1)
-    return found >= kwargs["num_placeholders"]
+    return bool(found >= kwargs["num_placeholders"])
 
 
 def _postscript(response: str, kwargs: Kwargs) -> bool:
