@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torchrl_grpo.objectives.aggregation import totals_of
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
 
 
-def pieces_of(batch: TensorDict, budget: TokenBudget, **options: object) -> list[MicroBatch]:
+def pieces_of(batch: TensorDict, budget: TokenBudget, **options: Any) -> list[MicroBatch]:
     return budget.run(batch, lambda micro: micro, lambda: None, **options)
 
 
@@ -149,7 +150,8 @@ GPU = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
 @pytest.mark.parametrize("message", [CPU, GPU, CUBLAS])
 def test_the_budget_halves_until_memory_holds_and_stays_there(message: str) -> None:
-    batch, said = make_batch(P=8, G=4), []
+    batch = make_batch(P=8, G=4)
+    said: list[str] = []
     budget = TokenBudget(10_000, True, said.append)
     memory = Memory(batch, 40, message)
     assert sum(budget.run(batch, memory.work, memory.undo)) == len(memory.done)

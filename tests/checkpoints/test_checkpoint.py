@@ -13,7 +13,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy
 import pytest
@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.parsing import keys
+from torchrl_grpo.config.resume import may_change
 from torchrl_grpo.data import Example
 from torchrl_grpo.envs.chat import check_length
 from torchrl_grpo.errors import CheckpointError, DataError
@@ -44,7 +45,10 @@ def steps(run_dir: Path) -> list[str]:
 
 
 def test_what_is_saved_is_loaded(run_dir: Path) -> None:
-    tensors = {"a": torch.randn(3), "nested": [torch.arange(4), {"b": torch.ones(2, dtype=torch.bool)}]}
+    tensors: dict[str, Any] = {
+        "a": torch.randn(3),
+        "nested": [torch.arange(4), {"b": torch.ones(2, dtype=torch.bool)}],
+    }
     folder = save(run_dir, 7, tensors=tensors, plain=[1, 2.5, None, "text", (3, 4)])
     assert folder == run_dir / "checkpoints" / "7"
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
@@ -144,12 +148,12 @@ def test_a_file_that_the_system_cuts_off_is_one_clear_message(
     run_dir: Path, tiny_model_dir: Path, large: str, said: str
 ) -> None:
     save(run_dir, 5)
-    writers: dict[str, Callable[[Path], object]] = {
+    writers: dict[str, Callable[[Path], Any]] = {
         "model": AutoModelForCausalLM.from_pretrained(tiny_model_dir).save_pretrained,
         "tokenizer": AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained,
     }
     write = writers.get(large, write_model)
-    state = {"tensor": torch.zeros(2**16)} if large == "state" else {}
+    state: dict[str, Any] = {"tensor": torch.zeros(2**16)} if large == "state" else {}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**13, limits[1]))
     try:
@@ -186,7 +190,7 @@ def test_a_kill_while_an_old_one_is_removed_leaves_no_half_checkpoint(
                 (path / "trainer.pt").unlink()
                 raise KeyboardInterrupt
 
-        patch.setattr(checkpoint.shutil, "rmtree", die)
+        patch.setattr(shutil, "rmtree", die)
         with pytest.raises(KeyboardInterrupt):
             save(run_dir, 10, keep=1)
     assert steps(run_dir) == [".removing-5", "10"]
@@ -334,7 +338,7 @@ def test_a_run_that_a_long_prompt_has_ended_goes_on_with_such_prompts_cut(run_di
         ["env.overlong_prompts"],
         ["inference_model.max_model_len", "inference_model.max_new_tokens"],
     ]
-    assert all(checkpoint.may_change(key, "error") for key in keys[0])
+    assert all(may_change(key, "error") for key in keys[0])
 
 
 def messages_that_end_runs() -> list[tuple[str, str]]:
@@ -355,7 +359,7 @@ def messages_that_end_runs() -> list[tuple[str, str]]:
     return found
 
 
-def _is_text(value: object) -> bool:
+def _is_text(value: object) -> TypeGuard[str]:
     return isinstance(value, str)
 
 
@@ -376,9 +380,9 @@ def test_what_a_stopped_run_is_told_to_change_may_change_or_is_said_to_take_a_ne
             if text.startswith(f"{key}=") and text.count(key) == 1:
                 continue  # what the message is about
             advised[key] = place
-            assert checkpoint.may_change(key) or (key in OF_A_NEW_RUN and "new run" in text), (place, key)
+            assert may_change(key) or (key in OF_A_NEW_RUN and "new run" in text), (place, key)
     assert {*OF_A_NEW_RUN, "inference_model.max_logprob_gap", "train_model.parallelism"} <= {*advised}
-    assert not any(map(checkpoint.may_change, OF_A_NEW_RUN))
+    assert not any(map(may_change, OF_A_NEW_RUN))
 
 
 @pytest.mark.parametrize(

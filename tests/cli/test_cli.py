@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from cli_calls import ROOT, SEEN, call, set_up
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from torchrl_grpo.config import parse
 
@@ -110,7 +110,9 @@ def test_examples_of_the_help_text_are_valid(workplace: Path, capsys: pytest.Cap
 
 def test_cfg_job_shows_what_a_run_would_get(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--cfg", "job", "optimizer.lr=0.5", "reward.weights.format=0.5") == 0
-    cfg = parse(OmegaConf.create(capsys.readouterr().out))
+    node = OmegaConf.create(capsys.readouterr().out)
+    assert isinstance(node, DictConfig)
+    cfg = parse(node)
     assert (cfg.optimizer.lr, cfg.reward.weights) == (0.5, {"format": 0.5})
     assert call("--cfg", "job", "--package", "optimizer.betas") == 0
     assert capsys.readouterr().out == "- 0.9\n- 0.999\n"

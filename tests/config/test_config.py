@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -131,16 +132,17 @@ def test_key_use_finds_reads_and_only_reads(source: str, expected: bool) -> None
 
 
 def test_tables_of_the_checks_agree_with_the_code_they_speak_for() -> None:
+    from torchrl_grpo.config import values
     from torchrl_grpo.data.load import DATASETS
     from torchrl_grpo.rewards.registry import REWARDS
 
-    assert set(checks.DATASETS) == set(DATASETS)
+    assert set(values.DATASETS) == set(DATASETS)
     assert set(checks.REWARDS) == set(REWARDS)
-    for dataset in checks.DATASETS:
+    for dataset in values.DATASETS:
         for reward in checks.REWARDS:
             cfg = Config()
             cfg.env.dataset, cfg.reward.weights = dataset, {reward: 1.0}
-            judges = dataset in checks.REWARD_READS.get(reward, checks.DATASETS)
+            judges = dataset in checks.REWARD_READS.get(reward, values.DATASETS)
             if judges:
                 assert rewards.registry.check_weights(cfg)
             else:
@@ -272,7 +274,7 @@ def test_what_others_call_a_key_leads_to_one_that_exists() -> None:
 
 
 def test_a_missing_package_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     cfg = Config()
     with pytest.raises(
         ConfigError, match=r"vllm is not installed; write inference_model\.backend=transformers"

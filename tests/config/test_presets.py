@@ -85,13 +85,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def preset(name: str) -> dict[str, Any]:
     """The keys of a preset's file and of those it starts from."""
-    node = OmegaConf.to_container(OmegaConf.load(POLICIES / f"{name}.yaml"))
-    assert isinstance(node, dict)
+    node: Any = OmegaConf.to_container(OmegaConf.load(POLICIES / f"{name}.yaml"))
     defaults = node.pop("defaults", [])
     keys: dict[str, Any] = {}
     for base in defaults:
         keys |= preset(base) if base != "_self_" else node
-    return keys if defaults else node
+    return keys if defaults else dict(node)
 
 
 def settings_of(case: str) -> dict[str, Any]:
@@ -172,6 +171,7 @@ def test_a_case_is_not_the_default_in_disguise(case: str) -> None:
         loss, advantage = make_objective(scorer, LONGEST, **keys)
         terms = loss(advantage.inv(batch.clone()))
         sum(term for name, term in terms.items() if name.startswith("loss_")).backward()
+        assert scorer.log_probs.grad is not None
         found.append(scorer.log_probs.grad)
     assert largest_relative(found[0], found[1]) > 1e-3
 
@@ -379,7 +379,12 @@ def test_rounding_that_a_shift_uncovers_is_no_signal(combination: str) -> None:
     rewards[0, 1] = torch.nextafter(rewards[0, 1], torch.tensor(1.0))
     rewards[1, 1] = 0.70001
     batch["next", "reward"], batch["next", "reward_parts"] = rewards, rewards.clone()
-    keys = {"reward_shift": -0.7, "reward_scale": 3.0, "advantage_eps": 0.0, "constant_groups": "drop"}
+    keys: dict[str, Any] = {
+        "reward_shift": -0.7,
+        "reward_scale": 3.0,
+        "advantage_eps": 0.0,
+        "constant_groups": "drop",
+    }
     _, advantage = make_objective(
         FixedScorer(batch["log_probs", "response"]), reward_combination=combination, **keys
     )
@@ -426,7 +431,10 @@ def test_the_mismatch_is_that_of_the_proximal_policy_to_the_engine() -> None:
 
 @pytest.mark.parametrize("where", ["reward", "weights"])
 def test_an_adapted_coefficient_counts_in_the_advantages(where: str) -> None:
-    keys = {"kl_in": where, "advantage_estimator": "maxent" if where == "weights" else "group_mean"}
+    keys: dict[str, Any] = {
+        "kl_in": where,
+        "advantage_estimator": "maxent" if where == "weights" else "group_mean",
+    }
     batch, new = groups(torch.float64)
     loss, advantage = make_objective(FixedScorer(new), init_kl_coeff=0.1, kl_target=0.1, **keys)
     loss.kl.value = 0.7
@@ -438,7 +446,7 @@ def test_an_adapted_coefficient_counts_in_the_advantages(where: str) -> None:
 # MaxEnt
 
 
-def weights(utilities: list[float], ref: list[float], **options: float) -> list[float]:
+def weights(utilities: list[float], ref: list[float], **options: Any) -> list[float]:
     options = {"tau": 0.1, "beta": 0.0, "q_temperature": 1.0, "q_epsilon": 0.0, **options}
     pair = torch.tensor([utilities], dtype=torch.float64), torch.tensor([ref], dtype=torch.float64)
     return listwise_weights(*pair, **options)[0].tolist()

@@ -326,7 +326,8 @@ def test_a_file_has_no_splits_to_choose(tmp_path: Path) -> None:
     path = str(write(tmp_path / "a.jsonl", gsm8k_rows(9)))
     for key in ("train_split", "eval_split"):
         with pytest.raises(DataError, match=rf"env\.{key}=test: .*no splits; write env\.{key}=null"):
-            load(config(data_path=path, **{key: "test"}))
+            other: dict[str, Any] = {key: "test"}
+            load(config(data_path=path, **other))
 
 
 # --- math and jsonl ---------------------------------------------------------------------------------

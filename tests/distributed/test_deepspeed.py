@@ -147,7 +147,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     cfg = Config()
     cfg.inference_model.backend = "transformers"
     cfg.train_model.parallelism = "deepspeed_zero2"
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"deepspeed_zero2: deepspeed is not installed"):
         checks.check_installed(cfg)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -74,14 +75,16 @@ def test_weights_as_they_are_gathered_give_the_numbers_of_autocast(name: str) ->
 class _Reading(nn.Module):
     """A feed-forward layer that reads a weight and does not call the layer it belongs to."""
 
-    def __init__(self, mlp: nn.Module, norm: nn.Module | None) -> None:
+    def __init__(self, mlp: Any, norm: Any) -> None:
         super().__init__()
         self.mlp, self.norm = mlp, norm
 
     def forward(self, states: Tensor) -> Tensor:
         if self.norm is not None:
-            return self.mlp(states) + self.norm.weight
-        return self.mlp(states) + self.mlp.up_proj.weight.float()[0].mean()
+            added: Tensor = self.mlp(states) + self.norm.weight
+            return added
+        shifted: Tensor = self.mlp(states) + self.mlp.up_proj.weight.float()[0].mean()
+        return shifted
 
 
 @pytest.mark.parametrize("what", ["a matrix", "a norm"])

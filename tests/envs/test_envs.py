@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ class Lengths:
     def __init__(self) -> None:
         self.calls: list[tuple[list[str], list[str]]] = []
 
-    def score(self, completions, examples):
+    def score(self, completions: Any, examples: Any) -> list[Any]:
         self.calls.append((list(completions), [e.id for e in examples]))
         return [
             FakeScored(
@@ -70,16 +71,23 @@ class Lengths:
         ]
 
 
-def make(tokenizer, rows: int = 5, prompts: int = 2, repeats: int = 3, **options) -> GroupTextEnv:
-    options = {"max_prompt_tokens": 200, "part_names": ("mine", "rare"), "with_tokens": True} | options
+def make(
+    tokenizer: PreTrainedTokenizerFast, rows: int = 5, prompts: int = 2, repeats: int = 3, **options: Any
+) -> Any:
+    keys: dict[str, Any] = {
+        "max_prompt_tokens": 200,
+        "part_names": ("mine", "rare"),
+        "with_tokens": True,
+    } | options
     stream = PromptStream([example(i) for i in range(rows)], seed=0, shuffle=False)
-    return GroupTextEnv(stream, tokenizer, Lengths(), num_envs=prompts, repeats=repeats, **options)
+    rewards: Any = Lengths()
+    return GroupTextEnv(stream, tokenizer, rewards, num_envs=prompts, repeats=repeats, **keys)
 
 
 # --- the order of the data -------------------------------------------------------------------------
 
 
-def test_every_epoch_holds_every_row_once_though_batches_straddle_its_end():
+def test_every_epoch_holds_every_row_once_though_batches_straddle_its_end() -> None:
     stream = PromptStream([example(i) for i in range(7)], seed=3)
     drawn = [e.id for _ in range(7) for e in stream.draw(4)]
     for epoch in range(4):
@@ -88,12 +96,12 @@ def test_every_epoch_holds_every_row_once_though_batches_straddle_its_end():
     assert stream.drawn == 28
 
 
-def test_a_draw_larger_than_the_data_wraps():
+def test_a_draw_larger_than_the_data_wraps() -> None:
     stream = PromptStream([example(i) for i in range(2)], seed=0, shuffle=False)
     assert [e.id for e in stream.draw(5)] == ["toy/0", "toy/1", "toy/0", "toy/1", "toy/0"]
 
 
-def test_order_depends_on_seed_and_epoch_only():
+def test_order_depends_on_seed_and_epoch_only() -> None:
     rows = [example(i) for i in range(50)]
     first, second = PromptStream(rows, seed=1), PromptStream(rows, seed=1)
     first.draw(70)
@@ -105,7 +113,7 @@ def test_order_depends_on_seed_and_epoch_only():
 
 
 @pytest.mark.parametrize("before", [0, 3, 5, 10, 13])
-def test_resumed_stream_is_the_uninterrupted_one(before):
+def test_resumed_stream_is_the_uninterrupted_one(before: int) -> None:
     rows = [example(i) for i in range(5)]
     whole, broken = PromptStream(rows, seed=9), PromptStream(rows, seed=9)
     whole.draw(before)
@@ -117,7 +125,7 @@ def test_resumed_stream_is_the_uninterrupted_one(before):
     assert [e.id for e in resumed.draw(12)] == [e.id for e in whole.draw(12)]
 
 
-def test_stream_refuses_no_data_and_a_position_outside_it():
+def test_stream_refuses_no_data_and_a_position_outside_it() -> None:
     with pytest.raises(DataError, match="0 training examples"):
         PromptStream([], seed=0)
     with pytest.raises(CheckpointError, match=r"example 9 of epoch 1.*2 examples.*env.data_path"):
@@ -127,7 +135,7 @@ def test_stream_refuses_no_data_and_a_position_outside_it():
 # --- prompts ---------------------------------------------------------------------------------------
 
 
-def test_render_is_the_template_and_nothing_else(tokenizer):
+def test_render_is_the_template_and_nothing_else(tokenizer: PreTrainedTokenizerFast) -> None:
     text, ids = render(tokenizer, [{"role": "user", "content": "Hi"}])
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(ids) == text
@@ -135,7 +143,7 @@ def test_render_is_the_template_and_nothing_else(tokenizer):
     assert ids == reference["input_ids"]
 
 
-def test_render_takes_a_template_and_needs_one(tokenizer):
+def test_render_takes_a_template_and_needs_one(tokenizer: PreTrainedTokenizerFast) -> None:
     assert (
         render(tokenizer, [{"role": "user", "content": "Hi"}], "Q: {{ messages[0]['content'] }}")[0]
         == "Q: Hi"
@@ -145,14 +153,14 @@ def test_render_takes_a_template_and_needs_one(tokenizer):
         render(bare, [{"role": "user", "content": "Hi"}])
 
 
-def test_template_that_refuses_a_role_is_a_clear_error(tokenizer):
+def test_template_that_refuses_a_role_is_a_clear_error(tokenizer: PreTrainedTokenizerFast) -> None:
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('System role: no') }}{% endif %}"
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     with pytest.raises(ModelError, match=r"roles system, user: System role.*env.system_prompt=null"):
         render(tokenizer, messages, template)
 
 
-def test_too_long_a_prompt_is_refused_at_once(tokenizer):
+def test_too_long_a_prompt_is_refused_at_once(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [example(0), example(1, "x" * 50)]
     length = len(render(tokenizer, rows[1].messages)[1])
     check_lengths(tokenizer, rows, length)
@@ -160,7 +168,7 @@ def test_too_long_a_prompt_is_refused_at_once(tokenizer):
         GroupTextEnv(
             PromptStream(rows, seed=0),
             tokenizer,
-            Lengths(),
+            Lengths(),  # type: ignore[arg-type]
             num_envs=1,
             repeats=2,
             max_prompt_tokens=length - 1,
@@ -173,21 +181,21 @@ def test_too_long_a_prompt_is_refused_at_once(tokenizer):
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (1, 1), (3, 1), (1, 4)])
-def test_torchrl_finds_the_specs_right(tokenizer, shape):
+def test_torchrl_finds_the_specs_right(tokenizer: PreTrainedTokenizerFast, shape: Any) -> None:
     check_env_specs(make(tokenizer, prompts=shape[0], repeats=shape[1]), break_when_any_done="both")
 
 
-def test_torchrl_finds_the_specs_right_without_parts(tokenizer):
+def test_torchrl_finds_the_specs_right_without_parts(tokenizer: PreTrainedTokenizerFast) -> None:
     check_env_specs(make(tokenizer, part_names=()), seed=0)
 
 
-def test_the_rewards_name_the_parts_unless_told(tokenizer):
+def test_the_rewards_name_the_parts_unless_told(tokenizer: PreTrainedTokenizerFast) -> None:
     data = make(tokenizer, part_names=None).reset()
     assert list(data["reward_parts"].keys()) == ["mine"]
     assert not data["reward_parts", "mine"].any()
 
 
-def test_reset_repeats_each_prompt_and_pads_on_the_left(tokenizer):
+def test_reset_repeats_each_prompt_and_pads_on_the_left(tokenizer: PreTrainedTokenizerFast) -> None:
     env = make(tokenizer)
     data = env.reset()
     assert data.batch_size == (2, 3)
@@ -205,7 +213,7 @@ def test_reset_repeats_each_prompt_and_pads_on_the_left(tokenizer):
     assert not data["done"].any()
 
 
-def test_the_next_reset_draws_the_next_problems(tokenizer):
+def test_the_next_reset_draws_the_next_problems(tokenizer: PreTrainedTokenizerFast) -> None:
     env = make(tokenizer)
     groups = [
         (env.reset()["group_id"][:, 0].tolist(), [prompt.example.id for prompt in env.prompts])
@@ -223,7 +231,7 @@ def answer(data: TensorDict, texts: list[list[str]]) -> TensorDict:
     return data.set(("text", "response"), responses)
 
 
-def test_step_scores_the_batch_in_one_call(tokenizer):
+def test_step_scores_the_batch_in_one_call(tokenizer: PreTrainedTokenizerFast) -> None:
     env = make(tokenizer)
     data = env.step(
         answer(env.reset(), [["a", "yes<|im_end|>", ""], ["boom", "abc<|im_end|><|pad|><|pad|>", "no"]])
@@ -249,7 +257,7 @@ def test_scores_come_with_their_errors(tokenizer):
     assert [one.total for one in scored] == [1, 3, 0, 4, 3, 2]
 
 
-def test_answers_to_an_earlier_batch_are_refused(tokenizer):
+def test_answers_to_an_earlier_batch_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     env = make(tokenizer)
     old = answer(env.reset(), [["a"] * 3] * 2)
     env.reset()
@@ -257,7 +265,7 @@ def test_answers_to_an_earlier_batch_are_refused(tokenizer):
         env.step(old)
 
 
-def test_part_of_a_batch_cannot_be_reset(tokenizer):
+def test_part_of_a_batch_cannot_be_reset(tokenizer: PreTrainedTokenizerFast) -> None:
     env = make(tokenizer)
     data = env.step(answer(env.reset(), [["a"] * 3] * 2))["next"]
     mask = torch.tensor([True, False])[:, None, None].expand(2, 3, 1)
@@ -265,7 +273,7 @@ def test_part_of_a_batch_cannot_be_reset(tokenizer):
         env.reset(data.set("_reset", mask))
 
 
-def test_state_dict_is_the_place_in_the_data(tokenizer):
+def test_state_dict_is_the_place_in_the_data(tokenizer: PreTrainedTokenizerFast) -> None:
     env, other = make(tokenizer), make(tokenizer)
     env.reset()
     other.load_state_dict(env.state_dict())
@@ -273,9 +281,10 @@ def test_state_dict_is_the_place_in_the_data(tokenizer):
     assert other.prompts == env.prompts
 
 
-def test_seed_starts_the_data_over(tokenizer):
+def test_seed_starts_the_data_over(tokenizer: PreTrainedTokenizerFast) -> None:
     stream = PromptStream([example(i) for i in range(20)], seed=0)
-    env = GroupTextEnv(stream, tokenizer, Lengths(), num_envs=4, repeats=1, max_prompt_tokens=200)
+    rewards: Any = Lengths()
+    env = GroupTextEnv(stream, tokenizer, rewards, num_envs=4, repeats=1, max_prompt_tokens=200)
     env.reset()
     env.set_seed(5)
     env.reset()
@@ -283,7 +292,7 @@ def test_seed_starts_the_data_over(tokenizer):
 
 
 @pytest.fixture(scope="module")
-def model(tokenizer) -> LlamaForCausalLM:
+def model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -299,7 +308,13 @@ def model(tokenizer) -> LlamaForCausalLM:
 
 @pytest.mark.parametrize(("pad_output", "with_tokens"), [(True, True), (False, False)])
 @pytest.mark.parametrize("max_steps", [1, 3])
-def test_stock_policy_rolls_out(tokenizer, model, pad_output, with_tokens, max_steps):
+def test_stock_policy_rolls_out(
+    tokenizer: PreTrainedTokenizerFast,
+    model: LlamaForCausalLM,
+    pad_output: bool,
+    with_tokens: bool,
+    max_steps: int,
+) -> None:
     from torchrl.modules.llm import TransformersWrapper
 
     policy = TransformersWrapper(

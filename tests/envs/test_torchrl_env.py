@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -56,14 +56,15 @@ def tokenizer(tiny: tuple[Any, Any], request: pytest.FixtureRequest) -> Any:
     tokenizer.pad_token = before
 
 
-def make(tokenizer: Any, **options: Any) -> GroupTextEnv:
+def make(tokenizer: Any, **options: Any) -> Any:
     """Prompts of several lengths, so that they are padded."""
     examples = [
         Example(f"toy/{i}", [{"role": "user", "content": "What is 3" + " + 4" * i + "?"}], {"answer": "7"})
         for i in range(5)
     ]
+    rewards: Any = Lengths()
     options = {"num_envs": P, "repeats": G, "max_prompt_tokens": 200, **options}
-    return GroupTextEnv(PromptStream(examples, seed=0, shuffle=False), tokenizer, Lengths(), **options)
+    return GroupTextEnv(PromptStream(examples, seed=0, shuffle=False), tokenizer, rewards, **options)
 
 
 def policy(model: Any, tokenizer: Any, mode: str, pad_output: bool, **generate: Any) -> TransformersWrapper:
@@ -202,7 +203,8 @@ def test_environments_are_stepped_in_series(tiny: tuple[Any, Any], mode: str) ->
 class Written(TensorDictModuleBase):
     """Writes what it is given."""
 
-    in_keys, out_keys = [("text", "prompt")], []
+    in_keys: ClassVar[list[Any]] = [("text", "prompt")]
+    out_keys: ClassVar[list[Any]] = []
 
     def __init__(self, write: Callable[[TensorDict], Any]) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 # GPT-2 and those after it call the same by other names, and do without some.
-_OWN_NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_OWN_NAMES: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _OWN_NAMES += ("num_key_value_heads", "max_position_embeddings")
 _GPT = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}
 _HEAD = {"head_dim": 8}

@@ -16,7 +16,7 @@ from torchrl_grpo.config import Config
 
 def _sections(schema: type, prefix: str = "") -> dict[str, str]:
     """Dotted names of the sections, those inside others too, and the names of their types."""
-    found = {}
+    found: dict[str, str] = {}
     for name, hint in typing.get_type_hints(schema).items():
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             found |= {prefix + name: hint.__name__, **_sections(hint, f"{prefix}{name}.")}
@@ -76,12 +76,12 @@ def _aliases(tree: ast.Module) -> dict[str, str]:
     assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     for _ in range(2):  # an alias of an alias: self._env = env
         for node in assignments:
-            for target in node.targets:
-                pairs = [(target, node.value)]
-                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                    pairs = list(zip(target.elts, node.value.elts, strict=True))
-                for name, value in pairs:
+            for assigned in node.targets:
+                pairs = [(assigned, node.value)]
+                if isinstance(assigned, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = list(zip(assigned.elts, node.value.elts, strict=True))
+                for left, value in pairs:
                     section = _section(value, found)
                     if section is not None:
-                        found[ast.unparse(name)] = section
+                        found[ast.unparse(left)] = section
     return found

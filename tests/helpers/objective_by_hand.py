@@ -105,7 +105,7 @@ def advantages_by_hand(cfg: PolicyConfig, batch: TensorDict, longest: int) -> li
 
 def counted(cfg: PolicyConfig, batch: TensorDict) -> list[list[list[bool]]]:
     """Which tokens the loss counts."""
-    mask = batch["masks", "response"].tolist()
+    mask: list[list[list[bool]]] = batch["masks", "response"].tolist()
     for p, row in enumerate(mask):
         totals = [shaped(cfg, float(reward)) for reward in batch["next", "reward"][p, :, 0]]
         flat = max(totals) == min(totals) and cfg.constant_groups != "keep"

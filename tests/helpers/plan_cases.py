@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from torchrl_grpo.cli.compose import composer
 from torchrl_grpo.config import Config, parse
@@ -33,7 +33,9 @@ def asked(case: str) -> tuple[Request, int]:
     script, gpus = head.split(", ")
     words = text.split()
     values = [word for word in words if word != "lora"]
-    cfg: Config = parse(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist(values)))
+    node = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist(values))
+    assert isinstance(node, DictConfig)
+    cfg = parse(node)
     request = request_of(cfg, asynchronous=script == "grpo-async.py")
     return replace(request, lora="lora" in words), int(gpus.split()[0])
 

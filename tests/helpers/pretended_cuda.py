@@ -77,11 +77,12 @@ _NO_KERNEL = {
 
 
 def _histogram(values: Tensor, *args: Any) -> Tensor:
-    return aten.histc.default(values.float(), *args).to(values.dtype)
+    counts: Tensor = aten.histc.default(values.float(), *args)
+    return counts.to(values.dtype)
 
 
 # What a GPU has for formats that the CPU lacks it for.
-_STAND_INS = {aten.histc.default: _histogram}
+_STAND_INS: dict[Any, Any] = {aten.histc.default: _histogram}
 
 
 class DeviceMismatch(RuntimeError):
@@ -98,7 +99,8 @@ def device_of(tensor: Tensor) -> torch.device:
     except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers have none
         return real
     # On the storage, which views share and which torch keeps as long as any of them lives.
-    return vars(storage).get(_TAG, real)
+    marked: torch.device = vars(storage).get(_TAG, real)
+    return marked
 
 
 def put_on(tensor: Tensor, device: torch.device) -> Tensor:
@@ -298,7 +300,7 @@ class Watch(TorchDispatchMode):
     """Sees every operator of this thread: asks the machine where it runs, and marks what comes out."""
 
     def __init__(self, machine: PretendedCuda) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.machine = machine
 
     def __torch_dispatch__(

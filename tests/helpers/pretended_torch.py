@@ -150,7 +150,7 @@ def _moved(machine: PretendedCuda, tensor: Tensor, *args: Any, **kwargs: Any) ->
     if machine.forgets():
         return _to(tensor, **kwargs)
     machine.copied(here, there)
-    moved: Tensor = _Move.apply(tensor, there)
+    moved: Tensor = _Move.apply(tensor, there)  # type: ignore[no-untyped-call]
     machine.gave(moved, there)
     return _to(moved, **{**kwargs, "copy": False})
 
@@ -183,7 +183,7 @@ def _tensor_methods(machine: PretendedCuda) -> Iterator[Replacement]:
         return -1 if device.index is None else device.index
 
     def deepcopy(storage: torch.UntypedStorage, memo: dict[int, Any]) -> torch.UntypedStorage:
-        copied: torch.UntypedStorage = _deepcopy(storage, memo)
+        copied: torch.UntypedStorage = _deepcopy(storage, memo)  # type: ignore[no-untyped-call]
         vars(copied).update(vars(storage))
         return copied
 
@@ -369,7 +369,7 @@ def _watched_start(machine: PretendedCuda) -> Callable[[threading.Thread], None]
 
         def watched() -> None:
             # It holds the thread, which holds it.
-            del thread.run  # type: ignore[method-assign]
+            del thread.run
             with Watch(machine):
                 run()
 

@@ -141,7 +141,9 @@ def _reloaded(case: str, kind: str, ranks: Ranks, state: dict[str, Any]) -> dict
 def kept_of_weights(ranks: Ranks) -> float:
     """Bytes a weight that the graph holds of the layers' matrices after a forward pass in bfloat16."""
     step, model = build("llama in bfloat16", "fsdp2", ranks)
-    matrices = [p for p in model.get_decoder().layers.parameters() if p.ndim == 2]
+    whole_model: Any = model
+    decoder = whole_model.get_decoder()
+    matrices = [p for p in decoder.layers.parameters() if p.ndim == 2]
     shapes = {shape for p in matrices for shape in (p.shape, p.shape[::-1])}
     saved: list[Tensor] = []
 
@@ -155,7 +157,7 @@ def kept_of_weights(ranks: Ranks) -> float:
         terms = step.loss(batch, totals=totals_of(batch["masks", "loss"]))
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in saved}
     torch.stack([v for k, v in terms.items() if k.startswith("loss_")]).sum().backward()
-    return sum(storages.values()) / sum(p.numel() for p in matrices)
+    return float(sum(storages.values()) / sum(p.numel() for p in matrices))
 
 
 def _gradient(parameter: torch.nn.Parameter) -> Tensor:
@@ -163,13 +165,15 @@ def _gradient(parameter: torch.nn.Parameter) -> Tensor:
         return whole(parameter.grad)
     from deepspeed.utils import safe_get_full_grad
 
-    return safe_get_full_grad(parameter)
+    gradient: Tensor = safe_get_full_grad(parameter)
+    return gradient
 
 
 def _probe(step: OptimizerStep, batch: TensorDict) -> Tensor:
     network: Any = step.network
     scorer = getattr(network, "module", network)
-    return scorer.next_token_log_probs(batch["tokens", "prompt"], batch["masks", "prompt"])
+    log_probs: Tensor = scorer.next_token_log_probs(batch["tokens", "prompt"], batch["masks", "prompt"])
+    return log_probs
 
 
 def main(output: Path, kinds: Sequence[str]) -> None:

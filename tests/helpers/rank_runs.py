@@ -181,7 +181,9 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path_factory: Any) -> Path:
+def one_rank(
+    repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     folder = tmp_path_factory.mktemp("one") / "run"
     done = command(repo_root, [sys.executable], words(sums, tiny_model_dir, folder))
     assert done.returncode == 0, done.stderr

@@ -103,7 +103,7 @@ def check_looks(kind: str, ranks: Ranks) -> None:
     if kind == "deepspeed_zero3":
         held = sum(own_part(p).numel() for p in model.parameters())
         assert held < 1.1 * count_parameters(other) / ranks.size + 100
-        matrices = [p for p in model.parameters() if p.ds_numel > 1000]
+        matrices = [p for p in model.parameters() if vars(p)["ds_numel"] > 1000]
         assert matrices and all(p.numel() == 0 for p in matrices), "whole where nobody uses it"
     before = weights_of(model)
     for factor in (0.5, 2.0):

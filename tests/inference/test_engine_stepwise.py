@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torchrl_grpo.inference.transformers_engine import TransformersEngine
 PROMPTS = [[5, 9, 2, 30], [7], [11, 2, 2, 40, 41, 42, 43, 3]]
 
 
-def make_engine(family: str = "llama", **options: int) -> TransformersEngine:
+def make_engine(family: str = "llama", **options: Any) -> TransformersEngine:
     return TransformersEngine(make_model(family), [END], PAD, **options)
 
 
@@ -82,7 +83,7 @@ def test_no_more_rows_than_allowed_and_groups_stay_together() -> None:
         widths.append(ids.shape[0])
         return forward(ids, *rest)  # type: ignore[arg-type]
 
-    engine._step = spy  # type: ignore[method-assign]
+    engine._step = spy  # type: ignore[method-assign,assignment]
     cut = engine.generate(PROMPTS, Sampling(3, 8, 1.0, [1, 2, 3]))
     assert max(widths) == 6 and widths[0] == 2, "two prompts run once each, then their six samples"
     assert [[one.token_ids for one in group] for group in cut] == [

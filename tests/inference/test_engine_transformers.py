@@ -149,7 +149,7 @@ class Scripted(torch.nn.Module):
 
 
 def test_finish_reasons_and_the_end_token() -> None:
-    engine = TransformersEngine(Scripted(), [END, 5], PAD)  # type: ignore[arg-type]
+    engine = TransformersEngine(Scripted(), [END, 5], PAD)
     prompts = [[1, 10], [20], [7, 8, 12], [30]]
     groups = engine.generate(prompts, Sampling(2, 4, 0.0))
     expected = [([11, 12, END], "stop"), ([20] * 4, "length"), ([END], "stop"), ([5], "stop")]
@@ -158,7 +158,7 @@ def test_finish_reasons_and_the_end_token() -> None:
 
 
 def test_an_end_token_in_the_last_place_is_a_stop() -> None:
-    engine = TransformersEngine(Scripted(), [END], PAD)  # type: ignore[arg-type]
+    engine = TransformersEngine(Scripted(), [END], PAD)
     (((completion),),) = engine.generate([[10]], Sampling(1, 3, 0.0))
     assert (completion.token_ids, completion.finish_reason) == ([11, 12, END], "stop")
 

@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -211,7 +212,7 @@ def test_a_sabotaged_list_of_weights_is_stopped_however_small_the_update(
 ) -> None:
     publisher = publisher_for(engine, model, prompts)
     publisher.prove_at_start(0)
-    honest = publish.named_weights
+    honest = publish.named_weights  # type: ignore[attr-defined]
     old = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
     nudge(model, 1e-9)
     listed: list[PreTrainedModel] = []
@@ -241,7 +242,7 @@ def test_engines_one_after_the_other_leave_nothing_alive(tiny_model_dir: Path) -
         weights = {name: parameter.detach() for name, parameter in sent.named_parameters()}
         probe = Probe([[5, 6, 7]], 3, {name: tuple(tensor.shape) for name, tensor in weights.items()})
         assert engine.publish(weights.items(), 1, probe).checksums[0].values.keys() == weights.keys()
-        model = engine._weights.model
+        model: Any = engine._weights.model
         alive += [weakref.ref(model), weakref.ref(model.model), weakref.ref(model.model.layers[0])]
         alive.append(weakref.ref(model.model.embed_tokens.weight))
         del model

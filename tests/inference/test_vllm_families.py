@@ -180,6 +180,7 @@ def assert_a_new_engine_is_found(model: Any, engine: KeepsAPart, cases: Cases, b
         if part is None:
             publisher.prove_at_start(1)
             return
+        assert name is not None
         held = dict(model.named_parameters())[name].detach().to(engine.dtype).clone()
         engine.fault = Fault(name, part, held)
         # In which published tensor two rows changed places, what vLLM read from disk does not tell.

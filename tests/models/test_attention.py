@@ -31,7 +31,7 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: fl
     return torch.stack(rows).view(*query.shape[:3], -1)
 
 
-def inputs(T: int, S: int, dtype: torch.dtype, rows: int = 3, E: int = 4) -> tuple[list[Tensor], Tensor]:
+def inputs(T: int, S: int, dtype: torch.dtype, rows: int = 3, E: int = 4) -> tuple[list[Any], Tensor]:
     """Queries (as a transposed view, the way a model makes them), keys and values; and who sees whom."""
     generator = torch.Generator().manual_seed(T * 100 + S)
     query = torch.randn(rows, T, HEADS, D, generator=generator).to(dtype).transpose(1, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ def test_it_computes_what_blocks_compute_with_gradients(
         lambda h, w: fused_head.score_tokens(h, targets, w, options),
     ):
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        log_probs, entropy = score(*leaves)
+        log_probs, entropy = score(*leaves)  # type: ignore[no-untyped-call]
         assert log_probs.dtype == entropy.dtype == torch.float32
         assert entropy.requires_grad == entropy_gradient
         (slopes[0] * log_probs + slopes[1] * entropy).sum().backward()
@@ -68,7 +69,7 @@ def test_it_is_taken_where_it_was_made_for(
     capability, missing = changes.get("capability", (9, 0)), changes.get("missing")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(
-        fused_head.importlib.util, "find_spec", lambda name: None if name == missing else SimpleNamespace()
+        importlib.util, "find_spec", lambda name: None if name == missing else SimpleNamespace()
     )
     weight: Any = SimpleNamespace(is_cuda=changes.get("is_cuda", True), device="cuda:0")
     options = HeadOptions(0.9, changes.get("softcap"), changes.get("dtype", torch.bfloat16))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl_grpo.models.scoring.head import HeadOptions, score_tokens
 
 
-def problem(n: int, width: int, vocab: int, *, bias: bool = False, seed: int = 0) -> list[Tensor | None]:
+def problem(n: int, width: int, vocab: int, *, bias: bool = False, seed: int = 0) -> list[Any]:
     g = torch.Generator().manual_seed(seed)
     hidden = torch.randn(n, width, generator=g)
     weight = torch.randn(vocab, width, generator=g)
@@ -29,7 +29,7 @@ def full(hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, o
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
 
-def with_gradients(score: Any, inputs: list[Tensor | None], by_entropy: bool) -> tuple[list[Tensor], ...]:
+def with_gradients(score: Any, inputs: list[Any], by_entropy: bool) -> tuple[list[Tensor], ...]:
     hidden, targets, weight, bias = inputs
     leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias) if t is not None]
     rest = leaves[2] if bias is not None else None

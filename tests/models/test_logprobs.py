@@ -21,7 +21,7 @@ from torchrl_grpo.models.scoring.token_scorer import TokenScorer, TokenScores, c
 SHAREABLE = [name for name in FAMILIES if not name.startswith("gemma2")]
 
 
-def by_hand(model: PreTrainedModel, batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def by_hand(model: PreTrainedModel, batch: Any, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies, one unpadded sequence at a time through the model's own forward."""
     prompt, prompt_mask, response, mask = inputs(batch)
     log_probs, entropy = torch.zeros(response.shape), torch.zeros(response.shape)
@@ -38,7 +38,7 @@ def by_hand(model: PreTrainedModel, batch, temperature: float = 1.0) -> tuple[Te
     return log_probs, entropy
 
 
-def scored(model: PreTrainedModel, batch, **options) -> tuple[TokenScores, dict[str, Tensor]]:
+def scored(model: PreTrainedModel, batch: Any, **options: Any) -> tuple[TokenScores, dict[str, Tensor]]:
     """Scores, and the gradients of a loss that weighs every token differently."""
     model.zero_grad()
     scores = TokenScorer(model, **options)(*inputs(batch))
@@ -208,7 +208,7 @@ def test_more_padding_changes_nothing(shared: bool) -> None:
         narrow_gradients.append(gradients(model))
     torch.testing.assert_close(narrow[1].log_probs[..., :6], narrow[0].log_probs, atol=1e-5, rtol=1e-5)
     assert not narrow[1].log_probs[..., 6:].any() and not narrow[1].entropy[..., 6:].any()
-    assert_same_gradients(*narrow_gradients)
+    assert_same_gradients(narrow_gradients[0], narrow_gradients[1])
 
 
 def test_padded_positions_are_zero_and_float32() -> None:

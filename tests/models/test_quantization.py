@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def test_quantization_is_for_frozen_models_and_needs_its_package(monkeypatch: py
     cfg.train_model.lora.rank = 8
     checks.validate(cfg)
     cfg.inference_model.backend = "transformers"
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"quantization=nf4: bitsandbytes is not installed"):
         checks.check_installed(cfg)
     cfg.train_model.quantization = "int4"
@@ -110,7 +111,7 @@ def test_the_proof_of_weights_covers_a_quantized_base(folder: Path, monkeypatch:
     left_out = "model.layers.1.mlp.up_proj"
     honest = lora.merged
     sabotaged = publisher()
-    layer = lora.adapted_layers(sabotaged.model)[left_out]
+    layer = lora.adapted_layers(sabotaged.model)[left_out]  # type: ignore[arg-type]
     monkeypatch.setattr(
         lora,
         "merged",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 from batches import make_batch, make_model, make_objective
@@ -34,7 +35,7 @@ def test_the_upper_bound_is_the_lower_one_unless_it_is_given(high: float | None,
 
 
 @pytest.mark.parametrize("keys", [{"entropy_coef": 0.1}, {"entropy_target": 1.0}, {}])
-def test_gradients_of_the_entropy_are_kept_only_where_a_bonus_needs_them(keys: dict[str, float]) -> None:
+def test_gradients_of_the_entropy_are_kept_only_where_a_bonus_needs_them(keys: dict[str, Any]) -> None:
     actor = TokenScorer(make_model())
     make_objective(actor, **keys)
     assert actor.entropy_gradient == bool(keys)

@@ -58,7 +58,8 @@ def loss_by_hand(
 
 
 def total_of(terms: TensorDict) -> Tensor:
-    return terms["loss_objective"] + terms.get("loss_kl", 0.0)
+    total: Tensor = terms["loss_objective"] + terms.get("loss_kl", 0.0)
+    return total
 
 
 @pytest.mark.parametrize("kl_coef,kind", [(0.0, "k3"), (0.3, "k1"), (0.3, "k2"), (0.05, "k3")])
@@ -107,7 +108,11 @@ def test_parameter_gradients_of_a_model_equal_the_double_loop(kl_coef: float, ki
     expected.backward()
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(
-            found[name], gradient, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+            found[name],
+            gradient,
+            atol=1e-5,
+            rtol=1e-4,
+            msg=lambda m, n=name: f"{n}: {m}",  # type: ignore[misc]
         )
 
 
@@ -127,7 +132,9 @@ def near(model: torch.nn.Module, batch: TensorDict) -> TensorDict:
     return batch
 
 
-def run_in_pieces(loss: GroupPolicyLoss, model: Any, batch: TensorDict, pieces: int) -> tuple[dict, dict]:
+def run_in_pieces(
+    loss: GroupPolicyLoss, model: Any, batch: TensorDict, pieces: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
     model.zero_grad()
     sums: dict[str, float] = {}
     totals = totals_of(batch["masks", "loss"])
@@ -195,6 +202,7 @@ def test_padding_gets_no_gradient_whatever_stands_in_it(junk: float) -> None:
     terms = loss(batch)
     total_of(terms).backward()
     assert all(math.isfinite(float(value.detach())) for value in terms.values())
+    assert scorer.log_probs.grad is not None
     assert not scorer.log_probs.grad[~mask].any()
     assert (scorer.log_probs.grad[mask] != 0).float().mean() > 0.9
 
@@ -207,7 +215,7 @@ def test_a_ratio_that_would_overflow_stays_finite(gap: float) -> None:
     terms = loss(batch)
     total_of(terms).backward()
     assert all(math.isfinite(float(value.detach())) for value in terms.values())
-    assert torch.isfinite(scorer.log_probs.grad).all()
+    assert scorer.log_probs.grad is not None and torch.isfinite(scorer.log_probs.grad).all()
 
 
 def test_a_group_of_equal_rewards_contributes_exactly_nothing() -> None:

@@ -142,7 +142,7 @@ def assert_equal(ours: Outcome, theirs: Outcome) -> None:
     assert ours.gradient.abs().max() > 1e-3, "nothing was compared"
     for name in Outcome._fields:
         a, b = getattr(ours, name), getattr(theirs, name)
-        torch.testing.assert_close(a, b, **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(a, b, **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")  # type: ignore[misc]
 
 
 def assert_different(ours: Outcome, theirs: Outcome) -> None:

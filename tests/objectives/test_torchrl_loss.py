@@ -57,7 +57,11 @@ def assert_same(one: tuple[float, dict[str, Tensor]], other: tuple[float, dict[s
     assert max(float(g.abs().max()) for g in other[1].values()) > 1e-3, "nothing was compared"
     for name, gradient in other[1].items():
         torch.testing.assert_close(
-            one[1][name], gradient, atol=1e-5, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}"
+            one[1][name],
+            gradient,
+            atol=1e-5,
+            rtol=1e-3,
+            msg=lambda m, n=name: f"{n}: {m}",  # type: ignore[misc]
         )
 
 
@@ -68,7 +72,9 @@ def module_around(scorer: nn.Module, entropy: bool = True, log_prob: Any = ("log
 # --- parameters ------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_over_the_parameters_of_the_loss_trains_the_model(model, batch) -> None:
+def test_an_optimizer_over_the_parameters_of_the_loss_trains_the_model(
+    model: PreTrainedModel, batch: TensorDict
+) -> None:
     loss = GroupPolicyLoss(TokenScorer(model))
     assert {id(p) for p in loss.parameters()} == {id(p) for p in model.parameters()}
     assert len(list(loss.parameters())) == len(list(model.parameters())), "found twice"
@@ -81,14 +87,14 @@ def test_an_optimizer_over_the_parameters_of_the_loss_trains_the_model(model, ba
     assert float(total(loss(batch)).detach()) < float(first.detach())
 
 
-def test_the_state_of_the_loss_is_the_state_of_the_model(batch) -> None:
+def test_the_state_of_the_loss_is_the_state_of_the_model(batch: TensorDict) -> None:
     loss, other = (GroupPolicyLoss(TokenScorer(make_model(seed=seed))) for seed in (0, 1))
     assert float(loss(batch)["loss_objective"].detach()) != float(other(batch)["loss_objective"].detach())
     other.load_state_dict(loss.state_dict())
     assert float(loss(batch)["loss_objective"].detach()) == float(other(batch)["loss_objective"].detach())
 
 
-def test_casts_of_the_loss_reach_the_model(model, batch) -> None:
+def test_casts_of_the_loss_reach_the_model(model: PreTrainedModel, batch: TensorDict) -> None:
     loss = GroupPolicyLoss(TokenScorer(model))
     expected = float(loss(batch)["loss_objective"].detach())
     assert loss.double() is loss
@@ -100,7 +106,9 @@ def test_casts_of_the_loss_reach_the_model(model, batch) -> None:
     assert {p.device.type for p in loss.to("meta").actor_network.model.parameters()} == {"meta"}
 
 
-def test_a_network_that_several_ranks_hold_adds_no_parameters(model, batch) -> None:
+def test_a_network_that_several_ranks_hold_adds_no_parameters(
+    model: PreTrainedModel, batch: TensorDict
+) -> None:
     class Held(nn.Module):
         """As DistributedDataParallel: a module around the scorer."""
 
@@ -122,12 +130,12 @@ def test_a_network_that_several_ranks_hold_adds_no_parameters(model, batch) -> N
     assert all(name.startswith("actor_network.model.") for name in names)
 
 
-def test_the_stateful_network_of_the_loss_is_the_actor(model) -> None:
+def test_the_stateful_network_of_the_loss_is_the_actor(model: PreTrainedModel) -> None:
     actor = TokenScorer(model)
     assert GroupPolicyLoss(actor).get_stateful_net("actor_network") is actor
 
 
-def test_an_actor_is_enough_for_a_loss(model, batch) -> None:
+def test_an_actor_is_enough_for_a_loss(model: PreTrainedModel, batch: TensorDict) -> None:
     expected = make_objective(TokenScorer(model))[0](batch)
     assert_equal_terms(GroupPolicyLoss(TokenScorer(model))(batch), expected)
     with pytest.raises(ValueError, match="constant_length"):
@@ -144,7 +152,9 @@ def assert_equal_terms(found: TensorDict, expected: TensorDict) -> None:
 
 
 @pytest.mark.parametrize("keys", [{}, {"kl_coef": 0.1, "entropy_coef": 0.01}, {"proximal": "trainer"}])
-def test_tensors_by_position_and_by_name_give_the_terms_of_the_batch(model, batch, keys) -> None:
+def test_tensors_by_position_and_by_name_give_the_terms_of_the_batch(
+    model: PreTrainedModel, batch: TensorDict, keys: Any
+) -> None:
     batch["log_probs", "proximal"] = batch["log_probs", "reference"]
     loss, _ = make_objective(TokenScorer(model), **keys)
     direct = backward(model, lambda: total(loss(batch)))
@@ -159,7 +169,7 @@ def test_tensors_by_position_and_by_name_give_the_terms_of_the_batch(model, batc
     assert_same(backward(model, lambda: added(loss(**by_name))), direct)
 
 
-def test_keys_can_be_renamed(model, batch) -> None:
+def test_keys_can_be_renamed(model: PreTrainedModel, batch: TensorDict) -> None:
     loss, _ = make_objective(TokenScorer(model), kl_coef=0.1)
     expected = loss(batch)
     loss.set_keys(advantage="mine", sample_log_prob=("engine", "log_probs"), prompt=("ids", "prompt"))
@@ -173,7 +183,9 @@ def test_keys_can_be_renamed(model, batch) -> None:
     assert float(loss(**by_name)[0].detach()) == float(expected["loss_objective"].detach())
 
 
-def test_out_keys_are_written_and_can_be_selected_and_reset(model, batch) -> None:
+def test_out_keys_are_written_and_can_be_selected_and_reset(
+    model: PreTrainedModel, batch: TensorDict
+) -> None:
     loss, _ = make_objective(TokenScorer(model), kl_coef=0.1, entropy_coef=0.01)
     assert loss.out_keys == ["loss_objective", "loss_kl", "loss_entropy"]
     assert set(loss.out_keys) <= set(loss(batch).keys())
@@ -192,7 +204,7 @@ def test_out_keys_are_written_and_can_be_selected_and_reset(model, batch) -> Non
 
 
 @pytest.mark.parametrize("keys", [{}, {"kl_coef": 0.1, "aggregation": "sequence"}, {"entropy_coef": 0.01}])
-def test_a_tensordict_module_is_an_actor(model, batch, keys) -> None:
+def test_a_tensordict_module_is_an_actor(model: PreTrainedModel, batch: TensorDict, keys: Any) -> None:
     scorer = TokenScorer(model)
     direct, _ = make_objective(scorer, **keys)
     loss, _ = make_objective(module_around(scorer), **keys)
@@ -207,7 +219,7 @@ def test_a_tensordict_module_is_an_actor(model, batch, keys) -> None:
     assert float(first.detach()) == pytest.approx(float(direct(batch)["loss_objective"].detach()), abs=1e-6)
 
 
-def test_a_module_reads_what_it_asks_for_and_its_padding_does_not_matter(batch) -> None:
+def test_a_module_reads_what_it_asks_for_and_its_padding_does_not_matter(batch: TensorDict) -> None:
     class Free(nn.Module):
         def __init__(self, values: Tensor) -> None:
             super().__init__()
@@ -228,7 +240,9 @@ def test_a_module_reads_what_it_asks_for_and_its_padding_does_not_matter(batch) 
     assert not gradient[~mask].any() and gradient[mask].any() and torch.isfinite(gradient[mask]).all()
 
 
-def test_an_entropy_bonus_needs_an_actor_that_gives_entropies(model, batch) -> None:
+def test_an_entropy_bonus_needs_an_actor_that_gives_entropies(
+    model: PreTrainedModel, batch: TensorDict
+) -> None:
     scorer = TokenScorer(model)
     loss, _ = make_objective(module_around(scorer, entropy=False))
     assert "entropy" not in loss(batch)
@@ -237,7 +251,9 @@ def test_an_entropy_bonus_needs_an_actor_that_gives_entropies(model, batch) -> N
         loss(batch)
 
 
-def test_an_actor_that_writes_elsewhere_or_another_shape_is_told(model, batch) -> None:
+def test_an_actor_that_writes_elsewhere_or_another_shape_is_told(
+    model: PreTrainedModel, batch: TensorDict
+) -> None:
     actor = module_around(TokenScorer(model), log_prob="mine")
     loss = GroupPolicyLoss(actor)
     with pytest.raises(ValueError, match=r"\('log_probs', 'response'\).*set_keys\(actor_log_prob"):
@@ -256,7 +272,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("pad_output", [True, False])
 @pytest.mark.parametrize("keys", [{}, {"kl_coef": 0.1, "ratio": "sequence"}])
-def test_the_wrapper_of_torchrl_is_an_actor(model, batch, tokenizer, pad_output, keys) -> None:
+def test_the_wrapper_of_torchrl_is_an_actor(
+    model: PreTrainedModel, batch: TensorDict, tokenizer: Any, pad_output: bool, keys: Any
+) -> None:
     actor = TransformersWrapper(
         model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=pad_output
     )
@@ -275,13 +293,15 @@ def test_the_wrapper_of_torchrl_is_an_actor(model, batch, tokenizer, pad_output,
 
 
 @pytest.mark.parametrize("options", [{"input_mode": "text"}, {"input_mode": "history"}])
-def test_a_wrapper_that_would_tokenize_again_is_refused(model, tokenizer, options) -> None:
+def test_a_wrapper_that_would_tokenize_again_is_refused(
+    model: PreTrainedModel, tokenizer: Any, options: Any
+) -> None:
     actor = TransformersWrapper(model, tokenizer=tokenizer, generate=False, **options)
     with pytest.raises(ValueError, match="input_mode='tokens'"):
         GroupPolicyLoss(actor)
 
 
-def test_a_wrapper_that_generates_is_refused(model, tokenizer) -> None:
+def test_a_wrapper_that_generates_is_refused(model: PreTrainedModel, tokenizer: Any) -> None:
     actor = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=True)
     with pytest.raises(ValueError, match="generate=False"):
         GroupPolicyLoss(actor)

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,11 +45,11 @@ from torchrl_grpo.observe.stats import cuda_in_use
         (1, 29, 0.0061, 0.1718),
     ],
 )
-def test_wilson_agrees_with_the_literature(successes, n, low, high):
+def test_wilson_agrees_with_the_literature(successes: int, n: int, low: float, high: float) -> None:
     assert wilson(successes, n) == pytest.approx((low, high), abs=5e-5)
 
 
-def test_wilson_solves_its_own_equation():
+def test_wilson_solves_its_own_equation() -> None:
     """Both bounds p are where (phat - p)^2 = z^2 p (1-p) / n."""
     for n in (1, 7, 200):
         for successes in (0.5, n / 3, n - 0.25):
@@ -57,7 +58,7 @@ def test_wilson_solves_its_own_equation():
                 assert (successes / n - bound) ** 2 == pytest.approx(expected, rel=1e-9)
 
 
-def test_wilson_at_the_ends():
+def test_wilson_at_the_ends() -> None:
     assert wilson(0, 0) == (0.0, 1.0)
     assert wilson(0, 5)[0] == 0.0
     assert wilson(5, 5)[1] == 1.0
@@ -66,7 +67,7 @@ def test_wilson_at_the_ends():
             wilson(*bad)
 
 
-def test_pass_at_k_is_the_counting_formula():
+def test_pass_at_k_is_the_counting_formula() -> None:
     for n in range(1, 9):
         for correct in range(n + 1):
             for k in range(1, n + 1):
@@ -78,7 +79,7 @@ def test_pass_at_k_is_the_counting_formula():
             pass_at_k(*bad)
 
 
-def test_peak_memory_sees_a_large_allocation():
+def test_peak_memory_sees_a_large_allocation() -> None:
     before = peak_memory_gib()
     block = bytearray(os.urandom(2**20)) * 300
     after = peak_memory_gib()
@@ -100,17 +101,17 @@ def test_peak_memory_sees_a_large_allocation():
 # --- JSON lines ------------------------------------------------------------------------------------
 
 
-def lines(path: Path) -> list[dict]:
+def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_memory_of_a_gpu_is_what_everybody_has_taken(monkeypatch):
+def test_memory_of_a_gpu_is_what_everybody_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**30, 80 * 2**30))
     assert cuda_in_use("memory/train_cuda_gib", torch.device("cuda:1")) == {"memory/train_cuda_gib": 77.0}
     assert cuda_in_use("memory/train_cuda_gib", torch.device("cpu")) == {}
 
 
-def test_metrics_are_one_line_a_step_with_the_step_first(tmp_path):
+def test_metrics_are_one_line_a_step_with_the_step_first(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path / "run")
     writer.write(0, {"eval/accuracy": 0.25})
     writer.write(1, {"reward/mean": 0.5, "step": 77, "nan": math.nan, "inf": -math.inf, "n": 3, "flag": True})
@@ -126,7 +127,7 @@ def test_metrics_are_one_line_a_step_with_the_step_first(tmp_path):
         writer.write(2, {})
 
 
-def test_metrics_take_array_scalars_and_refuse_what_is_no_json(tmp_path):
+def test_metrics_take_array_scalars_and_refuse_what_is_no_json(tmp_path: Path) -> None:
     import numpy as np
 
     writer = MetricsWriter(tmp_path)
@@ -136,7 +137,7 @@ def test_metrics_take_array_scalars_and_refuse_what_is_no_json(tmp_path):
     assert lines(writer.path) == [{"step": 1, "a": 0.5, "b": [1.0, None]}]
 
 
-def test_a_new_run_does_not_write_into_another(tmp_path):
+def test_a_new_run_does_not_write_into_another(tmp_path: Path) -> None:
     MetricsWriter(tmp_path).write(1, {"a": 1})
     before = (tmp_path / "metrics.jsonl").read_bytes()
     with pytest.raises(ConfigError, match=r"resume=auto.*hydra.run.dir"):
@@ -148,7 +149,9 @@ def test_a_new_run_does_not_write_into_another(tmp_path):
     ("resume_step", "kept"), [(-1, []), (0, [0]), (2, [0, 1, 2]), (4, [0, 1, 2, 3, 4]), (9, 5)]
 )
 @pytest.mark.parametrize("torn", [b"", b'{"step": 5, "a": 0.', b'{"step": 5, "a": 1}', b"{"])
-def test_resume_cuts_later_steps_and_a_torn_line(tmp_path, resume_step, kept, torn):
+def test_resume_cuts_later_steps_and_a_torn_line(
+    tmp_path: Path, resume_step: int, kept: Any, torn: bytes
+) -> None:
     writer = MetricsWriter(tmp_path)
     for step in range(5):
         writer.write(step, {"a": step})
@@ -163,12 +166,12 @@ def test_resume_cuts_later_steps_and_a_torn_line(tmp_path, resume_step, kept, to
     assert lines(resumed.path)[-1] == {"step": resume_step + 1, "a": -1}
 
 
-def test_resume_without_a_file_starts_one(tmp_path):
+def test_resume_without_a_file_starts_one(tmp_path: Path) -> None:
     MetricsWriter(tmp_path, resume_step=3).write(4, {})
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [4]
 
 
-def test_resume_refuses_a_file_damaged_in_the_middle(tmp_path):
+def test_resume_refuses_a_file_damaged_in_the_middle(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     damaged = b'{"step": 1, "a": 1}\ngarbage\n{"step": 3}\n'
     path.write_bytes(damaged)
@@ -177,13 +180,13 @@ def test_resume_refuses_a_file_damaged_in_the_middle(tmp_path):
     assert path.read_bytes() == damaged
 
 
-def test_reading_leaves_a_torn_line_out(tmp_path):
+def test_reading_leaves_a_torn_line_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"ste')
     assert read_jsonl(path) == [{"step": 1}, {"step": 2}]
 
 
-def test_a_killed_writer_leaves_whole_lines(tmp_path):
+def test_a_killed_writer_leaves_whole_lines(tmp_path: Path) -> None:
     """Killed without a chance to clean up, everything written before is there."""
     code = (
         "import os, signal, sys\nfrom torchrl_grpo.observe.metrics import MetricsWriter\n"
@@ -206,7 +209,7 @@ ROW = {
 }
 
 
-def test_rollouts_are_written_with_their_parts_and_errors(tmp_path):
+def test_rollouts_are_written_with_their_parts_and_errors(tmp_path: Path) -> None:
     writer = RolloutWriter(tmp_path)
     writer.write(4, [ROW | {"errors": {}}, {"example_id": "x/1", "errors": {"gsm8k": "boom"}} | ROW])
     first, second = lines(writer.path)
@@ -219,7 +222,7 @@ def test_rollouts_are_written_with_their_parts_and_errors(tmp_path):
     writer.close()
 
 
-def test_resumed_rollouts_keep_whole_steps(tmp_path):
+def test_resumed_rollouts_keep_whole_steps(tmp_path: Path) -> None:
     writer = RolloutWriter(tmp_path)
     for step in (1, 2, 3):
         writer.write(step, [ROW] * 4)
@@ -246,7 +249,7 @@ class Clock:
         return self.now
 
 
-def test_plain_lines_where_there_is_no_terminal():
+def test_plain_lines_where_there_is_no_terminal() -> None:
     stream, clock = io.StringIO(), Clock()
     with Progress(100, stream=stream, clock=clock, start_step=10) as progress:
         progress.note("hello")
@@ -261,7 +264,7 @@ def test_plain_lines_where_there_is_no_terminal():
     ]
 
 
-def test_hours_and_an_unknown_time_left():
+def test_hours_and_an_unknown_time_left() -> None:
     stream, clock = io.StringIO(), Clock()
     with Progress(1000, stream=stream, clock=clock) as progress:
         progress.update(0)
@@ -270,7 +273,7 @@ def test_hours_and_an_unknown_time_left():
     assert stream.getvalue().splitlines() == ["step 0/1000", "step 1/1000  2:46:30 left"]
 
 
-def test_a_bar_on_a_terminal_with_notes_above():
+def test_a_bar_on_a_terminal_with_notes_above() -> None:
     stream = Terminal()
     with Progress(4, stream=stream) as progress:
         progress.update(2, reward=0.75)
@@ -281,7 +284,7 @@ def test_a_bar_on_a_terminal_with_notes_above():
     assert text.endswith("\n")
 
 
-def test_progress_off_prints_notes_only():
+def test_progress_off_prints_notes_only() -> None:
     for stream in (io.StringIO(), Terminal()):
         with Progress(4, enabled=False, stream=stream) as progress:
             progress.update(1, reward=0.5)
@@ -291,7 +294,7 @@ def test_progress_off_prints_notes_only():
 
 # --- report ----------------------------------------------------------------------------------------
 
-FIGURES = {
+FIGURES: dict[str, Any] = {
     "accuracy_before": 0.1,
     "accuracy_after": 0.75,
     "accuracy_ci95": (0.69, 0.8),
@@ -301,7 +304,7 @@ FIGURES = {
 }
 
 
-def test_summary_is_written_and_told(tmp_path):
+def test_summary_is_written_and_told(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     (tmp_path / "checkpoints").mkdir()
     stream = io.StringIO()
@@ -325,7 +328,7 @@ def test_summary_is_written_and_told(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "metrics.jsonl", "summary.json"]
 
 
-def test_summary_without_evaluation_and_with_a_clash(tmp_path):
+def test_summary_without_evaluation_and_with_a_clash(tmp_path: Path) -> None:
     stream = io.StringIO()
     nothing = FIGURES | {"accuracy_before": None, "accuracy_after": None, "accuracy_ci95": None}
     path = summary(tmp_path, **nothing, stream=stream)
@@ -335,7 +338,7 @@ def test_summary_without_evaluation_and_with_a_clash(tmp_path):
         summary(tmp_path, **FIGURES, extras={"steps": 1}, stream=stream)
 
 
-def test_plot_draws_a_picture_of_the_metrics(tmp_path):
+def test_plot_draws_a_picture_of_the_metrics(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
     writer = MetricsWriter(tmp_path)
@@ -357,7 +360,7 @@ def test_plot_draws_a_picture_of_the_metrics(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "report.png"]
 
 
-def test_plot_of_an_empty_run_and_of_none(tmp_path):
+def test_plot_of_an_empty_run_and_of_none(tmp_path: Path) -> None:
     MetricsWriter(tmp_path).write(1, {"loss": 1.0})
     assert plot(tmp_path).stat().st_size > 1000
     with pytest.raises(OSError, match=r"metrics\.jsonl"):
@@ -374,7 +377,7 @@ def config(*backends: str) -> Config:
     return cfg
 
 
-def test_observe_is_light():
+def test_observe_is_light() -> None:
     code = (
         "import sys\nfrom torchrl_grpo.config import Config\nfrom torchrl_grpo import observe\n"
         "loggers = observe.build(Config(), '.')\nloggers.log_scalars({'a': 1.0}, 1)\nloggers.close()\n"
@@ -384,7 +387,9 @@ def test_observe_is_light():
     assert ran.stdout.strip() == "[]"
 
 
-def test_unknown_and_missing_loggers_are_the_users_to_mend(tmp_path, monkeypatch):
+def test_unknown_and_missing_loggers_are_the_users_to_mend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match=r"logging.backends.*'mlflow'.*csv, tensorboard, wandb"):
         build(config("mlflow"), tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -393,7 +398,7 @@ def test_unknown_and_missing_loggers_are_the_users_to_mend(tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_csv_logger_and_its_resume(tmp_path):
+def test_csv_logger_and_its_resume(tmp_path: Path) -> None:
     scalars = tmp_path / "csv" / "exp" / "scalars" / "reward" / "mean.csv"
     loggers = build(config("csv", "csv"), tmp_path)
     assert loggers.places == {"csv": tmp_path / "csv"}
@@ -410,7 +415,7 @@ def test_csv_logger_and_its_resume(tmp_path):
     assert scalars.read_text() == "1,0.5\n2,1.0\n3,9.0\n"
 
 
-def test_tensorboard_logger_and_its_resume(tmp_path):
+def test_tensorboard_logger_and_its_resume(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for resume_step, steps in ((None, (1, 2, 3)), (2, (3, 4))):
@@ -427,7 +432,7 @@ def test_tensorboard_logger_and_its_resume(tmp_path):
     ]
 
 
-def test_wandb_is_told_entity_group_and_tags(tmp_path, monkeypatch):
+def test_wandb_is_told_entity_group_and_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -444,7 +449,7 @@ def test_wandb_is_told_entity_group_and_tags(tmp_path, monkeypatch):
         loggers.close()
 
 
-def test_wandb_records_offline_without_a_key(tmp_path, monkeypatch):
+def test_wandb_records_offline_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
@@ -464,7 +469,9 @@ def test_wandb_records_offline_without_a_key(tmp_path, monkeypatch):
     ("text", "ended"),
     [('{"steps": 5}', True), ('{"steps": 6}', False), ('{"st', False), ("[]", False), ("{}", False)],
 )
-def test_only_a_whole_summary_of_that_step_says_that_a_run_has_ended(tmp_path, text, ended):
+def test_only_a_whole_summary_of_that_step_says_that_a_run_has_ended(
+    tmp_path: Path, text: str, ended: bool
+) -> None:
     assert of_ended_run(tmp_path, 5) is None
     (tmp_path / SUMMARY).write_text(text)
     assert of_ended_run(tmp_path, 5) == ({"steps": 5} if ended else None)

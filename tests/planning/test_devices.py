@@ -111,7 +111,7 @@ def test_numbers_mean_the_same_to_both_scripts() -> None:
     for request, gpus in everything():
         if request.asynchronous:
             continue
-        results = []
+        results: list[Any] = []
         for asynchronous in (False, True):
             try:
                 found = plan(replace(request, asynchronous=asynchronous), gpus)

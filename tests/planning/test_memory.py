@@ -75,7 +75,7 @@ def test_shape_of_a_folder(tiny_model_dir: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     shape = read_shape(ModelConfig(name=str(tiny_model_dir)))
-    assert shape is not None
+    assert isinstance(shape, ModelShape)
     assert (shape.hidden, shape.layers, shape.mlp, shape.queries, shape.keys) == (32, 2, 64, 128, 64)
     assert shape.parameters == AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()
 
@@ -356,10 +356,10 @@ def test_bytes_that_autograd_keeps(queries: int, keys: int, prompt: int, respons
     tokens = prompts * (prompt + samples * response)
     attended = prompts * (samples * (prompt + response) + prompt)
     load = Workload(prompt, response, tokens, attended, False, 8)
-    kept = memory.kept_by_layer(shape, load, False, "cpu")
-    assert kept == pytest.approx(totals[1] - totals[0], rel=0.08)
+    by_layer = memory.kept_by_layer(shape, load, False, "cpu")
+    assert by_layer == pytest.approx(totals[1] - totals[0], rel=0.08)
     # Kernels for GPUs get the keys and values of each query head.
-    more = memory.kept_by_layer(shape, load, False, "cuda") - kept
+    more = memory.kept_by_layer(shape, load, False, "cuda") - by_layer
     assert more == 4 * attended * 2 * (queries - keys) * 32
 
 
@@ -460,7 +460,7 @@ def test_a_head_in_float32_of_an_engine_in_16_bits_is_copied(
 ) -> None:
     def need(**more: str) -> float:
         # Few rows: the copy must not hide behind the cache that the transformers engine grows.
-        options = {"inference_model__backend": backend, "inference_model__dtype": "bfloat16"}
+        options: dict[str, Any] = {"inference_model__backend": backend, "inference_model__dtype": "bfloat16"}
         options |= {"env__num_envs": 1, "env__repeats": 2, "eval__num_problems": 1}
         return row(predicted(config(**options | more), gpus), "inference", "generate").total
 
@@ -633,7 +633,9 @@ def test_what_depends_on_no_text_must_fit_whole(monkeypatch: pytest.MonkeyPatch)
 
 def test_vllm_takes_most_of_a_gpu_that_it_has_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "cuda_device_present", lambda: True)
-    for changes, share in (({}, 0.85), ({"inference_model__gpu_memory_utilization": 0.5}, 0.5)):
+    cases: list[tuple[dict[str, Any], float]] = [({}, 0.85)]
+    cases.append(({"inference_model__gpu_memory_utilization": 0.5}, 0.5))
+    for changes, share in cases:
         _, planned = a_7b(**changes)
         plan = planned(400.0, 80.0, apart=True)
         preflight.check_memory(plan)

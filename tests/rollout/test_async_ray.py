@@ -105,7 +105,7 @@ def nobody_left(processes: list[psutil.Process]) -> None:
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    found = json.loads((folder / "summary.json").read_text())
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     books = found["groups"]
     assert (
         books["issued"] == books["trained"] + books["dropped_age"] + books["dropped_filter"] + books["left"]

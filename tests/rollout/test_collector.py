@@ -61,8 +61,9 @@ class Spy(TransformersEngine):
 @pytest.fixture
 def make(tiny_model_dir: Path) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    truths: Any = [str(i + 4) for i in range(5)]
     examples = [
-        Example(f"q{i}", [{"role": "user", "content": f"What is {i} + 4?"}], str(i + 4)) for i in range(5)
+        Example(f"q{i}", [{"role": "user", "content": f"What is {i} + 4?"}], truths[i]) for i in range(5)
     ]
 
     def build(seed: int = 0, turns: int = 3 * P * G) -> RolloutCollector:

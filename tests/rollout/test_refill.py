@@ -44,7 +44,7 @@ class Rounds:
             names,
             [[f"{n}.0", f"{n}.1"] for n in names],
             parts,
-            [{}] * 2 * size,
+            [{} for _ in range(2 * size)],
             7,
             2,
             {"time/generate_s": 1.0, "time/score_s": 0.5},
@@ -53,7 +53,8 @@ class Rounds:
 
 def flat(groups: TensorDict) -> Tensor:
     rewards = groups["next", "reward"].squeeze(-1)
-    return (rewards == rewards[:, :1]).all(-1)
+    equal: Tensor = (rewards == rewards[:, :1]).all(-1)
+    return equal
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_rounds_are_filled_in_order(plan: list[str], limit: int, names: list[str
     assert source.asked == 1 + refills
     # Everything that belongs to a group has come along with it.
     assert round_.responses == [[f"{name}.0", f"{name}.1"] for name in names]
-    assert [part["name"] for part in round_.parts] == [f"{name}.{s}" for name in names for s in range(2)]
+    assert [part["name"] for part in round_.parts] == [f"{name}.{s}" for name in names for s in range(2)]  # type: ignore[comparison-overlap]
     numbers = [10 * int(name[0]) + int(name[2]) for name in names]
     assert round_.groups["group_id"][:, 0].tolist() == numbers
     assert round_.groups["tokens", "prompt"][:, -1].tolist() == numbers

@@ -40,7 +40,7 @@ def sampled(folder: Path) -> list[str]:
 
 def groups(folder: Path) -> dict[str, int]:
     summary = json.loads((folder / "summary.json").read_text())
-    books = summary["groups"]
+    books: dict[str, int] = summary["groups"]
     assert (
         books["issued"] == books["trained"] + books["dropped_age"] + books["dropped_filter"] + books["left"]
     )
@@ -360,7 +360,7 @@ def test_weights_are_published_as_often_as_told(train: AsyncRunner) -> None:
 class Shipment(list[tuple[str, Tensor]]):
     """A list that can be watched."""
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 def test_no_more_copies_of_the_weights_are_held_than_there_are_workers_and_two(

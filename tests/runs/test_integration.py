@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def grpo(repo_root: Path, cwd: Path, *words: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def lines(path: Path) -> list[dict[str, object]]:
+def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -151,8 +152,8 @@ def test_a_run_killed_inside_a_checkpoint_resumes_as_if_uninterrupted_on_vllm(
 def test_runs_killed_at_random_moments_resume_as_if_uninterrupted_on_transformers(
     tiny_model_dir: Path, tmp_path: Path, format_words: list[str]
 ) -> None:
-    words = ("inference_model.backend=transformers", f"model.name={tiny_model_dir}", "train.epochs=2")
-    words += tuple(format_words)
+    words = ["inference_model.backend=transformers", f"model.name={tiny_model_dir}", "train.epochs=2"]
+    words += format_words
     assert verify_resume(tmp_path, "--kills", "2", "--seed", "3", *words) == 0
 
 

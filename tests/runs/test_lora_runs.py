@@ -218,4 +218,4 @@ def test_merging_is_asked_for_only_where_there_is_something_to_merge() -> None:
 
     with pytest.raises(ConfigError, match=r"checkpoint\.export_merged=true: without an adapter"):
         parse(OmegaConf.create({"checkpoint": {"export_merged": True}}))
-    assert lora.ALL_LINEAR == "all-linear"
+    assert lora.ALL_LINEAR == "all-linear"  # type: ignore[attr-defined]

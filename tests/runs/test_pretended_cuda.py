@@ -122,7 +122,7 @@ class LateMix(torch.autograd.Function):
 
 def test_a_backward_pass_is_watched() -> None:
     with pytest.raises(DeviceMismatch, match="backward"), PretendedCuda():
-        LateMix.apply(on("cuda", 2).requires_grad_()).sum().backward()
+        LateMix.apply(on("cuda", 2).requires_grad_()).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def test_what_makes_a_program_slow_is_counted() -> None:
@@ -131,7 +131,7 @@ def test_what_makes_a_program_slow_is_counted() -> None:
         assert (machine.launches, sum(machine.uploads.values())) == (0, 1)
         (tensor[1:] + 1).view(3, 1).mul_(2)
         assert (machine.launches, sum(machine.syncs.values())) == (2, 0)
-        waits = (
+        waits: tuple[Any, ...] = (
             lambda: bool(tensor.sum()),
             tensor.tolist,
             tensor.cpu,

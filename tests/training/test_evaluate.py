@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from torchrl_grpo.training.evaluator import Evaluator
 class Script:
     """Stands in for an engine: answers each prompt with the texts it was given for it."""
 
-    def __init__(self, tokenizer, answers: Sequence[Sequence[str]]) -> None:
-        self.tokenizer, self.answers, self.calls = tokenizer, answers, []
+    def __init__(self, tokenizer: Any, answers: Sequence[Sequence[str]]) -> None:
+        self.tokenizer, self.answers = tokenizer, answers
+        self.calls: list[Any] = []
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         self.calls.append((prompts, sampling))
@@ -40,28 +42,29 @@ class FirstWord:
 
     def grade(self, completion: str, example: Example) -> dict[str, float]:
         return {
-            "exact": float(completion == example.truth),
-            "letter": float(completion[:1] == example.truth[:1]),
+            "exact": float(completion == example.truth["word"]),
+            "letter": float(completion[:1] == example.truth["word"][:1]),
         }
 
     def weights(self, example: Example) -> dict[str, float]:
-        return {"exact": 1.0, "letter": float(len(example.truth))}
+        return {"exact": 1.0, "letter": float(len(example.truth["word"]))}
 
     def close(self) -> None: ...
 
 
 EXAMPLES = [
-    Example(str(i), [{"role": "user", "content": f"Say {t}."}], t)
+    Example(str(i), [{"role": "user", "content": f"Say {t}."}], {"word": t})
     for i, t in enumerate(["yes", "no", "maybe", "a"])
 ]
 
 
-def make(tiny_model_dir: Path, answers: Sequence[Sequence[str]], k: int = 1, length: int = 200):
+def make(tiny_model_dir: Path, answers: Sequence[Sequence[str]], k: int = 1, length: int = 200) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     cfg = Config(seed=3)
     cfg.inference_model.max_new_tokens, cfg.inference_model.max_model_len = 32, length
     cfg.eval.pass_at_k, cfg.eval.temperature = k, 0.6
-    return Evaluator(EXAMPLES, tokenizer, FirstWord(), cfg), Script(tokenizer, answers)
+    grader: Any = FirstWord()
+    return Evaluator(EXAMPLES, tokenizer, grader, cfg), Script(tokenizer, answers)
 
 
 def test_accuracy_and_its_interval(tiny_model_dir: Path) -> None:

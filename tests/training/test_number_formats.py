@@ -88,7 +88,7 @@ def test_engines_compute_their_heads_as_they_are_told(
 def test_nothing_that_computes_with_transformers_lets_cudnn_plan_attention(config: Config) -> None:
     # cuDNN makes a plan for each new shape, about a second each, and micro-batches have new shapes always.
     def asked_again() -> bool:
-        found = torch.backends.cuda.cudnn_sdp_enabled()
+        found = bool(torch.backends.cuda.cudnn_sdp_enabled())
         torch.backends.cuda.enable_cudnn_sdp(True)
         return found
 

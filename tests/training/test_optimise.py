@@ -69,7 +69,7 @@ class Tiny(nn.Module):
 
 
 def make_step(model: nn.Module, loss: Any, total_steps: int = 10, **changes: Any) -> OptimizerStep:
-    options = {
+    options: dict[str, Any] = {
         "budget": no_budget(),
         "groups_per_batch": 4,
         "micro_batches": 1,
@@ -293,7 +293,7 @@ def test_groups_without_a_gradient_are_measured_and_not_run_backwards() -> None:
         model = make_model()
         loss, _ = make_objective(TokenScorer(model), clip_epsilon_high=0.28)
         if everything:
-            loss.has_gradient = lambda batch: torch.ones(len(batch), dtype=torch.bool)
+            loss.has_gradient = lambda batch: torch.ones(len(batch), dtype=torch.bool)  # type: ignore[method-assign,assignment]
         rows: list[tuple[bool, int]] = []
         model.get_input_embeddings().register_forward_hook(
             lambda *call, rows=rows: rows.append((torch.is_grad_enabled(), call[1][0].numel()))
@@ -313,9 +313,11 @@ def test_terms_beside_the_advantage_keep_every_group() -> None:
     batch["advantage"][1] = 0.0
     scorer = TokenScorer(make_model())
     every = torch.ones(4, dtype=torch.bool)
-    for policy in ({"kl_coef": 0.1}, {"kl_inference_coef": 0.1}, {"entropy_coef": 0.1}):
+    policies: list[dict[str, Any]] = [{"kl_coef": 0.1}, {"kl_inference_coef": 0.1}, {"entropy_coef": 0.1}]
+    for policy in policies:
         assert torch.equal(make_objective(scorer, **policy)[0].has_gradient(batch), every), policy
-    for policy in ({}, {"kl_coef": 0.1, "kl_in": "reward"}, {"surrogate": "cispo"}, {"surrogate": "sapo"}):
+    policies = [{}, {"kl_coef": 0.1, "kl_in": "reward"}, {"surrogate": "cispo"}, {"surrogate": "sapo"}]
+    for policy in policies:
         found = make_objective(scorer, **policy)[0].has_gradient(batch)
         assert found.tolist() == [True, False, True, True], policy
 

@@ -83,21 +83,24 @@ honest = lora.merged
 
 
 def forgets_the_adapter(layer: LoraLayer) -> Tensor:
-    return layer.get_base_layer().weight.detach().float().clone()
+    weight: Tensor = layer.get_base_layer().weight
+    return weight.detach().float().clone()
 
 
 def scales_wrongly(layer: LoraLayer) -> Tensor:
     # alpha = 12 and rank = 4: the scale is 3.
-    base = layer.get_base_layer().weight.detach()
+    base: Tensor = layer.get_base_layer().weight.detach()
     return base + (honest(layer) - base) / 3.0
 
 
 def adds_twice(layer: LoraLayer) -> Tensor:
-    return honest(layer) + layer.get_delta_weight("default")
+    delta: Tensor = layer.get_delta_weight("default")
+    return honest(layer) + delta
 
 
 def subtracts(layer: LoraLayer) -> Tensor:
-    return honest(layer) - 2 * layer.get_delta_weight("default")
+    delta: Tensor = layer.get_delta_weight("default")
+    return honest(layer) - 2 * delta
 
 
 def leaves_one_layer_out(model: nn.Module) -> Callable[[LoraLayer], Tensor]:
@@ -127,7 +130,7 @@ def test_a_wrong_merge_is_found_before_training_even_where_the_adapter_is_still_
     kind: str, moved: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = make_publisher(moved=moved)
-    monkeypatch.setattr(lora, "merged", ALWAYS[kind](publisher.model))
+    monkeypatch.setattr(lora, "merged", ALWAYS[kind](publisher.model))  # type: ignore[arg-type]
     with pytest.raises(TrainingStopped):
         publisher.prove_at_start(0)
 
@@ -138,7 +141,7 @@ def test_a_merge_that_goes_wrong_later_is_found(kind: str, monkeypatch: pytest.M
     publisher.prove_at_start(0)
     move(publisher.model, 0.02, seed=1)
     publisher.publish(1)
-    monkeypatch.setattr(lora, "merged", ALWAYS[kind](publisher.model))
+    monkeypatch.setattr(lora, "merged", ALWAYS[kind](publisher.model))  # type: ignore[arg-type]
     with pytest.raises(TrainingStopped, match="not what matrix and adapter amount to"):
         for step in range(2, 6):
             move(publisher.model, 0.02, seed=step)
@@ -149,7 +152,7 @@ def test_a_merge_that_goes_wrong_later_is_found(kind: str, monkeypatch: pytest.M
 def test_a_small_step_that_never_arrives_is_found_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     publisher = make_publisher()
     publisher.prove_at_start(0)
-    monkeypatch.setattr(lora, "merged", ALWAYS[kind](publisher.model))
+    monkeypatch.setattr(lora, "merged", ALWAYS[kind](publisher.model))  # type: ignore[arg-type]
     with pytest.raises(TrainingStopped, match="not what matrix and adapter amount to"):
         for step in range(1, 40):
             move(publisher.model, 1e-5, seed=step)
@@ -250,7 +253,7 @@ def test_a_part_of_any_tensor_that_is_stale_is_found(family: str, dtype: torch.d
     publisher = make_publisher(family, dtype=dtype, engine=KeepsAPart)
     engine: Any = publisher.engine
     cases = every_part(publisher)
-    assert {f"{path}.weight" for path in lora.adapted_layers(publisher.model)} < {name for name, _ in cases}
+    assert {f"{path}.weight" for path in lora.adapted_layers(publisher.model)} < {name for name, _ in cases}  # type: ignore[arg-type]
 
     def plant(fault: Fault | None) -> None:
         engine.fault = fault

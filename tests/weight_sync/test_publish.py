@@ -110,7 +110,8 @@ def test_publication_makes_the_engine_answer_like_the_trainer() -> None:
     publisher.prove_at_start(0)
     update(publisher.model, 0.1)
     publisher.publish(1)
-    answer = publisher.engine.next_tokens(Probe(prompts(), 10))
+    engine: Any = publisher.engine
+    answer = engine.next_tokens(Probe(prompts(), 10))
     ours = publisher.scorer.next_token_log_probs(*publisher._padded)
     torch.testing.assert_close(answer.log_probs, ours.topk(10).values.detach(), atol=1e-4, rtol=0)
 
