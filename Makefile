@@ -39,7 +39,7 @@ lint: setup-dev  ## Check style (ruff), formatting (ruff format), types (mypy), 
 docs: setup-dev  ## Build the documentation's site, with the API reference, into site/; a broken link is an error
 	$(PY) -m mkdocs build --strict
 
-format: setup-dev  ## Rewrite files into the project's format and mend what ruff can mend
+format: setup-dev  ## Rewrite files into the project's format and fix what ruff can fix
 	$(PY) -m ruff format $(CHECKED)
 	$(PY) -m ruff check --fix $(CHECKED)
 

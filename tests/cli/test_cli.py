@@ -116,7 +116,7 @@ def test_cfg_job_shows_what_a_run_would_get(capsys: pytest.CaptureFixture[str]) 
     assert (cfg.optimizer.lr, cfg.reward.weights) == (0.5, {"format": 0.5})
     assert call("--cfg", "job", "--package", "optimizer.betas") == 0
     assert capsys.readouterr().out == "- 0.9\n- 0.999\n"
-    assert call("--cfg", "job", "-p", "optimiser") == 2
+    assert call("--cfg", "job", "-p", "optimiser") == 2  # codespell:ignore optimiser
 
 
 @pytest.mark.parametrize(

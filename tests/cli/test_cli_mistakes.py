@@ -22,7 +22,7 @@ BAD: list[tuple[str, str]] = [
     # unknown keys
     ("policy.kl_coeff=0.1", "write policy.kl_coef=0.1 instead"),
     ("lr=1e-5", "write optimizer.lr=1e-5 instead"),
-    ("optimiser.lr=1e-5", "write optimizer.lr=1e-5 instead"),
+    ("optimiser.lr=1e-5", "write optimizer.lr=1e-5 instead"),  # codespell:ignore optimiser
     ("env.batch_size=8", "no key env.batch_size"),
     ("env.num_envs.x=8", "no key env.num_envs.x"),
     ("mode=async", "no key mode"),

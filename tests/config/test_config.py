@@ -248,7 +248,7 @@ def test_parser_leaves_its_node_as_it_was() -> None:
         ("env.num_env", "env.num_envs"),
         ("optim_batchsize", "train.optim_batch_size"),
         ("gpu_memory_utilisation", "inference_model.gpu_memory_utilization"),
-        ("polcy", "policy"),
+        ("polcy", "policy"),  # codespell:ignore polcy
         ("optimizer.learning_rate", "optimizer.lr"),
         ("env.group_size", "env.repeats"),
         ("optimizer.beta", "optimizer.betas"),

@@ -193,9 +193,9 @@ def command(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_unknown_part_is_an_error_that_lists_the_parts(tmp_path: Path) -> None:
-    outcome = command(tmp_path, "colection")
+    outcome = command(tmp_path, "collections")
     assert outcome.returncode == 2
-    assert "there is no part colection" in outcome.stderr and "collection, growth" in outcome.stderr
+    assert "there is no part collections" in outcome.stderr and "collection, growth" in outcome.stderr
 
 
 @pytest.mark.integration

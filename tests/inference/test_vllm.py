@@ -27,7 +27,7 @@ from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-QUESTIONS = ("What is 3 + 4?", "Name a colour, please.", "Who wrote Hamlet? Answer in one word.")
+QUESTIONS = ("What is 3 + 4?", "Name a color, please.", "Who wrote Hamlet? Answer in one word.")
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16])

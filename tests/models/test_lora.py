@@ -160,7 +160,7 @@ def test_merged_weights_are_the_formula_and_leave_the_model_alone(family: str) -
         torch.testing.assert_close(tensor.double(), expected[name].double(), atol=1e-6, rtol=1e-6)
         assert not tensor.requires_grad
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    # Deterministic: a receipt of one listing is compared with another's.
+    # Deterministic: the checksum of one listing is compared with another's.
     assert all(torch.equal(tensor, merged[name]) for name, tensor in lora.merged_weights(model))
 
 

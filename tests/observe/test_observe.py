@@ -356,7 +356,7 @@ def test_plot_draws_a_picture_of_the_metrics(tmp_path: Path) -> None:
             assert image.shape[0] > 600 and image.shape[1] > 800
             sizes.append(int((image[..., :3].std(axis=-1) > 0.05).sum()))
     assert path == tmp_path / "report.png"
-    assert 0 < sizes[0] < sizes[1], "more to draw, more coloured ink"
+    assert 0 < sizes[0] < sizes[1], "more to draw, more colored ink"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "report.png"]
 
 

@@ -593,10 +593,10 @@ def test_too_little_memory_names_what_would_fit(
     assert re.search(
         r"GiB are needed on (cpu|cuda:\d) while \w+, most of it for \w+ \(\w+: .* GiB are there;", message
     )
-    mends = message.partition("; write ")[2].removesuffix(" instead").split(" or ")
-    assert 1 <= len(mends) <= 3
-    for mend in mends:
-        preflight.check_memory(preflight.make(overridden(cfg, mend), apart, there))
+    fixes = message.partition("; write ")[2].removesuffix(" instead").split(" or ")
+    assert 1 <= len(fixes) <= 3
+    for fix in fixes:
+        preflight.check_memory(preflight.make(overridden(cfg, fix), apart, there))
 
 
 def a_7b(engine: str = "vllm", **changes: Any) -> tuple[Config, Any]:

@@ -147,8 +147,8 @@ class Composer:
             if "=" not in word:
                 known = word in keys().leaves or keys().free_form_parent(word) is not None
                 match = word if known else keys().nearest(word)
-                mend = f"{match}=VALUE" if match else "key=value"
-                raise ConfigError(f"{word}: is no key=value pair; write {mend} instead") from error
+                fix = f"{match}=VALUE" if match else "key=value"
+                raise ConfigError(f"{word}: is no key=value pair; write {fix} instead") from error
             key, value = word.split("=", 1)
             quoted = value.replace("'", "\\'")
             raise ConfigError(
@@ -162,8 +162,8 @@ class Composer:
         options = self._loader.get_group_options(key)
         if options:
             return ConfigError(f"{line}: matches none of {', '.join(options)}; write {key}=glob(*) instead")
-        mend = f"--multirun {key}=VALUE,VALUE" if keys().knows(key) else "a group that --help lists"
-        return ConfigError(f"{line}: glob chooses among the files of a group; write {mend} instead")
+        fix = f"--multirun {key}=VALUE,VALUE" if keys().knows(key) else "a group that --help lists"
+        return ConfigError(f"{line}: glob chooses among the files of a group; write {fix} instead")
 
     def _check(self, override: Override) -> None:
         key, line = override.key_or_group, str(override.input_line)
@@ -171,8 +171,8 @@ class Composer:
             return
         value = None if override.value_type is None else override.value()
         if override.is_delete():
-            mend = f"{key}={keys().example(key)}" if key in keys().leaves else "another value"
-            raise ConfigError(f"{line}: a key cannot be taken away; write for example {mend} instead")
+            fix = f"{key}={keys().example(key)}" if key in keys().leaves else "another value"
+            raise ConfigError(f"{line}: a key cannot be taken away; write for example {fix} instead")
         plain = line.lstrip("+")
         options = self._loader.get_group_options(key) if "." not in key else []
         if options and not isinstance(value, dict):
@@ -203,8 +203,8 @@ class Composer:
             if name in options:
                 continue
             close = difflib.get_close_matches(str(name), options, n=1)
-            mend = f"{group}={close[0]}" if close else f"{group}= and one of {', '.join(options)}"
-            raise ConfigError(f"{line}: config/{group} has no such file; write {mend} instead")
+            fix = f"{group}={close[0]}" if close else f"{group}= and one of {', '.join(options)}"
+            raise ConfigError(f"{line}: config/{group} has no such file; write {fix} instead")
 
 
 def _several_values(override: Override) -> ConfigError:

@@ -1,7 +1,7 @@
 """Checks of a configuration's values, each alone and all together; needs no model and no torch.
 
 What only the data or the model can tell (a malformed row, a prompt longer than the context) is
-checked where they are read. Every error is a ConfigError that names key, value and mend.
+checked where they are read. Every error is a ConfigError that names key, value and fix.
 """
 
 from __future__ import annotations

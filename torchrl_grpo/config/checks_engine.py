@@ -60,13 +60,13 @@ def check_engine_args(cfg: Config) -> None:
     for name, value in inference.engine_args.items():
         key = f"{_KEY}.{name}"
         if name in SET_BY_KEY:
-            mend = SET_BY_KEY[name]
+            fix = SET_BY_KEY[name]
             also = (
                 " on a CPU, and inference_model.gpu_memory_utilization sets it on a GPU"
                 if name == "kv_cache_memory_bytes"
                 else ""
             )
-            raise bad_value(key, value, f"{mend} sets this for the whole run{also}", f"{mend}=VALUE")
+            raise bad_value(key, value, f"{fix} sets this for the whole run{also}", f"{fix}=VALUE")
         if name in ALWAYS_SET:
             raise bad_value(key, value, ALWAYS_SET[name], f"nothing for {name}")
         if name in ONE_DEVICE and value != 1:
@@ -81,10 +81,10 @@ def _check_overrides(overrides: Any) -> None:
             key, overrides, "these are entries of the model's configuration", f"{key}={{NAME: VALUE}}"
         )
     if "head_dtype" in overrides:
-        mend = "inference_model.head_dtype"
+        fix = "inference_model.head_dtype"
         raise bad_value(
             f"{key}.head_dtype",
             overrides["head_dtype"],
-            f"{mend} sets this for the whole run",
-            f"{mend}=float32",
+            f"{fix} sets this for the whole run",
+            f"{fix}=float32",
         )

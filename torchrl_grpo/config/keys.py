@@ -2,7 +2,7 @@
 
 A :class:`KeyBook` reads a dataclass schema once. The command line and the parser ask it whether a
 dotted key exists, which existing key is nearest to a misspelt one, and for the one error message
-that names key, value and mend. It knows nothing of Hydra and nothing of what values mean.
+that names key, value and fix. It knows nothing of Hydra and nothing of what values mean.
 """
 
 from __future__ import annotations
@@ -206,12 +206,12 @@ class KeyBook:
         match = self.nearest(key)
         value = shown.split("=", 1)[1] if "=" in shown else "..."
         value = ALSO_WRITTEN.get(f"{match}={value}", value)
-        mend = (
+        fix = (
             f"write {match}={value} instead"
             if match
             else "write one of the keys that --cfg job lists instead"
         )
-        return ConfigError(f"{shown}: there is no key {key}; {mend}")
+        return ConfigError(f"{shown}: there is no key {key}; {fix}")
 
     def wrong_type(self, key: str, shown: str) -> ConfigError:
         """Build the error for a value of the wrong type.

@@ -34,7 +34,7 @@ def parse(node: DictConfig) -> Config:
 
     Raises:
         ConfigError: a key is unknown, a value has the wrong type or is impossible by itself or
-            together with another; the message names key, value and mend.
+            together with another; the message names key, value and fix.
     """
     # Imported here so that the schema's names and help cost no import of omegaconf.
     from omegaconf import OmegaConf
