@@ -37,7 +37,7 @@ lint: setup-dev  ## Check style (ruff), formatting (ruff format), types (mypy), 
 	.venv/bin/codespell
 
 docs: setup-dev  ## Build the documentation's site, with the API reference, into site/; a broken link is an error
-	$(PY) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 format: setup-dev  ## Rewrite files into the project's format and fix what ruff can fix
 	$(PY) -m ruff format $(CHECKED)
