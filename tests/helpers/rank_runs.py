@@ -97,7 +97,8 @@ def check_same_head(found: dict[str, Any], alone: dict[str, Any]) -> None:
 def _distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Of all tensors together, as a share of their size."""
     apart = sum(float((found[name] - one).square().sum()) for name, one in expected.items())
-    return float(apart / sum(float(one.square().sum()) for one in expected.values())) ** 0.5
+    share: float = float(apart / sum(float(one.square().sum()) for one in expected.values())) ** 0.5
+    return share
 
 
 def check_kept_and_loaded(found: dict[str, Any], ranks: int) -> None:
