@@ -89,7 +89,7 @@ def _workers(trainer: psutil.Process) -> Iterator[psutil.Process]:
 
 def _own(process: psutil.Process) -> float:
     held = process.memory_info()
-    return (held.rss - held.shared) / _MIB
+    return float(held.rss - held.shared) / _MIB
 
 
 def _shared() -> float:

@@ -25,6 +25,7 @@ from torchrl_grpo.inference.protocol import Completion, Request, SteppingEngine
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.planning import placement
 from torchrl_grpo.rollout import build as collections
+from torchrl_grpo.rollout.collector import RolloutCollector
 from torchrl_grpo.rollout.workers.ray_pool import RayPool, RolloutActor, WorkerSpec
 from torchrl_grpo.training.build import Job, build_session
 from torchrl_grpo.training.loop import step as loop_step
@@ -141,7 +142,7 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
 
 def _here(token_s: float, cfg: Any, source: Any, env: Any, tokenizer: Any) -> collections.Collection:
     engine, collector = collections.one_engine(cfg, source, env, tokenizer)
-    assert isinstance(engine, SteppingEngine)
+    assert isinstance(engine, SteppingEngine) and isinstance(collector, RolloutCollector)
     collector.engine = _Timed(engine, token_s)
     return collector.engine, collector
 

@@ -305,7 +305,7 @@ def test_splits_are_chosen(tmp_path: Path, hub: bool) -> None:
     folder = on_hub(tmp_path / "rows", train=9, test=8, validation=7)
     place: dict[str, Any] = {"hub_name": folder} if hub else {"data_path": folder}
 
-    def sizes(num_problems: int = 99, **env: Any) -> tuple[int, int]:
+    def sizes(num_problems: Any = 99, **env: Any) -> tuple[int, int]:
         found = load(config(num_problems=num_problems, **place, **env))
         return len(found.train), len(found.held_out)
 

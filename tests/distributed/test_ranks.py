@@ -34,6 +34,7 @@ from rank_runs import (
     words,
 )
 from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
 from torchrl_grpo.batch.micro_batches import divide
 from torchrl_grpo.distributed import launch
@@ -259,7 +260,7 @@ def test_an_interrupt_while_ranks_are_started_leaves_none_behind(
     script = tmp_path / "waiting.py"
     script.write_text("import signal; signal.pause()")
     monkeypatch.setattr(sys, "argv", [str(script)])
-    honest = api.get_subprocess_handler
+    honest = get_subprocess_handler
     started = []
 
     def interrupted(*given: Any, **named: Any) -> Any:

@@ -249,7 +249,7 @@ def test_step_scores_the_batch_in_one_call(tokenizer: PreTrainedTokenizerFast) -
     assert not data["next", "truncated"].any()
 
 
-def test_scores_come_with_their_errors(tokenizer):
+def test_scores_come_with_their_errors(tokenizer: Any) -> None:
     env = make(tokenizer)
     examples = [prompt.example for prompt in env.draw() for _ in range(3)]
     scored = env.score(["a", "yes<|im_end|>", "", "boom", "abc", "no"], examples)

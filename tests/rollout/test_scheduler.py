@@ -6,7 +6,6 @@ import copy
 import heapq
 import random
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from hypothesis import given, settings

@@ -130,9 +130,12 @@ def test_responses_that_new_weights_cut_keep_their_log_probs_and_know_their_vers
 
     seen: list[Any] = []
     honest = buffer.GroupBuffer.refill
-    monkeypatch.setattr(
-        buffer.GroupBuffer, "refill", lambda self, batch: seen.append(batch.clone()) or honest(self, batch)
-    )
+
+    def watched(self: buffer.GroupBuffer, batch: Any) -> None:
+        seen.append(batch.clone())
+        honest(self, batch)
+
+    monkeypatch.setattr(buffer.GroupBuffer, "refill", watched)
     train(
         "run",
         {"delay": 0.03},

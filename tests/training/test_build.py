@@ -42,7 +42,8 @@ def test_what_was_opened_is_closed_when_a_later_part_fails(
 
 
 def test_notices_wait_for_the_progress_bar_in_their_order() -> None:
-    notices, shown = Notices(), []
+    notices = Notices()
+    shown: list[str] = []
     notices("first")
     notices(None)
     notices("second")

@@ -268,7 +268,7 @@ class AnswersFromACopy(TransformersEngine):
 class ListsACopy(WeightPublisher):
     """Lists the weights of a copy of the model that was made before training began."""
 
-    def prove_at_start(self, version: int) -> dict[str, float]:  # type: ignore[override]
+    def prove_at_start(self, version: int) -> dict[str, float]:
         metrics = super().prove_at_start(version)
         self.copy = copy.deepcopy(self.model)
         return metrics

@@ -122,7 +122,8 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def merged(layer: LoraLayer) -> Tensor:
     """Return ``W + s B A`` of one layer as a new float32 tensor in the layout of ``W``."""
-    return layer.get_delta_weight(_ADAPTER).add_(plain_weight(layer.get_base_layer()))
+    delta: Tensor = layer.get_delta_weight(_ADAPTER)
+    return delta.add_(plain_weight(layer.get_base_layer()))
 
 
 @torch.no_grad()

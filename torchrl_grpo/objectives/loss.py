@@ -142,7 +142,8 @@ class GroupPolicyLoss(LossModule):
     @property
     def out_keys(self) -> list[NestedKey]:
         """Keys of the loss terms in this configuration, or of the selected ones. Metrics are not listed."""
-        return self.__dict__.get("_out_keys_apparent", self.out_keys_source)
+        selected: list[NestedKey] = self.__dict__.get("_out_keys_apparent", self.out_keys_source)
+        return selected
 
     @out_keys.setter
     def out_keys(self, values: list[NestedKey]) -> None:

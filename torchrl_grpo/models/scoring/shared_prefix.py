@@ -216,7 +216,7 @@ class _Gather(torch.autograd.Function):
 
 
 # Compiling would not help: shapes change with every batch, and the products are kernels already.
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attention(
     module: nn.Module,
     query: Tensor,
