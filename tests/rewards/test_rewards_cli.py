@@ -39,6 +39,13 @@ def test_the_documented_command(tmp_path: Path) -> None:
     assert [score["total"] for score in scores] == pytest.approx([1.1, 0.0, 0.0])
     assert scores[1]["parts"]["gsm8k/flexible"] == 1.0
     assert [score["errors"] for score in scores] == [{}, {}, {}]
+    assert done.stderr.splitlines() == [
+        f"scoring 3 completions of {path} as gsm8k",
+        "  total           mean 0.3667   n 3",
+        "  gsm8k           mean 0.3333   n 3",
+        "  gsm8k/flexible  mean 0.6667   n 3",
+        "  format          mean 0.3333   n 3",
+    ]
 
 
 def test_stdin_and_output(
@@ -48,7 +55,8 @@ def test_stdin_and_output(
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
     output = tmp_path / "scores.jsonl"
     assert main(["--dataset", "gsm8k", "-", "--output", str(output), "--weight", "gsm8k=2"]) == 0
-    assert capsys.readouterr().out == ""
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("scoring 3 completions of stdin as gsm8k\n")
     assert [score["total"] for score in lines(output.read_text())] == [2.0, 0.0, 0.0]
 
 
@@ -87,7 +95,9 @@ def test_a_reward_that_fails_is_in_the_line_and_does_not_fail_the_command(
     path = write(tmp_path / "a.jsonl", [{"problem": "p", "answer": "$", "completion": "3"}])
     options = ["--dataset", "math", "--weight", "math_verify=1", "--on-error", "-1", "--timeout", "20"]
     assert main([*options, path]) == 0
-    [score] = lines(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    assert "  math_verify  mean -1.0000   n 1   1 errors\n" in shown.err
+    [score] = lines(shown.out)
     assert score["total"] == -1.0 and "cannot parse the truth" in score["errors"]["math_verify"]
 
 

@@ -4,8 +4,13 @@
 
 Each line of the input is a JSON object with a ``completion`` and the data set's own fields (gsm8k:
 ``question``, ``answer``). Each line of the output is ``{"total": ..., "parts": {...}, "errors": {...}}``, in
+<<<<<<< HEAD
 the same order. If a reward fails on a completion, its error is listed in ``errors``, it counts as
 ``--on-error``, and the command goes on.
+=======
+the same order. A reward that fails on a completion is named in ``errors`` and scores ``--on-error``; that
+does not fail the command. The input and the mean of each reward go to stderr.
+>>>>>>> 65265b4 (Name the input of the rewards command and show means)
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import importlib
 import json
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
@@ -27,6 +33,7 @@ from torchrl_grpo.data.columns import text
 from torchrl_grpo.data.sources import Row, read_file
 from torchrl_grpo.errors import ConfigError, DataError, UserError
 from torchrl_grpo.rewards.registry import build, check_weights
+from torchrl_grpo.rewards.reward_set import Scored
 
 _BATCH = 64
 
@@ -46,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_weights(cfg)
         rows = _rows(args.input)
         completions, examples = _examples(rows, cfg.env)
+        source = "stdin" if args.input == "-" else args.input
+        sys.stderr.write(f"scoring {len(rows)} completions of {source} as {args.dataset}\n")
+        means = _Means()
         with contextlib.ExitStack() as stack:
             rewards = build(cfg)
             stack.callback(rewards.close)
@@ -55,11 +65,37 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for scored in rewards.score(completions[batch], examples[batch]):
                     line = {"total": scored.total, "parts": scored.parts, "errors": scored.errors}
                     output.write(json.dumps(line) + "\n")
+                    means.add(scored)
                 output.flush()
+        sys.stderr.write(means.table())
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
+
+
+class _Means:
+    """Mean of each reward over the completions that it scored, and the number of its errors."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = {"total": []}
+        self._errors: Counter[str] = Counter()
+
+    def add(self, scored: Scored) -> None:
+        for name, value in {"total": scored.total, **scored.parts}.items():
+            self._values.setdefault(name, []).append(value)
+        self._errors.update(scored.errors.keys())
+
+    def table(self) -> str:
+        width = max(len(name) for name in self._values)
+        lines = []
+        for name, values in self._values.items():
+            errors = self._errors[name]
+            failed = f"   {errors} errors" if errors else ""
+            lines.append(
+                f"  {name:<{width}}  mean {sum(values) / len(values):.4f}   n {len(values)}{failed}\n"
+            )
+        return "".join(lines)
 
 
 def _parser() -> argparse.ArgumentParser:
