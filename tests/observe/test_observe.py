@@ -8,6 +8,8 @@ import math
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -284,9 +286,49 @@ def test_a_bar_on_a_terminal_with_notes_above() -> None:
     assert text.endswith("\n")
 
 
-def test_progress_off_prints_notes_only() -> None:
+def test_phases_are_plain_lines_where_there_is_no_terminal():
+    stream, clock = io.StringIO(), Clock()
+    with Progress(4, stream=stream, clock=clock) as progress:
+        progress.phase("loading the model")
+        progress.note("hello")
+        progress.phase("starting the engine")
+        clock.now = 50.0
+        progress.start()
+        clock.now = 60.0
+        progress.update(1)
+    assert stream.getvalue().splitlines() == [
+        "loading the model",
+        "hello",
+        "starting the engine",
+        "step 1/4  00:30 left",
+    ]
+
+
+def test_phases_on_a_terminal_count_seconds_and_come_before_the_bar():
+    stream, clock = Terminal(), Clock()
+    with Progress(4, stream=stream, clock=clock) as progress:
+        progress.phase("loading the model")
+        clock.now = 3.0
+        progress.note("hello")
+        assert "|" not in stream.getvalue()
+        progress.phase("starting the engine")
+        drawn = len(stream.getvalue())
+        clock.now = 41.0
+        deadline = time.monotonic() + 20
+        while "(38 s)" not in stream.getvalue()[drawn:]:
+            assert time.monotonic() < deadline, "the seconds of a phase are not counted while it lasts"
+        progress.start()
+        assert "0/4 |" in stream.getvalue()
+    lines = [line.rpartition("\r")[2].replace("\x1b[K", "") for line in stream.getvalue().split("\n")]
+    assert lines[:3] == ["hello", "loading the model (3 s)", "starting the engine (38 s)"]
+    assert not any(t.name == "phase" for t in threading.enumerate())
+
+
+def test_progress_off_prints_notes_only():
     for stream in (io.StringIO(), Terminal()):
         with Progress(4, enabled=False, stream=stream) as progress:
+            progress.phase("loading the model")
+            progress.start()
             progress.update(1, reward=0.5)
             progress.note("only this")
         assert stream.getvalue() == "only this\n"

@@ -1,19 +1,22 @@
-"""Progress of a run on stderr: a bar on a terminal, one plain line a step anywhere else.
+"""Progress of a run on stderr: phases before the first step, then steps.
 
-Left out: anything not for a person looking on; numbers for machines are in ``metrics.jsonl``.
+A terminal shows a line with the seconds of the present phase, then a bar. Anything else gets one plain line
+per phase and per step. Numbers for programs are in ``metrics.jsonl``.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import sys
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TextIO
 
 from tqdm import tqdm
+
+from torchrl_grpo.runtime import screen
 
 
 def _has_columns(terminal: TextIO) -> bool:
@@ -24,16 +27,52 @@ def _has_columns(terminal: TextIO) -> bool:
         return True
 
 
+class _PhaseLine:
+    """A line on a terminal that names a phase and counts its seconds, until it is ended."""
+
+    def __init__(self, text: str, stream: TextIO, clock: Callable[[], float]) -> None:
+        self._text = text
+        self._stream = stream
+        self._clock = clock
+        self._started = clock()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._draw()
+        self._thread = threading.Thread(target=self._count, name="phase", daemon=True)
+        self._thread.start()
+
+    def note(self, text: str) -> None:
+        """Print a line above this one."""
+        with self._lock:
+            self._stream.write(f"\r\x1b[K{text}\n")
+        self._draw()
+
+    def end(self) -> None:
+        """Leave the line as it stands and go to the next."""
+        self._ended.set()
+        self._thread.join()
+        self._draw(end="\n")
+
+    def _count(self) -> None:
+        while not self._ended.wait(1.0):
+            self._draw()
+
+    def _draw(self, end: str = "") -> None:
+        with self._lock:
+            self._stream.write(f"\r\x1b[K{self._text} ({self._clock() - self._started:.0f} s){end}")
+            self._stream.flush()
+
+
 class Progress:
-    """Shows steps done, reward, accuracy, KL, tokens per second and time left.
+    """Shows the present phase, then steps done, reward, accuracy, KL, tokens per second and time left.
 
     Use as a context manager, so that the bar is closed however training ends.
 
     Args:
         total_steps: optimizer steps of the whole run.
         enabled: ``False`` shows no progress at all; notes are still printed.
-        start_step: steps that a resumed run has behind it; they count in the bar, not in the pace.
-        stream: where to write; stderr unless told.
+        start_step: steps that a resumed run has done before; they count in the bar, not in the pace.
+        stream: where to write; by default the stderr that the user sees.
         clock: seconds from any origin; for tests.
     """
 
@@ -49,20 +88,13 @@ class Progress:
         self.total_steps = total_steps
         self.enabled = enabled
         self._start_step = start_step
-        self._stream = sys.stderr if stream is None else stream
+        self._stream = screen.err() if stream is None else stream
         self._clock = clock
         self._started = clock()
         self._accuracy = ""
+        self._on_terminal = enabled and self._stream.isatty() and _has_columns(self._stream)
+        self._phase: _PhaseLine | None = None
         self._bar: tqdm[Any] | None = None
-        if enabled and self._stream.isatty() and _has_columns(self._stream):
-            self._bar = tqdm(
-                total=total_steps,
-                initial=start_step,
-                file=self._stream,
-                unit="step",
-                dynamic_ncols=True,
-                bar_format="{n_fmt}/{total_fmt} |{bar}| {desc}",
-            )
 
     def __enter__(self) -> Progress:
         self._started = self._clock()
@@ -73,6 +105,40 @@ class Progress:
     ) -> None:
         self.close()
 
+    def phase(self, text: str) -> None:
+        """Show what the run does before its first step.
+
+        Args:
+            text: the phase, e.g. "loading the model"; it lasts until the next one or the first step.
+        """
+        self._end_phase()
+        if self._on_terminal:
+            self._phase = _PhaseLine(text, self._stream, self._clock)
+        elif self.enabled:
+            print(text, file=self._stream, flush=True)
+
+    def start(self) -> None:
+        """Begin with the steps: the pace counts from here."""
+        self._show_bar()
+        self._started = self._clock()
+
+    def _end_phase(self) -> None:
+        if self._phase is not None:
+            self._phase.end()
+            self._phase = None
+
+    def _show_bar(self) -> None:
+        self._end_phase()
+        if self._on_terminal and self._bar is None:
+            self._bar = tqdm(
+                total=self.total_steps,
+                initial=self._start_step,
+                file=self._stream,
+                unit="step",
+                dynamic_ncols=True,
+                bar_format="{n_fmt}/{total_fmt} |{bar}| {desc}",
+            )
+
     def update(
         self,
         step: int,
@@ -82,7 +148,7 @@ class Progress:
         kl: float | None = None,
         tokens_per_s: float | None = None,
     ) -> None:
-        """Shows that a step is done.
+        """Show that a step is done.
 
         Args:
             step: optimizer steps done so far.
@@ -93,13 +159,14 @@ class Progress:
         """
         if not self.enabled:
             return
+        self._show_bar()
         parts = [] if reward is None else [f"reward {reward:.3f}"]
         if accuracy is not None:
             self._accuracy = f"accuracy {accuracy:.3f}"
         if self._accuracy:
             parts.append(self._accuracy)
         if accuracy is not None:
-            # From the next step on it is said how old it is.
+            # Later steps show this accuracy with its step.
             self._accuracy += f" at step {step}"
         if kl is not None:
             parts.append(f"kl {kl:.2g}")
@@ -115,14 +182,17 @@ class Progress:
             self._bar.refresh()
 
     def note(self, text: str) -> None:
-        """Prints a line of its own, above the bar where there is one."""
-        if self._bar is None:
+        """Print a line of its own, above the phase or the bar on a terminal."""
+        if self._phase is not None:
+            self._phase.note(text)
+        elif self._bar is None:
             print(text, file=self._stream, flush=True)
         else:
             self._bar.write(text, file=self._stream)
 
     def close(self) -> None:
-        """Leaves the bar as it stands and ends its line; closing twice is harmless."""
+        """Leave the phase or the bar as it stands and end its line; closing twice is harmless."""
+        self._end_phase()
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -4,13 +4,8 @@
 
 Each line of the input is a JSON object with a ``completion`` and the data set's own fields (gsm8k:
 ``question``, ``answer``). Each line of the output is ``{"total": ..., "parts": {...}, "errors": {...}}``, in
-<<<<<<< HEAD
 the same order. If a reward fails on a completion, its error is listed in ``errors``, it counts as
-``--on-error``, and the command goes on.
-=======
-the same order. A reward that fails on a completion is named in ``errors`` and scores ``--on-error``; that
-does not fail the command. The input and the mean of each reward go to stderr.
->>>>>>> 65265b4 (Name the input of the rewards command and show means)
+``--on-error``, and the command goes on. The input and the mean of each reward go to stderr.
 """
 
 from __future__ import annotations

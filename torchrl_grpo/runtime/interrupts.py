@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-_STDERR = 2
+from torchrl_grpo.runtime import screen
+
 _HELD = b"interrupted: the training ranks finish what they have begun together; interrupt again to end now\n"
 
 
@@ -72,7 +73,7 @@ def held() -> Iterator[None]:
         # Not through the stream: what was interrupted may be writing to it. A terminal that is gone is no
         # reason to leave the others half way.
         with suppress(OSError):
-            os.write(_STDERR, _HELD)
+            os.write(screen.err_descriptor(), _HELD)
 
     signal.signal(signal.SIGINT, handle)
     try:

@@ -38,6 +38,7 @@ from torchrl_grpo.rewards.reward_set import RewardSet
 from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.rollout.build import Collect, Source, one_engine
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
+from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.rng import derive_seed
 from torchrl_grpo.training.evaluator import Evaluator
 from torchrl_grpo.training.learner import Learner, LearnerSpec
@@ -130,10 +131,15 @@ def _build(job: Job, collect: Collect, plan: Plan, ranks: Ranks, opened: ExitSta
     # From here on the length is in samples. The session keeps the configuration as the user wrote it.
     cfg = with_turns(cfg, len(problems.train))
     schedule = Schedule.of(cfg)
+    start_step = 0 if resume_from is None else int(resume_from.name)
+    progress = Progress(schedule.total_steps, cfg.logging.progress, start_step=start_step)
+    opened.callback(progress.close)
+    notices.show_with(progress.note)
+    progress.phase("loading the model")
     spec = LearnerSpec(cfg, weights, resume_from, job.reward_set.weights)
     with ranks.united():
         # The other ranks build their learners from the same.
-        ranks.broadcast_object((spec, plan))
+        ranks.broadcast_object((spec, plan, screen.log_file()))
         learner = Learner(spec, torch.device(plan.train_device), ranks=ranks, notify=notices)
     engine_source = Source(
         weights=weights,
@@ -144,6 +150,7 @@ def _build(job: Job, collect: Collect, plan: Plan, ranks: Ranks, opened: ExitSta
         shares_prefix=learner.shares_prefix,
         make_engine=partial(shared_engine, learner) if plan.engine_in_each_rank else build_engine,
     )
+    progress.phase("starting the engine")
     engine, collector = collect(cfg, engine_source, env, tokenizer)
     opened.callback(collector.shutdown)
     # A reference model in processes of its own scores a group before the group comes here.
@@ -184,7 +191,7 @@ def _build(job: Job, collect: Collect, plan: Plan, ranks: Ranks, opened: ExitSta
     if resume_from is not None:
         state.load_state_dict(ranks.call_all(Learner.resume, learner, resume_from))
     # Last: this cuts files back to the resumed step, and until here the resumption could still fail.
-    outputs = _open_outputs(job, schedule, opened, notices)
+    outputs = _open_outputs(job, schedule, opened, progress)
     return Session(job.cfg, schedule, state=state, outputs=outputs, closing=opened.pop_all())
 
 
@@ -202,7 +209,7 @@ def _environment(
     )
 
 
-def _open_outputs(job: Job, schedule: Schedule, opened: ExitStack, notices: Notices) -> Outputs:
+def _open_outputs(job: Job, schedule: Schedule, opened: ExitStack, progress: Progress) -> Outputs:
     cfg, run_dir = job.cfg, job.run_dir
     step = None if job.resume_from is None else int(job.resume_from.name)
     if step is not None:
@@ -216,14 +223,11 @@ def _open_outputs(job: Job, schedule: Schedule, opened: ExitStack, notices: Noti
         opened.callback(rollouts.close)
     chosen = loggers.build(cfg, run_dir, step)
     opened.callback(chosen.close)
-    progress = Progress(schedule.total_steps, cfg.logging.progress, start_step=step or 0)
-    opened.callback(progress.close)
     if step is not None:
         end = "; it has already ended" if schedule.finished(step) else ""
         progress.note(f"resumed {run_dir} after step {step} of {schedule.total_steps}{end}")
-    notices.show_with(progress.note)
     for note in chosen.notes:
-        notices(note)
+        progress.note(note)
     return Outputs(run_dir, metrics, rollouts, chosen, progress)
 
 

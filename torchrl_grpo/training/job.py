@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torchrl_grpo.planning import launcher, preflight
 from torchrl_grpo.planning.cores import WAITING
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.rewards.graders import CountingGrader
-from torchrl_grpo.runtime import rank_env
+from torchrl_grpo.runtime import rank_env, screen
 from torchrl_grpo.runtime.disk_full import says_no_room
 from torchrl_grpo.runtime.optional_packages import quiet_unused
 
@@ -59,13 +60,14 @@ def follow() -> None:
     start = ranks.recv()
     if start is None:
         return
-    spec, plan = start
+    spec, plan, log = start
     device = torch.device(plan.train.devices[rank_env.local_rank()])
     divide_threads(spec.cfg, plan)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    learner = Learner(spec, device, ranks=ranks, notify=lambda text: None)
-    ranks.follow(learner)
+    with screen.libraries_to_log(log):
+        learner = Learner(spec, device, ranks=ranks, notify=lambda text: None)
+        ranks.follow(learner)
     # As Session.close() does: a sweep's next job needs the memory.
     del learner
     give_back_freed_memory()
@@ -89,18 +91,21 @@ def _claim_and_train(cfg: Config, run_dir: Path, asynchronous: bool) -> dict[str
 def _prepare_and_train(
     cfg: Config, run_dir: Path, problems: data.Problems, *, resume_from: Path | None, plan: Plan
 ) -> dict[str, Any]:
-    reward_set = rewards.build(cfg)
-    grader = rewards.grader(cfg, reward_set)
     try:
-        return _train(
-            cfg,
-            run_dir,
-            problems=problems,
-            reward_set=reward_set,
-            grader=grader,
-            resume_from=resume_from,
-            plan=plan,
-        )
+        with (
+            screen.libraries_to_log(),
+            closing(rewards.build(cfg)) as reward_set,
+            closing(rewards.grader(cfg, reward_set)) as grader,
+        ):
+            return _train(
+                cfg,
+                run_dir,
+                problems=problems,
+                reward_set=reward_set,
+                grader=grader,
+                resume_from=resume_from,
+                plan=plan,
+            )
     except KeyboardInterrupt:
         sys.stderr.write(f"{checkpoint.how_to_continue(run_dir)}\n")
         raise
@@ -109,9 +114,6 @@ def _prepare_and_train(
             raise
         where = "there" if error.filename else f"on the disk of {run_dir} and that of temporary files"
         raise TrainingStopped(f"{error}; make room {where}: {checkpoint.how_to_continue(run_dir)}") from error
-    finally:
-        grader.close()
-        reward_set.close()
 
 
 def _train(
@@ -145,7 +147,7 @@ def _train(
         # Its figures are those of the whole run; measuring them again would overwrite them.
         ranks.release()
         steps = summary["steps"]
-        sys.stderr.write(f"resumed {run_dir} after step {steps} of {steps}; it has already ended\n")
+        screen.err().write(f"resumed {run_dir} after step {steps} of {steps}; it has already ended\n")
         return summary
     try:
         job = Job(cfg, run_dir, problems, reward_set, grader, resume_from)
@@ -180,6 +182,7 @@ def _train(
         seconds=seconds,
         peak_memory_gib=peak_memory_gib(),
         extras=figures,
+        stream=screen.out(),
     )
     return dict(json.loads(path.read_text()))
 

@@ -88,6 +88,7 @@ class Session:
     def begin(self) -> None:
         """Prove that publication works, and evaluate the weights before training."""
         step = self.counters.step
+        self.outputs.progress.phase("proving that weights reach the engine")
         proof = self.parts.publisher.prove_at_start(step)
         self.speed = self._speedometer()
         for note in (
@@ -106,6 +107,7 @@ class Session:
         # A checkpoint may be resumed more than once, and the metrics of its own step are kept.
         logged = self.outputs.metrics.last_step == step
         if self.schedule.evaluation_at_start(step) and not logged:
+            self.outputs.progress.phase("measuring accuracy before training")
             metrics = self.evaluate()
             self.counters.accuracy_before = metrics["eval/accuracy"]
             self.log(metrics)
@@ -113,6 +115,7 @@ class Session:
             # Lost workers stopped the run after this step and before its metrics were written.
             evaluation = self.evaluate() if self.schedule.evaluation(step) else {}
             self.log({**self.state.unlogged, **evaluation})
+        self.outputs.progress.start()
         self.parts.collector.start()
 
     def _speedometer(self) -> Speedometer:

@@ -1,0 +1,141 @@
+"""Keeps what libraries print off the screen of a run and in its log file.
+
+Libraries print from C++ and from child processes too, so file descriptors 1 and 2 themselves lead to the log
+meanwhile. What the project prints goes to :func:`out` and :func:`err`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+
+@dataclass(frozen=True)
+class _Screen:
+    out: TextIO
+    err: TextIO
+
+
+_screen: _Screen | None = None
+
+
+def out() -> TextIO:
+    """The stdout that the user sees."""
+    return sys.stdout if _screen is None else _screen.out
+
+
+def err() -> TextIO:
+    """The stderr that the user sees."""
+    return sys.stderr if _screen is None else _screen.err
+
+
+def err_descriptor() -> int:
+    """Descriptor of :func:`err`, for signal handlers, which must not use a stream."""
+    try:
+        return err().fileno()
+    except OSError:
+        return 2
+
+
+def log_file() -> Path | None:
+    """The file that the root logger writes to; None without one."""
+    for handler in logging.getLogger().handlers:
+        # Not subclasses: tests and programs around this one have handlers for purposes of their own.
+        if type(handler) is logging.FileHandler:
+            return Path(handler.baseFilename)
+    return None
+
+
+@contextmanager
+def libraries_to_log(path: Path | None = None) -> Iterator[None]:
+    """Send whatever this process and its children print to a file.
+
+    On the screen remain :func:`out`, :func:`err`, and records of this project and errors of libraries where a
+    handler of the root logger shows records. An exception is raised after the screen is back, below a line
+    that names the file if something was written to it.
+
+    Args:
+        path: file to append to; by default that of the root logger. Without one, or without its folder on
+            this machine, nothing changes.
+    """
+    global _screen
+    path = path or log_file()
+    if path is None or not path.parent.is_dir() or _screen is not None:
+        yield
+        return
+    before = path.stat().st_size if path.exists() else 0
+    try:
+        with ExitStack() as stack:
+            _screen = _divert(path, stack)
+            stack.callback(_forget)
+            _show_records(_screen, stack)
+            yield
+    except Exception:
+        if path.exists() and path.stat().st_size > before:
+            sys.stderr.write(f"libraries printed more to {path}\n")
+        raise
+
+
+def _forget() -> None:
+    global _screen
+    _screen = None
+
+
+def _divert(path: Path, stack: ExitStack) -> _Screen:
+    """Point descriptors 1 and 2 to the file until ``stack`` is closed; return streams to where they led."""
+    seen = _Screen(_kept(sys.stdout, 1, stack), _kept(sys.stderr, 2, stack))
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for number in (1, 2):
+        stack.callback(_point, number, os.dup(number))
+        os.dup2(log, number)
+    os.close(log)
+    # A process that crashes in C or C++ says so where the user looks.
+    if not faulthandler.is_enabled():
+        faulthandler.enable(seen.err)
+        stack.callback(faulthandler.disable)
+    return seen
+
+
+def _kept(stream: TextIO, number: int, stack: ExitStack) -> TextIO:
+    """A stream to where ``stream`` leads now; itself if it does not write to descriptor ``number``."""
+    stream.flush()
+    try:
+        descriptor = stream.fileno()
+    except OSError:
+        return stream
+    if descriptor != number:
+        return stream
+    return stack.enter_context(
+        open(os.dup(number), "w", encoding=stream.encoding, errors=stream.errors, buffering=1)
+    )
+
+
+def _point(number: int, descriptor: int) -> None:
+    # What libraries have left in Python's buffers belongs into the file.
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(descriptor, number)
+    os.close(descriptor)
+
+
+def _show_records(screen: _Screen, stack: ExitStack) -> None:
+    """Let the root logger's handlers for the screen still write there, and only what users can act on."""
+    for handler in logging.getLogger().handlers:
+        if type(handler) is not logging.StreamHandler or handler.stream not in (sys.stdout, sys.stderr):
+            continue
+        stream = handler.stream
+        handler.setStream(screen.out if stream is sys.stdout else screen.err)
+        stack.callback(handler.setStream, stream)
+        handler.addFilter(_for_users)
+        stack.callback(handler.removeFilter, _for_users)
+
+
+def _for_users(record: logging.LogRecord) -> bool:
+    return record.name.partition(".")[0] == "torchrl_grpo" or record.levelno >= logging.ERROR
