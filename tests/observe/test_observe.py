@@ -370,7 +370,18 @@ def test_summary_is_written_and_told(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "metrics.jsonl", "summary.json"]
 
 
-def test_summary_without_evaluation_and_with_a_clash(tmp_path: Path) -> None:
+def test_summary_says_what_to_change_if_no_group_had_a_signal(tmp_path):
+    stream = io.StringIO()
+    summary(tmp_path, **FIGURES, any_signal=False, stream=stream)
+    warning = stream.getvalue().splitlines()[-1]
+    for words in ("warning: in every group", "env.repeats", "reward.weights", "temperature", "easier"):
+        assert words in warning
+    summary(tmp_path, **FIGURES, stream=(quiet := io.StringIO()))
+    summary(tmp_path, **FIGURES | {"steps": 0}, any_signal=False, stream=(none := io.StringIO()))
+    assert "warning" not in quiet.getvalue() + none.getvalue()
+
+
+def test_summary_without_evaluation_and_with_a_clash(tmp_path):
     stream = io.StringIO()
     nothing = FIGURES | {"accuracy_before": None, "accuracy_after": None, "accuracy_ci95": None}
     path = summary(tmp_path, **nothing, stream=stream)

@@ -32,6 +32,12 @@ _PLACES = (
     ("wandb", "Weights & Biases run"),
     (".hydra", "the configuration"),
 )
+NO_SIGNAL = (
+    "warning: in every group all responses had the same reward, so rewards taught the model nothing. Take "
+    "easier problems (env.task_args, or another env.dataset), more samples per problem "
+    "(env.repeats), a reward that also grades partial success (reward.weights), or a higher "
+    "inference_model.temperature."
+)
 _BLUE, _ORANGE, _INK, _PALE = "#2563a8", "#c2571a", "#2b2f36", "#8a919c"
 
 
@@ -45,9 +51,10 @@ def summary(
     seconds: float,
     peak_memory_gib: float,
     extras: Mapping[str, Any] | None = None,
+    any_signal: bool = True,
     stream: TextIO | None = None,
 ) -> Path:
-    """Writes ``summary.json`` in one piece and prints the closing words; call it after :func:`plot`.
+    """Write ``summary.json`` in one piece and print the closing words; call it after :func:`plot`.
 
     Args:
         run_dir: the run's folder.
@@ -58,7 +65,8 @@ def summary(
         seconds: time of the whole run.
         peak_memory_gib: largest resident memory.
         extras: further entries of the file.
-        stream: where to print; stdout unless told.
+        any_signal: False if no group had rewards that differ; a line then says what to change.
+        stream: where to print; stdout by default.
 
     Returns:
         Path of ``summary.json``.
@@ -84,7 +92,8 @@ def summary(
     aside = folder / f".{SUMMARY}.{os.getpid()}"
     aside.write_text(json.dumps(jsonable(entries), indent=2, allow_nan=False) + "\n")
     os.replace(aside, path)
-    print(closing_words(folder, entries), file=sys.stdout if stream is None else stream, flush=True)
+    text = closing_words(folder, entries) + ("" if any_signal or steps == 0 else f"\n{NO_SIGNAL}")
+    print(text, file=sys.stdout if stream is None else stream, flush=True)
     return path
 
 

@@ -132,7 +132,6 @@ def _train(
     from torchrl_grpo.distributed.ranks import Ranks, divide_threads
     from torchrl_grpo.observe import report
     from torchrl_grpo.observe.metrics import METRICS, read_jsonl
-    from torchrl_grpo.observe.stats import peak_memory_gib
     from torchrl_grpo.rollout.build import collection_for
     from torchrl_grpo.runtime.interrupts import remembered
     from torchrl_grpo.training.build import Job, build_session
@@ -168,6 +167,7 @@ def _train(
                 raise
         last = read_jsonl(run_dir / METRICS)[-1]
         figures, seconds = session.figures(), session.state.seconds()
+        peak_memory_gib = session.state.peak_memory_gib()
     finally:
         ranks.release()
         session.close()
@@ -180,8 +180,9 @@ def _train(
         accuracy_ci95=None if after is None else (last["eval/accuracy_low"], last["eval/accuracy_high"]),
         steps=session.counters.step,
         seconds=seconds,
-        peak_memory_gib=peak_memory_gib(),
+        peak_memory_gib=peak_memory_gib,
         extras=figures,
+        any_signal=session.counters.any_signal,
         stream=screen.out(),
     )
     return dict(json.loads(path.read_text()))

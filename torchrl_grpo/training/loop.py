@@ -101,6 +101,7 @@ def describe(run: Session, round_: Round) -> dict[str, float]:
     lengths = groups["masks", "response"].sum(-1).float()
     run.counters.response_tokens += round_.response_tokens
     run.counters.reward_errors += round_.error_count
+    run.counters.any_signal |= not bool(run.parts.learner.advantage.without_signal(groups).all())
     metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(correction=0)),

@@ -19,7 +19,6 @@ from torchrl_grpo.models import saving
 from torchrl_grpo.observe.loggers import Loggers
 from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
 from torchrl_grpo.observe.progress import Progress
-from torchrl_grpo.observe.stats import peak_cuda_gib
 from torchrl_grpo.rollout.round import Round, rollout_rows
 from torchrl_grpo.runtime.malloc import give_back_freed_memory
 from torchrl_grpo.training.learner import Learner
@@ -204,7 +203,7 @@ class Session:
             "response_tokens": self.counters.response_tokens,
             "reward_errors": self.counters.reward_errors,
             "skipped_steps": self.parts.learner.optimize.skipped,
-            "peak_cuda_memory_gib": peak_cuda_gib(),
+            "peak_cuda_memory_gib": self.state.peak_cuda_gib(),
             **self.parts.collector.account(),
         }
 

@@ -14,6 +14,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.inference.protocol import Inference
+from torchrl_grpo.observe import stats
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.rollout.async_collector import AsyncCollector
 from torchrl_grpo.rollout.buffer import GroupBuffer
@@ -35,6 +36,9 @@ class Counters:
         reward_errors: rewards that raised.
         seconds: time spent, over all resumptions.
         accuracy_before: held-out accuracy before training, None where it was not measured.
+        any_signal: whether any group had rewards that differ.
+        peak_memory_gib: largest resident memory of the processes before this one.
+        peak_cuda_gib: largest GPU memory of the processes before this one.
     """
 
     step: int = 0
@@ -43,6 +47,9 @@ class Counters:
     reward_errors: int = 0
     seconds: float = 0.0
     accuracy_before: float | None = None
+    any_signal: bool = False
+    peak_memory_gib: float = 0.0
+    peak_cuda_gib: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """All counters by name."""
@@ -50,6 +57,8 @@ class Counters:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the counters by name."""
+        # Older checkpoints do not say, and no warning may rest on them.
+        self.any_signal = True
         for name, value in state.items():
             setattr(self, name, value)
 
@@ -107,11 +116,24 @@ class SessionState:
         """Seconds spent on the run, over all resumptions."""
         return self.counters.seconds + time.perf_counter() - self.started
 
+    def peak_memory_gib(self) -> float:
+        """Largest resident memory of the run, over all resumptions, in GiB."""
+        return max(self.counters.peak_memory_gib, stats.peak_memory_gib())
+
+    def peak_cuda_gib(self) -> float:
+        """Largest GPU memory of the run, over all resumptions, in GiB."""
+        return max(self.counters.peak_cuda_gib, stats.peak_cuda_gib())
+
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values; the keys are those of the file ``trainer.pt``."""
         parts = self.parts
         return {
-            "counters": {**self.counters.state_dict(), "seconds": self.seconds()},
+            "counters": {
+                **self.counters.state_dict(),
+                "seconds": self.seconds(),
+                "peak_memory_gib": self.peak_memory_gib(),
+                "peak_cuda_gib": self.peak_cuda_gib(),
+            },
             "optimise": parts.ranks.call_all(Learner.optimizer_state, parts.learner),
             "collector": parts.collector.state_dict(),
             "buffer": parts.buffer.state_dict(),
