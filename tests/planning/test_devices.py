@@ -160,12 +160,12 @@ def test_names_that_a_run_reads() -> None:
         ),
         # Which of a cluster's GPUs is the trainer's is not known.
         ({"asynchronous": True, "cluster": True}, 2, SHARED_GPU),
-        ({"gpu_share": 0.6}, 1, 0.6),
-        ({"gpu_share": 0.6}, 2, 0.6),
+        ({"gpu_memory_utilization": 0.6}, 1, 0.6),
+        ({"gpu_memory_utilization": 0.6}, 2, 0.6),
     ],
 )
 def test_the_share_that_vllm_takes_of_a_gpu(changes: dict[str, Any], gpus: int, share: float) -> None:
-    assert plan(replace(Request(uses_reference=True), **changes), gpus).gpu_share == share
+    assert plan(replace(Request(uses_reference=True), **changes), gpus).gpu_memory_utilization == share
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_an_engine_that_finds_its_memory_taken_says_which_share_to_lower() -> No
             raise OUT[2]
 
     engine: Any = object.__new__(VLLMEngine)
-    engine.llm, engine._share = Full(), 0.55
+    engine.llm, engine._gpu_memory_utilization = Full(), 0.55
     with pytest.raises(TrainingStopped, match=r"inference_model\.gpu_memory_utilization=0\.55"):
         engine.wake()
 

@@ -21,7 +21,7 @@ def build_engine(
     pad_id: int,
     max_num_seqs: int,
     sleeps: bool = False,
-    gpu_share: float = SHARED_GPU,
+    gpu_memory_utilization: float = SHARED_GPU,
 ) -> SteppingEngine:
     """The engine ``inference_model.backend`` names, on ``device``, holding the weights at ``source``.
 
@@ -33,7 +33,7 @@ def build_engine(
         pad_id: padding id.
         max_num_seqs: most responses decoded at a time.
         sleeps: it will be told to sleep.
-        gpu_share: of the GPU's memory that vLLM takes, where it has one.
+        gpu_memory_utilization: of the GPU's memory that vLLM takes, where it has one.
     """
     options = cfg.inference_model
     dtype = resolve_dtype(options.dtype, device)
@@ -52,7 +52,7 @@ def build_engine(
         max_model_len=options.max_model_len,
         max_num_seqs=max_num_seqs,
         seed=cfg.seed,
-        gpu_memory_utilization=gpu_share,
+        gpu_memory_utilization=gpu_memory_utilization,
         kv_cache_gib=options.kv_cache_gib,
         block_size=options.block_size,
         enforce_eager=options.enforce_eager,

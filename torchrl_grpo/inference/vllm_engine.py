@@ -144,7 +144,7 @@ class VLLMEngine(SteppingEngine):
         _check_head(self._weights.model, head_dtype)
         self._names = itertools.count()
         self._running: dict[str, Hashable] = {}
-        self._share = gpu_memory_utilization
+        self._gpu_memory_utilization = gpu_memory_utilization
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See :meth:`SteppingEngine.submit`."""
@@ -243,8 +243,9 @@ class VLLMEngine(SteppingEngine):
     def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """See :meth:`Engine.learn`."""
         with stopping(
-            "memory ran out when it was found out where vLLM keeps which weights: lower "
-            f"inference_model.gpu_memory_utilization={self._share}, which leaves more beside vLLM's share"
+            "memory ran out while finding out where vLLM keeps which weights: lower "
+            f"inference_model.gpu_memory_utilization={self._gpu_memory_utilization}, which leaves more "
+            "memory to the rest of the process"
         ):
             self._weights.learn(shapes, self.load_weights)
 
@@ -265,8 +266,8 @@ class VLLMEngine(SteppingEngine):
         """See :meth:`Engine.wake`."""
         with stopping(
             "memory ran out when vLLM took its share of the GPU back: lower "
-            f"inference_model.gpu_memory_utilization={self._share} and resume, or start a new run with a "
-            "smaller model.name or train_model.lora.rank=16"
+            f"inference_model.gpu_memory_utilization={self._gpu_memory_utilization} and resume, or start a "
+            "new run with a smaller model.name or train_model.lora.rank=16"
         ):
             self.llm.wake_up()
 

@@ -196,8 +196,12 @@ def _ladders_of_engine(cfg: Config, planned: Planned) -> Iterator[list[Change]]:
     least = planned.least_share
     if least is not None:
         # In twentieths; up where it is too small for the weights, else down as far as they allow.
-        lowest, highest = round(least * 20), int(plan.gpu_share * 20 - 1e-6)
-        steps = range(highest, lowest - 1, -1) if plan.gpu_share >= least else range(lowest, lowest + 1)
+        lowest, highest = round(least * 20), int(plan.gpu_memory_utilization * 20 - 1e-6)
+        steps = (
+            range(highest, lowest - 1, -1)
+            if plan.gpu_memory_utilization >= least
+            else range(lowest, lowest + 1)
+        )
         yield [("inference_model.gpu_memory_utilization", step / 20) for step in steps]
 
 

@@ -314,7 +314,7 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there
         known = [size for size in sizes if size is not None]
         size = min(known) if len(known) == len(sizes) else None
         # Weights, cache and graphs together; without a figure for the GPU, what is known of it.
-        share = weights if size is None else max(weights, plan.gpu_share * size * GIB)
+        share = weights if size is None else max(weights, plan.gpu_memory_utilization * size * GIB)
         cache, work = share - weights, 0.0
     awake = Row("inference", "generate", role.devices, weights, activations=work, cache=cache)
     if plan.apart:

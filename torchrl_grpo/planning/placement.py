@@ -56,7 +56,7 @@ class Request:
         lora: only adapters are trained, so the reference is the same model without them.
         backend: ``inference_model.backend``.
         sleep: whether the engine gives its memory up while the trainer trains; None leaves it to the planner.
-        gpu_share: of a GPU's memory that vLLM takes; None leaves it to the planner.
+        gpu_memory_utilization: of a GPU's memory that vLLM takes; None leaves it to the planner.
         ranks: training ranks on all machines, where a launcher has started them.
         reference_ahead: a reference with devices of its own scores in processes of its own while the trainer
             trains. Not in turn with it, which would win nothing, and not where it follows the policy, which
@@ -72,7 +72,7 @@ class Request:
     lora: bool = False
     backend: str = "vllm"
     sleep: bool | None = None
-    gpu_share: float | None = None
+    gpu_memory_utilization: float | None = None
     ranks: int = 1
     reference_ahead: bool = False
 
@@ -111,7 +111,7 @@ def request_of(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
         lora=cfg.train_model.lora.rank > 0,
         backend=cfg.inference_model.backend,
         sleep=cfg.inference_model.sleep,
-        gpu_share=cfg.inference_model.gpu_memory_utilization,
+        gpu_memory_utilization=cfg.inference_model.gpu_memory_utilization,
         ranks=ranks,
         reference_ahead=asynchronous
         and cfg.collector.max_policy_age > 0
@@ -171,7 +171,7 @@ def _plan_cpu(request: Request) -> Plan:
         _sleeps(request, apart, automatic=False),
         request.asynchronous,
         request.ranks_generate,
-        share_for_vllm(request.gpu_share, inference, reference),
+        share_for_vllm(request.gpu_memory_utilization, inference, reference),
         _notes(request),
     )
 
@@ -291,7 +291,7 @@ class _Allocator:
             sleeps,
             ask.asynchronous,
             in_ranks,
-            share_for_vllm(ask.gpu_share, inference, reference),
+            share_for_vllm(ask.gpu_memory_utilization, inference, reference),
             _notes(ask),
         )
 

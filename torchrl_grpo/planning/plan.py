@@ -42,7 +42,7 @@ class Plan:
         sleeps: the engine gives its memory up while the trainer trains.
         asynchronous: of grpo-async.py: engines work while the trainer does.
         engine_in_each_rank: each training rank has an engine in its process, which generates its share.
-        gpu_share: of a GPU's memory that vLLM takes where it runs on one.
+        gpu_memory_utilization: of a GPU's memory that vLLM takes where it runs on one.
         notes: what was asked for and is not done.
     """
 
@@ -54,7 +54,7 @@ class Plan:
     sleeps: bool
     asynchronous: bool = False
     engine_in_each_rank: bool = False
-    gpu_share: float = SHARED_GPU
+    gpu_memory_utilization: float = SHARED_GPU
     notes: tuple[str, ...] = ()
 
     @property

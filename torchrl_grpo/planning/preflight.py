@@ -247,7 +247,7 @@ def _tolerated(planned: Planned, device: str, phase: str) -> float:
 
 def _small_share(planned: Planned) -> tuple[str, object, str] | None:
     """Key, value and what is wrong where vLLM's share of a GPU holds little more than the weights."""
-    share = planned.plan.gpu_share
+    share = planned.plan.gpu_memory_utilization
     for gib, weights, _ in planned.vllm_on_gpus:
         if share * gib * GIB < memory.VLLM_FLOOR * weights:
             wrong = (

@@ -52,7 +52,7 @@ class MakeEngine(Protocol):
         pad_id: int,
         max_num_seqs: int,
         sleeps: bool,
-        gpu_share: float,
+        gpu_memory_utilization: float,
     ) -> Engine:
         """Build it with the weights at ``source``."""
 
@@ -113,7 +113,7 @@ def one_engine(
         pad_id=tokenizer.pad_token_id,
         max_num_seqs=_max_num_seqs(cfg),
         sleeps=source.plan.sleeps,
-        gpu_share=source.plan.gpu_share,
+        gpu_memory_utilization=source.plan.gpu_memory_utilization,
     )
     collector = RolloutCollector(
         env,
@@ -156,7 +156,7 @@ def ray_workers(
         threads=divide_cores(cfg, source.plan, cores_to_divide(ranks), ranks)[1],
         on_gpu=on_gpu,
         gpus=source.plan.worker_gpus,
-        gpu_share=source.plan.gpu_share,
+        gpu_memory_utilization=source.plan.gpu_memory_utilization,
     )
     others = source.plan.reference_actors
     pool = RayPool(cfg, spec, count, others=others)

@@ -153,7 +153,7 @@ class Learner:
         pad_id: int,
         max_num_seqs: int,
         sleeps: bool,
-        gpu_share: float,
+        gpu_memory_utilization: float,
     ) -> None:
         """Build this rank's share of a :class:`~torchrl_grpo.training.shared_engine.SharedEngine`.
 
@@ -163,7 +163,7 @@ class Learner:
             pad_id: padding id.
             max_num_seqs: most responses decoded at a time.
             sleeps: whether the engine will be told to sleep.
-            gpu_share: share of the GPU's memory that vLLM takes.
+            gpu_memory_utilization: share of the GPU's memory that vLLM takes.
 
         Raises:
             ModelError: the model cannot be loaded.
@@ -176,7 +176,7 @@ class Learner:
             pad_id=pad_id,
             max_num_seqs=max_num_seqs,
             sleeps=sleeps,
-            gpu_share=gpu_share,
+            gpu_memory_utilization=gpu_memory_utilization,
         )
         self.engine = EngineShare(own, self.ranks, self.device)
 

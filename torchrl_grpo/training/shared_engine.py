@@ -106,7 +106,7 @@ def shared_engine(
     pad_id: int,
     max_num_seqs: int,
     sleeps: bool,
-    gpu_share: float,
+    gpu_memory_utilization: float,
 ) -> Engine:
     """:func:`~torchrl_grpo.inference.build.build_engine` on every rank, each on its own device.
 
@@ -119,7 +119,7 @@ def shared_engine(
         pad_id: padding id.
         max_num_seqs: most responses decoded at a time.
         sleeps: whether the engine will be told to sleep.
-        gpu_share: share of the GPU's memory that vLLM takes.
+        gpu_memory_utilization: share of the GPU's memory that vLLM takes.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -132,6 +132,6 @@ def shared_engine(
         pad_id=pad_id,
         max_num_seqs=max_num_seqs,
         sleeps=sleeps,
-        gpu_share=gpu_share,
+        gpu_memory_utilization=gpu_memory_utilization,
     )
     return SharedEngine(learner)

@@ -49,7 +49,7 @@ class WorkerSpec:
         threads: CPU threads of its engine.
         on_gpu: whether it has a GPU.
         gpus: of this machine, for the processes of a Ray that is started here.
-        gpu_share: of its GPU's memory that vLLM takes.
+        gpu_memory_utilization: of its GPU's memory that vLLM takes.
     """
 
     cfg: Config
@@ -60,7 +60,7 @@ class WorkerSpec:
     threads: int
     on_gpu: bool
     gpus: Sequence[int] = ()
-    gpu_share: float = SHARED_GPU
+    gpu_memory_utilization: float = SHARED_GPU
 
 
 # A weight as Ray hands it over without copying it: bytes, number format, shape.
@@ -114,7 +114,7 @@ class RolloutActor:
             spec.end_ids,
             spec.pad_id,
             spec.max_num_seqs,
-            gpu_share=spec.gpu_share,
+            gpu_memory_utilization=spec.gpu_memory_utilization,
         )
 
     def load(self, shipped: Shipped, command: TakeWeights) -> Any:
