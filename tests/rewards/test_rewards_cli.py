@@ -43,8 +43,11 @@ def test_the_documented_command(tmp_path: Path) -> None:
         f"scoring 3 completions of {path} as gsm8k",
         "  total           mean 0.3667   n 3",
         "  gsm8k           mean 0.3333   n 3",
+        "  gsm8k/strict    mean 0.3333   n 3",
         "  gsm8k/flexible  mean 0.6667   n 3",
         "  format          mean 0.3333   n 3",
+        "  format/tags     mean 0.3333   n 3",
+        "  format/exact    mean 0.3333   n 3",
     ]
 
 

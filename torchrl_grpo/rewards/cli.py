@@ -48,13 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_weights(cfg)
         rows = _rows(args.input)
         completions, examples = _examples(rows, cfg.env)
-        source = "stdin" if args.input == "-" else args.input
-        sys.stderr.write(f"scoring {len(rows)} completions of {source} as {args.dataset}\n")
         means = _Means()
         with contextlib.ExitStack() as stack:
             rewards = build(cfg)
             stack.callback(rewards.close)
             output = stack.enter_context(_output(args.output))
+            source = "stdin" if args.input == "-" else args.input
+            sys.stderr.write(f"scoring {len(rows)} completions of {source} as {args.dataset}\n")
             for start in range(0, len(rows), _BATCH):
                 batch = slice(start, start + _BATCH)
                 for scored in rewards.score(completions[batch], examples[batch]):
