@@ -29,6 +29,8 @@ with screen.libraries_to_log():
     print("noise of print")
     print("noise of stderr", file=sys.stderr)
     warnings.warn("noise of warnings", FutureWarning)
+    for module, text in (("torchrl_grpo.x", "a checkpoint is skipped"), ("torch.nn", "noise of torch")):
+        exec(f"import warnings; warnings.warn('{text}', stacklevel=2)", {"__name__": module})
     os.write(1, b"noise of C\\n")
     subprocess.run([sys.executable, "-c", "print('noise of a child')"], check=True)
     logging.getLogger("library").warning("noise of a logger")
@@ -62,9 +64,9 @@ def test_noise_is_in_the_log_and_nothing_else_is_lost(tmp_path: Path) -> None:
         "after",
         "library: shown again",
     ]
-    assert done.stderr.splitlines() == ["progress", "interrupted"]
+    assert done.stderr.splitlines() == ["warning: a checkpoint is skipped", "progress", "interrupted"]
     logged = (tmp_path / "grpo.log").read_text()
-    for way in NOISE:
+    for way in (*NOISE, "torch"):
         assert f"noise of {way}\n" in logged, way
     assert logged.count("a reward failed") == 1
 

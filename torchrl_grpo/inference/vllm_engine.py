@@ -1,7 +1,7 @@
 """Generation with vLLM in this process, on CPU or GPU.
 
-Weights go into the running engine through its model runner, in place. Every request carries its own
-seed, so responses do not depend on what was generated before. Left out: several devices and servers.
+Weights are loaded in place through the model runner of the engine. Every request carries its own seed, so
+responses do not depend on earlier ones. An engine uses one device; servers are not supported.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torchrl_grpo.inference import vllm_classes
 from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, NextTokens, Probe, Request, SteppingEngine
 from torchrl_grpo.inference.vllm_weights import VLLMWeights
+from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.oom import stopping
 
 
@@ -31,19 +32,19 @@ class VLLMEngine(SteppingEngine):
 
     Args:
         source: folder or hub name of the model.
-        device: where it runs.
-        dtype: of its weights and activations.
-        head_dtype: of the output head's products and the logits, None for ``dtype``.
-        max_model_len: prompt and response together, in tokens.
-        max_num_seqs: responses decoded at a time.
-        seed: of the engine; requests carry their own.
-        gpu_memory_utilization: share of the GPU's memory it may take.
+        device: device of the engine.
+        dtype: number format of weights and activations.
+        head_dtype: number format of the output head's products and the logits; None for ``dtype``.
+        max_model_len: largest number of tokens of prompt and response together.
+        max_num_seqs: largest number of responses decoded at a time.
+        seed: seed of the engine; requests carry their own.
+        gpu_memory_utilization: share of the GPU's memory that vLLM may take.
         kv_cache_gib: size of the key/value cache on CPU, in whole GiB.
         block_size: tokens per cache block, None for the smallest the device's kernels take.
         enforce_eager: None compiles on GPU and does not on CPU, where compiling takes minutes.
         enable_sleep: prepare for :meth:`sleep` (GPU only).
-        trust_remote_code: let the model bring its own code.
-        engine_args: further arguments of vLLM's own ``LLM``.
+        trust_remote_code: whether code that comes with the model may run.
+        engine_args: further arguments of vLLM's ``LLM``.
 
     Raises:
         ConfigError: vLLM is not installed.
@@ -69,18 +70,18 @@ class VLLMEngine(SteppingEngine):
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         on_cpu = device.type == "cpu"
-        # Read by vLLM when it is imported or started; in-process is what lets weights go in by reference.
+        # vLLM reads these when it is imported or started. Weights can be loaded in place only in-process.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        # Its log goes where the run's own log goes, and only what somebody must act on.
+        # Its records go to the log of the run; where there is none, only errors are shown.
         os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-        logging.getLogger("vllm").setLevel(logging.ERROR)
+        logging.getLogger("vllm").setLevel(logging.WARNING if screen.is_kept_clear() else logging.ERROR)
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if dtype is torch.float32:
             # Triton's attention on a GPU would take TF32, ten bits, and the trainer computes with all 23.
             os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
         settings, more = dict[str, Any](), dict(engine_args or {})
         if head_dtype is not None:
-            # An entry of the model's configuration is what vLLM's layer for logits asks.
+            # vLLM's layer for logits reads this entry of the model's configuration.
             name = str(head_dtype).removeprefix("torch.")
             more["hf_overrides"] = {**more.get("hf_overrides", {}), "head_dtype": name}
         if on_cpu:
@@ -93,7 +94,7 @@ class VLLMEngine(SteppingEngine):
                 settings["block_size"] = block_size
         self._eager = on_cpu if enforce_eager is None else enforce_eager
         threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
-        # Without this vLLM halves torch's threads "for serving"; training in this process needs them too.
+        # Otherwise vLLM halves torch's threads, which training in this process needs.
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         try:
             from vllm import LLM
@@ -112,7 +113,7 @@ class VLLMEngine(SteppingEngine):
                     seed=seed,
                     enforce_eager=self._eager,
                     enable_prefix_caching=True,
-                    # Raw log-probabilities would be those of temperature 1, not of what was sampled.
+                    # Raw log-probabilities are those of temperature 1, not of the sampled distribution.
                     logprobs_mode="processed_logprobs",
                     disable_log_stats=True,
                     trust_remote_code=trust_remote_code,
@@ -134,7 +135,7 @@ class VLLMEngine(SteppingEngine):
                 "or write inference_model.backend=transformers"
             ) from error
         finally:
-            # vLLM takes this function away on a CPU, for itself and for everybody else in the process.
+            # On a CPU vLLM replaces this function for the whole process.
             torch.set_num_threads = set_num_threads
             torch.set_num_threads(threads)
         worker = self.llm.llm_engine.model_executor.driver_worker.worker
@@ -163,7 +164,7 @@ class VLLMEngine(SteppingEngine):
                     logprobs=0,
                     ignore_eos=request.ignore_end,
                     detokenize=False,
-                    # The tokens of a request that is withdrawn are read where vLLM keeps them.
+                    # withdraw() reads the tokens of unfinished requests out of vLLM's own state.
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 ),
             )
@@ -206,7 +207,7 @@ class VLLMEngine(SteppingEngine):
         )
         outputs = self._run(probe.prompts, parameters)
         steps = [output.outputs[0].logprobs[0] for output in outputs]
-        # The sampled token is listed besides the top ones when it is not among them: rank tells.
+        # The sampled token is listed too if it is not among the top ones; ranks tell them apart.
         likeliest = [sorted(step.items(), key=lambda item: item[1].rank)[: probe.top_k] for step in steps]
         return NextTokens(
             torch.tensor([[token for token, _ in row] for row in likeliest]),
@@ -221,8 +222,8 @@ class VLLMEngine(SteppingEngine):
         return list(outputs)
 
     def _stance(self) -> AbstractContextManager[None]:
-        # Without compiled graphs there is nothing to gain from compiling vLLM's small helpers either, and
-        # on a CPU their C++ build takes 20 s of the first call.
+        # Without compiled graphs, compiling vLLM's small helpers gains nothing, and building their C++ takes
+        # 20 s of the first call on a CPU.
         stance: AbstractContextManager[None] = torch.compiler.set_stance(
             "force_eager" if self._eager else "default"
         )
@@ -275,8 +276,8 @@ class VLLMEngine(SteppingEngine):
         """See :meth:`Engine.close`."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        # vLLM frees what compiling left behind when its LLMEngine goes, and must find the model alive then:
-        # otherwise hooks of the compiler keep the weights, and the next engine of a sweep has no memory.
+        # vLLM frees what the compiler left behind when its LLMEngine is deleted, and needs the model then.
+        # Otherwise hooks of the compiler keep the weights, and the next engine of a sweep lacks memory.
         model = self._weights.model
         self._weights.release()
         del self.llm
@@ -288,10 +289,10 @@ class VLLMEngine(SteppingEngine):
 
 
 def _check_head(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Ask whether logits are computed in ``dtype``: vLLM only warns where a platform lacks it.
+    """Check that logits are computed in ``dtype``; vLLM only warns if a platform cannot.
 
     Raises:
-        ModelError: they are not.
+        ModelError: logits are computed in another format.
     """
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
@@ -305,7 +306,7 @@ def _check_head(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def _completion(token_ids: Sequence[int], log_probs: Sequence[Any], finish_reason: str) -> Completion:
-    """Tokens and their log-probabilities out of vLLM's own table, as they are now."""
+    """Copy tokens and their log-probabilities out of vLLM's table, which it goes on changing."""
     tokens = list(token_ids)
     return Completion(
         tokens, [step[token].logprob for token, step in zip(tokens, log_probs, strict=True)], finish_reason

@@ -10,10 +10,12 @@ import faulthandler
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
 
@@ -34,6 +36,11 @@ def out() -> TextIO:
 def err() -> TextIO:
     """The stderr that the user sees."""
     return sys.stderr if _screen is None else _screen.err
+
+
+def is_kept_clear() -> bool:
+    """Whether libraries now write to a file instead of the screen."""
+    return _screen is not None
 
 
 def err_descriptor() -> int:
@@ -57,9 +64,9 @@ def log_file() -> Path | None:
 def libraries_to_log(path: Path | None = None) -> Iterator[None]:
     """Send whatever this process and its children print to a file.
 
-    On the screen remain :func:`out`, :func:`err`, and records of this project and errors of libraries where a
-    handler of the root logger shows records. An exception is raised after the screen is back, below a line
-    that names the file if something was written to it.
+    On the screen remain :func:`out`, :func:`err` and warnings of this project. Where a handler of the root
+    logger shows records, so do those of this project and errors of libraries. An exception is raised once the
+    screen is back, below a line that names the file if something was written to it.
 
     Args:
         path: file to append to; by default that of the root logger. Without one, or without its folder on
@@ -76,6 +83,7 @@ def libraries_to_log(path: Path | None = None) -> Iterator[None]:
             _screen = _divert(path, stack)
             stack.callback(_forget)
             _show_records(_screen, stack)
+            _show_warnings(_screen, stack)
             yield
     except Exception:
         if path.exists() and path.stat().st_size > before:
@@ -139,3 +147,29 @@ def _show_records(screen: _Screen, stack: ExitStack) -> None:
 
 def _for_users(record: logging.LogRecord) -> bool:
     return record.name.partition(".")[0] == "torchrl_grpo" or record.levelno >= logging.ERROR
+
+
+def _show_warnings(screen: _Screen, stack: ExitStack) -> None:
+    """Let warnings that this project issues reach the screen; those of libraries go to stderr, the log."""
+    show = warnings.showwarning
+
+    def show_ours(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        # By who called warnings.warn: with a stacklevel, libraries name a line of this project.
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals["__name__"] in ("warnings", "_py_warnings"):
+            frame = frame.f_back
+        if frame is None or frame.f_globals["__name__"].partition(".")[0] != "torchrl_grpo":
+            show(message, category, filename, lineno, file, line)
+            return
+        clear = "\r\x1b[K" if screen.err.isatty() else ""
+        screen.err.write(f"{clear}warning: {message}\n")
+
+    warnings.showwarning = show_ours
+    stack.callback(setattr, warnings, "showwarning", show)
