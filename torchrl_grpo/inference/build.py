@@ -1,4 +1,4 @@
-"""From the configuration to an engine."""
+"""Builds the engine that a configuration names."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def build_engine(
     sleeps: bool = False,
     gpu_memory_utilization: float = SHARED_GPU,
 ) -> SteppingEngine:
-    """The engine ``inference_model.backend`` names, on ``device``, holding the weights at ``source``.
+    """Build the engine of ``inference_model.backend`` on ``device`` with the weights at ``source``.
 
     Args:
-        cfg: the run's configuration.
-        source: folder or hub name.
-        device: where it runs.
+        cfg: configuration of the run.
+        source: folder or hub name of the model.
+        device: device of the engine.
         end_ids: tokens that end a response.
-        pad_id: padding id.
-        max_num_seqs: most responses decoded at a time.
-        sleeps: it will be told to sleep.
-        gpu_memory_utilization: of the GPU's memory that vLLM takes, where it has one.
+        pad_id: token that fills the left of short prompts.
+        max_num_seqs: largest number of responses decoded at a time.
+        sleeps: whether :meth:`Engine.sleep` will be called.
+        gpu_memory_utilization: share of the GPU's memory that vLLM takes; unused on a CPU.
     """
     options = cfg.inference_model
     dtype = resolve_dtype(options.dtype, device)

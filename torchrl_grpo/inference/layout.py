@@ -1,9 +1,9 @@
-"""Which rows of which engine tensor hold a published tensor: learned once, from marked weights.
+"""Learns which rows of which engine tensor hold a published tensor, once, from marked weights.
 
-An engine may fuse matrices, put heads into another order, tie, pad or transpose. Instead of knowing how each
-of its models does that, it is made to load fingerprints: random numbers, a different row everywhere. Where
-their rows turn up is where the weights will be. Left out: a tensor that an engine spreads over several of
-its own or computes with, which cannot be read back this way and is reported as such.
+An engine may fuse matrices, reorder heads, tie, pad or transpose. Instead of modeling that for each
+architecture, this module makes the engine load fingerprints: random numbers with distinct rows. The rows are
+found again where the weights will be. A tensor that the engine spreads over several of its own, or computes
+with, cannot be found this way and is reported.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torchrl_grpo.inference.checksums import combine, digest, ordered_row_sums, 
 
 Shape = tuple[int, ...]
 
-# Shorter vectors are too likely to turn up somewhere by chance.
+# Shorter vectors are too likely to be found by chance.
 _LEAST_BYTES = 8
 _CHUNKS = (64, 32, 16, 8, 4)
-# Elements of the pieces by which a vector that is there in part is known.
+# Elements per piece by which an incomplete vector is recognized.
 _PIECE = 4
 # (bits of the integer of the same width, bias of the exponent, bits of the fraction)
 _FORMATS = {
@@ -35,9 +35,9 @@ _FORMATS = {
 def fingerprint(
     name: str, shape: Shape, dtype: torch.dtype, device: torch.device, other: bool = False
 ) -> Tensor:
-    """Random numbers from 2^-7 to 2^7, every bit pattern equally likely; a function of name and shape.
+    """Random numbers from 2^-7 to 2^7, every bit pattern equally likely, determined by name and shape.
 
-    With ``other`` those of a second fingerprint.
+    ``other`` gives a second, different fingerprint.
     """
     word, bias, fraction = _FORMATS[dtype]
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) + int(other))
@@ -51,9 +51,9 @@ class Seen:
 
     Attributes:
         rows: sums ``[R]`` of its rows, from :func:`ordered_row_sums`.
-        turned: those of the tensor with its last two dimensions swapped; None for a vector.
-        content: the bytes of a vector; empty for others.
-        itemsize: bytes of an element.
+        turned: row sums of the tensor with its last two dimensions swapped; None for a vector.
+        content: bytes of a vector; empty for other tensors.
+        itemsize: bytes per element.
     """
 
     rows: Tensor

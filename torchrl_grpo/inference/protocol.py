@@ -1,4 +1,4 @@
-"""What every engine promises: generate, token by token if need be; take weights, answer a probe, close."""
+"""Interfaces of engines: generate, take weights, answer a probe, close."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Sampling:
     """How to sample.
 
     Attributes:
-        num_samples: responses per prompt.
-        max_new_tokens: length bound in tokens, the end token included.
-        temperature: 0 is greedy.
-        seeds: one seed per prompt; equal weights, prompts and seeds give equal responses, whatever was
-            generated before. Not needed when greedy.
-        ignore_end: go on past end tokens to ``max_new_tokens``, so that measurements have equal lengths.
+        num_samples: number of responses per prompt.
+        max_new_tokens: largest number of tokens of a response, its end token included.
+        temperature: sampling temperature; 0 is greedy.
+        seeds: one seed per prompt. Equal weights, prompts and seeds give equal responses, whatever was
+            generated before. Not needed at temperature 0.
+        ignore_end: whether to continue past end tokens to ``max_new_tokens``, as measurements need.
     """
 
     num_samples: int
@@ -33,15 +33,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One response that is asked for.
+    """A request for one response.
 
     Attributes:
-        key: names it among those in the engine.
-        tokens: the prompt, and what has been generated of the response already.
-        max_new_tokens: tokens still to come at most.
-        temperature: 0 is greedy.
-        seed: of the tokens to come; None takes any.
-        ignore_end: go on past end tokens.
+        key: identifier, unique in the engine.
+        tokens: the prompt and the tokens of the response generated so far.
+        max_new_tokens: largest number of tokens to generate.
+        temperature: sampling temperature; 0 is greedy.
+        seed: seed of the tokens to generate; None takes any.
+        ignore_end: whether to continue past end tokens.
     """
 
     key: Hashable
@@ -57,11 +57,11 @@ class Completion:
     """One response, or its continuation.
 
     Attributes:
-        token_ids: the response, its end token included where it has one.
+        token_ids: the response, with its end token if it has one.
         log_probs: natural logarithm, per token, of the distribution the token was sampled from,
-            that is at the sampling temperature (at temperature 0: of the unscaled distribution).
-        finish_reason: ``"stop"`` at an end token, ``"length"`` at the bound, ``"withdrawn"`` where it was
-            taken out of the engine before either.
+            at the sampling temperature (at temperature 0: of the unscaled distribution).
+        finish_reason: ``"stop"`` at an end token, ``"length"`` at the bound, ``"withdrawn"`` if it left the
+            engine before either.
     """
 
     token_ids: list[int]
@@ -71,12 +71,12 @@ class Completion:
 
 @dataclass(frozen=True)
 class Probe:
-    """A question whose answer shows which weights an engine holds, and how it computes with them.
+    """Prompts whose next tokens show which weights an engine holds and how it computes with them.
 
     Attributes:
-        prompts: token ids; N of them. What comes after each?
-        top_k: K, how many of the likeliest next tokens are asked for.
-        shapes: of all published tensors by name. Engines read checksums of these.
+        prompts: token ids of N prompts.
+        top_k: number K of likeliest next tokens to return.
+        shapes: shapes of all published tensors by name; engines take checksums of these.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -86,16 +86,15 @@ class Probe:
 
 @dataclass(frozen=True)
 class NextTokens:
-    """The engine's view of what comes after each prompt of a :class:`Probe`.
+    """The engine's likeliest next tokens after each prompt of a :class:`Probe`.
 
     Attributes:
         token_ids: ``[N, K]`` int64, the K likeliest next tokens.
         log_probs: ``[N, K]`` float32, at temperature 1.
-        cached_tokens: tokens of the first prompt that were served from a prefix cache.
-        checksums: of the weights that each engine computes with, one for each engine; none where
-            :meth:`Engine.next_tokens` was asked alone.
-        before: the answer of an engine that had taken no weights yet, but those it was built with; None
-            later.
+        cached_tokens: number of tokens of the first prompt that came from a prefix cache.
+        checksums: checksums of the weights in use, one entry per engine; empty after
+            :meth:`Engine.next_tokens`.
+        before: answer with the weights that the engine was built with; None after the first publication.
     """
 
     token_ids: Tensor
@@ -106,10 +105,10 @@ class NextTokens:
 
 
 class Inference(ABC):
-    """What training asks of whatever generates, one engine or many workers.
+    """Interface of training to one engine or to many workers.
 
     Attributes:
-        policy_version: version of the weights held, set by whoever publishes them.
+        policy_version: version of the weights in use, set by the publisher.
     """
 
     policy_version: int = 0
@@ -127,7 +126,7 @@ class Inference(ABC):
     ) -> NextTokens:
         """Take the weights of ``version`` and answer a probe with them: see :meth:`Engine.next_tokens`.
 
-        The answers of several workers stand below one another, and each has its checksums.
+        The answers of several workers are stacked along N, and each has its checksums.
         """
 
     @abstractmethod
@@ -136,7 +135,7 @@ class Inference(ABC):
 
 
 class Engine(Inference):
-    """Generates with its own copy of the weights."""
+    """An engine with its own copy of the weights."""
 
     _learned = False
 
@@ -154,7 +153,7 @@ class Engine(Inference):
 
     @abstractmethod
     def finish_update(self) -> None:
-        """End what :meth:`start_update` began; only now may the engine compute again."""
+        """End the update. The engine must not compute between :meth:`start_update` and this call."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights by ``(name, tensor)`` pairs in the names of the Hugging Face model."""
@@ -164,14 +163,14 @@ class Engine(Inference):
 
     @abstractmethod
     def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Find out where published tensors of these names and shapes lie, at the first publication.
+        """Find out where published tensors of these names and shapes are kept, at the first publication.
 
-        The engine may lose its weights by that; they are loaded afterwards.
+        The engine may lose its weights; the caller loads them afterwards.
         """
 
     @abstractmethod
     def checksums(self) -> tuple[Checksums, ...]:
-        """Of the weights that this engine computes with, as they are now; one entry for each engine."""
+        """Checksums of the weights that the engine computes with now; one entry per engine."""
 
     def publish(
         self,
@@ -194,36 +193,36 @@ class Engine(Inference):
 
     @abstractmethod
     def reset_cache(self) -> None:
-        """Forget every key/value state computed so far."""
+        """Drop all cached keys and values."""
 
     @abstractmethod
     def sleep(self) -> None:
-        """Give the memory of weights and caches back; the weights are lost."""
+        """Free the memory of weights and caches; the weights are lost."""
 
     @abstractmethod
     def wake(self) -> None:
-        """Take the memory again. Weights must be loaded before the next :meth:`generate`."""
+        """Allocate the memory again. Weights must be loaded before the next :meth:`generate`."""
 
 
 class SteppingEngine(Engine):
-    """An engine that is driven token by token, so that responses come and go while others are generated."""
+    """An engine driven token by token, so that responses start and end while others are generated."""
 
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:
-        """Add requests to those that :meth:`step` works on. Siblings stand side by side."""
+        """Add requests for :meth:`step`. Requests of the same prompt must be adjacent."""
 
     @abstractmethod
     def step(self) -> list[tuple[Hashable, Completion]]:
-        """Sample the next token of the requests being worked on; returns those that ended with it."""
+        """Sample the next token of the running requests; return those that ended with it."""
 
     @abstractmethod
     def withdraw(self) -> dict[Hashable, Completion]:
-        """Take every request out that has not ended, with the tokens it has; weights may then change."""
+        """Remove every unfinished request and return its tokens so far; weights may then change."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         """``sampling.num_samples`` completions for each of ``prompts`` (token ids), in order.
 
-        Nothing else may be in the engine.
+        The engine must hold no other requests.
         """
         requests = requests_of(prompts, sampling)
         self.submit(requests)
@@ -234,7 +233,7 @@ class SteppingEngine(Engine):
 
 
 def requests_of(prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Request]:
-    """A request for each sample, its key ``(prompt, sample)``; a sample's number is added to its seed."""
+    """One request per sample with key ``(prompt, sample)``; the sample number is added to the seed."""
     return [
         Request(
             (number, sample),

@@ -1,7 +1,7 @@
-"""Generation with plain transformers: works wherever torch does, and is the numerical reference.
+"""Generation with plain transformers, which works wherever torch does and is the numerical reference.
 
-A batch of prompts is prefilled once and its cache repeated for the samples of each prompt; sampling
-draws from a generator per sample, so a response depends on its seed and on nothing generated before.
+A batch of prompts is prefilled once, and its cache is repeated for the samples of each prompt. Each sample
+has its own generator, so a response depends on its seed and not on earlier responses.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torchrl_grpo.planning.workload import MAX_ROWS
 
 
 class TransformersEngine(SteppingEngine):
-    """An engine around ``model``, which it owns: nobody else may train or change it.
+    """An engine that owns ``model``; no other code may train or change it.
 
     Args:
-        model: a causal language model.
+        model: causal language model.
         end_ids: tokens that end a response.
-        pad_id: fills the left of short prompts; masked, so any id will do.
-        max_rows: responses generated at a time.
-        head_dtype: of the output head's products, None for the model's own.
+        pad_id: token that fills the left of short prompts; it is masked, so any id works.
+        max_rows: largest number of responses generated at a time.
+        head_dtype: number format of the output head's products; None for that of the model.
 
     Raises:
         ModelError: ``head_dtype`` is given, and the model's head is not one matrix product.
@@ -61,13 +61,13 @@ class TransformersEngine(SteppingEngine):
         self.max_rows = max_rows
         self._device = next(model.parameters()).device
         self._asleep = False
-        # By name of a parameter, the name that its weights are published under.
+        # Name of a parameter to the name under which its weights are published.
         self._published_as: dict[str, str] = {}
         self._waiting: list[Request] = []
         self._batch: _Batch | None = None
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """See :meth:`SteppingEngine.submit`. Requests wait until the batch being worked on has ended."""
+        """See :meth:`SteppingEngine.submit`. Requests wait until the running batch has ended."""
         assert not self._asleep, "submit() to a sleeping engine: wake it and load weights first"
         self._waiting.extend(requests)
 
@@ -128,7 +128,7 @@ class TransformersEngine(SteppingEngine):
         """See :meth:`Engine.finish_update`."""
 
     def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """See :meth:`Engine.learn`. Names are this model's own; tied tensors are published once."""
+        """See :meth:`Engine.learn`. Names are those of this model; tied tensors are published once."""
         first: dict[int, str] = {}
         for name, tensor in self.model.named_parameters(remove_duplicate=False):
             self._published_as[name] = first.setdefault(tensor.data_ptr(), name)
@@ -138,7 +138,7 @@ class TransformersEngine(SteppingEngine):
         return (checksums(self._held(), self.model.dtype),)
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that is computed with, by the name it is published under, each storage once."""
+        """Every tensor in use under its published name, each storage once."""
         known = set()
         for name, tensor in self.model.named_parameters(remove_duplicate=False):
             if tensor.data_ptr() not in known:

@@ -1,8 +1,8 @@
-"""vLLM's changes of model classes, kept to vLLM's own model.
+"""Limits vLLM's changes of model classes to vLLM's own model.
 
-For families that it has no code of its own for, vLLM serves the model of transformers, and decorates its
-class in place: the constructor then asks for vLLM's configuration, and a call for what only that constructor
-sets. Every other model of the class in this process, a trainer's or a reference's, would fail by it.
+For families that it does not implement, vLLM serves the model of transformers and decorates its class in
+place. The constructor then requires vLLM's configuration, and a call requires attributes that only this
+constructor sets. Every other model of the class in this process would fail, such as the trainer's.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import nn
 
 @contextmanager
 def apart() -> Iterator[dict[type[nn.Module], type[nn.Module]]]:
-    """Let vLLM decorate classes inside; afterwards they are as they were.
+    """Let vLLM decorate classes in the block, and undo it at the end.
 
     Yields:
-        Each class that was decorated, and a subclass of it that has vLLM's changes: for :func:`give`.
+        Each decorated class, with a subclass that has vLLM's changes; for :func:`give`.
     """
     from vllm.compilation import decorators
 
@@ -28,12 +28,12 @@ def apart() -> Iterator[dict[type[nn.Module], type[nn.Module]]]:
     decorate = decorators._support_torch_compile
 
     def noted(cls: type[nn.Module], *args: Any, **options: Any) -> type[nn.Module]:
-        # Its own classes vLLM decorates when it imports them, once and for good.
+        # vLLM decorates its own classes once, when it imports them.
         if cls.__module__.startswith("vllm.") or cls in changed:
             return decorate(cls, *args, **options)  # type: ignore[no-any-return]
         bases, own = cls.__bases__, dict(vars(cls))
         decorated: type[nn.Module] = decorate(cls, *args, **options)
-        # Not what transformers notes in a class when it builds a model later.
+        # Attributes that transformers adds when it builds a model later are not vLLM's.
         changes = {n: value for n, value in vars(cls).items() if n not in own or own[n] is not value}
         before.append((cls, bases, own, list(changes)))
         added = [base for base in cls.__bases__ if base not in bases]
@@ -55,7 +55,7 @@ def apart() -> Iterator[dict[type[nn.Module], type[nn.Module]]]:
 
 
 def give(model: nn.Module, changed: dict[type[nn.Module], type[nn.Module]]) -> None:
-    """Let vLLM's own ``model``, and it alone, be of the classes that :func:`apart` has kept."""
+    """Give the modules of vLLM's own ``model``, and no others, the subclasses that :func:`apart` kept."""
     for module in model.modules():
         if type(module) in changed:
             module.__class__ = changed[type(module)]

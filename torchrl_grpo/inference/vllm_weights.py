@@ -1,9 +1,9 @@
-"""Weights into a running vLLM, and what it multiplies with read back out of it.
+"""Loads weights into a running vLLM and reads back the weights that it multiplies with.
 
-vLLM fuses and packs what it loads. A parameter that stays readable is read where the kernels read it. Of a
-matrix that is packed for a CPU and then freed (or quantized) the checksum is taken of the very tensor that is
-packed, at the moment of packing, and kept with the function that multiplies with the result; some columns
-of the packed matrix are multiplied out and compared, which is exact: a one times a number, plus zeros.
+vLLM fuses and packs the weights that it loads. A parameter that stays readable is read where the kernels read
+it. A matrix may be packed for a CPU and then freed, or quantized. Its checksum is taken of the tensor that is
+packed, at the moment of packing, and kept with the function that multiplies with the result. Some columns of
+the packed matrix are multiplied out and compared. This is exact: one times a number, plus zeros.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.checksums import Checksums, gathered, ordered_row_sums, row_sums
 from torchrl_grpo.inference.layout import Layout, Seen, Shape, fingerprint, in_format, learn
 
-# Columns of a packed matrix that are multiplied out when the layout is learned. At a publication one matrix
-# in so many, drawn at random, gives back a column.
+# Columns of a packed matrix that are multiplied out when the layout is learned. At a publication, one column
+# is multiplied out of one in this many matrices, drawn at random.
 _LEARNED_COLUMNS, _ONE_IN = 8, 16
-# Publications that are compared with what vLLM read from disk: the start test publishes twice.
+# Number of publications compared with the weights that vLLM read from disk; the start test publishes twice.
 _COMPARED = 2
 
 
 @dataclass
 class _Packed:
-    """What a layer packed last.
+    """Record of the last packing of a layer.
 
     Attributes:
         sums: checksums by name of the published tensor.
-        multiply: the function that multiplies with the packed copy, where the layer has one.
-        sound: whether the packed copy gave back the columns that it was asked for.
+        multiply: function that multiplies with the packed copy, if the layer has one.
+        sound: whether the packed copy reproduced the columns that were checked.
     """
 
     sums: list[tuple[str, Tensor]]
@@ -47,7 +47,7 @@ class VLLMWeights:
     """The weights of one vLLM worker.
 
     Args:
-        worker: of vLLM; it holds the whole model.
+        worker: vLLM worker that holds the whole model.
         dtype: number format of the model.
     """
 
@@ -55,14 +55,14 @@ class VLLMWeights:
         self._worker = worker
         self.dtype = dtype
         self.layout: Layout | None = None
-        # While the layout is learned: engine tensors as they were before they were processed.
+        # Engine tensors before vLLM processed them; set while the layout is learned.
         self._seen: dict[str, Seen] | None = None
         self._packed: dict[str, _Packed] = {}
         self._packed_keys: set[str] = set()
-        # Sums of the rows that vLLM read from disk itself, and for how many publications they are of use.
+        # Row sums of the weights that vLLM itself read from disk, and the publications compared with them.
         self._first: dict[str, Tensor] = {}
         self._compared = 0
-        # vLLM's, whose processing of weights is watched.
+        # vLLM's quantization methods, whose processing of weights is watched.
         self._methods: list[Any] = []
         self._generator = torch.Generator().manual_seed(0)
         self._watch()

@@ -1,6 +1,6 @@
-"""What people see of a run: metrics, rollouts, loggers, progress, and the report at its end.
+"""Metrics, rollouts, loggers, progress, and the report at the end of a run.
 
-Nothing here decides anything about training, and nothing but :mod:`.loggers` needs torch.
+Nothing here influences training. Only :mod:`.loggers` imports torch.
 """
 
 from torchrl_grpo.observe.loggers import Loggers, build

@@ -175,7 +175,7 @@ def _wandb_key() -> bool:
         return netrc.netrc(str(path)).authenticators(host) is not None
     except netrc.NetrcParseError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error}), so there is no telling whether W&B has a key: fix the "
+            f"{path} cannot be read ({error}), so it is unknown whether W&B has a key: fix the "
             "file, or set WANDB_MODE=offline."
         ) from error
 

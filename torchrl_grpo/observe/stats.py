@@ -1,7 +1,4 @@
-"""The few statistics a report needs: an interval for an accuracy, pass@k, and peak memory.
-
-Left out: intervals for differences and anything that would need scipy.
-"""
+"""Statistics of a report: an interval for an accuracy, pass@k, and peak memory. None needs scipy."""
 
 from __future__ import annotations
 
@@ -20,13 +17,13 @@ Z_95 = 1.959963984540054
 def wilson(successes: float, n: int, z: float = Z_95) -> tuple[float, float]:
     """Wilson score interval of a proportion (Wilson 1927), without continuity correction.
 
-    Unlike the textbook interval ``p +- z sqrt(p (1-p) / n)`` it stays inside [0, 1] and is not empty
-    at 0 or n successes, which is where an untrained and a well-trained model live.
+    Unlike the textbook interval ``p +- z sqrt(p (1-p) / n)`` it stays inside [0, 1] and is not empty at 0 or
+    n successes, which are common for untrained and for well-trained models.
 
     Args:
-        successes: how many of the ``n`` succeeded; a fraction where single results are fractions.
-        n: number of trials; with none, nothing is known and the interval is (0, 1).
-        z: normal quantile, 95 % unless told otherwise.
+        successes: number of successes; a fraction if single results are fractions.
+        n: number of trials; without any the interval is (0, 1).
+        z: quantile of the normal distribution; by default for 95 %.
 
     Returns:
         Lower and upper bound.
@@ -55,7 +52,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
     Args:
         n: samples drawn for the problem.
-        correct: how many of them were correct.
+        correct: number of correct samples.
         k: samples allowed, at most ``n``.
 
     Returns:
@@ -78,8 +75,8 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def peak_memory_gib() -> float:
     """Largest resident memory this process has had, in GiB; its children are not counted.
 
-    Linux hands ``ru_maxrss`` of the parent on to a child that it starts, so the kernel's own mark of
-    this address space (``VmHWM``) is read where there is one.
+    On Linux a child inherits ``ru_maxrss`` of its parent, so this reads the kernel's mark of the address
+    space (``VmHWM``) if there is one.
     """
     status = Path("/proc/self/status")
     if status.exists():
@@ -93,9 +90,9 @@ def peak_memory_gib() -> float:
 
 
 def cuda_in_use(name: str, device: torch.device) -> dict[str, float]:
-    """A metric: what is taken of a GPU right now, in GiB, by whichever process; none on a CPU.
+    """A metric: memory of a GPU in use by all processes, in GiB; none on a CPU.
 
-    What PyTorch has freed and keeps counts as taken, so after a phase this is the most that it needed.
+    Memory that PyTorch freed and caches counts as used, so after a phase this is the most that it needed.
     """
     if device.type != "cuda":
         return {}

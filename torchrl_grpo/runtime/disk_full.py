@@ -1,4 +1,4 @@
-"""Recognize a disk that is full, which each library that writes a file says in words of its own."""
+"""Recognizes a full disk, which every library that writes files reports differently."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import errno
 import re
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# How the standard library of Rust ends what the system said: safetensors and tokenizers pass it on as text.
+# Rust's standard library appends this to the system's message; safetensors and tokenizers pass on the text.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
-# Where torch.save writes, in C++; it does not pass on what the system said.
+# The C++ file in which torch.save writes; its errors leave the system's message out.
 _TORCH_WRITER = "inline_container"
 
 
 def says_no_room(error: Exception) -> bool:
-    """Whether ``error`` says that a file could not grow: full disk, used up quota, limit of a file's size."""
+    """Whether a file could not grow: the disk is full, or a quota or a limit of file sizes is reached."""
     if isinstance(error, OSError):
         return error.errno in _NO_ROOM
     text = str(error)

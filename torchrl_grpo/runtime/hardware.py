@@ -1,4 +1,4 @@
-"""GPUs and memory of this machine, asked of the driver and the kernel and not of torch."""
+"""Reads GPUs and memory of this machine from the driver and the kernel, without torch."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Gpu:
     """One GPU of the machine, as nvidia-smi describes it.
 
     Attributes:
-        uuid: its identifier.
-        gib: its memory; None where nobody says.
-        capability: its compute capability; None where nobody says.
-        driver: the driver's version; empty where nobody says.
+        uuid: identifier.
+        gib: memory in GiB; None if unknown.
+        capability: compute capability; None if unknown.
+        driver: version of the driver; empty if unknown.
     """
 
     uuid: str = ""
@@ -51,12 +51,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What there is.
+    """GPUs and memory of a machine.
 
     Attributes:
-        gpus: memory of each visible GPU in GiB, in CUDA's order; None where nobody says.
-        cpu_gib: memory of the machine that is available to this process; None where nobody says.
-        capabilities: compute capability of each visible GPU; shorter than ``gpus`` or None where nobody says.
+        gpus: memory of each visible GPU in GiB, in CUDA's order; None if unknown.
+        cpu_gib: memory in GiB that is available to this process; None if unknown.
+        capabilities: compute capability of each visible GPU; shorter than ``gpus`` or None if unknown.
     """
 
     gpus: tuple[float | None, ...] = ()
@@ -66,7 +66,7 @@ class Hardware:
     def has_fast_bfloat16(self, devices: Iterable[str]) -> bool:
         """Whether all of ``devices`` (``cpu``, ``cuda:N``) compute fast in bfloat16: ``auto`` picks it.
 
-        A GPU of which nothing is known is taken for one that does, as all since 2020 do.
+        A GPU of unknown capability counts as fast, as all GPUs since 2020 are.
         """
         return all(self._is_fast(name) for name in devices)
 
@@ -93,8 +93,8 @@ def cpu_has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether this CPU multiplies matrices faster in bfloat16 than in float32.
 
     Measured on two cores, GFLOP/s of bfloat16 and float32: 774 and 190 on AMD with AVX512_BF16, 150 and 250
-    on Intel with the same instructions and no AMX, 1 and 137 with AVX2. By the processor's name and not by a
-    clock, so that a run computes in the same numbers each time it is resumed.
+    on Intel with the same instructions and no AMX, 1 and 137 with AVX2. This reads the processor's name and
+    no clock, so that a resumed run computes in the same number format.
     """
     said = cpuinfo.read_text() if cpuinfo.exists() else ""
     return "amx_bf16" in said or ("avx512_bf16" in said and "AuthenticAMD" in said)
@@ -124,7 +124,7 @@ def _vllm_is_for_cpus() -> bool:
 
 
 def _version(package: str) -> str | None:
-    """Of an installed package; None where it is not installed."""
+    """Version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -234,7 +234,7 @@ def visible(listed: list[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
         if entry.isdigit() and int(entry) < len(listed):
             found.append(listed[int(entry)])
         elif entry.startswith("MIG-"):
-            # A slice of a GPU; its size stands nowhere that can be read without its driver's library.
+            # A slice of a GPU; its size cannot be read without the driver's library.
             found.append(Gpu(driver=listed[0].driver if listed else ""))
         elif match := [gpu for gpu in listed if entry and gpu.uuid.startswith(entry)]:
             found.append(match[0])

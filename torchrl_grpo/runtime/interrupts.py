@@ -1,8 +1,7 @@
-"""Interrupts that are not lost, and that leave several ranks in step.
+"""Keeps interrupts from getting lost, and ranks in step when one is interrupted.
 
-A library may catch KeyboardInterrupt where it meant to catch its own errors: one that tries an import, say,
-and takes whatever goes wrong in it for a package that is not installed. And a rank that leaves a collective
-call half done leaves the others waiting in it.
+A library may swallow KeyboardInterrupt, for example if it takes any exception of an import for a missing
+package. A rank that leaves a collective call early leaves the other ranks waiting in it.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ _HELD = b"interrupted: the training ranks finish what they have begun together; 
 
 @contextmanager
 def remembered() -> Iterator[Callable[[], None]]:
-    """Remember an interrupt that comes inside, beside raising it as always.
+    """Raise interrupts as usual, and remember that one came.
 
     Yields:
-        A call that raises KeyboardInterrupt again if one has come and has got lost.
+        A function that raises KeyboardInterrupt if one came and was swallowed.
     """
     came = False
 
@@ -39,7 +38,7 @@ def remembered() -> Iterator[Callable[[], None]]:
 
     ours = (
         threading.current_thread() is threading.main_thread()
-        # Ignored under nohup, and somebody else's business where this is part of a larger program.
+        # It is ignored under nohup, and a larger program around this one may have its own handler.
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     )
     if ours:
@@ -53,13 +52,13 @@ def remembered() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Keep an interrupt that comes inside until the end, where it is raised; a second is raised at once.
+    """Delay an interrupt to the end of the block; raise a second one at once.
 
     Raises:
-        KeyboardInterrupt: at the end, or at the second one.
+        KeyboardInterrupt: at the end after one interrupt, or at the second one.
     """
     previous = signal.getsignal(signal.SIGINT)
-    # Python's handlers run in the main thread only; what is no call (ignored, not Python's) stays as it is.
+    # Python runs handlers in the main thread only. One that is not callable (ignored, not Python's) stays.
     if threading.current_thread() is not threading.main_thread() or not callable(previous):
         yield
         return
@@ -70,8 +69,8 @@ def held() -> Iterator[None]:
         if came:
             previous(number, frame)
         came = True
-        # Not through the stream: what was interrupted may be writing to it. A terminal that is gone is no
-        # reason to leave the others half way.
+        # Not through the stream: the interrupted code may be writing to it. The other ranks must not be left
+        # waiting because the terminal is closed.
         with suppress(OSError):
             os.write(screen.err_descriptor(), _HELD)
 

@@ -1,4 +1,4 @@
-"""Memory that ran out, of whichever device and library: how it is told from other errors, and said."""
+"""Recognizes errors of any device and library that mean too little memory, and reports them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory"
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that there was too little memory; some libraries say so by its text alone."""
+    """Whether ``error`` means that memory ran out; some libraries show this in the text alone."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
@@ -21,10 +21,10 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def stopping(message: str) -> Iterator[None]:
-    """Let ``message`` be what a user sees where memory runs out inside.
+    """Report ``message`` to the user if memory runs out in the block.
 
     Args:
-        message: what was being done, and what to change.
+        message: text that says what ran and what to change.
 
     Raises:
         TrainingStopped: memory ran out.

@@ -1,7 +1,7 @@
-"""Packages that some runs use and that others import whenever they are installed. Imports none of them.
+"""Silences optional packages in runs that do not use them. Imports none of them.
 
-transformers and accelerate import DeepSpeed, and PEFT imports bitsandbytes, to see what they could do. What
-these warn of then concerns nobody who has not asked for them.
+transformers and accelerate import DeepSpeed, and PEFT imports bitsandbytes, whenever they are installed.
+Their warnings matter only to runs that use them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which training rank this process is, as ``torchrun`` and ``accelerate launch`` write in its environment."""
+"""Reads the rank of this process from the environment that ``torchrun`` and ``accelerate launch`` set."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 
 
 def launched() -> bool:
-    """Whether a launcher has started this process as one of several ranks."""
+    """Whether a launcher started this process as one of several ranks."""
     return world_size() > 1
 
 
 def rank() -> int:
-    """Number of this process among the training ranks; 0 is the one that collects, logs and saves."""
+    """Number of this process among the training ranks; rank 0 collects, logs and saves."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -21,10 +21,10 @@ def local_rank() -> int:
 
 
 def local_world_size() -> int:
-    """Training ranks on this machine."""
+    """Number of training ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def world_size() -> int:
-    """Training ranks, 1 without a launcher."""
+    """Number of training ranks; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""Seeds that depend on names and on nothing that ran before."""
+"""Derives seeds from names alone, so that no seed depends on what ran before."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import hashlib
 
 
 def derive_seed(seed: int, *names: object) -> int:
-    """A 48-bit seed that depends on ``seed`` and ``names``; engines add the sample's number to it."""
+    """Derive a 48-bit seed from ``seed`` and ``names``; engines add the number of the sample to it."""
     digest = hashlib.blake2b("/".join(map(str, (seed, *names))).encode(), digest_size=6).digest()
     return int.from_bytes(digest, "big")
 
 
 def group_seed(seed: int, group_id: int, groups_per_round: int) -> int:
-    """Of the sampling of a group, by the run's seed and the group's number alone."""
+    """Derive the sampling seed of a group from the seed of the run and the number of the group alone."""
     return derive_seed(seed, "rollout", *divmod(group_id, groups_per_round))

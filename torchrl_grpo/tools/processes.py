@@ -1,4 +1,4 @@
-"""Runs started as a user starts them, watched from outside: for the checks that kill them."""
+"""Starts runs as a user does, for checks that watch and kill them from outside."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _COMMANDS = Path(sysconfig.get_path("scripts"))
 def started(
     folder: Path, overrides: Sequence[str], script: str = "grpo.py"
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The script in ``folder``, resumed where there is a checkpoint.
+    """Start the script in ``folder``; resume if there is a checkpoint.
 
-    Its output goes into a file: a pipe that nobody reads would stop it once full.
+    Its output goes to a file: a full pipe that nobody reads would block it.
     """
     resume = ["resume=auto"] if has_checkpoint(folder) else []
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -30,10 +30,10 @@ def started(
 
 
 def check(folder: Path, process: subprocess.Popen[bytes]) -> None:
-    """Refuse a run that failed.
+    """Show the output of a run that failed.
 
     Raises:
-        SystemExit: it did; its output is shown.
+        SystemExit: the run failed.
     """
     if process.returncode:
         sys.stderr.write(_output(folder).read_text(errors="replace"))
@@ -41,7 +41,7 @@ def check(folder: Path, process: subprocess.Popen[bytes]) -> None:
 
 
 def newest_step(folder: Path) -> int:
-    """The step of the last whole line of ``metrics.jsonl``; 0 when there is none."""
+    """The step of the last whole line of ``metrics.jsonl``; 0 without one."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return 0
@@ -50,7 +50,7 @@ def newest_step(folder: Path) -> int:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether there is a whole checkpoint."""
+    """Whether there is a complete checkpoint."""
     return any((folder / "checkpoints").glob("[0-9]*/manifest.json"))
 
 

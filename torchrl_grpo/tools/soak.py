@@ -1,15 +1,16 @@
-"""Shows on this machine that asynchronous runs survive what happens to processes.
+"""Checks on this machine that asynchronous runs survive the death of their processes.
 
 ``python -m torchrl_grpo.tools.soak [--kills 20] [--seed 0] [overrides ...]``
 
 runs ``grpo-async.py`` and, at random moments, kills with signal 9 one of: a rollout worker; the trainer, with
-its buffer; Ray's node process, with the object store. A run whose trainer is gone is resumed. At the end
+its buffer; Ray's node process, with the object store. A run without its trainer is resumed. The check holds
+if
 
-* the run has taken every step, and each group was trained on once;
-* its books add up: issued = trained + dropped + left;
-* no process and no shared memory is left of any of the trainers.
+* the run took every step, and trained on each group once;
+* its counts add up: issued = trained + dropped + left;
+* no process and no shared memory of any trainer is left.
 
-Exit code 0 when all of it holds, 1 when not.
+The exit code is 0 if the check holds, else 1.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ DEFAULTS = (
 )
 SCRIPT = "grpo-async.py"
 KINDS = ("worker", "trainer", "node")
-# How the operating system shows them.
+# Starts of the commands by which the operating system lists them.
 _COMMANDS = {"worker": "ray::RolloutActor", "node": "--raylet_socket_name="}
-# Ray's helpers look every few seconds whether their node still lives.
+# Ray's helpers check every few seconds whether their node is alive.
 _LINGER_S = 90.0
 
 
@@ -62,8 +63,8 @@ def victim(process: subprocess.Popen[bytes], kind: str, moments: random.Random) 
     found = []
     for one in family(process):
         with contextlib.suppress(psutil.NoSuchProcess):
-            words = one.cmdline()
-            at = {"worker": words[:1], "node": words[1:2]}[kind]
+            argv = one.cmdline()
+            at = {"worker": argv[:1], "node": argv[1:2]}[kind]
             if at and at[0].startswith(_COMMANDS[kind]):
                 found.append(one)
     return moments.choice(found) if found else None
@@ -72,14 +73,20 @@ def victim(process: subprocess.Popen[bytes], kind: str, moments: random.Random) 
 def kill_at_random(
     folder: Path, overrides: Sequence[str], moments: random.Random, left: int, longest_s: float
 ) -> tuple[Counter[str], bool]:
-    """Run until the trainer has been killed or has ended; returns the kills, and whether it ended by itself.
+    """Run until the trainer is killed or ends.
 
     Args:
-        folder: of the run.
-        overrides: of the configuration.
-        moments: draws who dies and when.
-        left: kills at most.
-        longest_s: between two kills.
+        folder: folder of the run.
+        overrides: overrides of the configuration.
+        moments: generator that draws victims and moments.
+        left: largest number of kills.
+        longest_s: longest time between two kills, in seconds.
+
+    Returns:
+        Kills by kind, and whether the trainer ended by itself.
+
+    Raises:
+        SystemExit: processes were left behind, or the run failed without a kill.
     """
     kills: Counter[str] = Counter()
     seen: dict[int, psutil.Process] = {}
@@ -96,7 +103,7 @@ def kill_at_random(
                         kills[kind] += 1
                         print(f"killed: {kind}, after step {newest_step(folder)}", flush=True)
                     due = time.monotonic() + moments.uniform(0, longest_s)
-            # Nothing tells when a process is there to be killed; this also sees the trainer's end at once.
+            # No event announces a process to kill; this wait also returns as soon as the trainer ends.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=0.1)
     _, alive = psutil.wait_procs(list(seen.values()), timeout=_LINGER_S)
@@ -115,7 +122,7 @@ def kill_at_random(
 
 
 def soak(overrides: Sequence[str], kills: int, seed: int, folder: Path, longest_s: float) -> bool:
-    """See the module; returns whether all of it holds."""
+    """Run and kill as the module describes; return whether the check holds."""
     moments = random.Random(seed)
     before = _shared_memory()
     run = folder / "run"
@@ -125,23 +132,23 @@ def soak(overrides: Sequence[str], kills: int, seed: int, folder: Path, longest_
         more, ended = kill_at_random(run, overrides, moments, kills - sum(done.values()), longest_s)
         done += more
         if not ended and not has_checkpoint(run) and run.exists():
-            # Nothing to resume: what a user does is start again.
+            # Without a checkpoint a user would start again.
             shutil.rmtree(run)
     summary = json.loads((run / "summary.json").read_text())
-    books = summary["groups"]
+    counts = summary["groups"]
     rows = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     each = Counter(row["group_id"] for row in rows)
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     findings = {
         "every kill happened": sum(done.values()) == kills,
-        "issued = trained + dropped + left": books["issued"]
-        == books["trained"] + books["dropped_age"] + books["dropped_filter"] + books["left"],
-        "every group was trained on once": len(each) == books["trained"] and len(set(each.values())) == 1,
+        "issued = trained + dropped + left": counts["issued"]
+        == counts["trained"] + counts["dropped_age"] + counts["dropped_filter"] + counts["left"],
+        "every group was trained on once": len(each) == counts["trained"] and len(set(each.values())) == 1,
         "every step was logged once": steps == sorted(set(steps)) and steps[-1] == summary["steps"],
         "no shared memory is left": not (_shared_memory() - before),
     }
     print(
-        f"{sum(done.values())} kills: {dict(done)}; groups: {books}; restarts: {summary['worker_restarts']}"
+        f"{sum(done.values())} kills: {dict(done)}; groups: {counts}; restarts: {summary['worker_restarts']}"
     )
     print(f"held-out accuracy: {summary['accuracy_before']} -> {summary['accuracy_after']}")
     for what, holds in findings.items():
@@ -161,11 +168,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m torchrl_grpo.tools.soak",
-        description="Kill processes of an asynchronous run at random moments, and check what comes of it.",
+        description="Kill processes of an asynchronous run at random moments, and check that it recovers.",
     )
-    parser.add_argument("--kills", type=int, default=20, help="how many (default 20)")
-    parser.add_argument("--seed", type=int, default=0, help="of moments and victims (default 0)")
-    parser.add_argument("--longest", type=float, default=40.0, help="seconds between two kills at most")
+    parser.add_argument("--kills", type=int, default=20, help="number of kills (default 20)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of moments and victims (default 0)")
+    parser.add_argument(
+        "--longest", type=float, default=40.0, help="longest time between two kills, in seconds"
+    )
     parser.add_argument("--folder", type=Path, help="keep the run here instead of in a temporary folder")
     parser.add_argument(
         "overrides",

@@ -1,10 +1,10 @@
-"""Shows on this machine that a killed and resumed run is the uninterrupted run.
+"""Checks on this machine that a killed and resumed run equals the uninterrupted run.
 
 ``python -m torchrl_grpo.tools.verify_resume [--kills 5] [--seed 0] [overrides ...]``
 
 runs the given configuration once to its end, then again with ``kill -9`` at random moments, one of them
-inside the write of a checkpoint, each followed by ``resume=auto``; at the end every line of
-``metrics.jsonl`` and ``rollouts.jsonl`` must be equal, timings aside. Exit code 0 when it holds, 1 when not.
+while a checkpoint is written. ``resume=auto`` follows each kill. At the end every line of ``metrics.jsonl``
+and ``rollouts.jsonl`` must be equal except for timings. The exit code is 0 if they are, else 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from torchrl_grpo.tools.processes import check, has_checkpoint, newest_step, started
 
-# What a clock or the operating system decides; everything else must be equal.
+# Metrics that depend on a clock or the operating system. All others must be equal.
 MEASURED = ("time/", "throughput/", "memory/")
 DEFAULTS = (
     "--config-name=grpo_quickstart",
@@ -52,12 +52,12 @@ class Kill(NamedTuple):
 
 
 def unmeasured(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of ``metrics.jsonl`` without what a clock decides."""
+    """A line of ``metrics.jsonl`` without metrics that depend on a clock."""
     return {name: value for name, value in line.items() if not name.startswith(MEASURED)}
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file, without what a clock decides."""
+    """The lines of a JSONL file, without metrics that depend on a clock."""
     return [unmeasured(json.loads(line)) for line in path.read_text().splitlines()]
 
 
@@ -109,7 +109,7 @@ def run_and_kill(
                 process.kill()
                 process.wait()
                 return Kill(newest_step(folder), _is_writing(folder))
-            # Nothing tells another process that a file grew; a wait with a limit also sees the end at once.
+            # No event announces that a file grew; this wait also returns as soon as the process ends.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=0.02)
     check(folder, process)
@@ -149,7 +149,7 @@ def verify(overrides: Sequence[str], kills: int, seed: int, folder: Path) -> boo
         where = "inside the write of a checkpoint" if kill.writing else "outside checkpoints"
         print(f"kill {number + 1}: after step {kill.step}, {where}", flush=True)
         if not has_checkpoint(broken):
-            # Nothing to resume: what a user does is start again.
+            # Without a checkpoint a user would start again.
             shutil.rmtree(broken)
     run_to_end(broken, overrides)
     equal = True
@@ -173,8 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m torchrl_grpo.tools.verify_resume",
         description="Kill a run at random moments, resume it, and compare it with an uninterrupted one.",
     )
-    parser.add_argument("--kills", type=int, default=5, help="how often to kill (default 5)")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments (default 0)")
+    parser.add_argument("--kills", type=int, default=5, help="number of kills (default 5)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments (default 0)")
     parser.add_argument("--folder", type=Path, help="keep both runs here instead of in a temporary folder")
     parser.add_argument(
         "overrides",
