@@ -324,6 +324,16 @@ def test_phases_on_a_terminal_count_seconds_and_come_before_the_bar():
     assert not any(t.name == "phase" for t in threading.enumerate())
 
 
+@pytest.mark.parametrize("size", [(0, 24), (110, 0)])
+def test_plain_lines_on_a_terminal_without_room_for_a_bar(size, monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(stream, "fileno", lambda: 2)
+    monkeypatch.setattr(os, "get_terminal_size", lambda number: os.terminal_size(size))
+    with Progress(4, stream=stream) as progress:
+        progress.update(0)
+    assert stream.getvalue() == "step 0/4\n"
+
+
 def test_progress_off_prints_notes_only():
     for stream in (io.StringIO(), Terminal()):
         with Progress(4, enabled=False, stream=stream) as progress:

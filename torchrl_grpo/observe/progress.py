@@ -19,12 +19,13 @@ from tqdm import tqdm
 from torchrl_grpo.runtime import screen
 
 
-def _has_columns(terminal: TextIO) -> bool:
-    """False for a terminal that says it is 0 columns wide, in which a bar would show nothing."""
+def _has_room(terminal: TextIO) -> bool:
+    """False for a terminal that reports 0 columns or 0 rows, in which tqdm shows nothing."""
     try:
-        return os.get_terminal_size(terminal.fileno()).columns > 0
+        size = os.get_terminal_size(terminal.fileno())
     except OSError:
         return True
+    return size.columns > 0 and size.lines > 0
 
 
 class _PhaseLine:
@@ -92,7 +93,7 @@ class Progress:
         self._clock = clock
         self._started = clock()
         self._accuracy = ""
-        self._on_terminal = enabled and self._stream.isatty() and _has_columns(self._stream)
+        self._on_terminal = enabled and self._stream.isatty() and _has_room(self._stream)
         self._phase: _PhaseLine | None = None
         self._bar: tqdm[Any] | None = None
 
