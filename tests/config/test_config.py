@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
+from enum import EnumType
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchrl_grpo import rewards
 from torchrl_grpo.cli.compose import composer, open_free_form
-from torchrl_grpo.config import Config, checks, parse
+from torchrl_grpo.config import Config, checks, parse, values
 from torchrl_grpo.config import keys as config_keys
+from torchrl_grpo.config.__main__ import files
 from torchrl_grpo.config.parsing import keys
 from torchrl_grpo.data import load
 from torchrl_grpo.errors import ConfigError
@@ -89,9 +91,16 @@ def test_every_key_of_a_file_exists_and_is_explained_where_it_stands(path: Path)
             assert lines[number - 1].strip().startswith("# "), f"{path.name}: no comment above {line}"
 
 
-def test_every_key_of_the_schema_is_explained_in_the_base_or_the_policy() -> None:
-    explained = {*yaml_keys(CONFIG / "base.yaml"), *yaml_keys(CONFIG / "policy" / "grpo.yaml")}
-    assert explained == set(keys().leaves)
+def test_every_key_of_the_schema_has_help_and_stands_in_the_base_or_the_policy() -> None:
+    shown = {*yaml_keys(CONFIG / "base.yaml"), *yaml_keys(CONFIG / "policy" / "grpo.yaml")}
+    assert shown == set(keys().leaves)
+    assert not [key for key, text in keys().help.items() if not text.rstrip().endswith(".")]
+
+
+@pytest.mark.parametrize(("name", "text"), files().items())
+def test_base_and_policy_are_generated_from_the_schema(name: str, text: str) -> None:
+    shipped = (CONFIG / name).read_text(encoding="utf-8")
+    assert shipped == text, f"config/{name} differs from the schema; run python -m torchrl_grpo.config"
 
 
 def test_base_and_policy_show_the_defaults_of_the_schema() -> None:
@@ -99,6 +108,12 @@ def test_base_and_policy_show_the_defaults_of_the_schema() -> None:
     assert isinstance(base, dict)
     base["policy"] = OmegaConf.to_container(OmegaConf.load(CONFIG / "policy" / "grpo.yaml"))
     assert base == dataclasses.asdict(Config())
+
+
+def test_choices_are_written_as_they_are_named() -> None:
+    choices = [hint for hint in keys().leaves.values() if isinstance(hint, EnumType)]
+    assert len(choices) > 20
+    assert all(choice.name == choice.value for hint in choices for choice in hint)
 
 
 def test_every_key_of_every_shipped_configuration_is_read_by_code() -> None:
@@ -136,14 +151,13 @@ def test_tables_of_the_checks_agree_with_the_code_they_speak_for() -> None:
     from torchrl_grpo.data.load import DATASETS
     from torchrl_grpo.rewards.registry import REWARDS
 
-    assert set(values.DATASETS) == set(DATASETS)
-    assert set(checks.REWARDS) == set(REWARDS)
-    for dataset in values.DATASETS:
-        for reward in checks.REWARDS:
+    assert set(values.Dataset) == set(DATASETS)
+    assert set(values.REWARDS) == set(REWARDS)
+    for dataset in values.Dataset:
+        for reward, reads in values.REWARDS.items():
             cfg = Config()
             cfg.env.dataset, cfg.reward.weights = dataset, {reward: 1.0}
-            judges = dataset in checks.REWARD_READS.get(reward, values.DATASETS)
-            if judges:
+            if dataset in reads:
                 assert rewards.registry.check_weights(cfg)
             else:
                 with pytest.raises(ConfigError):

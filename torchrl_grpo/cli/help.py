@@ -1,11 +1,44 @@
-"""The text of ``--help``, built from the configuration tree's own first lines.
+"""The text of ``--help``, built from the first lines of the configuration files and the help of the schema.
 
-It imports nothing but the standard library, so that it answers at once.
+It imports neither Hydra nor omegaconf, so that it answers at once.
 """
 
 from __future__ import annotations
 
+import re
+import textwrap
 from pathlib import Path
+
+from torchrl_grpo.config.parsing import keys
+
+_MOST_USED = (
+    "env.dataset",
+    "env.task",
+    "env.data_path",
+    "env.num_envs",
+    "env.repeats",
+    "model.name",
+    "inference_model.backend",
+    "inference_model.gpu_memory_utilization",
+    "inference_model.max_new_tokens",
+    "train_model.num_devices",
+    "train_model.devices",
+    "train_model.lora.rank",
+    "dry_run",
+    "policy.kl_coef",
+    "optimizer.lr",
+    "optimizer.weight_decay",
+    "train.total_dialog_turns",
+    "train.num_epochs",
+    "train.optim_batch_size",
+    "train.gradient_accumulation_steps",
+    "train.checkpoint_frequency",
+    "seed",
+    "resume",
+    "logging.backends",
+)
+# Column of the help of a key, and the width of the text.
+_COLUMN, _WIDTH = 33, 110
 
 _TEXT = """\
 Train a language model with GRPO on TorchRL.
@@ -20,43 +53,18 @@ groups (swap a whole group of keys, group=option):
 {groups}
 
 keys most used (key=value; `--cfg job` shows all with their values, config/base.yaml what each means):
-  env.dataset                    gsm8k, math, ifeval, reasoning_gym or jsonl
-  env.task                       the reasoning_gym task, e.g. gsm_symbolic
-  env.data_path                  read problems from here, without network
-  env.num_envs                   prompts in one collection round
-  env.repeats                    responses to each prompt, the group; at least 2
-  model.name                     smollm2-135m, a hub name or a folder
-  inference_model.backend        vllm or transformers
-  inference_model.gpu_memory_utilization
-                                 share of a GPU's memory that vllm takes
-  inference_model.max_new_tokens longest response
-  train_model.num_devices        devices that train: auto or a number;
-                                 also ref_model. and inference_model., and .devices=[0]
-  train_model.lora.rank          rank of adapters on a frozen model; 0 trains it whole
-  dry_run                        true shows the plan of devices and memory, and does not run
-  policy.kl_coef                 weight of the KL divergence to the reference model
-  optimizer.lr                   learning rate
-  optimizer.weight_decay         weight decay
-  train.total_dialog_turns       samples over the whole run; null with train.num_epochs=2, which
-                                 goes through the training problems that often
-  train.optim_batch_size         samples in one optimizer step
-  train.gradient_accumulation_steps
-                                 micro-batches an optimizer step is cut into
-  train.checkpoint_frequency     optimizer steps between checkpoints
-  seed                           of data order, sampling and engine
-  resume                         auto, or the path of a run: continue it
-  logging.backends               any of [csv,tensorboard,wandb]
-  hydra.run.dir                  the run folder; outputs/YYYY-MM-DD/HH-MM-SS by itself
+{keys}
+  hydra.run.dir                  Run folder; outputs/YYYY-MM-DD/HH-MM-SS unless it is set.
 
 options:
-  --help, -h                     this text
-  --config-name, -cn NAME        the configuration to start from ({default} by itself)
-  --config-dir, -cd DIR          a folder with configurations of your own
-  --config-path, -cp DIR         use this folder, and not the project's config/
+  --help, -h                     show this text
+  --config-name, -cn NAME        configuration to start from (default: {default})
+  --config-dir, -cd DIR          folder with configurations of your own
+  --config-path, -cp DIR         folder to use instead of the project's config/
   --cfg, -c job|hydra|all        show the configuration and do not run; --package, --resolve
-  --multirun, -m                 run every combination of the values given, below multirun/
-  --info, -i [WHAT]              how Hydra put the configuration together
-  --hydra-help, --version        Hydra's own help and version
+  --multirun, -m                 run every combination of the given values, in folders under multirun/
+  --info, -i [WHAT]              show how Hydra composed the configuration
+  --hydra-help, --version        show Hydra's help and version
   --shell-completion, -sc        eval "$({command} -sc install=bash)" turns on the tab key
 
 examples:
@@ -108,8 +116,24 @@ def help_text(program: str, config_dir: Path, config_name: str) -> str:
             groups.append(f"  {folder.name:<30} {options}")
     command = f"python {program}" if program.endswith(".py") else Path(program).name
     return _TEXT.format(
-        command=command, primaries="\n".join(primaries), groups="\n".join(groups), default=config_name
+        command=command,
+        primaries="\n".join(primaries),
+        groups="\n".join(groups),
+        keys="\n".join(_key_help(key) for key in _MOST_USED),
+        default=config_name,
     )
+
+
+def _key_help(key: str) -> str:
+    """Return a key and the first sentence of its help, in two columns."""
+    sentence = re.split(r"(?<=\.) (?=[A-Za-z])", keys().help[key].replace("e.g. ", "e.g.\0"))[0].replace(
+        "\0", " "
+    )
+    lines = textwrap.wrap(sentence, _WIDTH - _COLUMN)
+    start = f"  {key}".ljust(_COLUMN)
+    if len(start) > _COLUMN:
+        return "\n".join([start, *(" " * _COLUMN + line for line in lines)])
+    return start + ("\n" + " " * _COLUMN).join(lines)
 
 
 def _summary(text: str) -> str:

@@ -23,36 +23,13 @@ from torchrl_grpo.config.values import (
     ABOVE_ZERO,
     AT_LEAST,
     AT_MOST,
-    CHOICES,
-    DATASETS,
+    REWARDS,
     VLLM_LEAST_TEMPERATURE,
     ZERO_STAGES,
 )
 
 if TYPE_CHECKING:
     from torchrl_grpo.config.schema import Config, InferenceModelConfig, RefModelConfig, TrainModelConfig
-
-REWARDS = (
-    "gsm8k",
-    "format",
-    "math_verify",
-    "reasoning_gym",
-    "bare_number",
-    "closeness",
-    "ifeval",
-    "exact_match",
-)
-
-# Whose ground truths a reward can read; format and bare_number read none.
-_ANSWERS = ("gsm8k", "math", "jsonl")
-REWARD_READS: dict[str, tuple[str, ...]] = {
-    "gsm8k": _ANSWERS,
-    "math_verify": _ANSWERS,
-    "exact_match": _ANSWERS,
-    "reasoning_gym": ("reasoning_gym",),
-    "closeness": (*_ANSWERS, "reasoning_gym"),
-    "ifeval": ("ifeval",),
-}
 
 # W&B's own bound.
 _TAG_LENGTH = 64
@@ -137,10 +114,6 @@ def _check_each(cfg: Config) -> None:
     for key, value in _leaves(cfg, ""):
         if any(not math.isfinite(number) for number in _numbers(value)):
             raise bad_value(key, value, "must be finite", f"{key}=<a finite number>")
-    for key, choices in CHOICES.items():
-        value = attrgetter(key)(cfg)
-        if value not in choices:
-            raise bad_value(key, value, "is not one of the choices", f"one of {', '.join(choices)}")
     for key, (smallest, good) in AT_LEAST.items():
         value = attrgetter(key)(cfg)
         if value is not None and value < smallest:
@@ -278,9 +251,8 @@ def _check_rewards(cfg: Config) -> None:
             raise bad_value(
                 f"reward.weights.{name}", weight, wrong, "e.g. reward.weights={gsm8k: 1.0, format: 0.2}"
             )
-        reads = REWARD_READS.get(name, DATASETS)
-        if cfg.env.dataset not in reads:
-            able = [other for other in REWARDS if cfg.env.dataset in REWARD_READS.get(other, DATASETS)]
+        if cfg.env.dataset not in REWARDS[name]:
+            able = [other for other, reads in REWARDS.items() if cfg.env.dataset in reads]
             wrong = f"this reward cannot judge env.dataset={cfg.env.dataset}"
             raise bad_value(f"reward.weights.{name}", weight, wrong, f"a weight for one of {', '.join(able)}")
     if weights and not any(weights.values()):

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
+from copy import deepcopy
+from enum import EnumType
 from typing import Any
 
 from torchrl_grpo.errors import ConfigError
@@ -17,6 +19,21 @@ from torchrl_grpo.errors import ConfigError
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Any: "a value"}
 _PLURALS = {int: "whole numbers", float: "numbers", bool: "true or false", str: "names", Any: "values"}
 _EXAMPLES = {int: "1", float: "0.5", bool: "true", str: "NAME", Any: "VALUE"}
+
+
+def key(default: Any, help: str) -> Any:
+    """Declare a key of the schema.
+
+    Args:
+        default: the value where no file and no command line sets one; a list or a mapping is copied.
+        help: the meaning, for users. ``python -m torchrl_grpo.config`` writes it into the YAML files.
+
+    Returns:
+        The dataclass field.
+    """
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: deepcopy(default), metadata={"help": help})
+    return dataclasses.field(default=default, metadata={"help": help})
 
 
 def show(value: Any) -> str:
@@ -102,17 +119,20 @@ class KeyBook:
     Attributes:
         leaves: dotted key to type hint, for every key that holds a value.
         sections: dotted names of the nested dataclasses.
+        help: dotted key to its meaning.
         free_form: keys that hold a mapping whose own keys the user chooses.
     """
 
     def __init__(self, schema: type) -> None:
         self.leaves: dict[str, Any] = {}
         self.sections: set[str] = set()
+        self.help: dict[str, str] = {}
         self._defaults: dict[str, Any] = {}
         self._read(schema, schema(), "")
         self.free_form = {key for key, hint in self.leaves.items() if typing.get_origin(hint) is dict}
 
     def _read(self, schema: type, defaults: Any, prefix: str) -> None:
+        metadata = {field.name: field.metadata for field in dataclasses.fields(schema)}
         for name, hint in typing.get_type_hints(schema).items():
             value = vars(defaults)[name]
             if dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -120,6 +140,7 @@ class KeyBook:
                 self._read(hint, value, f"{prefix}{name}.")
             else:
                 self.leaves[prefix + name] = hint
+                self.help[prefix + name] = metadata[name]["help"]
                 self._defaults[prefix + name] = value
 
     def free_form_parent(self, key: str) -> str | None:
@@ -134,6 +155,11 @@ class KeyBook:
         """Return whether ``key`` holds a list, or a list or null."""
         hint = self.leaves.get(key)
         return any(typing.get_origin(option) is list for option in (hint, *typing.get_args(hint)))
+
+    def choices(self, key: str) -> list[str]:
+        """Return the values that ``key`` can have, where they are a fixed set of names."""
+        hint = self.leaves.get(key)
+        return list(hint.__members__) if isinstance(hint, EnumType) else []
 
     def nearest(self, key: str) -> str | None:
         """Return the existing key a misspelt ``key`` most likely meant, or None."""
@@ -167,6 +193,8 @@ class KeyBook:
         optional = type(None) in arguments
         if optional:
             hint = next(item for item in arguments if item is not type(None))
+        if choices := self.choices(key):
+            return f"one of {', '.join(choices)}"
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
         if origin is list:
             words = f"a list of {_PLURALS[arguments[0]]} in square brackets"
@@ -228,8 +256,13 @@ class KeyBook:
             value_type = typing.get_args(self.leaves[free])[1]
             example = f"{key}={_EXAMPLES[value_type]}"
             return ConfigError(f"{shown}: must be {_WORDS[value_type]}; write for example {example} instead")
+        example = self.example(key)
+        if choices := self.choices(key):
+            value = shown.partition("=")[2]
+            close = difflib.get_close_matches(value, choices, n=1)
+            example = ALSO_WRITTEN.get(f"{key}={value}", close[0] if close else example)
         return ConfigError(
-            f"{shown}: must be {self.describe(key)}; write for example {key}={self.example(key)} instead"
+            f"{shown}: must be {self.describe(key)}; write for example {key}={example} instead"
         )
 
     def section_value(self, section: str, shown: str) -> ConfigError:

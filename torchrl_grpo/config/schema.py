@@ -1,6 +1,7 @@
 """The typed schema of every run: Hydra composes ``config/`` into these dataclasses.
 
-The meaning of each key is written next to it in the YAML files under ``config/``.
+It is the one source of each key's type, default and help. ``python -m torchrl_grpo.config`` writes
+``config/base.yaml`` and ``config/policy/grpo.yaml`` from it.
 """
 
 from __future__ import annotations
@@ -8,247 +9,341 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchrl_grpo.config.keys import key
+from torchrl_grpo.config.schema_learning import (
+    InferenceModelConfig,
+    LoraConfig,
+    PolicyConfig,
+    RefModelConfig,
+    TrainModelConfig,
+)
+from torchrl_grpo.config.values import (
+    AnswerFormat,
+    Dataset,
+    OverlongPrompts,
+    Placement,
+    Schedule,
+    WeightUpdate,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "CollectorConfig",
+    "Config",
+    "EnvConfig",
+    "EvalConfig",
+    "InferenceModelConfig",
+    "LoggingConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PolicyConfig",
+    "RayConfig",
+    "RefModelConfig",
+    "RewardConfig",
+    "TrainConfig",
+    "TrainModelConfig",
+]
+
 
 @dataclass
 class EnvConfig:
     """The problems and how many of them a collection round takes."""
 
-    dataset: str = "gsm8k"
-    task: str | None = None
-    task_args: dict[str, Any] = field(default_factory=dict)
-    task_size: int = 10_000
-    data_path: str | None = None
-    eval_data_path: str | None = None
-    hub_name: str | None = None
-    hub_subset: str | None = None
-    train_split: str | None = None
-    eval_split: str | None = None
-    fields: dict[str, str] = field(default_factory=dict)
-    num_envs: int = 8
-    repeats: int = 8
-    system_prompt: str | None = None
-    prompt_template: str = "{question}"
-    answer_format: str = "tags"
-    overlong_prompts: str = "error"
-    shuffle: bool = True
-    train_on_ifeval: bool = False
+    dataset: Dataset = key(
+        Dataset.gsm8k,
+        "Source of the problems: gsm8k, math, ifeval, reasoning_gym or jsonl.",
+    )
+    task: str | None = key(None, "The reasoning_gym task, e.g. chain_sum; null for every other dataset.")
+    task_args: dict[str, Any] = key({}, "Arguments of the reasoning_gym task, e.g. {max_terms: 3}.")
+    task_size: int = key(
+        10_000,
+        "Number of problems to generate for training, for reasoning_gym and for composed IFEval prompts.",
+    )
+    data_path: str | None = key(
+        None,
+        "Read problems from this path instead of the hub: a JSONL file, a folder of splits or a saved "
+        "dataset.",
+    )
+    eval_data_path: str | None = key(
+        None,
+        "Read the held-out problems from this path; null reads them from eval_split.",
+    )
+    hub_name: str | None = key(
+        None,
+        "Name of the dataset on the Hugging Face hub; null takes the dataset's usual one.",
+    )
+    hub_subset: str | None = key(
+        None,
+        "Configuration of the dataset on the hub; null takes the dataset's usual one.",
+    )
+    train_split: str | None = key(None, "Split to train on; null takes train.")
+    eval_split: str | None = key(
+        None,
+        "Split of the held-out problems. null takes a test or validation split, or part of the training "
+        "split if there is none. The name of the training split holds out part of it.",
+    )
+    fields: dict[str, str] = key({}, "Columns of a jsonl dataset, e.g. {question: prompt, answer: solution}.")
+    num_envs: int = key(8, "Prompts in one collection round.")
+    repeats: int = key(
+        8,
+        "Responses to each prompt: the group within which advantages are computed. At least 2.",
+    )
+    system_prompt: str | None = key(None, "System message before every question; null sends none.")
+    prompt_template: str = key(
+        "{question}",
+        "Text of the user message; {question} is replaced by the question.",
+    )
+    answer_format: AnswerFormat = key(
+        AnswerFormat.tags,
+        "How a response gives its answer: tags expects <answer>...</answer>, plain expects the bare answer, "
+        'equation expects anything that ends in "= answer".',
+    )
+    overlong_prompts: OverlongPrompts = key(
+        OverlongPrompts.error,
+        "What to do with a prompt that leaves no room for inference_model.max_new_tokens in max_model_len: "
+        "error ends the run, drop skips the problem, truncate_left, truncate_right and truncate_middle cut "
+        "the question at that place.",
+    )
+    shuffle: bool = key(
+        True,
+        "Draw training problems in an order that depends on the seed; false keeps the order of the file.",
+    )
+    train_on_ifeval: bool = key(
+        False,
+        "Train on the prompts of the IFEval benchmark itself. Its accuracy then says nothing about new "
+        "prompts.",
+    )
 
 
 @dataclass
 class RewardConfig:
     """The rewards and how they are run."""
 
-    weights: dict[str, float] = field(default_factory=dict)
-    on_error: float = 0.0
-    timeout_s: float = 5.0
-    workers: int = 1
+    weights: dict[str, float] = key(
+        {},
+        "Weight of each reward in the sum, e.g. {gsm8k: 1.0, format: 0.2}; {} takes the dataset's defaults. "
+        "Names: gsm8k, format, math_verify, reasoning_gym, bare_number, closeness, ifeval, exact_match.",
+    )
+    on_error: float = key(
+        0.0,
+        "Value of a reward that raises an error. The error is also counted and logged.",
+    )
+    timeout_s: float = key(5.0, "Seconds that checking one answer may take before the checker is stopped.")
+    workers: int = key(1, "Number of processes that check answers (math_verify).")
 
 
 @dataclass
 class ModelConfig:
     """The language model."""
 
-    name: str = "smollm2-135m"
-    chat_template: str | None = None
-    trust_remote_code: bool = False
-    cache_dir: str | None = None
-
-
-@dataclass
-class PolicyConfig:
-    """The objective."""
-
-    surrogate: str = "clip"
-    surrogate_args: dict[str, float] = field(default_factory=dict)
-    clip_epsilon: float = 0.2
-    clip_epsilon_high: float | None = None
-    dual_clip: float | None = None
-    ratio: str = "token"
-    aggregation: str = "token"
-    aggregation_length: int | None = None
-    advantage_estimator: str = "group_mean"
-    advantage_std: str = "unbiased"
-    advantage_eps: float = 1e-4
-    reward_combination: str = "together"
-    reward_shift: float = 0.0
-    reward_scale: float = 1.0
-    reward_clip: float | None = None
-    constant_groups: str = "keep"
-    max_refills: int = 3
-    overlong: str = "keep"
-    overlong_buffer: int | None = None
-    kl_coef: float = 0.0
-    kl_estimator: str = "k3"
-    kl_in: str = "loss"
-    init_kl_coeff: float | None = None
-    kl_target: float | None = None
-    kl_horizon: int = 10_000
-    kl_inference_coef: float = 0.0
-    entropy_coef: float = 0.0
-    entropy_target: float | None = None
-    entropy_delta: float = 0.005
-    entropy_coef_max: float = 1.0
-    proximal: str = "auto"
-    correction: str = "none"
-    correction_level: str = "token"
-    correction_cap: float = 2.0
-    correction_floor: float = 0.0
-    tau: float = 0.1
-    q_temperature: float = 1.0
-    q_epsilon: float = 1e-6
-    length_normalize_ref: bool = True
-
-
-@dataclass
-class LoraConfig:
-    """Low-rank adapters on the trained copy."""
-
-    rank: int = 0
-    alpha: float = 32.0
-    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
-    base_dtype: str = "auto"
-
-
-@dataclass
-class TrainModelConfig:
-    """The trained copy of the model."""
-
-    num_devices: int | str = "auto"
-    devices: list[int] | None = None
-    parallelism: str = "auto"
-    autocast: str = "auto"
-    head_dtype: str = "auto"
-    gradient_checkpointing: bool = False
-    shared_prefix: bool = True
-    attn_implementation: str = "auto"
-    compile: bool = False
-    fused_head: bool = True
-    quantization: str = "none"
-    lora: LoraConfig = field(default_factory=LoraConfig)
-
-
-@dataclass
-class RefModelConfig:
-    """The frozen copy for the KL divergence."""
-
-    num_devices: int | str = "auto"
-    devices: list[int] | None = None
-    dtype: str = "auto"
-    refresh_frequency: int = 0
-    refresh_mix: float = 1.0
-
-
-@dataclass
-class InferenceModelConfig:
-    """The engine that generates."""
-
-    backend: str = "vllm"
-    num_devices: int | str = "auto"
-    devices: list[int] | None = None
-    dtype: str = "auto"
-    head_dtype: str = "auto"
-    gpu_memory_utilization: float | None = None
-    kv_cache_gib: int = 1
-    block_size: int | None = None
-    enforce_eager: bool | None = None
-    sleep: bool | None = None
-    max_model_len: int = 1024
-    max_new_tokens: int = 256
-    temperature: float = 1.0
-    max_logprob_gap: float | None = None
-    engine_args: dict[str, Any] = field(default_factory=dict)
-    num_threads: int | None = None
+    name: str = key(
+        "smollm2-135m",
+        "smollm2-135m (from its PyPI wheel, without the hub), a hub name, or a folder. It must be a causal "
+        "language model. docs/step.md lists the families; each is tried before training, and refused if its "
+        "numbers would be wrong.",
+    )
+    chat_template: str | None = key(
+        None,
+        "Jinja chat template, or a file that contains one, for a model whose tokenizer has none.",
+    )
+    trust_remote_code: bool = key(
+        False,
+        "Run Python code that comes with the model. Set this only for a source you trust.",
+    )
+    cache_dir: str | None = key(
+        None,
+        "Folder for downloaded and converted models; null takes the usual cache.",
+    )
 
 
 @dataclass
 class CollectorConfig:
     """How far grpo-async.py collects ahead."""
 
-    max_policy_age: int = 1
-    weight_update: str = "in_flight"
-    partial_rollout: bool = False
-    timeout_s: float = 600.0
-    max_restarts: int = 10
+    max_policy_age: int = key(
+        1,
+        "grpo-async.py: largest age, in collection rounds, of a response that is trained on; 0 is as in "
+        "grpo.py.",
+    )
+    weight_update: WeightUpdate = key(
+        WeightUpdate.in_flight,
+        "grpo-async.py: how workers take new weights. drain finishes running groups first; in_flight pauses "
+        "between two tokens and continues with the new weights.",
+    )
+    partial_rollout: bool = key(
+        False,
+        "grpo-async.py: put groups that new weights interrupt back into the queue, so that any free worker "
+        "continues them.",
+    )
+    timeout_s: float = key(
+        600.0,
+        "Seconds without an answer after which a worker counts as dead. The limit is at least 900 while a "
+        "worker starts, and for a process of the reference model.",
+    )
+    max_restarts: int = key(
+        10,
+        "Number of dead workers that are replaced before the run stops. Each process of the reference model "
+        "has this number of its own.",
+    )
 
 
 @dataclass
 class RayConfig:
     """Where the rollout workers of grpo-async.py live."""
 
-    address: str | None = None
-    placement: str = "pack"
+    address: str | None = key(
+        None,
+        "Where workers run: null starts Ray on this machine for the run, auto or HOST:PORT joins a running "
+        "cluster. With an address, the engines of grpo.py run there too.",
+    )
+    placement: Placement = key(
+        Placement.pack,
+        "pack places workers on as few nodes as possible, spread on as many as possible.",
+    )
 
 
 @dataclass
 class OptimizerConfig:
     """AdamW and its schedule."""
 
-    lr: float = 1e-5
-    weight_decay: float = 0.0
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
-    schedule: str = "constant"
-    warmup_steps: int = 0
-    min_lr_ratio: float = 0.0
+    lr: float = key(1e-5, "Peak learning rate of AdamW.")
+    weight_decay: float = key(0.0, "Decoupled weight decay.")
+    betas: list[float] = key([0.9, 0.999], "AdamW's two averaging factors.")
+    eps: float = key(1e-8, "AdamW's epsilon.")
+    max_grad_norm: float = key(1.0, "Norm to which larger gradients are scaled down.")
+    schedule: Schedule = key(
+        Schedule.constant,
+        "Learning rate after warm-up: constant, or a linear or cosine decay to min_lr_ratio.",
+    )
+    warmup_steps: int = key(0, "Optimizer steps over which the learning rate rises from 0.")
+    min_lr_ratio: float = key(
+        0.0,
+        "Learning rate of the last step of a decay, as a share of lr. A decay to 0 would reach 0 one step "
+        "later.",
+    )
 
 
 @dataclass
 class TrainConfig:
     """How long and in which batches training runs."""
 
-    total_dialog_turns: int | None = 64_000
-    num_epochs: float | None = None
-    optim_batch_size: int | None = None
-    gradient_accumulation_steps: int = 1
-    max_tokens_per_microbatch: int | None = None
-    epochs: int = 1
-    weight_update_frequency: int | None = None
-    checkpoint_frequency: int = 100
-    max_skipped_steps: int = 5
-    num_threads: int | None = None
+    total_dialog_turns: int | None = key(
+        64_000,
+        "Samples of the whole run, a multiple of env.num_envs x env.repeats; null if num_epochs gives the "
+        "length.",
+    )
+    num_epochs: float | None = key(
+        None,
+        "Passes over the training problems; needs total_dialog_turns=null. The number of collection rounds "
+        "is rounded up.",
+    )
+    optim_batch_size: int | None = key(
+        None,
+        "Samples in one optimizer step: a multiple of env.repeats that divides a collection round. null "
+        "takes the whole round.",
+    )
+    gradient_accumulation_steps: int = key(
+        1,
+        "Micro-batches into which an optimizer step is divided to save memory. The numbers stay the same.",
+    )
+    max_tokens_per_microbatch: int | None = key(
+        None,
+        "Largest number of tokens in a micro-batch, with a group's prompt counted once; larger micro- "
+        "batches are divided further. null takes 4096, or inference_model.max_model_len if that is larger. "
+        "It is halved automatically when memory runs out.",
+    )
+    epochs: int = key(1, "Passes over each collection round.")
+    weight_update_frequency: int | None = key(
+        None,
+        "Optimizer steps between two publications of the weights to the engine; null takes a collection "
+        "round. A larger number needs an engine in the process of grpo.py that does not sleep, or an age "
+        "that allows it (collector.max_policy_age).",
+    )
+    checkpoint_frequency: int = key(
+        100,
+        "Optimizer steps between checkpoints. The end of the run always writes one; 0 writes no other.",
+    )
+    max_skipped_steps: int = key(
+        5,
+        "Largest number of consecutive steps that are skipped because a loss or gradient is not finite.",
+    )
+    num_threads: int | None = key(
+        None,
+        "CPU threads of the trainer; null takes every core that no engine uses at the same time.",
+    )
 
 
 @dataclass
 class EvalConfig:
     """Measuring on held-out problems."""
 
-    frequency: int = 50
-    num_problems: int = 200
-    at_start: bool = True
-    pass_at_k: int = 1
-    temperature: float = 0.8
+    frequency: int = key(
+        50,
+        "Optimizer steps between evaluations. The end of the run always has one; 0 has no other.",
+    )
+    num_problems: int = key(
+        200,
+        "Problems held out from training and answered greedily; 0 holds out none and evaluates nothing.",
+    )
+    at_start: bool = key(True, "Evaluate before the first step too.")
+    pass_at_k: int = key(
+        1,
+        "1 answers once; k also samples k answers at eval.temperature and measures pass@k.",
+    )
+    temperature: float = key(0.8, "Sampling temperature of pass@k.")
 
 
 @dataclass
 class CheckpointConfig:
     """Which checkpoints stay."""
 
-    keep: int = 2
-    export_merged: bool = False
+    keep: int = key(2, "Number of the newest checkpoints to keep.")
+    export_merged: bool = key(
+        False,
+        "Also write the model with its adapters merged, to merged/. A checkpoint of a run with adapters has "
+        "only the adapters otherwise.",
+    )
 
 
 @dataclass
 class LoggingConfig:
     """What is written and shown."""
 
-    backends: list[str] = field(default_factory=list)
-    project: str = "torchrl-grpo"
-    experiment: str | None = None
-    entity: str | None = None
-    group: str | None = None
-    tags: list[str] = field(default_factory=list)
-    rollouts: bool = True
-    progress: bool = True
+    backends: list[str] = key(
+        [],
+        "Loggers beside metrics.jsonl: any of csv, tensorboard and wandb, e.g. [csv,wandb].",
+    )
+    project: str = key("torchrl-grpo", "Project name for the loggers.")
+    experiment: str | None = key(
+        None,
+        "Name of this run for the loggers; null takes the name of the run folder.",
+    )
+    entity: str | None = key(
+        None,
+        "W&B user or team that owns the run; null takes that of the login, or WANDB_ENTITY.",
+    )
+    group: str | None = key(
+        None,
+        "W&B group of the run, e.g. the name of a sweep; null is none, or WANDB_RUN_GROUP.",
+    )
+    tags: list[str] = key([], "W&B tags of the run, e.g. [baseline,night]; [] is none, or WANDB_TAGS.")
+    rollouts: bool = key(True, "Write every response with its rewards to rollouts.jsonl.")
+    progress: bool = key(True, "Show a progress bar, or plain lines if there is no terminal.")
 
 
 @dataclass
 class Config:
     """Everything a run needs to know."""
 
-    seed: int = 0
-    resume: str | None = None
-    dry_run: bool = False
+    seed: int = key(0, "Seed of data order, sampling and the engine.")
+    resume: str | None = key(
+        None,
+        "Continue an earlier run. null starts a new one; auto takes the run of hydra.run.dir, or else the "
+        "run under outputs/ that wrote a checkpoint last; a path names a run folder or one of its "
+        "checkpoints.",
+    )
+    dry_run: bool = key(False, "Print the plan of roles, devices and memory, and do not run.")
     env: EnvConfig = field(default_factory=EnvConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -2,7 +2,38 @@
 
 from __future__ import annotations
 
-DATASETS = ("gsm8k", "math", "ifeval", "reasoning_gym", "jsonl")
+from enum import StrEnum
+
+# The choices of a key. omegaconf reads and prints a member by its name, so names are what users write: each
+# equals its value. The functional form keeps them from being written twice.
+Dataset = StrEnum("Dataset", ["gsm8k", "math", "ifeval", "reasoning_gym", "jsonl"])
+AnswerFormat = StrEnum("AnswerFormat", ["tags", "plain", "equation"])
+OverlongPrompts = StrEnum(
+    "OverlongPrompts", ["error", "drop", "truncate_left", "truncate_right", "truncate_middle"]
+)
+Surrogate = StrEnum("Surrogate", ["clip", "cispo", "log_likelihood", "sapo"])
+Level = StrEnum("Level", ["token", "sequence", "trajectory"])
+Aggregation = StrEnum("Aggregation", ["token", "sequence", "constant"])
+AdvantageEstimator = StrEnum("AdvantageEstimator", ["group_mean", "leave_one_out", "maxent"])
+AdvantageStd = StrEnum("AdvantageStd", ["population", "unbiased", "batch", "none"])
+RewardCombination = StrEnum("RewardCombination", ["together", "apart"])
+ConstantGroups = StrEnum("ConstantGroups", ["keep", "drop", "refill"])
+Overlong = StrEnum("Overlong", ["keep", "mask", "penalise"])
+KLEstimator = StrEnum("KLEstimator", ["k1", "k2", "k3"])
+KLIn = StrEnum("KLIn", ["loss", "reward", "weights"])
+Proximal = StrEnum("Proximal", ["auto", "engine", "trainer"])
+Correction = StrEnum("Correction", ["none", "truncate", "mask"])
+Parallelism = StrEnum("Parallelism", ["auto", "ddp", "fsdp2", "deepspeed_zero2", "deepspeed_zero3"])
+Autocast = StrEnum("Autocast", ["auto", "no", "bf16", "fp16"])
+Dtype = StrEnum("Dtype", ["auto", "float32", "bfloat16", "float16"])
+HeadDtype = StrEnum("HeadDtype", ["auto", "float32"])
+Attention = StrEnum("Attention", ["auto", "sdpa", "eager", "flash_attention_2"])
+Quantization = StrEnum("Quantization", ["none", "nf4"])
+Backend = StrEnum("Backend", ["vllm", "transformers"])
+WeightUpdate = StrEnum("WeightUpdate", ["drain", "in_flight"])
+Placement = StrEnum("Placement", ["pack", "spread"])
+Schedule = StrEnum("Schedule", ["constant", "linear", "cosine"])
+
 # Surrogate -> its options and their defaults. A test compares them with objectives/surrogates.py.
 SURROGATE_OPTIONS: dict[str, dict[str, float]] = {
     "clip": {},
@@ -10,41 +41,20 @@ SURROGATE_OPTIONS: dict[str, dict[str, float]] = {
     "log_likelihood": {},
     "sapo": {"temperature_positive": 1.0, "temperature_negative": 1.05},
 }
-LEVELS = ("token", "sequence", "trajectory")
-
-# Values of train_model.parallelism that are DeepSpeed's, and what it calls them.
+# Values of train_model.parallelism that use DeepSpeed -> its ZeRO stage.
 ZERO_STAGES = {"deepspeed_zero2": 2, "deepspeed_zero3": 3}
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "env.dataset": DATASETS,
-    "env.answer_format": ("tags", "plain", "equation"),
-    "env.overlong_prompts": ("error", "drop", "truncate_left", "truncate_right", "truncate_middle"),
-    "policy.surrogate": tuple(SURROGATE_OPTIONS),
-    "policy.ratio": LEVELS,
-    "policy.aggregation": ("token", "sequence", "constant"),
-    "policy.advantage_estimator": ("group_mean", "leave_one_out", "maxent"),
-    "policy.advantage_std": ("population", "unbiased", "batch", "none"),
-    "policy.reward_combination": ("together", "apart"),
-    "policy.constant_groups": ("keep", "drop", "refill"),
-    "policy.overlong": ("keep", "mask", "penalise"),
-    "policy.kl_estimator": ("k1", "k2", "k3"),
-    "policy.kl_in": ("loss", "reward", "weights"),
-    "policy.proximal": ("auto", "engine", "trainer"),
-    "policy.correction": ("none", "truncate", "mask"),
-    "policy.correction_level": LEVELS,
-    "train_model.parallelism": ("auto", "ddp", "fsdp2", *ZERO_STAGES),
-    "train_model.autocast": ("auto", "no", "bf16", "fp16"),
-    "train_model.head_dtype": ("auto", "float32"),
-    "train_model.attn_implementation": ("auto", "sdpa", "eager", "flash_attention_2"),
-    "train_model.quantization": ("none", "nf4"),
-    "train_model.lora.base_dtype": ("auto", "float32", "bfloat16", "float16"),
-    "ref_model.dtype": ("auto", "float32", "bfloat16", "float16"),
-    "inference_model.dtype": ("auto", "float32", "bfloat16", "float16"),
-    "inference_model.head_dtype": ("auto", "float32"),
-    "inference_model.backend": ("vllm", "transformers"),
-    "collector.weight_update": ("drain", "in_flight"),
-    "ray.placement": ("pack", "spread"),
-    "optimizer.schedule": ("constant", "linear", "cosine"),
+# Reward -> the data sets whose ground truths it can read. A test compares them with rewards/registry.py.
+_ANSWERS = ("gsm8k", "math", "jsonl")
+REWARDS: dict[str, tuple[str, ...]] = {
+    "gsm8k": _ANSWERS,
+    "format": tuple(Dataset),
+    "math_verify": _ANSWERS,
+    "reasoning_gym": ("reasoning_gym",),
+    "bare_number": tuple(Dataset),
+    "closeness": (*_ANSWERS, "reasoning_gym"),
+    "ifeval": ("ifeval",),
+    "exact_match": _ANSWERS,
 }
 
 # key -> smallest value, and what to write instead

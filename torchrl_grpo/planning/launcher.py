@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.keys import bad_value
-from torchrl_grpo.config.values import ZERO_STAGES
+from torchrl_grpo.config.values import ZERO_STAGES, Parallelism
 from torchrl_grpo.runtime import rank_env
 
 # Which of the files in config/accelerate goes with each value.
@@ -35,7 +35,7 @@ def resolved(cfg: Config) -> Config:
     return replace(cfg, train_model=train)
 
 
-def parallelism(cfg: Config) -> str:
+def parallelism(cfg: Config) -> Parallelism:
     """How several ranks hold the model: ``train_model.parallelism``, ``auto`` being what the launcher says.
 
     Raises:
@@ -71,17 +71,18 @@ def parallelism(cfg: Config) -> str:
     return kind
 
 
-def _told_by_launcher(asked: str) -> str:
+def _told_by_launcher(asked: Parallelism) -> Parallelism:
     """How ``accelerate launch`` was configured, as a value of ``train_model.parallelism``."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
         stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "none")
         for kind, number in ZERO_STAGES.items():
             if stage == str(number):
-                return kind
+                return Parallelism(kind)
         raise bad_value(
             "train_model.parallelism",
             asked,
             f"the launcher was configured for DeepSpeed with zero_stage {stage}; only 2 and 3 are run",
             "--config_file config/accelerate/deepspeed_zero2.yaml for the launcher",
         )
-    return "fsdp2" if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" else "ddp"
+    sharded = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
+    return Parallelism.fsdp2 if sharded else Parallelism.ddp

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torchrl_grpo.config import Config, checks_schedule
 from torchrl_grpo.config.checks import validate
 from torchrl_grpo.config.keys import bad_value
-from torchrl_grpo.config.values import VLLM_CPU_BLOCK_SIZE
+from torchrl_grpo.config.values import VLLM_CPU_BLOCK_SIZE, Proximal
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.kind import check_kind
 from torchrl_grpo.models.shape import ModelShape, Unknown, read_shape
@@ -140,7 +140,7 @@ def with_proximal(cfg: Config, asynchronous: bool) -> Config:
     if cfg.policy.proximal != "auto":
         return cfg
     ahead = asynchronous and cfg.collector.max_policy_age > 0
-    return replace(cfg, policy=replace(cfg.policy, proximal="trainer" if ahead else "engine"))
+    return replace(cfg, policy=replace(cfg.policy, proximal=Proximal.trainer if ahead else Proximal.engine))
 
 
 def announce(cfg: Config, asynchronous: bool) -> Plan:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from torchrl_grpo.config import Config
-from torchrl_grpo.config.checks import REWARD_READS
-from torchrl_grpo.config.values import DATASETS
+from torchrl_grpo.config import Config, values
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards.format import FormatReward
 from torchrl_grpo.rewards.graders import AccuracyGrader, CountingGrader, Gsm8kGrader
@@ -69,7 +67,7 @@ def check_weights(cfg: Config) -> dict[str, float]:
             )
         if not math.isfinite(weight):
             raise ConfigError(f"reward.weights.{name}={weight!r} is not a finite number; write e.g. 1.0")
-        if cfg.env.dataset not in (reads := REWARD_READS.get(name, DATASETS)):
+        if cfg.env.dataset not in (reads := values.REWARDS[name]):
             raise ConfigError(
                 f"reward.weights.{name}: this reward cannot judge env.dataset={cfg.env.dataset}; it supports "
                 f"{', '.join(reads)}. Write e.g. reward.weights={DEFAULT_WEIGHTS[cfg.env.dataset]}"

@@ -13,6 +13,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import rounds, steps_per_round, total_turns
+from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.distributed.ranks import cores_to_divide
 from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.inference.build import build_engine
@@ -146,7 +147,7 @@ def ray_workers(
     count, ranks = source.plan.workers, rank_env.local_world_size()
     on_gpu = source.device.type == "cuda"
     # Decided here: a worker's machine may be fast in another format, and weights are cast before they leave.
-    dtype = str(resolve_dtype(cfg.inference_model.dtype, source.device)).removeprefix("torch.")
+    dtype = Dtype(str(resolve_dtype(cfg.inference_model.dtype, source.device)).removeprefix("torch."))
     spec = WorkerSpec(
         cfg=replace(cfg, inference_model=replace(cfg.inference_model, dtype=dtype)),
         source=source.model,

@@ -1,0 +1,356 @@
+"""The sections of the schema that decide what is learned: the objective and the three copies of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrl_grpo.config.keys import key
+from torchrl_grpo.config.values import (
+    AdvantageEstimator,
+    AdvantageStd,
+    Aggregation,
+    Attention,
+    Autocast,
+    Backend,
+    ConstantGroups,
+    Correction,
+    Dtype,
+    HeadDtype,
+    KLEstimator,
+    KLIn,
+    Level,
+    Overlong,
+    Parallelism,
+    Proximal,
+    Quantization,
+    RewardCombination,
+    Surrogate,
+)
+
+
+@dataclass
+class PolicyConfig:
+    """The objective."""
+
+    surrogate: Surrogate = key(
+        Surrogate.clip,
+        "Objective that is maximized per token: clip (PPO), cispo, log_likelihood or sapo.",
+    )
+    surrogate_args: dict[str, float] = key(
+        {},
+        "Options of the surrogate, e.g. {temperature_positive: 1.0} for sapo.",
+    )
+    clip_epsilon: float = key(
+        0.2,
+        "Lower bound of the ratio is 1 - clip_epsilon (1 means no bound). Without clip_epsilon_high, the "
+        "upper bound is 1 + clip_epsilon.",
+    )
+    clip_epsilon_high: float | None = key(
+        None,
+        "Upper bound of the ratio is 1 + clip_epsilon_high; null takes clip_epsilon.",
+    )
+    dual_clip: float | None = key(
+        None,
+        "Lower bound of the objective for a negative advantage, as a multiple (above 1) of the advantage; "
+        "null is no bound.",
+    )
+    ratio: Level = key(
+        Level.token,
+        "Level of the ratio: token, sequence (geometric mean of the tokens' ratios) or trajectory (their "
+        "product).",
+    )
+    aggregation: Aggregation = key(
+        Aggregation.token,
+        "How the loss is averaged. token: mean over the batch's tokens. sequence: mean over each response, "
+        "then over responses. constant: sum over each response divided by aggregation_length, then mean "
+        "over responses.",
+    )
+    aggregation_length: int | None = key(
+        None,
+        "Tokens by which aggregation=constant divides; null takes inference_model.max_new_tokens.",
+    )
+    advantage_estimator: AdvantageEstimator = key(
+        AdvantageEstimator.group_mean,
+        "What a reward is compared with: group_mean, leave_one_out (mean of the other responses) or maxent "
+        "(see tau).",
+    )
+    advantage_std: AdvantageStd = key(
+        AdvantageStd.unbiased,
+        "Standard deviation by which advantages are divided: of the group, unbiased (n-1) or population "
+        "(n); of the whole collection round (batch); or none.",
+    )
+    advantage_eps: float = key(1e-4, "Constant added to the standard deviation.")
+    reward_combination: RewardCombination = key(
+        RewardCombination.together,
+        "How several rewards are combined. together: summed by weight, then normalized. apart: normalized "
+        "one by one, then summed (GDPO).",
+    )
+    reward_shift: float = key(0.0, "Constant added to every reward first.")
+    reward_scale: float = key(1.0, "Factor that multiplies every reward after the shift.")
+    reward_clip: float | None = key(
+        None,
+        "Bound on the absolute value of every reward after scaling; null is no bound.",
+    )
+    constant_groups: ConstantGroups = key(
+        ConstantGroups.keep,
+        "What to do with groups whose rewards are all equal: keep, drop, or refill the round with other "
+        "groups (dynamic sampling).",
+    )
+    max_refills: int = key(
+        3,
+        "Largest number of further collection rounds that constant_groups=refill takes to fill one round.",
+    )
+    overlong: Overlong = key(
+        Overlong.keep,
+        "What to do with long responses: keep; mask (responses cut off at max_new_tokens leave the loss); "
+        "penalise (subtract up to 1 from the reward).",
+    )
+    overlong_buffer: int | None = key(
+        None,
+        "Number of tokens before max_new_tokens over which the penalty grows; null takes a fifth of "
+        "max_new_tokens.",
+    )
+    kl_coef: float = key(
+        0.0,
+        "Weight of the KL divergence to the reference model. With 0 no reference model is loaded, unless "
+        "kl_target is set.",
+    )
+    kl_estimator: KLEstimator = key(
+        KLEstimator.k3,
+        "Estimator of the KL divergence from samples: k1, k2 or k3.",
+    )
+    kl_in: KLIn = key(
+        KLIn.loss,
+        "Where the KL divergence counts: in the loss, the reward, or the weights of maxent.",
+    )
+    init_kl_coeff: float | None = key(None, "Initial coefficient if kl_target adapts it; null takes kl_coef.")
+    kl_target: float | None = key(
+        None,
+        "KL divergence, in nats per token, that the coefficient is adapted to hold; null keeps the "
+        "coefficient constant.",
+    )
+    kl_horizon: int = key(10_000, "Responses over which the adapted coefficient may change by about a fifth.")
+    kl_inference_coef: float = key(
+        0.0,
+        "Weight of the KL divergence to the policy that generated the samples.",
+    )
+    entropy_coef: float = key(0.0, "Weight of the entropy bonus.")
+    entropy_target: float | None = key(
+        None,
+        "Entropy, in nats per token, below which the entropy bonus counts and its weight grows; null keeps "
+        "the weight constant.",
+    )
+    entropy_delta: float = key(
+        0.005,
+        "Change of the weight of the entropy bonus in one optimizer step, if entropy_target is set.",
+    )
+    entropy_coef_max: float = key(1.0, "Largest weight of the entropy bonus, if entropy_target is set.")
+    proximal: Proximal = key(
+        Proximal.auto,
+        "Log-probabilities in the denominator of ratios: of the engine; of the trainer when a round comes "
+        "in; or auto, the trainer's if rounds may be older than that (grpo-async.py with "
+        "collector.max_policy_age above 0), else the engine's.",
+    )
+    correction: Correction = key(
+        Correction.none,
+        "Importance weights trainer / engine, with proximal=trainer: none, truncate (at the cap) or mask "
+        "(remove from the loss what is above the cap or below the floor).",
+    )
+    correction_level: Level = key(
+        Level.token,
+        "Level of the importance weights: token, sequence (geometric mean) or trajectory (product).",
+    )
+    correction_cap: float = key(2.0, "Largest importance weight.")
+    correction_floor: float = key(0.0, "Smallest importance weight that correction=mask keeps.")
+    tau: float = key(0.1, "maxent: weight of the entropy of the distribution over a group's responses.")
+    q_temperature: float = key(1.0, "maxent: temperature of the target distribution that the rewards define.")
+    q_epsilon: float = key(1e-6, "maxent: smallest probability of a response in the target distribution.")
+    length_normalize_ref: bool = key(
+        True,
+        "maxent: divide the reference's log-probability of a response by its number of tokens.",
+    )
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters on the trained copy."""
+
+    rank: int = key(0, "Rank of the adapters; 0 trains the whole model.")
+    alpha: float = key(32.0, "Adapters are scaled by alpha / rank.")
+    target_modules: list[str] = key(
+        ["all-linear"],
+        "Linear layers that get an adapter, by the ends of their names, e.g. [q_proj,v_proj]; [all-linear] "
+        "is every layer but the output head.",
+    )
+    base_dtype: Dtype = key(
+        Dtype.auto,
+        "Number format of the frozen model: auto, float32, bfloat16 or float16. auto takes the format of "
+        "autocast, or float32 without autocast. Adapters are float32.",
+    )
+
+
+@dataclass
+class TrainModelConfig:
+    """The trained copy of the model."""
+
+    num_devices: int | str = key(
+        "auto",
+        "Devices that train, one process (rank) on each. Without a GPU, the processes share the cores. A "
+        "number, or auto for one (docs/devices.md).",
+    )
+    devices: list[int] | None = key(
+        None,
+        "Numbers of the GPUs, e.g. [0]; null lets the planner choose. Without a GPU everything runs on the "
+        "CPU.",
+    )
+    parallelism: Parallelism = key(
+        Parallelism.auto,
+        "How several ranks hold the model: ddp (whole on each), fsdp2 (in shards: less memory, more "
+        "communication), deepspeed_zero2 or deepspeed_zero3 (sharded by DeepSpeed: gradients and optimizer "
+        "state, or all; needs a package of its own, docs/ranks.md), auto (as accelerate launch was "
+        "configured, else ddp).",
+    )
+    autocast: Autocast = key(
+        Autocast.auto,
+        "Mixed precision of the trainer: auto, no, bf16 or fp16 (fp16 scales its loss).",
+    )
+    head_dtype: HeadDtype = key(
+        HeadDtype.auto,
+        "Number format of the output head, of the reference too: auto computes it like all other products, "
+        "float32 computes its logits and their gradients in float32 under mixed precision too. Log- "
+        "probabilities then agree better with an engine whose head does the same "
+        "(inference_model.head_dtype, docs/step.md).",
+    )
+    gradient_checkpointing: bool = key(
+        False,
+        "Recompute activations in the backward pass: slower, less memory.",
+    )
+    shared_prefix: bool = key(
+        True,
+        "Run the prompt of a group once for all its responses: same numbers, less time.",
+    )
+    attn_implementation: Attention = key(
+        Attention.auto,
+        "Attention of the trainer with shared_prefix=false: auto, sdpa, eager or flash_attention_2. If it "
+        "is not available, a warning says so and the model's usual one is used.",
+    )
+    compile: bool = key(
+        False,
+        "Compile the trainer's layers with torch.compile: about a minute at the start, then shorter steps. "
+        "If that is not possible, a warning says so and the layers run uncompiled.",
+    )
+    fused_head: bool = key(
+        True,
+        "Compute the output head with Liger's fused kernel if it is installed and supports the GPU and the "
+        "number format (docs/speed.md); false always computes it in blocks.",
+    )
+    quantization: Quantization = key(
+        Quantization.none,
+        "Quantization of the frozen model below adapters: none, or nf4 (QLoRA, 4 bits, needs bitsandbytes).",
+    )
+    lora: LoraConfig = field(
+        default_factory=LoraConfig,
+        metadata={
+            "help": "Low-rank adapters (LoRA): train a small adapter on each matrix of a frozen model."
+        },
+    )
+
+
+@dataclass
+class RefModelConfig:
+    """The frozen copy for the KL divergence."""
+
+    num_devices: int | str = key(
+        "auto",
+        "Devices of the reference model, a number or auto. It is loaded only if a KL divergence needs it. "
+        "Each device has a copy that scores part of the groups; with grpo-async.py each copy is a process "
+        "of its own. Without a GPU there is one copy, or with grpo-async.py as many processes as the number "
+        "says.",
+    )
+    devices: list[int] | None = key(None, "Numbers of the GPUs, e.g. [2]; null lets the planner choose.")
+    dtype: Dtype = key(
+        Dtype.auto,
+        "Number format of the reference model: auto, float32, bfloat16 or float16. auto computes as the "
+        "policy does, so that equal weights have zero divergence; its matrices are held in the format of "
+        "train_model.autocast.",
+    )
+    refresh_frequency: int = key(
+        0,
+        "Optimizer steps between updates of the reference from the policy; 0 never updates it.",
+    )
+    refresh_mix: float = key(1.0, "Weight of the policy in an updated reference; 1 copies the policy.")
+
+
+@dataclass
+class InferenceModelConfig:
+    """The engine that generates."""
+
+    backend: Backend = key(
+        Backend.vllm,
+        "Engine that generates responses: vllm, or transformers (runs everywhere, slower).",
+    )
+    num_devices: int | str = key(
+        "auto",
+        "Devices that generate, a number or auto, with one engine on each. Without a GPU, engines share the "
+        "cores. Several engines are Ray workers in both scripts; so is one vLLM engine beside several "
+        "training ranks or with a GPU of its own. With auto and transformers, each training rank of grpo.py "
+        "generates its share, unless a GPU is left for an engine.",
+    )
+    devices: list[int] | None = key(None, "Numbers of the GPUs, e.g. [1]; null lets the planner choose.")
+    dtype: Dtype = key(
+        Dtype.auto,
+        "Number format of the engine's weights: auto, float32, bfloat16 or float16.",
+    )
+    head_dtype: HeadDtype = key(
+        HeadDtype.auto,
+        "Number format of the engine's output head: auto computes it like all other products, float32 "
+        "computes logits in float32 from the weights it holds. The counterpart of train_model.head_dtype: "
+        "set both (docs/step.md).",
+    )
+    gpu_memory_utilization: float | None = key(
+        None,
+        "Share of a GPU's memory that vLLM takes. null takes 0.85 of a GPU of its own, and 0.4 if another "
+        "role is on the GPU or ray.address names a cluster.",
+    )
+    kv_cache_gib: int = key(
+        1,
+        "Memory for vLLM's key/value cache on a CPU, in GiB. At least one sequence of max_model_len tokens "
+        "must fit.",
+    )
+    block_size: int | None = key(
+        None,
+        "Tokens in one block of vLLM's cache; null takes the usual one of the machine.",
+    )
+    enforce_eager: bool | None = key(
+        None,
+        "Run without compiled graphs: starts minutes earlier, generates slower; null decides by device.",
+    )
+    sleep: bool | None = key(
+        None,
+        "Free the engine's GPU memory during training. null frees it if vLLM runs in the process of "
+        "grpo.py's trainer and on its GPU (docs/devices.md).",
+    )
+    max_model_len: int = key(1024, "Longest prompt and response together, in tokens.")
+    max_new_tokens: int = key(256, "Longest response, in tokens.")
+    temperature: float = key(
+        1.0,
+        "Sampling temperature; the trainer scores at the same one. vLLM takes 0.01 or more.",
+    )
+    max_logprob_gap: float | None = key(
+        None,
+        "Mean difference of log-probabilities between engine and trainer, in nats, above which a warning is "
+        "given. null derives it from the number format and the first difference. Weights are always "
+        "compared bit for bit.",
+    )
+    engine_args: dict[str, Any] = key(
+        {},
+        "Further arguments of vLLM's engine, by vLLM's names, e.g. {max_num_batched_tokens: 8192}. "
+        "Arguments that other keys set are refused. A resumed run may change them, but quantization and "
+        "kv_cache_dtype change the distribution that is sampled from.",
+    )
+    num_threads: int | None = key(
+        None,
+        "CPU threads of each engine, and of each process of the reference model. null divides the cores "
+        "among them, and with the trainer if they work at the same time (grpo-async.py).",
+    )
