@@ -24,6 +24,7 @@ from torchrl_grpo.config.derived import num_devices
 from torchrl_grpo.inference.protocol import Completion, Request, SteppingEngine
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.planning import placement
+from torchrl_grpo.planning.request import request_of
 from torchrl_grpo.rollout import build as collections
 from torchrl_grpo.rollout.collector import RolloutCollector
 from torchrl_grpo.rollout.workers.ray_pool import RayPool, RolloutActor, WorkerSpec
@@ -112,7 +113,7 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
     token_s = generate_s / workload.response_tokens
     collect = functools.partial(_in_workers, token_s) if workers else functools.partial(_here, token_s)
     # Both sides on the CPU: what takes its time is a clock.
-    plan = placement.plan(placement.request_of(cfg, asynchronous=workers > 0), num_gpus=0)
+    plan = placement.plan(request_of(cfg, asynchronous=workers > 0), num_gpus=0)
     session = build_session(
         Job(cfg, folder / "run", data.load(cfg), reward_set, grader), collect=collect, plan=plan
     )

@@ -14,9 +14,10 @@ from torchrl_grpo.config.checks_schedule import check_async, check_sync
 from torchrl_grpo.config.derived import length, rounds, steps_per_round, with_turns
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning.cores import divide_cores
-from torchrl_grpo.planning.placement import plan, request_of
+from torchrl_grpo.planning.placement import plan
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.preflight import with_proximal
+from torchrl_grpo.planning.request import request_of
 from torchrl_grpo.rollout.round import ages
 
 

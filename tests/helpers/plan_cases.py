@@ -14,7 +14,8 @@ from torchrl_grpo.cli.compose import composer
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning import preflight
-from torchrl_grpo.planning.placement import Request, plan, request_of
+from torchrl_grpo.planning.placement import plan
+from torchrl_grpo.planning.request import Request, request_of
 from torchrl_grpo.runtime.hardware import Hardware
 
 PLANS = Path(__file__).parent / "plans.txt"

@@ -19,8 +19,9 @@ from plan_cases import answer, dry_run, read
 from torchrl_grpo.config import Config, checks
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning import preflight
-from torchrl_grpo.planning.placement import Request, Role, plan
+from torchrl_grpo.planning.placement import plan
 from torchrl_grpo.planning.plan import OWN_GPU, SHARED_GPU, Plan, show_devices
+from torchrl_grpo.planning.request import Request, Role
 from torchrl_grpo.runtime import hardware
 from torchrl_grpo.runtime.hardware import Gpu
 

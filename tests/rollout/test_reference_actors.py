@@ -23,7 +23,8 @@ from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import WorkersLost
 from torchrl_grpo.models.reference import load_reference
-from torchrl_grpo.planning.placement import plan, request_of
+from torchrl_grpo.planning.placement import plan
+from torchrl_grpo.planning.request import request_of
 from torchrl_grpo.rollout import build
 from torchrl_grpo.rollout.async_collector import AsyncCollector
 from torchrl_grpo.rollout.groups import Group

@@ -1,127 +1,19 @@
-"""``num_devices`` and ``devices`` to who runs where. Imports no torch: the planner is pure.
+"""Place the roles on devices: from a request and the number of GPUs to a plan. Imports no torch.
 
-:func:`plan` takes what is asked for (:class:`Request`) and how many GPUs there are, and gives a :class:`Plan`
-or an error that says what to write. Left out: what a plan costs in memory
-(:mod:`~torchrl_grpo.planning.memory`), and whether this version can run it
+:func:`plan` takes a :class:`~torchrl_grpo.planning.request.Request` and the number of GPUs. It returns a
+:class:`~torchrl_grpo.planning.plan.Plan`, or raises an error that says what to write. It does not predict memory
+(:mod:`~torchrl_grpo.planning.memory`), and does not check whether a script can run the plan
 (:mod:`~torchrl_grpo.config.checks_schedule`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
-from torchrl_grpo.config.derived import needs_reference
 from torchrl_grpo.config.keys import bad_value
-from torchrl_grpo.planning.plan import Plan, RolePlan, counted, share_for_vllm, show_list, which
-
-if TYPE_CHECKING:
-    from torchrl_grpo.config import Config
-
-
-@dataclass(frozen=True)
-class Role:
-    """What is asked for one role.
-
-    Attributes:
-        key: its section of the configuration.
-        num_devices: how many devices; None leaves it to the planner.
-        devices: numbers of GPUs, or None.
-    """
-
-    key: str
-    num_devices: int | None = None
-    devices: tuple[int, ...] | None = None
-
-    @property
-    def count(self) -> int:
-        """Devices it gets; engines that nobody has counted may share all of the trainer's."""
-        if self.num_devices is not None:
-            return self.num_devices
-        return 1 if self.devices is None else len(self.devices)
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is asked of the planner.
-
-    Attributes:
-        train: the model that is trained.
-        inference: the engines.
-        reference: the reference model.
-        asynchronous: of grpo-async.py, whose engines work while the trainer does.
-        cluster: the engines live on a Ray cluster, which has GPUs of its own.
-        uses_reference: something reads the reference model's log-probabilities.
-        lora: only adapters are trained, so the reference is the same model without them.
-        backend: ``inference_model.backend``.
-        sleep: whether the engine gives its memory up while the trainer trains; None leaves it to the planner.
-        gpu_memory_utilization: of a GPU's memory that vLLM takes; None leaves it to the planner.
-        ranks: training ranks on all machines, where a launcher has started them.
-        reference_ahead: a reference with devices of its own scores in processes of its own while the trainer
-            trains. Not in turn with it, which would win nothing, and not where it follows the policy, which
-            happens between two steps.
-    """
-
-    train: Role = Role("train_model")
-    inference: Role = Role("inference_model")
-    reference: Role = Role("ref_model")
-    asynchronous: bool = False
-    cluster: bool = False
-    uses_reference: bool = False
-    lora: bool = False
-    backend: str = "vllm"
-    sleep: bool | None = None
-    gpu_memory_utilization: float | None = None
-    ranks: int = 1
-    reference_ahead: bool = False
-
-    @property
-    def needs_processes(self) -> bool:
-        """Whether the engines run as workers in processes of their own wherever they are placed.
-
-        Those of grpo-async.py do, several do, and vLLM beside several ranks does: in the process of one it
-        would take the ranks' process group for its own.
-        """
-        beside_ranks = self.backend == "vllm" and max(self.ranks, self.train.count) > 1
-        return self.asynchronous or self.cluster or self.inference.count > 1 or beside_ranks
-
-    @property
-    def ranks_generate(self) -> bool:
-        """Whether each training rank has an engine, where it is to share the trainer's devices."""
-        unsaid = self.inference.num_devices is None and self.inference.devices is None
-        return unsaid and not self.needs_processes and max(self.ranks, self.train.count) > 1
-
-
-def request_of(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
-    """What a configuration asks of the planner.
-
-    Args:
-        cfg: the three roles, ``policy`` and ``ray`` are read.
-        asynchronous: of grpo-async.py.
-        ranks: training ranks on all machines, where a launcher has started them.
-    """
-    return Request(
-        train=_role("train_model", cfg.train_model.num_devices, cfg.train_model.devices),
-        inference=_role("inference_model", cfg.inference_model.num_devices, cfg.inference_model.devices),
-        reference=_role("ref_model", cfg.ref_model.num_devices, cfg.ref_model.devices),
-        asynchronous=asynchronous,
-        cluster=cfg.ray.address is not None,
-        uses_reference=needs_reference(cfg.policy),
-        lora=cfg.train_model.lora.rank > 0,
-        backend=cfg.inference_model.backend,
-        sleep=cfg.inference_model.sleep,
-        gpu_memory_utilization=cfg.inference_model.gpu_memory_utilization,
-        ranks=ranks,
-        reference_ahead=asynchronous
-        and cfg.collector.max_policy_age > 0
-        and cfg.ref_model.refresh_frequency == 0,
-    )
-
-
-def _role(key: str, count: int | str, devices: list[int] | None) -> Role:
-    # Any other text than auto was refused when the configuration was read.
-    return Role(key, count if isinstance(count, int) else None, None if devices is None else tuple(devices))
+from torchrl_grpo.planning.plan import Plan, RolePlan, counted, resolved_utilization, show_list, which
+from torchrl_grpo.planning.request import Request, Role
 
 
 def plan(request: Request, num_gpus: int) -> Plan:
@@ -171,7 +63,7 @@ def _plan_cpu(request: Request) -> Plan:
         _sleeps(request, apart, automatic=False),
         request.asynchronous,
         request.ranks_generate,
-        share_for_vllm(request.gpu_memory_utilization, inference, reference),
+        resolved_utilization(request.gpu_memory_utilization, inference, reference),
         _notes(request),
     )
 
@@ -291,7 +183,7 @@ class _Allocator:
             sleeps,
             ask.asynchronous,
             in_ranks,
-            share_for_vllm(ask.gpu_memory_utilization, inference, reference),
+            resolved_utilization(ask.gpu_memory_utilization, inference, reference),
             _notes(ask),
         )
 

@@ -112,16 +112,18 @@ class Plan:
         return aligned(rows) + "".join(f"note: {note}\n" for note in self.notes)
 
 
-def share_for_vllm(asked: float | None, inference: RolePlan, reference: RolePlan) -> float:
-    """The share of a GPU's memory that vLLM takes.
+def resolved_utilization(
+    gpu_memory_utilization: float | None, inference: RolePlan, reference: RolePlan
+) -> float:
+    """Return the share of a GPU's memory that vLLM takes.
 
     Args:
-        asked: for, or None.
-        inference: where the engines are.
-        reference: where the reference is.
+        gpu_memory_utilization: configured value, or None.
+        inference: plan of the engines.
+        reference: plan of the reference model.
     """
-    if asked is not None:
-        return asked
+    if gpu_memory_utilization is not None:
+        return gpu_memory_utilization
     # A cluster may put a worker on the trainer's GPU: Ray does not know that it is taken.
     alone = inference.placement == "separate" and not set(inference.devices) & set(reference.devices)
     return OWN_GPU if alone else SHARED_GPU

@@ -1,0 +1,115 @@
+"""What a configuration requests of the planner: devices for each role, and what decides where roles can run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torchrl_grpo.config.derived import needs_reference
+
+if TYPE_CHECKING:
+    from torchrl_grpo.config import Config
+
+
+@dataclass(frozen=True)
+class Role:
+    """The devices requested for one role.
+
+    Attributes:
+        key: section of the configuration.
+        num_devices: number of devices; None lets the planner choose.
+        devices: numbers of the GPUs, or None.
+    """
+
+    key: str
+    num_devices: int | None = None
+    devices: tuple[int, ...] | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of devices; engines without a number may get all of the trainer's instead."""
+        if self.num_devices is not None:
+            return self.num_devices
+        return 1 if self.devices is None else len(self.devices)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The request to the planner.
+
+    Attributes:
+        train: the model that is trained.
+        inference: the engines.
+        reference: the reference model.
+        asynchronous: whether the script is grpo-async.py, whose engines generate while the trainer trains.
+        cluster: whether the engines run on a Ray cluster, which has GPUs of its own.
+        uses_reference: whether anything reads the reference model's log-probabilities.
+        lora: whether only adapters are trained. The reference is then the same model without them.
+        backend: ``inference_model.backend``.
+        sleep: whether the engine frees its memory while the trainer trains; None lets the planner choose.
+        gpu_memory_utilization: share of a GPU's memory that vLLM takes; None lets the planner choose.
+        ranks: number of training ranks on all machines, if a launcher has started them.
+        reference_ahead: whether a reference with devices of its own scores in its own processes while the
+            trainer trains. False if the two take turns, because that saves no time. False if the reference
+            follows the policy, because it is updated between two steps.
+    """
+
+    train: Role = Role("train_model")
+    inference: Role = Role("inference_model")
+    reference: Role = Role("ref_model")
+    asynchronous: bool = False
+    cluster: bool = False
+    uses_reference: bool = False
+    lora: bool = False
+    backend: str = "vllm"
+    sleep: bool | None = None
+    gpu_memory_utilization: float | None = None
+    ranks: int = 1
+    reference_ahead: bool = False
+
+    @property
+    def needs_processes(self) -> bool:
+        """Whether the engines run as workers in processes of their own wherever they are placed.
+
+        True for grpo-async.py, for several engines, and for vLLM beside several ranks: in the process of a
+        rank, vLLM would take the ranks' process group for its own.
+        """
+        beside_ranks = self.backend == "vllm" and max(self.ranks, self.train.count) > 1
+        return self.asynchronous or self.cluster or self.inference.count > 1 or beside_ranks
+
+    @property
+    def ranks_generate(self) -> bool:
+        """Whether each training rank has an engine, if the engines share the trainer's devices."""
+        unsaid = self.inference.num_devices is None and self.inference.devices is None
+        return unsaid and not self.needs_processes and max(self.ranks, self.train.count) > 1
+
+
+def request_of(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
+    """Build the request of a configuration.
+
+    Args:
+        cfg: configuration; the three roles, ``policy``, ``collector`` and ``ray`` are read.
+        asynchronous: whether the script is grpo-async.py.
+        ranks: number of training ranks on all machines, if a launcher has started them.
+    """
+    return Request(
+        train=_role("train_model", cfg.train_model.num_devices, cfg.train_model.devices),
+        inference=_role("inference_model", cfg.inference_model.num_devices, cfg.inference_model.devices),
+        reference=_role("ref_model", cfg.ref_model.num_devices, cfg.ref_model.devices),
+        asynchronous=asynchronous,
+        cluster=cfg.ray.address is not None,
+        uses_reference=needs_reference(cfg.policy),
+        lora=cfg.train_model.lora.rank > 0,
+        backend=cfg.inference_model.backend,
+        sleep=cfg.inference_model.sleep,
+        gpu_memory_utilization=cfg.inference_model.gpu_memory_utilization,
+        ranks=ranks,
+        reference_ahead=asynchronous
+        and cfg.collector.max_policy_age > 0
+        and cfg.ref_model.refresh_frequency == 0,
+    )
+
+
+def _role(key: str, count: int | str, devices: list[int] | None) -> Role:
+    # The configuration's checks have refused any text but auto.
+    return Role(key, count if isinstance(count, int) else None, None if devices is None else tuple(devices))
