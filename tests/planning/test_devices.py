@@ -221,7 +221,7 @@ def test_the_planner_and_its_inputs_need_no_torch() -> None:
 def test_vllm_is_in_the_trainers_process_where_it_finds_its_gpu_and_no_ranks(
     changes: dict[str, Any], gpus: int, apart: bool
 ) -> None:
-    assert plan(Request(**changes), gpus).apart == apart
+    assert plan(Request(**changes), gpus).own_process == apart
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_share(gpus: int, asked: float | None, share: float, monkeypatch: pytest
     cfg.inference_model.gpu_memory_utilization = asked
     plan = placement.plan(request_of(cfg, asynchronous=False), gpus)
     source = build.Source("weights", "model", plan, [2], torch.bfloat16, True)
-    collect: Any = build.workers_in_turn if plan.apart else build.one_engine
+    collect: Any = build.workers_in_turn if plan.own_process else build.one_engine
     with pytest.raises(Enough):
         collect(cfg, source, None, SimpleNamespace(pad_token_id=0))
     assert taken == [share]

@@ -187,7 +187,7 @@ def _ladders_of_engine(cfg: Config, planned: Planned) -> Iterator[list[Change]]:
         yield [("inference_model.kv_cache_gib", gib) for gib in sizes]
     # vLLM sleeps on GPUs alone; that sleep of the transformers engine takes less was not seen on a CPU.
     may_sleep = on_gpu and vllm and checks_schedule.may_sleep(cfg)
-    if plan.colocated and not plan.apart and not plan.sleeps and may_sleep:
+    if plan.colocated and not plan.own_process and not plan.sleeps and may_sleep:
         yield [("inference_model.sleep", True)]
     if not (vllm and on_gpu):
         return

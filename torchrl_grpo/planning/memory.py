@@ -85,11 +85,11 @@ class Prediction:
 
     Attributes:
         rows: all roles and phases.
-        apart: engines are workers, which keep what they have taken in every phase.
+        own_process: engines are workers, which keep what they have taken in every phase.
     """
 
     rows: tuple[Row, ...]
-    apart: bool
+    own_process: bool
 
     def peak(self, device: str) -> tuple[float, str]:
         """Bytes on ``device`` at its worst, and in which phase that is."""
@@ -110,7 +110,7 @@ class Prediction:
             if phase == "load":
                 # Engines and references start once the trainer is there.
                 return row.phase == phase or row.role == "program"
-            return row.phase in (phase, "all") or (self.apart and row.role == "inference")
+            return row.phase in (phase, "all") or (self.own_process and row.role == "inference")
 
         return [row for row in self.rows if device in row.devices and now(row)]
 
@@ -155,7 +155,7 @@ def predict(cfg: Config, plan: Plan, shape: ModelShape, there: Hardware) -> Pred
     if plan.reference.placement not in ("off", "adapter off", "cluster"):
         rows += _reference(cfg, plan, shape, load, there)
     rows.append(_program(cfg, plan))
-    return Prediction(tuple(rows), plan.apart)
+    return Prediction(tuple(rows), plan.own_process)
 
 
 def _program(cfg: Config, plan: Plan) -> Row:
@@ -165,10 +165,10 @@ def _program(cfg: Config, plan: Plan) -> Row:
         own = (plan.train, plan.inference, plan.reference)
         devices = tuple(dict.fromkeys(d for role in own for d in role.devices if d.startswith("cuda")))
         return Row("program", "all", devices, other=_CUDA_GIB * GIB)
-    workers = plan.inference.devices if plan.apart and plan.inference.placement != "cluster" else ()
-    if plan.reference.apart and plan.reference.placement != "cluster":
+    workers = plan.inference.devices if plan.own_process and plan.inference.placement != "cluster" else ()
+    if plan.reference.own_process and plan.reference.placement != "cluster":
         workers += plan.reference.devices
-    in_process = cfg.inference_model.backend == "vllm" and not plan.apart
+    in_process = cfg.inference_model.backend == "vllm" and not plan.own_process
     each = _PROGRAM_GIB + (_VLLM_PROGRAM_GIB if in_process else 0)
     return Row("program", "all", (*plan.train.devices, *workers), other=each * GIB)
 
@@ -317,7 +317,7 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there
         share = weights if size is None else max(weights, plan.gpu_memory_utilization * size * GIB)
         cache, work = share - weights, 0.0
     awake = Row("inference", "generate", role.devices, weights, activations=work, cache=cache)
-    if plan.apart:
+    if plan.own_process:
         return [awake]
     kept = cache if options.backend == "vllm" else 0.0
     phases = [phase for phase in PHASES if phase not in ("load", "generate")]
@@ -373,7 +373,7 @@ def _reference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there
     device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
     weights = reference_weights(cfg, shape, autocasts(cfg, plan.train.devices, there))
     work = FLOAT * (load.tokens * _forward_width(shape) + _HEAD_BLOCK[device] * _HEAD_BLOCKS)
-    if role.apart:
+    if role.own_process:
         return [Row("reference", "all", role.devices, weights, activations=work)]
     rows = [Row("reference", phase, role.devices, weights) for phase in ("generate", "optimize")]
     return [rows[0], Row("reference", "score", role.devices, weights, activations=work), rows[1]]

@@ -1,8 +1,8 @@
 """Place the roles on devices: from a request and the number of GPUs to a plan. Imports no torch.
 
 :func:`plan` takes a :class:`~torchrl_grpo.planning.request.Request` and the number of GPUs. It returns a
-:class:`~torchrl_grpo.planning.plan.Plan`, or raises an error that says what to write. It does not predict memory
-(:mod:`~torchrl_grpo.planning.memory`), and does not check whether a script can run the plan
+:class:`~torchrl_grpo.planning.plan.Plan`, or raises an error that says what to write. It does not predict
+memory (:mod:`~torchrl_grpo.planning.memory`), and does not check whether a script can run the plan
 (:mod:`~torchrl_grpo.config.checks_schedule`).
 """
 
@@ -38,8 +38,8 @@ def _plan_cpu(request: Request) -> Plan:
     train = RolePlan(
         ("cpu",) * ranks, "separate", why if ranks == 1 else f"{why}: {ranks} ranks, a process each"
     )
-    apart = request.needs_processes
-    if apart:
+    own_process = request.needs_processes
+    if own_process:
         inference = _workers(request, ("cpu",) * engines, "process")
     elif request.ranks_generate:
         inference = _in_each_rank(request, train.devices)
@@ -58,9 +58,9 @@ def _plan_cpu(request: Request) -> Plan:
         train,
         inference,
         reference,
-        apart,
+        own_process,
         0,
-        _sleeps(request, apart, automatic=False),
+        _sleeps(request, own_process, automatic=False),
         request.asynchronous,
         request.ranks_generate,
         resolved_utilization(request.gpu_memory_utilization, inference, reference),
@@ -68,8 +68,8 @@ def _plan_cpu(request: Request) -> Plan:
     )
 
 
-def _sleeps(request: Request, apart: bool, automatic: bool) -> bool:
-    if request.sleep and apart:
+def _sleeps(request: Request, own_process: bool, automatic: bool) -> bool:
+    if request.sleep and own_process:
         raise bad_value(
             "inference_model.sleep",
             True,
@@ -107,10 +107,10 @@ def _reference_actors(request: Request, devices: tuple[str, ...], said: str) -> 
     count = len(devices)
     if request.cluster:
         what = f"{counted(count, 'actor')}, where ray.address puts them"
-        return RolePlan(("ray",) * count, "cluster", what, apart=True)
+        return RolePlan(("ray",) * count, "cluster", what, own_process=True)
     device = "GPU and process" if devices[0].startswith("cuda:") else "process"
     own = f"a {device} of its own" if count == 1 else f"{count} copies, a {device} each"
-    return RolePlan(devices, "separate", f"{said}{own}", apart=True)
+    return RolePlan(devices, "separate", f"{said}{own}", own_process=True)
 
 
 def _notes(request: Request) -> tuple[str, ...]:
@@ -167,10 +167,10 @@ class _Allocator:
         in_ranks = ask.ranks_generate and engine == gpus
         train = RolePlan(_names(gpus), "separate", self._why_train(gpus))
         # vLLM takes the first GPU that its process sees: any other needs a process that sees no other.
-        apart = ask.needs_processes or (ask.backend == "vllm" and not gpus == engine == [0])
-        inference = self._inference(gpus, engine, apart)
+        own_process = ask.needs_processes or (ask.backend == "vllm" and not gpus == engine == [0])
+        inference = self._inference(gpus, engine, own_process)
         shared = inference.placement == "colocated"
-        sleeps = _sleeps(ask, apart, automatic=shared and not apart and ask.backend == "vllm")
+        sleeps = _sleeps(ask, own_process, automatic=shared and not own_process and ask.backend == "vllm")
         if shared:
             inference = replace(inference, why=f"{inference.why}; {'sleeps' if sleeps else 'stays awake'}")
         reference = _not_loaded(ask, train) or self._reference(gpus, engine)
@@ -178,7 +178,7 @@ class _Allocator:
             _beside(train, inference, reference),
             inference,
             reference,
-            apart,
+            own_process,
             self.num_gpus,
             sleeps,
             ask.asynchronous,
@@ -231,7 +231,7 @@ class _Allocator:
         said = "auto" if asked is None else str(asked)
         return f"train_model.num_devices={said}: {which(gpus)}"
 
-    def _inference(self, trainer: list[int], gpus: list[int], apart: bool) -> RolePlan:
+    def _inference(self, trainer: list[int], gpus: list[int], own_process: bool) -> RolePlan:
         ask = self.request
         if ask.cluster:
             return _workers(ask, ("ray",) * ask.inference.count, "")
@@ -244,7 +244,7 @@ class _Allocator:
             each = f", {len(gpus)} workers" if len(gpus) > 1 and not said else ""
             why = f"{said or f'{one_gpu}: '}shares the trainer's{each}"
             return RolePlan(_names(gpus), "colocated", why)
-        if apart:
+        if own_process:
             found = _workers(ask, _names(gpus), "GPU")
             return replace(found, why=said + found.why)
         return RolePlan(_names(gpus), "separate", f"{said}a GPU of its own")

@@ -19,13 +19,14 @@ class RolePlan:
             model is loaded.
         placement: ``separate``, ``colocated`` with another role, ``cluster``, ``adapter off`` or ``off``.
         why: the reason, for people.
-        apart: of the reference: in processes of its own, one a device, which sees its own GPU as the first.
+        own_process: whether the reference runs in processes of its own, one on each device, each of which
+            sees its own GPU as the first.
     """
 
     devices: tuple[str, ...]
     placement: str
     why: str
-    apart: bool = False
+    own_process: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Plan:
         train: the model that is trained; one process (rank) a device.
         inference: the engines.
         reference: the reference model.
-        apart: the engines are workers in processes of their own, one a device, each of which sees its own GPU
-            as the first; otherwise there is one in the trainer's process, or in each rank's.
+        own_process: whether the engines are workers in processes of their own, one on each device, each of
+            which sees its own GPU as the first. Otherwise one runs in the trainer's process, or in each rank's.
         num_gpus: GPUs of this machine.
         sleeps: the engine gives its memory up while the trainer trains.
         asynchronous: of grpo-async.py: engines work while the trainer does.
@@ -49,7 +50,7 @@ class Plan:
     train: RolePlan
     inference: RolePlan
     reference: RolePlan
-    apart: bool
+    own_process: bool
     num_gpus: int
     sleeps: bool
     asynchronous: bool = False
@@ -70,7 +71,7 @@ class Plan:
     @property
     def engine_device(self) -> str:
         """An engine's device, as its own process names it."""
-        if not self.apart:
+        if not self.own_process:
             return self.inference.devices[0]
         return "cpu" if self.num_gpus == 0 else "cuda:0"
 
@@ -81,19 +82,22 @@ class Plan:
 
     @property
     def workers(self) -> int:
-        """Engines; in processes of their own where they are ``apart``."""
+        """The number of engines, in processes of their own or not."""
         return len(self.inference.devices)
 
     @property
     def reference_actors(self) -> int:
         """Processes of the reference model beside the trainer's."""
-        return len(self.reference.devices) if self.reference.apart else 0
+        return len(self.reference.devices) if self.reference.own_process else 0
 
     @property
     def worker_gpus(self) -> list[int]:
         """GPUs of this machine for workers and processes of the reference; none of a cluster."""
-        apart = (*self.inference.devices, *(self.reference.devices if self.reference.apart else ()))
-        return [_index(name) for name in apart if name.startswith("cuda:")]
+        own_process = (
+            *self.inference.devices,
+            *(self.reference.devices if self.reference.own_process else ()),
+        )
+        return [_index(name) for name in own_process if name.startswith("cuda:")]
 
     @property
     def idle(self) -> list[str]:

@@ -123,7 +123,7 @@ def make(cfg: Config, asynchronous: bool, there: Hardware) -> Planned:
 
 def _made(cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape | Unknown) -> Planned:
     plan = placement.plan(request_of(cfg, asynchronous, rank_env.world_size()), len(there.gpus))
-    if plan.apart and not asynchronous:
+    if plan.own_process and not asynchronous:
         checks_schedule.check_in_turn(cfg)
     if plan.sleeps:
         checks_schedule.check_sleep(cfg)

@@ -1,4 +1,4 @@
-"""What a configuration requests of the planner: devices for each role, and what decides where roles can run."""
+"""The request to the planner: devices for each role, and what else decides where roles can run."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def ray_workers(
     """Workers on Ray, which generate all the time, as far ahead as ``collector.max_policy_age`` lets them."""
     from torchrl_grpo.rollout.workers.ray_pool import RayPool, WorkerSpec
 
-    assert source.plan.apart, "workers see their own GPU as the first one"
+    assert source.plan.own_process, "workers see their own GPU as the first one"
     count, ranks = source.plan.workers, rank_env.local_world_size()
     on_gpu = source.device.type == "cuda"
     # Decided here: a worker's machine may be fast in another format, and weights are cast before they leave.
