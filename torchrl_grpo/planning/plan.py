@@ -37,10 +37,10 @@ class Plan:
         train: the model that is trained; one process (rank) a device.
         inference: the engines.
         reference: the reference model.
-        own_process: whether the engines are workers in processes of their own, one on each device, each of
         own_process: whether the engines are workers in processes of their own, one on each device. Each
             sees its own GPU as the first. Otherwise one runs in the trainer's process, or in each rank's.
         num_gpus: GPUs of this machine.
+        sleeps: whether the engine frees its memory while the trainer trains.
         asynchronous: of grpo-async.py: engines work while the trainer does.
         engine_in_each_rank: each training rank has an engine in its process, which generates its share.
         gpu_memory_utilization: of a GPU's memory that vLLM takes where it runs on one.
