@@ -93,7 +93,7 @@ Collect = Callable[[Config, Source, GroupTextEnv, PreTrainedTokenizerBase], Coll
 
 def collection_for(plan: Plan) -> Collect:
     """Which of the functions below builds the collection of a plan."""
-    if not plan.apart:
+    if not plan.own_process:
         return one_engine
     return ray_workers if plan.asynchronous else workers_in_turn
 

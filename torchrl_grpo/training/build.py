@@ -32,6 +32,7 @@ from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
 from torchrl_grpo.observe.progress import Progress
 from torchrl_grpo.observe.report import SUMMARY
 from torchrl_grpo.planning import placement
+from torchrl_grpo.planning.request import request_of
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.rewards.graders import CountingGrader
 from torchrl_grpo.rewards.reward_set import RewardSet
@@ -109,7 +110,7 @@ def build_session(
     """
     ranks = Ranks(on_cpu=not torch.cuda.is_available()) if ranks is None else ranks
     if plan is None:
-        request = placement.request_of(job.cfg, asynchronous=False, ranks=ranks.size)
+        request = request_of(job.cfg, asynchronous=False, ranks=ranks.size)
         plan = placement.plan(request, torch.cuda.device_count())
     with ExitStack() as opened:
         # Whatever was opened is closed if a later part fails: a sweep's next job needs the memory.
@@ -154,7 +155,7 @@ def _build(job: Job, collect: Collect, plan: Plan, ranks: Ranks, opened: ExitSta
     engine, collector = collect(cfg, engine_source, env, tokenizer)
     opened.callback(collector.shutdown)
     # A reference model in processes of its own scores a group before the group comes here.
-    in_trainer = not plan.reference.apart
+    in_trainer = not plan.reference.own_process
     reference = build_reference(cfg, source, plan.reference_devices, learner) if in_trainer else None
     transforms = [*([reference] if reference else []), *learner.proximal(), learner.advantage]
     buffer = GroupBuffer(
