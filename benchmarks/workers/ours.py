@@ -19,6 +19,7 @@ from torchrl_grpo import data, rewards
 from torchrl_grpo.batch.micro_batches import TokenBudget
 from torchrl_grpo.batch.schema import build_batch
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import AnswerFormat, Autocast, Dataset, Dtype
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.inference.protocol import Completion
 from torchrl_grpo.models import loading
@@ -46,9 +47,9 @@ def config(workload: Workload) -> Config:
     """The run's configuration; what the workload does not name has its default."""
     cfg = Config()
     cfg.model.name = workload.model
-    cfg.env.dataset = "jsonl"
+    cfg.env.dataset = Dataset("jsonl")
     # The prompt as it is given: any other format appends a request for tags.
-    cfg.env.answer_format = "plain"
+    cfg.env.answer_format = AnswerFormat("plain")
     cfg.env.num_envs, cfg.env.repeats = workload.prompts, workload.samples
     cfg.reward.weights = {"exact_match": 1.0}
     cfg.inference_model.max_new_tokens = workload.response_tokens
@@ -57,8 +58,8 @@ def config(workload: Workload) -> Config:
     cfg.optimizer.lr = workload.lr
     cfg.train.total_dialog_turns = 10**6 * workload.prompts * workload.samples
     cfg.train.checkpoint_frequency = 0
-    cfg.train_model.autocast = workload.autocast
-    cfg.inference_model.dtype = "float32" if workload.autocast == "no" else "bfloat16"
+    cfg.train_model.autocast = Autocast(workload.autocast)
+    cfg.inference_model.dtype = Dtype("float32" if workload.autocast == "no" else "bfloat16")
     cfg.eval.num_problems = 0
     cfg.logging.progress = False
     for key, value in workload.settings.items():

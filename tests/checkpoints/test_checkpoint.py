@@ -24,6 +24,7 @@ from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.parsing import keys
 from torchrl_grpo.config.resume import may_change
+from torchrl_grpo.config.values import AnswerFormat, Autocast, Backend, Dtype, OverlongPrompts
 from torchrl_grpo.data import Example
 from torchrl_grpo.envs.chat import check_length
 from torchrl_grpo.errors import CheckpointError, DataError
@@ -300,9 +301,9 @@ def test_the_same_configuration_is_the_same_run(run_dir: Path) -> None:
     free.train_model.fused_head = False
     # What a run is told to change whose engine and trainer round too differently.
     free.inference_model.max_logprob_gap = 2.0
-    free.train_model.autocast = "no"
-    free.inference_model.dtype = free.ref_model.dtype = "float32"
-    free.inference_model.backend = "transformers"
+    free.train_model.autocast = Autocast("no")
+    free.inference_model.dtype = free.ref_model.dtype = Dtype("float32")
+    free.inference_model.backend = Backend("transformers")
     checkpoint.check_same_run(folder, free)
 
 
@@ -315,19 +316,19 @@ def test_a_run_from_before_a_key_existed_is_the_same_run(run_dir: Path) -> None:
     saved.write_text("".join(kept))
     checkpoint.check_same_run(folder, Config())
     changed = Config()
-    changed.env.answer_format = "plain"
+    changed.env.answer_format = AnswerFormat("plain")
     with pytest.raises(CheckpointError, match=r"env.answer_format=plain.*started with .*=tags"):
         checkpoint.check_same_run(folder, changed)
 
 
 def test_a_run_that_a_long_prompt_has_ended_goes_on_with_such_prompts_cut(run_dir: Path) -> None:
     folder, cut = save(run_dir, 5), Config()
-    for cut.env.overlong_prompts in ("truncate_left", "drop"):
+    for cut.env.overlong_prompts in (OverlongPrompts.truncate_left, OverlongPrompts.drop):
         checkpoint.check_same_run(folder, cut)
     # What was cut once is cut for good.
     before = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(before.replace("overlong_prompts: error", "overlong_prompts: drop"))
-    for cut.env.overlong_prompts in ("error", "truncate_left"):
+    for cut.env.overlong_prompts in (OverlongPrompts.error, OverlongPrompts.truncate_left):
         with pytest.raises(CheckpointError, match=r"env\.overlong_prompts=.* started with .*=drop"):
             checkpoint.check_same_run(folder, cut)
     with pytest.raises(DataError) as caught:

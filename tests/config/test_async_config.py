@@ -12,6 +12,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import validate
 from torchrl_grpo.config.checks_schedule import check_async, check_sync
 from torchrl_grpo.config.derived import length, rounds, steps_per_round, with_turns
+from torchrl_grpo.config.values import ConstantGroups, Proximal
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning.cores import divide_cores
 from torchrl_grpo.planning.placement import plan
@@ -153,7 +154,7 @@ def test_epochs_are_as_many_rounds_as_ask_every_problem(epochs: float, problems:
     said = length(cfg, problems)
     assert f"{expected} rounds of 8 problems x 8 samples" in said
     # Refills draw further problems, and nobody knows how many.
-    cfg.policy.constant_groups = "refill"
+    cfg.policy.constant_groups = ConstantGroups("refill")
     assert length(cfg, problems) == f"{said}, and more for refills" and said.endswith(" problems")
 
 
@@ -171,7 +172,7 @@ def test_the_proximal_policy_is_automatic_only_where_nobody_chose(
     cfg = config(collector__max_policy_age=age)
     assert with_proximal(cfg, asynchronous).policy.proximal == meant
     for choice in ("engine", "trainer"):
-        cfg.policy.proximal = choice
+        cfg.policy.proximal = Proximal(choice)
         assert with_proximal(cfg, asynchronous) == cfg
 
 

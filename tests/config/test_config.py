@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
-from enum import EnumType
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchrl_grpo import rewards
 from torchrl_grpo.cli.compose import composer, open_free_form
-from torchrl_grpo.config import Config, checks, parse, values
+from torchrl_grpo.config import Config, checks, parse
 from torchrl_grpo.config import keys as config_keys
 from torchrl_grpo.config.__main__ import files
 from torchrl_grpo.config.parsing import keys
+from torchrl_grpo.config.values import Backend
 from torchrl_grpo.data import load
 from torchrl_grpo.errors import ConfigError
 
@@ -111,7 +112,7 @@ def test_base_and_policy_show_the_defaults_of_the_schema() -> None:
 
 
 def test_choices_are_written_as_they_are_named() -> None:
-    choices = [hint for hint in keys().leaves.values() if isinstance(hint, EnumType)]
+    choices = [hint for hint in keys().leaves.values() if isinstance(hint, type) and issubclass(hint, Enum)]
     assert len(choices) > 20
     assert all(choice.name == choice.value for hint in choices for choice in hint)
 
@@ -294,7 +295,7 @@ def test_a_missing_package_is_named_before_the_run(monkeypatch: pytest.MonkeyPat
         ConfigError, match=r"vllm is not installed; write inference_model\.backend=transformers"
     ):
         checks.check_installed(cfg)
-    cfg.inference_model.backend = "transformers"
+    cfg.inference_model.backend = Backend("transformers")
     checks.check_installed(cfg)
     cfg.logging.backends = ["wandb"]
     with pytest.raises(ConfigError, match="wandb is not installed"):

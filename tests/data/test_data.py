@@ -13,6 +13,7 @@ import pytest
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
+from torchrl_grpo.config.values import Dataset
 from torchrl_grpo.data import Example, codec, load, problems, prompts, sources
 from torchrl_grpo.data.latex import last_boxed
 from torchrl_grpo.data.problems import question_key
@@ -36,7 +37,7 @@ def gsm8k_rows(count: int, start: int = 0) -> list[dict[str, str]]:
 
 
 def config(dataset: str = "gsm8k", num_problems: int = 5, **env: Any) -> Config:
-    cfg = Config(env=EnvConfig(dataset=dataset, **env))
+    cfg = Config(env=EnvConfig(dataset=Dataset(dataset), **env))
     cfg.eval.num_problems = num_problems
     return cfg
 

@@ -27,7 +27,7 @@ from rank_runs import (
 )
 
 from torchrl_grpo.config import Config, checks
-from torchrl_grpo.config.values import ZERO_STAGES
+from torchrl_grpo.config.values import ZERO_STAGES, Backend, Parallelism
 from torchrl_grpo.distributed.deepspeed import engine_config
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning import launcher
@@ -145,8 +145,8 @@ def test_deepspeed_reads_what_it_is_told(kind: str) -> None:
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = Config()
-    cfg.inference_model.backend = "transformers"
-    cfg.train_model.parallelism = "deepspeed_zero2"
+    cfg.inference_model.backend = Backend("transformers")
+    cfg.train_model.parallelism = Parallelism("deepspeed_zero2")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"deepspeed_zero2: deepspeed is not installed"):
         checks.check_installed(cfg)
@@ -167,7 +167,7 @@ def test_the_launcher_s_stage_is_taken(
 ) -> None:
     _as_told(monkeypatch, stage)
     cfg = Config()
-    cfg.train_model.parallelism = asked
+    cfg.train_model.parallelism = Parallelism(asked)
     assert launcher.parallelism(cfg) == kind
 
 
@@ -206,7 +206,7 @@ def test_contradictions_are_told(
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_are_refused(kind: str) -> None:
     cfg = Config()
-    cfg.train_model.parallelism = kind
+    cfg.train_model.parallelism = Parallelism(kind)
     cfg.train_model.lora.rank = 4
     with pytest.raises(ConfigError, match=r"adapters are merged.*write train_model.parallelism=ddp"):
         launcher.parallelism(cfg)

@@ -11,6 +11,7 @@ from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import Dataset, OverlongPrompts
 from torchrl_grpo.data import Example, Problems, prompts
 from torchrl_grpo.envs import lengths, render
 from torchrl_grpo.errors import DataError
@@ -23,7 +24,7 @@ def tokenizer(tiny_model_dir: Path) -> PreTrainedTokenizerBase:
 
 def settings(how: str, bound: int, **env: str) -> Config:
     cfg = Config()
-    cfg.env.overlong_prompts, cfg.env.dataset = how, "jsonl"
+    cfg.env.overlong_prompts, cfg.env.dataset = OverlongPrompts(how), Dataset("jsonl")
     for name, value in env.items():
         setattr(cfg.env, name, value)
     cfg.inference_model.max_new_tokens, cfg.inference_model.max_model_len = 10, bound + 10

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import AnswerFormat, Autocast, Backend, Dataset, Dtype
 from torchrl_grpo.observe import report
 from torchrl_grpo.rewards.text import BareNumberReward
 from torchrl_grpo.tools.verify_resume import read, unmeasured
@@ -36,14 +37,15 @@ def config(
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = Config()
-    cfg.env.dataset, cfg.env.data_path, cfg.env.answer_format = "jsonl", str(data), "plain"
+    cfg.env.dataset, cfg.env.answer_format = Dataset.jsonl, AnswerFormat.plain
+    cfg.env.data_path = str(data)
     cfg.env.num_envs = cfg.env.repeats = 4
     cfg.model.name = str(tiny_model_dir)
     cfg.reward.weights = {"exact_match": 1.0, "bare_number": 0.3}
     # Not what this machine is fast in: a test does the same on every machine.
-    cfg.train_model.autocast = {"float32": "no", "bfloat16": "bf16"}[number_format]
-    cfg.inference_model.dtype = number_format
-    cfg.inference_model.backend = "transformers"
+    cfg.train_model.autocast = Autocast({"float32": "no", "bfloat16": "bf16"}[number_format])
+    cfg.inference_model.dtype = Dtype(number_format)
+    cfg.inference_model.backend = Backend("transformers")
     cfg.inference_model.max_model_len, cfg.inference_model.max_new_tokens = 200, 6
     cfg.optimizer.lr = 1e-2
     cfg.train.total_dialog_turns = 64

@@ -15,6 +15,7 @@ from batches import make_batch, make_model
 from torch import Tensor
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.models.reference import load_reference
 from torchrl_grpo.models.scoring import fused_head
 from torchrl_grpo.models.scoring.head import HeadOptions, score_tokens
@@ -190,7 +191,7 @@ def test_policy_and_reference_round_alike(
 ) -> None:
     monkeypatch.setattr(fused_head, "suits", lambda *_: True)
     cfg = Config()
-    cfg.model.name, cfg.ref_model.dtype = str(tiny_model_dir), "float32"
+    cfg.model.name, cfg.ref_model.dtype = str(tiny_model_dir), Dtype("float32")
     cfg.train_model.fused_head = asked
     reference = load_reference(cfg, str(tiny_model_dir), torch.device("cpu"), None, True)
     assert reference.fused_head is asked

@@ -27,6 +27,7 @@ from transformers import (
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import ModelConfig, TrainModelConfig
+from torchrl_grpo.config.values import Attention
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models import loading, precision, smollm2
 from torchrl_grpo.models.flops import FlopCounter
@@ -307,18 +308,18 @@ def test_a_model_with_more_than_a_matrix_behind_its_backbone_is_refused() -> Non
 def test_attention_is_what_was_asked_for_or_the_fallback_is_said() -> None:
     model, batch = make_model(), make_batch(P=2, G=2)
     expected = TokenScorer(model, shares_prefix=False)(*inputs(batch)).log_probs
-    prepare_for_training(model, TrainModelConfig(shared_prefix=False, attn_implementation="eager"))
+    prepare_for_training(model, TrainModelConfig(shared_prefix=False, attn_implementation=Attention("eager")))
     assert model.config._attn_implementation == "eager"
     found = TokenScorer(model, shares_prefix=False)(*inputs(batch)).log_probs
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     with pytest.warns(UserWarning, match=r"=flash_attention_2 cannot be used \(.*\); eager is used instead"):
-        prepare_for_training(model, TrainModelConfig(attn_implementation="flash_attention_2"))
+        prepare_for_training(model, TrainModelConfig(attn_implementation=Attention("flash_attention_2")))
     torch.testing.assert_close(
         TokenScorer(model, shares_prefix=False)(*inputs(batch)).log_probs, found, atol=0, rtol=0
     )
     bloom = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)).eval()
     with pytest.warns(UserWarning, match="this model cannot change its attention"):
-        prepare_for_training(bloom, TrainModelConfig(attn_implementation="sdpa"))
+        prepare_for_training(bloom, TrainModelConfig(attn_implementation=Attention("sdpa")))
 
 
 def test_an_ordinary_model_is_left_as_it_is() -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from torchrl_grpo.config import Config, checks
 from torchrl_grpo.config.schema import LoraConfig, ModelConfig, TrainModelConfig
+from torchrl_grpo.config.values import Autocast, Backend, Dtype, Quantization
 from torchrl_grpo.errors import ConfigError, TrainingStopped
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.models import loading, lora, saving
@@ -31,16 +32,16 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 
 def test_quantization_is_for_frozen_models_and_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = Config()
-    cfg.train_model.quantization = "nf4"
+    cfg.train_model.quantization = Quantization("nf4")
     with pytest.raises(ConfigError, match=r"quantization=nf4: .*write train_model\.lora\.rank=16"):
         checks.validate(cfg)
     cfg.train_model.lora.rank = 8
     checks.validate(cfg)
-    cfg.inference_model.backend = "transformers"
+    cfg.inference_model.backend = Backend("transformers")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"quantization=nf4: bitsandbytes is not installed"):
         checks.check_installed(cfg)
-    cfg.train_model.quantization = "int4"
+    cfg.train_model.quantization = Quantization("int4")
     with pytest.raises(ConfigError, match="one of none, nf4"):
         checks.validate(cfg)
 
@@ -146,8 +147,8 @@ def test_a_quantized_base_is_exported_unpacked(folder: Path, tiny_model_dir: Pat
 
 def test_a_run_over_four_bits_moves_and_resumes(train: Runner, config: Config, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    config.train_model.lora.rank, config.train_model.quantization = 4, "nf4"
-    config.train_model.autocast, config.inference_model.dtype = "no", "float32"
+    config.train_model.lora.rank, config.train_model.quantization = 4, Quantization("nf4")
+    config.train_model.autocast, config.inference_model.dtype = Autocast("no"), Dtype("float32")
     whole = train("whole", optimizer__lr=3e-2, policy__kl_coef=0.1, train__total_dialog_turns=48)
     assert whole[1]["kl/reference"] == pytest.approx(0.0, abs=1e-6) and whole[-1]["kl/reference"] > 1e-4
     train("broken", train__checkpoint_frequency=1, checkpoint__keep=5)

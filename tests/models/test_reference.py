@@ -11,6 +11,7 @@ from tiny_runs import Runner, config, train  # noqa: F401 - fixtures
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.models import precision
 from torchrl_grpo.models.reference import hold_as_computed, load_reference
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
@@ -69,6 +70,6 @@ def test_matrices_held_in_16_bits_give_the_same_numbers(dtype: torch.dtype, tied
 def test_formats_of_the_reference(asked: str, mix: float, formats: set[torch.dtype], tmp_path: Path) -> None:
     cfg = Config()
     cfg.model.name = str(build_tiny_model(tmp_path / "model"))
-    cfg.ref_model.dtype, cfg.ref_model.refresh_mix = asked, mix
+    cfg.ref_model.dtype, cfg.ref_model.refresh_mix = Dtype(asked), mix
     scorer = load_reference(cfg, cfg.model.name, torch.device("cpu"), torch.bfloat16, True)
     assert {parameter.dtype for parameter in scorer.model.parameters()} == formats

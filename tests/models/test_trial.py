@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from torchrl_grpo.config.schema import TrainModelConfig
+from torchrl_grpo.config.values import Attention, Autocast
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models.prepare import prepare_for_training, shares_prefix
 from torchrl_grpo.models.scoring import trial
@@ -217,7 +218,9 @@ def test_a_kernel_for_16_bits_is_tried_under_autocast(
     )
     monkeypatch.setitem(AttentionInterface._global_mapping, name, kernel)
     monkeypatch.setitem(AttentionMaskInterface._global_mapping, name, sdpa_mask)
-    cfg = TrainModelConfig(attn_implementation=name, autocast=autocast, shared_prefix=False)
+    cfg = TrainModelConfig(
+        attn_implementation=Attention(name), autocast=Autocast(autocast), shared_prefix=False
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         prepare_for_training(model, cfg)

@@ -16,6 +16,7 @@ from torchrl.modules.llm import TransformersWrapper
 from transformers import AutoTokenizer, PreTrainedModel
 
 from torchrl_grpo.config.schema import PolicyConfig
+from torchrl_grpo.config.values import Aggregation
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.loss import GroupPolicyLoss
 
@@ -139,7 +140,7 @@ def test_an_actor_is_enough_for_a_loss(model: PreTrainedModel, batch: TensorDict
     expected = make_objective(TokenScorer(model))[0](batch)
     assert_equal_terms(GroupPolicyLoss(TokenScorer(model))(batch), expected)
     with pytest.raises(ValueError, match="constant_length"):
-        GroupPolicyLoss(TokenScorer(model), PolicyConfig(aggregation="constant"))
+        GroupPolicyLoss(TokenScorer(model), PolicyConfig(aggregation=Aggregation("constant")))
 
 
 def assert_equal_terms(found: TensorDict, expected: TensorDict) -> None:

@@ -286,7 +286,7 @@ def test_a_bar_on_a_terminal_with_notes_above() -> None:
     assert text.endswith("\n")
 
 
-def test_phases_are_plain_lines_where_there_is_no_terminal():
+def test_phases_are_plain_lines_where_there_is_no_terminal() -> None:
     stream, clock = io.StringIO(), Clock()
     with Progress(4, stream=stream, clock=clock) as progress:
         progress.phase("loading the model")
@@ -304,7 +304,7 @@ def test_phases_are_plain_lines_where_there_is_no_terminal():
     ]
 
 
-def test_phases_on_a_terminal_count_seconds_and_come_before_the_bar():
+def test_phases_on_a_terminal_count_seconds_and_come_before_the_bar() -> None:
     stream, clock = Terminal(), Clock()
     with Progress(4, stream=stream, clock=clock) as progress:
         progress.phase("loading the model")
@@ -325,7 +325,7 @@ def test_phases_on_a_terminal_count_seconds_and_come_before_the_bar():
 
 
 @pytest.mark.parametrize("size", [(0, 24), (110, 0)])
-def test_plain_lines_on_a_terminal_without_room_for_a_bar(size, monkeypatch):
+def test_plain_lines_on_a_terminal_without_room_for_a_bar(size: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     monkeypatch.setattr(stream, "fileno", lambda: 2)
     monkeypatch.setattr(os, "get_terminal_size", lambda number: os.terminal_size(size))
@@ -334,7 +334,7 @@ def test_plain_lines_on_a_terminal_without_room_for_a_bar(size, monkeypatch):
     assert stream.getvalue() == "step 0/4\n"
 
 
-def test_progress_off_prints_notes_only():
+def test_progress_off_prints_notes_only() -> None:
     for stream in (io.StringIO(), Terminal()):
         with Progress(4, enabled=False, stream=stream) as progress:
             progress.phase("loading the model")
@@ -380,7 +380,7 @@ def test_summary_is_written_and_told(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "metrics.jsonl", "summary.json"]
 
 
-def test_summary_says_what_to_change_if_no_group_had_a_signal(tmp_path):
+def test_summary_says_what_to_change_if_no_group_had_a_signal(tmp_path: Path) -> None:
     stream = io.StringIO()
     summary(tmp_path, **FIGURES, any_signal=False, stream=stream)
     warning = stream.getvalue().splitlines()[-1]
@@ -391,7 +391,7 @@ def test_summary_says_what_to_change_if_no_group_had_a_signal(tmp_path):
     assert "warning" not in quiet.getvalue() + none.getvalue()
 
 
-def test_summary_without_evaluation_and_with_a_clash(tmp_path):
+def test_summary_without_evaluation_and_with_a_clash(tmp_path: Path) -> None:
     stream = io.StringIO()
     nothing = FIGURES | {"accuracy_before": None, "accuracy_after": None, "accuracy_ci95": None}
     path = summary(tmp_path, **nothing, stream=stream)

@@ -17,6 +17,7 @@ import pytest
 from plan_cases import answer, dry_run, read
 
 from torchrl_grpo.config import Config, checks
+from torchrl_grpo.config.values import Backend
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning import preflight
 from torchrl_grpo.planning.placement import plan
@@ -412,7 +413,7 @@ def test_a_vllm_for_gpus_is_not_run_without_one(
     for prepare in (preflight.report, preflight.announce):
         with pytest.raises(ConfigError, match=r"backend=vllm: .*no GPU is visible.*backend=transformers"):
             prepare(cfg, False)
-    cfg.inference_model.backend = "transformers"
+    cfg.inference_model.backend = Backend("transformers")
     preflight.report(cfg, False)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from torchrl_grpo.config import Config, checks
+from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.inference import vllm_engine
 from torchrl_grpo.planning import placement
 from torchrl_grpo.planning.request import request_of
@@ -37,7 +38,7 @@ def test_share(gpus: int, asked: float | None, share: float, monkeypatch: pytest
     monkeypatch.setattr(vllm_engine, "VLLMEngine", engine)
     monkeypatch.setattr(ray_pool, "RayPool", pool)
     cfg = Config()
-    cfg.inference_model.dtype = "bfloat16"
+    cfg.inference_model.dtype = Dtype("bfloat16")
     cfg.inference_model.gpu_memory_utilization = asked
     plan = placement.plan(request_of(cfg, asynchronous=False), gpus)
     source = build.Source("weights", "model", plan, [2], torch.bfloat16, True)

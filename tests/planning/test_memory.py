@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchrl_grpo.config import Config, checks, parse
 from torchrl_grpo.config.derived import steps_per_round
 from torchrl_grpo.config.schema import LoraConfig, ModelConfig
+from torchrl_grpo.config.values import AnswerFormat, Autocast, Backend, Dtype, Quantization
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.models import smollm2
 from torchrl_grpo.models.shape import (
@@ -49,8 +50,8 @@ def overridden(cfg: Config, words: str) -> Config:
 
 def config(**changes: object) -> Config:
     cfg = Config()
-    cfg.inference_model.backend, cfg.inference_model.dtype = "transformers", "float32"
-    cfg.train_model.autocast, cfg.ref_model.dtype = "no", "float32"
+    cfg.inference_model.backend, cfg.inference_model.dtype = Backend("transformers"), Dtype("float32")
+    cfg.train_model.autocast, cfg.ref_model.dtype = Autocast("no"), Dtype("float32")
     for key, value in changes.items():
         group, _, leaf = key.partition("__")
         setattr(getattr(cfg, group), leaf, value)
@@ -416,7 +417,10 @@ def test_a_frozen_base_is_held_as_configured() -> None:
     cfg.train_model.lora.rank = 16
     sizes = {}
     for dtype, quantization in (("float32", "none"), ("bfloat16", "none"), ("auto", "nf4")):
-        cfg.train_model.lora.base_dtype, cfg.train_model.quantization = dtype, quantization
+        cfg.train_model.lora.base_dtype, cfg.train_model.quantization = (
+            Dtype(dtype),
+            Quantization(quantization),
+        )
         sizes[dtype] = row(predicted(cfg), "train", "optimize").weights
     assert (sizes["float32"], sizes["bfloat16"]) == (4 * SEVEN_B.parameters, 2 * SEVEN_B.parameters)
     # Embedding and output head are not packed.
@@ -432,7 +436,7 @@ def test_copies_of_weights_that_a_pass_computes_with() -> None:
         found = []
         for base in ("float32", "bfloat16"):
             cfg = config(train_model__autocast="bf16", **changes)
-            cfg.train_model.lora.rank, cfg.train_model.lora.base_dtype = 16, base
+            cfg.train_model.lora.rank, cfg.train_model.lora.base_dtype = 16, Dtype(base)
             found.append(row(predicted(cfg), "train", "optimize").activations)
         return found[0] - found[1]
 
@@ -476,7 +480,7 @@ def test_the_reference_is_held_as_the_policy_computes() -> None:
     cfg = config(policy__kl_coef=0.1, ref_model__dtype="auto")
     matrices = SEVEN_B.parameters - SEVEN_B.outer
     for autocast, mix, element in (("no", 1.0, 4), ("bf16", 1.0, 2), ("bf16", 0.5, 4)):
-        cfg.train_model.autocast, cfg.ref_model.refresh_mix = autocast, mix
+        cfg.train_model.autocast, cfg.ref_model.refresh_mix = Autocast(autocast), mix
         found = row(predicted(cfg), "reference", "score").weights
         assert found == 4 * SEVEN_B.outer + element * matrices
 
@@ -686,7 +690,7 @@ def test_a_cache_too_small_for_a_sequence_is_refused(
     monkeypatch.setattr(preflight, "read_shape", lambda model: SEVEN_B)
     # 28 layers with keys and values of 512: 1.75 GiB in float32, and a block that vLLM keeps.
     cfg = config(inference_model__backend="vllm", **LONG)
-    cfg.inference_model.dtype = dtype
+    cfg.inference_model.dtype = Dtype(dtype)
     there = Hardware((), 900.0)
     assert preflight.make(cfg, False, there).least_cache_gib == least
     preflight.check_memory(
@@ -725,7 +729,7 @@ def test_a_smaller_cache_is_advised_only_as_far_as_vllm_starts(
     cfg = config(inference_model__backend="vllm", inference_model__kv_cache_gib=8, **LONG)
     cfg.train_model.lora, cfg.train_model.gradient_checkpointing = LoraConfig(rank=16), True
     cfg.env.num_envs = cfg.env.repeats = cfg.eval.num_problems = 2
-    cfg.ref_model.dtype = "auto"
+    cfg.ref_model.dtype = Dtype("auto")
     needs = preflight.make(cfg, False, Hardware((), 900.0)).prediction
     assert needs is not None
     for less, advised in ((5.5, True), (6.5, False)):
@@ -742,7 +746,7 @@ def test_no_share_is_recommended_that_would_be_refused(
     monkeypatch.setattr(checks, "cuda_device_present", lambda: True)
     monkeypatch.setattr(preflight, "read_shape", lambda model: SEVEN_B)
     cfg, planned = a_7b(train_model__lora=LoraConfig(rank=8), inference_model__gpu_memory_utilization=0.9)
-    cfg.inference_model.sleep, cfg.ref_model.dtype = False, "auto"
+    cfg.inference_model.sleep, cfg.ref_model.dtype = False, Dtype("auto")
     with pytest.raises(ConfigError) as caught:
         preflight.check_memory(planned(gib))
     shares = re.findall(r"gpu_memory_utilization=([\d.]+)", str(caught.value))
@@ -857,7 +861,11 @@ def test_predicted_memory_is_that_of_a_run(
     )
     # Two rounds: the moments of the optimizer are there from the second step on.
     cfg = config(env__num_envs=2, env__repeats=4, env__prompt_template="{question}")
-    cfg.model.name, cfg.env.data_path, cfg.env.answer_format = str(model), "questions.jsonl", "plain"
+    cfg.model.name, cfg.env.data_path, cfg.env.answer_format = (
+        str(model),
+        "questions.jsonl",
+        AnswerFormat("plain"),
+    )
     cfg.inference_model.max_model_len, cfg.inference_model.max_new_tokens = 128, 48
     cfg.train.total_dialog_turns, cfg.train.checkpoint_frequency = 16, 0
     cfg.eval.num_problems, cfg.logging.progress = 0, False

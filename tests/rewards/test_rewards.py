@@ -21,6 +21,7 @@ import pytest
 from torchrl_grpo import rewards
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig, RewardConfig
+from torchrl_grpo.config.values import AnswerFormat, Dataset
 from torchrl_grpo.data import Example, load
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards import RewardSet, extract, numbers
@@ -666,7 +667,7 @@ def test_lengths_must_agree() -> None:
 
 
 def config(dataset: str = "gsm8k", weights: dict[str, float] | None = None, **env: Any) -> Config:
-    return Config(env=EnvConfig(dataset=dataset, **env), reward=RewardConfig(weights=weights or {}))
+    return Config(env=EnvConfig(dataset=Dataset(dataset), **env), reward=RewardConfig(weights=weights or {}))
 
 
 def test_every_dataset_has_default_weights_that_pass_the_check() -> None:
@@ -713,7 +714,7 @@ def test_reasoning_gym_is_scored_by_the_task_itself() -> None:
     cfg = config(
         "reasoning_gym", {"reasoning_gym": 1.0, "bare_number": 0.1}, task="chain_sum", task_args=args
     )
-    cfg.env.answer_format = "plain"
+    cfg.env.answer_format = AnswerFormat("plain")
     cfg.reward.timeout_s = 20.0
     cfg.eval.num_problems = 3
     problem = load(cfg).train[0]

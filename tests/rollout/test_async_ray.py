@@ -21,6 +21,7 @@ from faulty_worker import FaultyActor, OneWorker
 from stale_parts import Fault, assert_each_is_found, every_part, of_each_kind
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import Backend, Dtype
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.rollout.workers import ray_pool
 from torchrl_grpo.rollout.workers.ray_pool import pack, unpack
@@ -309,8 +310,8 @@ def test_a_part_of_any_tensor_that_is_stale_in_a_worker_is_found(
     model.save_pretrained(tmp_path / "model")
     cfg = Config()
     cfg.model.name = str(tmp_path / "model")
-    cfg.inference_model.backend = "transformers"
-    cfg.inference_model.dtype = str(dtype).removeprefix("torch.")
+    cfg.inference_model.backend = Backend("transformers")
+    cfg.inference_model.dtype = Dtype(str(dtype).removeprefix("torch."))
     cfg.ray.address = two_nodes.address
     pool = ray_pool.RayPool(
         cfg, ray_pool.WorkerSpec(cfg, cfg.model.name, [END], PAD, 4, 1, False), 1, FaultyActor

@@ -14,6 +14,7 @@ from tiny_runs import Runner, config, train, without_eval  # noqa: F401  fixture
 from transformers import AutoModelForCausalLM
 
 from torchrl_grpo.config import Config, parse
+from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.models import loading, lora
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
@@ -140,7 +141,7 @@ def test_adapters_and_merged_model_of_a_checkpoint_are_the_live_model(
 def test_a_merged_model_of_a_base_in_bfloat16_is_exported_in_float32(
     train: Runner, config: Config, tmp_path: Path
 ) -> None:
-    config.train_model.lora.base_dtype = "bfloat16"
+    config.train_model.lora.base_dtype = Dtype("bfloat16")
     train("run", checkpoint__export_merged=True, train__total_dialog_turns=32)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoints/2/merged")
     assert {p.dtype for p in merged.parameters()} == {torch.float32}

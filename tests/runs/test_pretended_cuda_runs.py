@@ -15,6 +15,7 @@ from tiny_runs import config  # noqa: F401  a fixture
 from torch import Tensor
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import Autocast, Dtype
 from torchrl_grpo.inference import transformers_engine
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.observe import report
@@ -87,7 +88,8 @@ def small(config: Config, monkeypatch: pytest.MonkeyPatch) -> Config:
     config.train.checkpoint_frequency = 1
     config.inference_model.max_new_tokens = 3
     config.eval.num_problems = 2
-    config.train_model.autocast = config.inference_model.dtype = config.ref_model.dtype = "auto"
+    config.train_model.autocast = Autocast.auto
+    config.inference_model.dtype = config.ref_model.dtype = Dtype.auto
     # Half of the time of a run as small as this, and nothing of a GPU's.
     monkeypatch.setattr(report, "plot", lambda run_dir: None)
     return config

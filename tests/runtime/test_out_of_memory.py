@@ -11,6 +11,7 @@ from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from transformers import AutoModelForCausalLM
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import Autocast, Dtype
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
 from torchrl_grpo.models.build import build_model
@@ -75,7 +76,7 @@ def test_a_model_that_does_not_fit_is_named_with_what_to_change(
     cfg, device = Config(), torch.device("cpu")
     cfg.model.name = folder = str(tiny_model_dir)
     cfg.train_model.lora.rank = 4 if role == "adapters" else 0
-    cfg.train_model.autocast, cfg.ref_model.dtype = "no", "float32"
+    cfg.train_model.autocast, cfg.ref_model.dtype = Autocast("no"), Dtype("float32")
     with pytest.raises(TrainingStopped) as caught:
         if role == "reference":
             load_reference(cfg, folder, device, None, True)

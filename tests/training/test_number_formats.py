@@ -12,6 +12,7 @@ import torch
 from batches import inputs, make_batch, make_model
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import Autocast, Backend, Dtype, HeadDtype
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.inference import vllm_engine
 from torchrl_grpo.inference.build import build_engine
@@ -26,7 +27,11 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def config(tiny_model_dir: Path) -> Config:
     cfg = Config()
-    cfg.model.name, cfg.ref_model.dtype, cfg.train_model.autocast = str(tiny_model_dir), "float32", "bf16"
+    cfg.model.name, cfg.ref_model.dtype, cfg.train_model.autocast = (
+        str(tiny_model_dir),
+        Dtype("float32"),
+        Autocast("bf16"),
+    )
     cfg.policy.kl_coef = 0.1
     return cfg
 
@@ -53,7 +58,7 @@ def make_learner(cfg: Config) -> Learner:
 def test_policy_and_reference_compute_their_heads_alike(
     asked: str, dtype: torch.dtype, rank: int, config: Config
 ) -> None:
-    config.train_model.head_dtype, config.train_model.lora.rank = asked, rank
+    config.train_model.head_dtype, config.train_model.lora.rank = HeadDtype(asked), rank
     with warnings.catch_warnings():
         # Of a base in bfloat16, PEFT warns.
         warnings.simplefilter("ignore")
@@ -74,8 +79,8 @@ def test_engines_compute_their_heads_as_they_are_told(
 ) -> None:
     told: dict[str, Any] = {}
     monkeypatch.setattr(vllm_engine, "VLLMEngine", lambda source, **options: told.update(options))
-    config.inference_model.backend, config.inference_model.dtype = backend, "bfloat16"
-    config.inference_model.head_dtype = asked
+    config.inference_model.backend, config.inference_model.dtype = Backend(backend), Dtype("bfloat16")
+    config.inference_model.head_dtype = HeadDtype(asked)
     engine = build_engine(config, config.model.name, CPU, [2], 0, 1)
     if backend == "vllm":
         assert told["head_dtype"] == dtype

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchrl_grpo.batch.micro_batches import TokenBudget
 from torchrl_grpo.config.schema import OptimizerConfig
+from torchrl_grpo.config.values import Schedule
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.aggregation import BatchTotals, totals_of
@@ -147,13 +148,13 @@ def test_a_gradient_below_the_bound_is_not_scaled() -> None:
     ],
 )
 def test_schedules(schedule: str, warmup: int, ratio: float, expected: list[float]) -> None:
-    cfg = OptimizerConfig(schedule=schedule, warmup_steps=warmup, min_lr_ratio=ratio)
+    cfg = OptimizerConfig(schedule=Schedule(schedule), warmup_steps=warmup, min_lr_ratio=ratio)
     assert [learning_rate_factor(step, 8, cfg) for step in range(8)] == pytest.approx(expected)
     assert learning_rate_factor(50, 8, cfg) == pytest.approx(1.0 if schedule == "constant" else ratio)
 
 
 def test_warm_up_longer_than_the_run_never_leaves_the_ramp() -> None:
-    cfg = OptimizerConfig(schedule="cosine", warmup_steps=20)
+    cfg = OptimizerConfig(schedule=Schedule("cosine"), warmup_steps=20)
     factors = [learning_rate_factor(step, 8, cfg) for step in range(9)]
     assert factors == sorted(factors) and factors[0] > 0 and factors[-1] < 0.5
 
@@ -171,7 +172,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
 def test_a_decay_ends_in_the_last_step_and_never_in_a_step_at_rate_0(
     steps: int, warmup: int, schedule: str
 ) -> None:
-    cfg = OptimizerConfig(schedule=schedule, warmup_steps=warmup, min_lr_ratio=0.25)
+    cfg = OptimizerConfig(schedule=Schedule(schedule), warmup_steps=warmup, min_lr_ratio=0.25)
     factors = [learning_rate_factor(step, steps, cfg) for step in range(steps)]
     # One step after warm-up is both the first and the last; it has the whole rate.
     assert factors[-1] == pytest.approx(0.25 if steps - warmup > 1 else 1.0)

@@ -28,7 +28,7 @@ from torchrl_grpo.data.columns import text
 from torchrl_grpo.data.sources import Row, read_file
 from torchrl_grpo.errors import ConfigError, DataError, UserError
 from torchrl_grpo.rewards.registry import build, check_weights
-from torchrl_grpo.rewards.reward_set import Scored
+from torchrl_grpo.rewards.types import Scored
 
 _BATCH = 64
 

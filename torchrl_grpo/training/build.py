@@ -32,8 +32,8 @@ from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
 from torchrl_grpo.observe.progress import Progress
 from torchrl_grpo.observe.report import SUMMARY
 from torchrl_grpo.planning import placement
-from torchrl_grpo.planning.request import request_of
 from torchrl_grpo.planning.plan import Plan
+from torchrl_grpo.planning.request import request_of
 from torchrl_grpo.rewards.graders import CountingGrader
 from torchrl_grpo.rewards.reward_set import RewardSet
 from torchrl_grpo.rollout.buffer import GroupBuffer
