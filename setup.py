@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-YAML = "torchrl_grpo.config.yaml"  # read by torchrl_grpo/config/location.py
+YAML = "torchrl_grpo.config.yaml"  # read by torchrl_grpo/runtime/config_dir.py
 
 setup(
     packages=[*find_packages(include=["torchrl_grpo", "torchrl_grpo.*"]), YAML],

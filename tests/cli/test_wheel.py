@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_grpo.config.location import config_dir
+from torchrl_grpo.runtime.config_dir import config_dir
 
 # What an entry point of the wheel does. It says which package it ran, for the environment has another one.
 ENTRY_POINT = """

@@ -216,8 +216,10 @@ def test_nothing_left_to_train_on(tmp_path: Path) -> None:
 
 
 def test_an_unknown_dataset_lists_the_known_ones() -> None:
+    cfg = config()
+    cfg.env.dataset = "gsm9k"  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="gsm8k, ifeval, jsonl, math, reasoning_gym"):
-        load(config(dataset="gsm9k"))
+        load(cfg)
 
 
 # --- the hub ----------------------------------------------------------------------------------------

@@ -32,6 +32,8 @@ from torchrl_grpo.distributed.deepspeed import engine_config
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning import launcher
 
+pytestmark = pytest.mark.slow
+
 KINDS = tuple(ZERO_STAGES)
 installed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,

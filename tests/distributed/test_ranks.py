@@ -39,6 +39,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import get_sub
 from torchrl_grpo.batch.micro_batches import divide
 from torchrl_grpo.distributed import launch
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("ddp", "fsdp2")
 
 
@@ -166,7 +168,6 @@ def test_two_ranks_with_two_workers_follow_the_run_of_one_process(
         assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.slow
 def test_compiled_layers_train_in_shards_as_plain_ones_do_on_one_rank(
     one_rank: Path, repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -15,6 +15,8 @@ from torchrl_grpo.config.schema import TrainModelConfig
 from torchrl_grpo.models.prepare import compile_layers, prepare_for_training
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 
+pytestmark = pytest.mark.slow
+
 KEYS = (("tokens", "prompt"), ("masks", "prompt"), ("tokens", "response"), ("masks", "response"))
 
 

@@ -26,6 +26,8 @@ from torchrl_grpo.errors import CheckpointError, ModelError, TrainingStopped, Wo
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.tools.verify_resume import read, unmeasured
 
+pytestmark = pytest.mark.slow
+
 
 def as_sync(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What a synchronous run would have logged too."""

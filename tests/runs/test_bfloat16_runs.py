@@ -14,6 +14,8 @@ from async_runs import AsyncRunner, pools, train  # noqa: F401
 from tiny_runs import Runner, config, without_eval  # noqa: F401
 from tiny_runs import train as train_sync  # noqa: F401
 
+pytestmark = pytest.mark.slow
+
 BFLOAT16: dict[str, Any] = {
     "train_model__autocast": "bf16",
     "inference_model__dtype": "bfloat16",

@@ -17,6 +17,8 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, ConfigError, DataError
 from torchrl_grpo.planning.preflight import with_proximal
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -15,6 +15,8 @@ from torchrl_grpo.rollout import build
 from torchrl_grpo.tools.verify_resume import read, unmeasured
 from torchrl_grpo.training.job import run_async
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[LocalPool]:

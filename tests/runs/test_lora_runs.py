@@ -23,6 +23,8 @@ from torchrl_grpo.tools.verify_resume import read
 from torchrl_grpo.training.learner import Learner
 from torchrl_grpo.training.session import Session
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def adapters(config: Config) -> None:

@@ -22,6 +22,8 @@ from torchrl_grpo.observe import report
 from torchrl_grpo.tools.verify_resume import read, unmeasured
 from torchrl_grpo.training.job import run
 
+pytestmark = pytest.mark.slow
+
 KL = {"policy.kl_coef": 0.1}
 FLOAT32 = {"train_model.autocast": "no", "inference_model.dtype": "float32", "ref_model.dtype": "float32"}
 FLOAT16 = {"train_model.autocast": "fp16", "inference_model.dtype": "float16"}

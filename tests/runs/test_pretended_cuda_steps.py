@@ -22,6 +22,8 @@ from torchrl_grpo.objectives.surrogates import SURROGATES
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
 from torchrl_grpo.training.optimizer_step import OptimizerStep
 
+pytestmark = pytest.mark.slow
+
 EXPERTS = {"num_experts_per_tok": 2}
 MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {**batches._COMMON, **EXPERTS, "num_local_experts": 4, "sliding_window": None}),

@@ -11,6 +11,8 @@ from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from torchrl_grpo.observe import stats
 from torchrl_grpo.rewards.text import BareNumberReward
 
+pytestmark = pytest.mark.slow
+
 WARNING = "warning: in every group all responses had the same reward"
 
 

@@ -24,6 +24,8 @@ from torchrl_grpo.rewards.text import BareNumberReward
 from torchrl_grpo.tools.verify_resume import read
 from torchrl_grpo.training.job import run
 
+pytestmark = pytest.mark.slow
+
 
 def test_same_seed_same_numbers_other_seed_other_numbers(train: Runner, tmp_path: Path) -> None:
     first = train("a")

@@ -9,6 +9,8 @@ import torch
 from engine_program import ASKS, PROMPTS
 from rank_runs import in_ranks
 
+pytestmark = pytest.mark.slow
+
 # Which divide no round here evenly; commands with two are in tests/distributed/test_ranks.py.
 COUNT = 3
 

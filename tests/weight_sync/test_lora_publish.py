@@ -24,6 +24,8 @@ from torchrl_grpo.weight_sync import publisher as publish
 from torchrl_grpo.weight_sync.probe import named_weights, perturbed
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
+pytestmark = pytest.mark.slow
+
 Weights = Iterable[tuple[str, Tensor]]
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import yaml
 
 from torchrl_grpo.config.keys import bad_value
-from torchrl_grpo.config.location import config_dir
 from torchrl_grpo.errors import CheckpointError, ConfigError
+from torchrl_grpo.runtime.config_dir import config_dir
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torchrl_grpo.cli.main import main
 from torchrl_grpo.config.checks_schedule import check_async, check_sync
-from torchrl_grpo.config.location import config_dir
+from torchrl_grpo.runtime.config_dir import config_dir
 
 
 def grpo() -> None:
