@@ -1,1 +1,1 @@
-"""What a run leaves on disk: its folder, its checkpoints, and how they are read back."""
+"""Run folders and checkpoints: creates, claims, writes, finds and reads them."""

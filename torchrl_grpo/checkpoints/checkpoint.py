@@ -1,13 +1,14 @@
-"""Checkpoints: folders written aside and renamed into place, read back only if every byte is there.
+"""Writes and reads checkpoints.
 
-``checkpoints/<step>/``
+A checkpoint is written under a temporary name and then renamed. It is loaded only if every byte is intact.
+``checkpoints/<step>/`` contains:
 
-* ``model/``: weights (safetensors), configuration and tokenizer, as ``from_pretrained`` reads them; with LoRA
-  adapters and tokenizer, as PEFT reads them;
-* ``merged/``: the model with its adapters merged, on request;
-* ``trainer.pt``: optimizer, schedule, scaler, random states, buffer, data position, counters, as tensors
-  and plain values, read with ``weights_only=True`` so that no code can hide in it;
-* ``config.yaml``: the full configuration;
+* ``model/``: weights (safetensors), configuration and tokenizer, as ``from_pretrained`` reads them. With LoRA
+  it contains adapters and tokenizer, as PEFT reads them.
+* ``merged/``: the model with its adapters merged, on request.
+* ``trainer.pt``: optimizer, schedule, scaler, random states, buffer, data position and counters. It contains
+  only tensors and plain values and is read with ``weights_only=True``, so it cannot execute code.
+* ``config.yaml``: the full configuration.
 * ``manifest.json``: size and checksum of each file, written last.
 """
 
@@ -47,19 +48,20 @@ def save(
 ) -> Path:
     """Write ``checkpoints/<step>`` and remove all but the ``keep`` newest.
 
-    A kill or an error at any moment leaves the older checkpoints whole; after an error nothing lies around.
+    A kill or an error at any moment leaves the older checkpoints intact. After an error no partial checkpoint
+    remains.
 
     Args:
-        run_dir: the run's folder.
-        step: optimizer steps done.
-        cfg: the configuration, saved in full.
-        write_model: writes model and tokenizer into the folder it is given.
-        state: tensors and plain values.
-        keep: checkpoints to keep.
-        write_merged: writes the merged model, where one is wanted.
+        run_dir: folder of the run.
+        step: number of optimizer steps taken.
+        cfg: configuration, which is saved in full.
+        write_model: function that writes model and tokenizer into the folder it is given.
+        state: state of the trainer, made of tensors and plain values.
+        keep: number of checkpoints to keep.
+        write_merged: function that writes the merged model; None if none is wanted.
 
     Returns:
-        The folder.
+        The folder of the checkpoint.
 
     Raises:
         CheckpointError: the disk is full.
@@ -76,7 +78,7 @@ def save(
     _flush(root)
     if replaced is not None:
         shutil.rmtree(replaced)
-    # Counted up to this step: whatever later one may lie there must not push the one just written out.
+    # Count only up to this step, so that a later checkpoint cannot displace the one just written.
     for old in [folder for folder in _complete(root) if int(folder.name) <= step][:-keep]:
         shutil.rmtree(_doomed(old))
     return target
@@ -84,7 +86,11 @@ def save(
 
 @contextmanager
 def _or_nothing(run_dir: Path, aside: Path) -> Iterator[None]:
-    """After an error remove what was written; of a full disk tell the user, and how the run goes on."""
+    """Remove the partial checkpoint after an error.
+
+    Raises:
+        CheckpointError: the disk is full; the message says how to continue the run.
+    """
     try:
         yield
     except Exception as error:
@@ -103,7 +109,7 @@ def _or_nothing(run_dir: Path, aside: Path) -> Iterator[None]:
 def _fill(
     aside: Path, step: int, cfg: Config, writers: dict[str, Callable[[Path], None]], state: dict[str, Any]
 ) -> None:
-    """Write all of a checkpoint into the folder ``aside``, down to the disk, the manifest last."""
+    """Write a checkpoint into the folder ``aside`` and flush it to the disk, with the manifest last."""
     import torch
     from omegaconf import OmegaConf
 
@@ -124,7 +130,7 @@ def _fill(
 
 
 def clean(run_dir: Path) -> None:
-    """Remove what a killed process left half written or half removed; finish what lacked its name only."""
+    """Remove partial checkpoints that a killed process left behind, and rename those that are complete."""
     for leftover in list((run_dir / "checkpoints").glob(".*-*")):
         target = leftover.with_name(leftover.name.removeprefix(_ASIDE))
         if target != leftover and not target.exists() and damage(leftover) is None:
@@ -134,9 +140,9 @@ def clean(run_dir: Path) -> None:
 
 
 def set_aside_after(run_dir: Path, step: int) -> None:
-    """Rename the checkpoints later than ``step``, which a run resumed there is going to write again.
+    """Rename the checkpoints later than ``step``, because a run resumed at ``step`` writes them again.
 
-    Left in place, a later ``resume=auto`` would jump to them, over steps whose metrics have been cut off.
+    Otherwise a later ``resume=auto`` would continue from them and skip steps whose metrics were removed.
     """
     for folder in _complete(run_dir / "checkpoints"):
         if int(folder.name) > step:
@@ -150,17 +156,17 @@ def set_aside_after(run_dir: Path, step: int) -> None:
 
 
 def find(run_dir: Path, resume: str, contents: bool = True) -> Path:
-    """The checkpoint that ``resume`` means: the one named, or the newest one that is undamaged.
+    """Find the checkpoint that ``resume`` selects: the one it names, or else the newest undamaged one.
 
-    Needs no torch, so a run that cannot resume says so at once.
+    This function does not import torch, so a run that cannot be resumed fails at once.
 
     Args:
-        run_dir: the run's folder.
-        resume: ``auto``, or a path to the run, its checkpoints, or one of them.
-        contents: see :func:`damage`.
+        run_dir: folder of the run.
+        resume: ``auto``, or a path to the run, to its checkpoints folder, or to one checkpoint.
+        contents: flag of :func:`damage`.
 
     Raises:
-        CheckpointError: the one named is damaged, or there is none undamaged.
+        CheckpointError: the named checkpoint is damaged, or the run has no undamaged checkpoint.
     """
     named = Path(resume)
     if resume != "auto" and named.parent.name == "checkpoints":
@@ -181,7 +187,7 @@ def find(run_dir: Path, resume: str, contents: bool = True) -> Path:
 
 
 def how_to_continue(run_dir: Path) -> str:
-    """What an interrupted run can be continued with, in a line."""
+    """Return one line that says how to continue an interrupted run."""
     if _complete(run_dir / "checkpoints"):
         words = "with the words that the run was started with"
         which = f": {known}" if (known := words_of(run_dir)) else ""
@@ -190,11 +196,11 @@ def how_to_continue(run_dir: Path) -> str:
 
 
 def damage(folder: Path, contents: bool = True) -> str | None:
-    """What is wrong with a checkpoint, or None.
+    """Describe the damage of a checkpoint; return None if it is undamaged.
 
     Args:
-        folder: the checkpoint.
-        contents: whether every byte is read, and not the files' sizes alone.
+        folder: folder of the checkpoint.
+        contents: whether to check every byte. If false, only the sizes of the files are checked.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -213,10 +219,14 @@ def damage(folder: Path, contents: bool = True) -> str | None:
 
 
 def check_same_run(folder: Path, cfg: Config) -> None:
-    """Refuse a configuration under which the resumed run would be a different one.
+    """Refuse a configuration that would change the results of the resumed run.
+
+    Args:
+        folder: folder of the checkpoint.
+        cfg: configuration of the resumed run.
 
     Raises:
-        CheckpointError: a key differs that changes the numbers.
+        CheckpointError: a key that changes the results differs from the saved configuration.
     """
     from omegaconf import OmegaConf
 
@@ -234,11 +244,12 @@ def check_same_run(folder: Path, cfg: Config) -> None:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """The trainer's state in a checkpoint.
+    """Load the trainer's state from a checkpoint.
 
     Returns:
-        Plain values, and tensors that lie in the file and are read where they are touched: several ranks of a
-        machine share its pages, and none holds the moments of others. Copy what is kept.
+        Plain values, and tensors that are mapped from the file and read on access. Several ranks of a machine
+        share the pages of the file, so no rank holds the optimizer moments of others. Copy each tensor that
+        must outlive the file with :func:`in_memory`.
     """
     import torch
 
@@ -247,7 +258,7 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 
 def in_memory(state: Any) -> Any:
-    """A copy of what :func:`load_state` returned, or of a part of it, with no tensor in the file."""
+    """Copy the result of :func:`load_state`, or a part of it, from the file into memory."""
     import torch
 
     if isinstance(state, torch.Tensor):
@@ -263,14 +274,14 @@ def _complete(root: Path) -> list[Path]:
 
 
 def _doomed(folder: Path) -> Path:
-    """Renames what is to be removed: a kill half-way must not leave something that looks whole."""
+    """Rename a folder before its removal, so that a kill leaves nothing that looks complete."""
     doomed = folder.with_name(f"{_DOOMED}{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     return folder.rename(doomed)
 
 
 def _completed(saved: Any, defaults: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with the defaults of keys that did not exist when it was saved."""
+    """Add the defaults of keys that did not exist when the configuration was saved."""
     found = dict(saved)
     for key, default in defaults.items():
         if key not in found:
@@ -298,7 +309,7 @@ def _crc32(path: Path) -> int:
 
 
 def _flush(path: Path) -> None:
-    """Hand a file, or a folder's list of names, to the disk: a rename must not overtake the data."""
+    """Flush a file, or the list of names in a folder, to the disk before a later rename."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,8 +1,8 @@
-"""Which folder a run writes to, decided before Hydra creates one.
+"""Chooses the folder that a run writes to, before Hydra creates one.
 
-A new run gets a folder of its own, even when two start in the same second; a resumed run goes on
-in the folder it began in; a folder that holds another run is never written to. What a checkpoint
-contains is the business of ``torchrl_grpo.training``; here it is a folder with a manifest.
+A new run gets its own folder, even if two runs start in the same second. A resumed run continues in its
+original folder. No run writes to a folder that holds another run. For this module a checkpoint is a folder
+with a manifest; :mod:`torchrl_grpo.checkpoints.checkpoint` defines its contents.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torchrl_grpo.runtime.config_dir import config_dir
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
-# What this project's command line tells Hydra, and folders, which a resumed run has already.
+# Hydra settings that a resumed run must not repeat: its folders, and those that this project's command line
+# sets by itself.
 _OF_A_JOB = ("hydra.run.dir", "hydra.sweep.dir", "hydra.job.name", "hydra.output_subdir", "hydra.mode")
 
 
@@ -34,7 +35,7 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def holds_run(folder: Path) -> bool:
-    """Return whether a run, or a sweep of runs, has written results below ``folder``."""
+    """Return whether a run or a sweep has written results below ``folder``."""
     names = ("metrics.jsonl", "checkpoints")
     return any((folder / name).exists() or any(folder.glob(f"*/{name}")) for name in names)
 
@@ -43,16 +44,16 @@ def new_folder(folder: Path) -> Path:
     """Create a folder that did not exist before.
 
     Args:
-        folder: the name wanted.
+        folder: path of the folder to create.
 
     Returns:
-        The folder, with ``-1``, ``-2``, ... behind the name when another run was first.
+        The folder. Its name ends in ``-1``, ``-2``, ... if ``folder`` exists already.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count():
         candidate = folder.with_name(f"{folder.name}-{number}") if number else folder
         try:
-            candidate.mkdir()  # atomic: two runs of one second cannot both succeed
+            candidate.mkdir()  # atomic: of two concurrent runs only one succeeds
         except FileExistsError:
             continue
         return candidate
@@ -60,14 +61,14 @@ def new_folder(folder: Path) -> Path:
 
 
 def check_free(key: str, folder: Path) -> None:
-    """Refuse a folder chosen by the user that holds another run.
+    """Refuse a folder that the user chose and that holds another run.
 
     Args:
-        key: the configuration key that named the folder.
-        folder: the folder.
+        key: configuration key that names the folder.
+        folder: folder to check.
 
     Raises:
-        ConfigError: the folder holds results of an earlier run.
+        ConfigError: the folder is a file, or it holds results of an earlier run.
     """
     if folder.exists() and not folder.is_dir():
         raise bad_value(key, folder, "is a file, not a folder", f"{key}=<another folder>")
@@ -79,15 +80,15 @@ def check_free(key: str, folder: Path) -> None:
 
 
 def folder_to_resume(resume: str, chosen: Path | None, outputs: Path = Path("outputs")) -> Path:
-    """Find the run folder that ``resume`` means.
+    """Find the run folder that ``resume`` selects.
 
     Args:
-        resume: ``auto``, a run folder, its ``checkpoints`` folder or one checkpoint.
-        chosen: the folder that ``hydra.run.dir`` names on the command line, if it does.
-        outputs: where ``auto`` looks when no folder was chosen.
+        resume: ``auto``, or a path to a run folder, to its ``checkpoints`` folder, or to one checkpoint.
+        chosen: folder that ``hydra.run.dir`` names on the command line; None if it names none.
+        outputs: folder that ``auto`` searches if ``chosen`` is None.
 
     Returns:
-        The run folder; it holds at least one complete checkpoint.
+        The run folder, which holds at least one complete checkpoint.
 
     Raises:
         CheckpointError: there is no checkpoint to resume from.
@@ -103,7 +104,7 @@ def folder_to_resume(resume: str, chosen: Path | None, outputs: Path = Path("out
 
 
 def words_of(run_dir: Path) -> str:
-    """Script and words that a run was started with, as Hydra recorded them; empty without a record."""
+    """Return the script and arguments that started a run, from Hydra's record; empty without a record."""
     record = run_dir / ".hydra"
     try:
         hydra = yaml.safe_load((record / "hydra.yaml").read_text(encoding="utf-8"))["hydra"]
@@ -117,16 +118,16 @@ def words_of(run_dir: Path) -> str:
         words += yaml.safe_load((record / "overrides.yaml").read_text(encoding="utf-8"))
         return shlex.join(words)
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
-        # Part of messages about something else, which a record that was cut off must not replace.
+        # The result is part of other messages, so an incomplete record must not raise an error here.
         return ""
 
 
 @contextmanager
 def claimed(run_dir: Path) -> Iterator[None]:
-    """Hold a run folder for one process; the operating system lets go of it however the process ends.
+    """Lock a run folder for one process. The operating system releases the lock when the process ends.
 
     Args:
-        run_dir: the folder, made if missing.
+        run_dir: folder to lock, created if missing.
 
     Raises:
         ConfigError: another process is writing to it.
@@ -144,13 +145,13 @@ def claimed(run_dir: Path) -> Iterator[None]:
 
 
 class ResumeRecord:
-    """Hydra's record of one resumption: a folder beside the record of the run's beginning.
+    """Hydra's record of one resumption: a folder inside the record of the original start.
 
     Args:
-        run_dir: the folder of the run that is resumed.
+        run_dir: folder of the run that is resumed.
 
     Attributes:
-        name: a free name for the record, relative to the run folder.
+        name: unused path for the record, relative to the run folder.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -164,7 +165,7 @@ class ResumeRecord:
     def undo(self) -> None:
         """Remove the record, unless the run has written anything since.
 
-        The lock stays: another process may hold it by now, and one without a name would hold nobody off.
+        The lock file stays. Another process may hold it by now, and a deleted lock file would exclude nobody.
         """
         record = self._run_dir / self.name
         if record.is_dir() and self._results() == self._before:
@@ -173,7 +174,7 @@ class ResumeRecord:
             record.rmdir()
 
     def _results(self) -> dict[Path, tuple[int, int]]:
-        """Size and time of every file that is neither Hydra's nor a log nor the lock."""
+        """Return size and modification time of each result: not Hydra's records, logs or the lock file."""
         found = {}
         for path in self._run_dir.rglob("*"):
             if path.is_file() and path.suffix != ".log" and not {".hydra", LOCK} & set(path.parts):
@@ -182,10 +183,10 @@ class ResumeRecord:
 
 
 def remove_if_unused(run_dir: Path) -> None:
-    """Remove a folder this process created, unless more than Hydra's own records lies in it.
+    """Remove a folder that this process created, if it contains only Hydra's records, logs and the lock file.
 
     Args:
-        run_dir: a folder that :func:`new_folder` returned to this process.
+        run_dir: folder that :func:`new_folder` returned to this process.
     """
     if not run_dir.is_dir() or run_dir.is_symlink():
         return
@@ -225,7 +226,7 @@ def _checked(resume: str, run_dir: Path) -> Path:
 
 
 def _newest(outputs: Path) -> Path:
-    """The run that wrote a checkpoint last: a run resumed today is newer than one begun yesterday."""
+    """Find the run that wrote a checkpoint last. A run resumed today is newer than one started yesterday."""
     candidates = []
     for folder in outputs.glob("*/*"):
         checkpoints = complete_checkpoints(folder)

@@ -1,12 +1,14 @@
-"""Weight publication with proof: after it, the engine is shown to hold the trainer's weights, bit for bit.
+"""Publishes weights and verifies that the engine then holds the trainer's weights, bit for bit.
 
-Checksums of the weights that the engine computes with, in its own number format, are compared with those of
-the trainer's weights cast to that format (:mod:`torchrl_grpo.inference.checksums`). They do not depend on
-rounding: a sound engine always passes, and one element that is stale never does. A count of cached tokens
-shows whether key/value states of earlier weights are still served.
+The publisher compares two sets of checksums (:mod:`torchrl_grpo.inference.checksums`). One set covers the
+weights that the engine computes with, in its own number format. The other covers the trainer's weights, cast
+to that format. Checksums do not depend on rounding: a correct engine always passes, and a single stale
+element always fails. A count of cached tokens shows whether the engine still serves key/value states of
+earlier weights.
 
-How far the log-probabilities of engine and trainer are apart is measured beside that on a few prompts. It
-says how differently the two compute, and stops a run only where an engine holds tensors that cannot be read.
+The publisher also measures, on a few prompts, how far the log-probabilities of engine and trainer are apart.
+This difference shows how differently the two compute. After the start test it stops a run in two cases: it is
+not finite, or it exceeds its bound and the engine holds tensors that cannot be read back.
 """
 
 from __future__ import annotations
@@ -30,17 +32,19 @@ from torchrl_grpo.weight_sync.source import Prober, ShardedWeights
 from torchrl_grpo.weight_sync.transport import Delivery, DirectTransport, Transport, stacked
 
 TOP_K = 20
-# The mean difference of log-probabilities that sound engines stay below, in nats: several times what was
-# measured (float32: 1e-5; bfloat16: up to 0.25; float16: 0.02).
+# Least bound on the mean difference of log-probabilities that is derived, in nats. It is several times what
+# correct engines showed (float32: 1e-5; bfloat16: up to 0.25; float16: 0.02).
 _FLOOR = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
-# Where the start shows more, as with adapters or a quantized engine, the bound is this many times as much.
+# The first measured mean times this factor is the bound, if that is larger. Adapters and quantized engines
+# have such a large first mean.
 _GROWTH = 5.0
-# What the mean may grow by, in nats, where weights are the same: kernels that add up in another order.
+# Tolerance for the mean with equal weights, in nats: kernels may sum in another order.
 _SAME = 1e-3
-# Two ways to compute a layer with an adapter in float32, as a share of its output; rounding is about 1e-6.
+# Largest relative difference between two ways to compute a layer with an adapter in float32. Rounding causes
+# about 1e-6.
 _MERGE_ERROR = 1e-5
-# Where a tensor cannot be read back, a mean of so many times the run's first one stops it. Sound runs in
-# bfloat16 came to 2.4 times.
+# If tensors cannot be read back, the run stops once the mean exceeds its first value times this factor. In
+# bfloat16 runs with correct weights, it grew to 2.4 times its first value.
 _UNREAD_GROWTH = 4.0
 _OTHER_ENGINE = "inference_model.backend=transformers takes weights another way"
 _DEFECT = "This is a defect of the program; please report it"
@@ -48,12 +52,12 @@ _DEFECT = "This is a defect of the program; please report it"
 
 @dataclass(frozen=True)
 class Expectation:
-    """What an engine must hold and answer once it has certain weights.
+    """The content and the answers that an engine must have after it loaded one version of the weights.
 
     Attributes:
-        version: optimizer steps behind them.
-        ours: ``[N, V]``, the trainer's log-probabilities after each probe prompt.
-        checksums: of the weights in the engine's number format.
+        version: number of optimizer steps that produced the weights.
+        ours: the trainer's log-probabilities ``[N, V]`` of the token after each probe prompt.
+        checksums: checksums of the weights in the engine's number format.
     """
 
     version: int
@@ -66,9 +70,9 @@ class Difference:
     """Absolute differences of log-probabilities between the engine and the trainer, in nats.
 
     Attributes:
-        mean: over the likeliest tokens after the probe prompts.
+        mean: mean over the likeliest tokens after the probe prompts.
         p99: 99th percentile.
-        largest: of all.
+        largest: largest difference.
     """
 
     mean: float
@@ -77,7 +81,11 @@ class Difference:
 
     @classmethod
     def of(cls, ours: Tensor, answer: NextTokens) -> Difference:
-        """Compare ``ours`` ``[N, V]`` with an answer; those of several engines stand below one another."""
+        """Compare ``ours`` ``[N, V]`` with an answer.
+
+        The answer may hold the rows of several engines, concatenated. All differences are NaN if one of them
+        is not finite.
+        """
         rows = ours.repeat(len(answer.token_ids) // len(ours), 1)
         found = (rows.gather(1, answer.token_ids) - answer.log_probs).abs().flatten()
         if not bool(found.isfinite().all()):
@@ -86,21 +94,22 @@ class Difference:
 
 
 class WeightPublisher:
-    """Publishes the weights of ``model`` to ``engine`` and proves that they arrived.
+    """Publishes the weights of ``model`` to ``engine`` and verifies that they arrived.
 
     Args:
-        model: the model that is trained; published tensor by tensor, without a copy of the whole.
-        scorer: around ``model``.
-        engine: takes the weights.
-        probe_prompts: token ids; long enough to fill a block of a prefix cache, no common beginning.
+        model: model that is trained. It is published tensor by tensor, without a copy of the whole model.
+        scorer: scorer that computes with ``model``.
+        engine: engine that receives the weights.
+        probe_prompts: token ids of the probe prompts. Each prompt must fill a block of a prefix cache, and no
+            two prompts may share a prefix.
         pad_id: padding id.
-        precision: the coarser of the engine's and the trainer's number formats.
-        engine_dtype: number format of the engine; weights are cast to it before they leave the trainer.
-        bound: largest mean difference of log-probabilities that is no reason for a warning, in nats; None to
-            derive it from the first one seen.
-        warn: where it is said that the bound is exceeded.
-        backend: ``inference_model.backend``, for advice.
-        transport: carries the weights to ``engine``; by default they are handed to it directly.
+        precision: coarser one of the engine's and the trainer's number formats.
+        engine_dtype: number format of the engine. Weights are cast to it before they leave the trainer.
+        bound: largest mean difference of log-probabilities that causes no warning, in nats. None derives it
+            from the first difference measured.
+        warn: function that shows a warning once the bound is exceeded.
+        backend: value of ``inference_model.backend``; error messages give advice for it.
+        transport: transport that carries the weights to ``engine``. None hands them over directly.
     """
 
     def __init__(
@@ -121,7 +130,7 @@ class WeightPublisher:
         self.scorer = scorer
         self.engine = engine
         self._transport = DirectTransport(engine) if transport is None else transport
-        # Deliveries whose engines may still answer, with what their answers are compared to.
+        # Deliveries whose engines may still answer, each with its expectation.
         self._open: list[tuple[Expectation, Delivery]] = []
         self.engine_dtype = engine_dtype
         self._shapes = {name: tuple(tensor.shape) for name, tensor in named_weights(model)}
@@ -134,27 +143,30 @@ class WeightPublisher:
         self._padded = pad_left(probe_prompts, pad_id)
         self._warn = warn
         self._warned = False
-        # An engine that is the last resort itself has none.
+        # The transformers backend is the fallback, so no other backend can be recommended for it.
         self._way_out = _DEFECT if backend == "transformers" else _OTHER_ENGINE
-        # Tensors that no engine could read back so far: for them the answers must do.
+        # Tensors that an engine could not read back in its latest answer. Only the probe's log-probabilities
+        # can verify them.
         self.unread: list[str] = []
 
     def prove_at_start(self, version: int) -> dict[str, float]:
-        """Show that published weights are those that answer, and lie where they belong.
+        """Verify that the engine answers with published weights, and that its loader puts each in its place.
 
-        All weights are perturbed, which must change the answers as it changes the trainer's, and put back.
-        Then the engine must compute as it did with the weights that it read from disk itself: a loader that
-        puts a published tensor where another belongs computes something else.
+        This method publishes perturbed weights. They must change the engine's answers as they change the
+        trainer's. It then publishes the original weights. With them the engine must compute as it did with
+        the weights that it read from disk itself. An engine whose loader misplaces a published tensor
+        computes something else.
 
         Args:
-            version: of the weights that are in the model now.
+            version: version of the weights that are in the model now.
 
         Returns:
-            ``publish/perturbation``, the mean change of log-probabilities that the engine showed in nats, and
-            the metrics of :meth:`publish`.
+            ``publish/perturbation``, the mean change of the engine's log-probabilities in nats, and the
+            metrics of :meth:`publish`.
 
         Raises:
-            TrainingStopped: the perturbation did not arrive, or did not show, or the proof failed afterwards.
+            TrainingStopped: the perturbed weights did not arrive, did not change the answers, or the check of
+                the original weights failed.
         """
         before = self._trainer_view()
         with perturbed(self.model):
@@ -185,7 +197,7 @@ class WeightPublisher:
         return {"publish/perturbation": seen, **metrics}
 
     def summary(self, proof: dict[str, float]) -> str:
-        """A line about what :meth:`prove_at_start` has shown."""
+        """Return one line that reports the result of :meth:`prove_at_start`."""
         count = len(self._shapes) - len(self.unread)
         dtype = str(self.engine_dtype).removeprefix("torch.")
         rest = f" ({len(self.unread)} cannot be read back, as {self.unread[0]})" if self.unread else ""
@@ -196,11 +208,14 @@ class WeightPublisher:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The mean difference seen at the run's start, the bound derived from it, and the formats of both."""
+        """Return the mean difference at the run's start, the bound, and the number format of both."""
         return {"noise": self._noise, "bound": self.bound, "precision": self._precision}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Judge by what the run began with, unless a bound is given now or the formats have changed since."""
+        """Restore the bound that the run derived at its start.
+
+        A bound that is given now takes precedence. A saved bound for another number format is ignored.
+        """
         if self._derives_bound and state.get("precision") == self._precision:
             self._noise, self.bound = state["noise"], state["bound"]
             self._derives_bound = False
@@ -209,20 +224,20 @@ class WeightPublisher:
         """Publish the weights as they are now.
 
         Args:
-            version: optimizer steps behind them.
-            wait: block until every engine has taken them and has been proven to hold them. Otherwise engines
-                that answer later are judged by a later call of this method or of :meth:`check_proofs`.
+            version: number of optimizer steps that produced the weights.
+            wait: whether to block until every engine has loaded the weights and passed the check. If false, a
+                later call of this method or of :meth:`check_proofs` judges the answers that arrive later.
 
         Returns:
-            See :meth:`judge`: for each metric the largest over the engines that have answered since the last
-            call, whichever weights they were asked about; empty if none has.
+            Metrics of :meth:`judge`, each the largest over all answers since the last call. These answers may
+            be about different versions of the weights. The dictionary is empty if no answer arrived.
 
         Raises:
             TrainingStopped: an engine does not hold the weights it was given.
         """
         delivery, expectation = self.hand_over(version)
-        # Older deliveries stay: a slow worker may still answer. So do answered ones, because a worker that
-        # replaces a lost one gets the newest weights and answers for them again.
+        # Keep older deliveries, because a slow worker may still answer. Keep answered ones too: a worker that
+        # replaces a lost one receives the newest weights and answers for them again.
         self._open = [*self._open[-8:], (expectation, delivery)]
         if wait:
             delivery.wait()
@@ -231,7 +246,10 @@ class WeightPublisher:
         return {name: max(one[name] for one in found) for name in (found[0] if found else ())}
 
     def check_proofs(self) -> list[dict[str, float]]:
-        """Judge every answer that has arrived since the last call; for each see :meth:`judge`.
+        """Judge every answer that has arrived since the last call.
+
+        Returns:
+            Metrics of :meth:`judge` for each answer.
 
         Raises:
             TrainingStopped: an engine does not hold the weights it was given.
@@ -246,10 +264,10 @@ class WeightPublisher:
         """Send the weights as they are now.
 
         Returns:
-            The delivery, and what an engine that has the weights must hold and answer.
+            The delivery, and the expectation that an engine with these weights must meet.
 
         Raises:
-            TrainingStopped: not all of them were taken, or they are not those of the model.
+            TrainingStopped: the transport did not take all weights, or they are not those of the model.
         """
         ours = self._trainer_view()
         sums: list[tuple[str, Tensor]] = []
@@ -265,7 +283,7 @@ class WeightPublisher:
         return delivery, Expectation(version, ours, expected)
 
     def _listed(self, sums: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The weights in the engine's format; ``sums`` gets a checksum for each as it is taken."""
+        """Yield names and weights in the engine's number format, and append each checksum to ``sums``."""
         own = dict(self.model.named_parameters()) if isinstance(self.model, nn.Module) else {}
         for name, tensor in named_weights(self.model):
             plain = own.get(name)
@@ -279,7 +297,7 @@ class WeightPublisher:
             yield name, cast
 
     def _check_merged(self, published: Checksums) -> None:
-        """Compare what was published of layers with adapters with what those layers compute."""
+        """Compare the published matrices of layers with adapters with what those layers compute."""
         layers = lora.adapted_layers(self.model) if isinstance(self.model, nn.Module) else {}
         stale, wrong = [], []
         for path, layer in layers.items():
@@ -297,7 +315,11 @@ class WeightPublisher:
             )
 
     def judge(self, expectation: Expectation, answer: NextTokens) -> dict[str, float]:
-        """Compare what an engine holds and answers with what was expected.
+        """Compare an engine's weights and answers with the expectation.
+
+        Args:
+            expectation: expected checksums and log-probabilities.
+            answer: answer of the engine.
 
         Returns:
             ``publish/logprob_diff_mean``, ``_p99`` and ``_max``: absolute differences of log-probabilities
