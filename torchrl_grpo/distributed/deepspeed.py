@@ -1,7 +1,8 @@
-"""Training ranks that divide the model with DeepSpeed: ZeRO-2 its gradients and optimizer state, ZeRO-3 all.
+"""Shards training across ranks with DeepSpeed.
 
-DeepSpeed is an optional package, imported here and when it is asked for. Of its engine the forward and the
-backward pass and the step are used; micro-batches, schedule and mixed precision stay those of the project.
+ZeRO-2 shards gradients and optimizer state. ZeRO-3 also shards the parameters. DeepSpeed is an optional
+package. Only this module imports it, and only on use. The project uses the forward pass, the backward pass
+and the step of DeepSpeed's engine. Micro-batches, schedule and mixed precision remain the project's own.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from torchrl_grpo.config.values import ZERO_STAGES
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer, output_head
 from torchrl_grpo.models.shards import in_zero_shards
 
-# Gradients that are exchanged at a time; its default would keep a buffer of 2 GB.
+# Number of gradient elements exchanged at a time. DeepSpeed's default would keep a buffer of 2 GB.
 _BUCKET = 50_000_000
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ZeroNetwork(nn.Module):
-    """What the loss calls in place of ``scorer``; usable once :class:`ZeroUpdate` has given it an engine.
+    """Replacement of ``scorer`` for the loss, usable once :class:`ZeroUpdate` has set its engine.
 
     Args:
-        scorer: around the model.
-        kind: ``deepspeed_zero2`` or ``deepspeed_zero3``.
-        device: of this rank.
+        scorer: scorer of the model.
+        kind: kind of parallelism, ``deepspeed_zero2`` or ``deepspeed_zero3``.
+        device: device of this rank.
     """
 
     engine: Any
@@ -44,7 +45,7 @@ class ZeroNetwork(nn.Module):
         self.module = scorer
         self.stage = ZERO_STAGES[kind]
         self.device = device
-        # Not a submodule: the scorer would be found twice.
+        # Bypass nn.Module's registration: as a submodule, the engine would list the scorer twice.
         self.__dict__["engine"] = None
 
     def forward(self, *arguments: Any) -> Any:
@@ -56,15 +57,15 @@ class ZeroUpdate:
     """:class:`~torchrl_grpo.training.optimizer_backend.Update` by DeepSpeed's engine around ``optimizer``.
 
     Args:
-        optimizer: torch's, of the whole parameters; it comes to hold this rank's part of them.
-        max_grad_norm: gradients are clipped to it.
-        network: gets the engine; with ZeRO-3 its parameters become shards.
+        optimizer: torch optimizer of the whole parameters. DeepSpeed replaces them with this rank's part.
+        max_grad_norm: largest norm of the gradients; larger ones are clipped to it.
+        network: network that receives the engine. With ZeRO-3 its parameters become shards.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, max_grad_norm: float, network: ZeroNetwork) -> None:
         self._optimizer = optimizer
         self._network = network
-        # As the optimizer numbers them, until it holds others in their place.
+        # Parameters in the optimizer's order, saved before DeepSpeed replaces them in the optimizer.
         self._parameters = [list(group["params"]) for group in optimizer.param_groups]
         self._engine = _make_engine(optimizer, max_grad_norm, network)
         network.__dict__["engine"] = self._engine
@@ -74,7 +75,7 @@ class ZeroUpdate:
         self._engine.backward(loss)
 
     def without_gradient(self, idle: Callable[[], Tensor]) -> None:
-        # The engine has to see a backward pass to take a step.
+        # The engine takes a step only after a backward pass.
         self._engine.set_gradient_accumulation_boundary(True)
         self.backward(0.0 * idle())
 
@@ -85,17 +86,17 @@ class ZeroUpdate:
         return float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else math.inf
 
     def drop_gradients(self) -> None:
-        """The engine has dropped them in its step."""
+        """Do nothing: the engine drops the gradients in its step."""
 
     def _spoil(self) -> None:
-        """Make the engine refuse the step and drop the gradients, as it does where one is not finite."""
+        """Set a gradient to NaN, so that the engine skips the step and drops the gradients."""
         from deepspeed import utils
 
         first = next(parameter for group in self._parameters for parameter in group)
         if not in_zero_shards(first):
             utils.safe_set_full_grad(first, torch.full_like(first, math.nan))
         elif torch.distributed.get_rank() == 0:
-            # The last ranks' shards may be filled up, and what is written there would stay.
+            # Write on rank 0 only: the shards of the last ranks may contain padding, where a NaN would stay.
             utils.safe_set_local_grad(first, torch.full_like(first.ds_tensor, math.nan))
 
     def optimizer_state(self, keep: bool = True) -> dict[str, Any]:
@@ -128,7 +129,7 @@ class ZeroUpdate:
                 _set_moment(parameter, name, state["state"][index][name])
 
     def _begin_state(self, steps: Tensor) -> None:
-        """Moments of zero for what this rank updates, as AdamW itself makes them in its first step."""
+        """Create zero moments for this rank's parameters, as AdamW does in its first step."""
         zero = self._engine.optimizer
         stage2 = self._network.stage == 2
         for part in zero.single_partition_of_fp32_groups if stage2 else zero.fp32_partitioned_groups_flat:
@@ -138,9 +139,10 @@ class ZeroUpdate:
         self._link_moments()
 
     def _link_moments(self) -> None:
-        """With ZeRO-2, let parameters find their moments.
+        """With ZeRO-2, link each parameter to its moments.
 
-        DeepSpeed does it in the first step, after the first group's update, when the others have none yet.
+        DeepSpeed links them in the first step, right after the update of the first group. The other groups
+        have no moments at that point.
         """
         if self._network.stage == 3:
             return
@@ -155,10 +157,10 @@ def _set_moment(parameter: nn.Parameter, name: str, value: Tensor) -> None:
     from deepspeed import utils
 
     if not in_zero_shards(parameter):
-        # It copies this rank's part, from whatever device.
+        # This function copies this rank's part, from any device.
         utils.safe_set_full_optimizer_state(parameter, value, name)
         return
-    # Not its function for a whole one, which cannot divide what does not come out even.
+    # DeepSpeed's function for a whole moment fails if the size is not divisible by the number of ranks.
     held: Any = parameter
     size, rank = held.ds_tensor.numel(), torch.distributed.get_rank()
     part = torch.zeros(size, device=held.ds_tensor.device)
@@ -168,22 +170,23 @@ def _set_moment(parameter: nn.Parameter, name: str, value: Tensor) -> None:
 
 
 def engine_config(stage: int, max_grad_norm: float, largest_vector: int) -> dict[str, Any]:
-    """What DeepSpeed is told.
+    """Build DeepSpeed's configuration.
 
     Args:
-        stage: 2 or 3.
-        max_grad_norm: gradients are clipped to it.
-        largest_vector: with ZeRO-3, parameters up to this size stay whole between their uses in a step:
-            to gather a norm's weights takes as long as to gather a matrix.
+        stage: stage of ZeRO, 2 or 3.
+        max_grad_norm: largest norm of the gradients; larger ones are clipped to it.
+        largest_vector: number of elements of the largest vector. With ZeRO-3, parameters up to this size stay
+            whole between their uses in a step, because gathering a norm takes as long as gathering a matrix.
     """
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": _BUCKET}
     if stage == 3:
         zero["stage3_param_persistence_threshold"] = largest_vector
-        # A matrix is given back after each use, however near the next one is: its default keeps a model of
-        # up to 10^9 parameters whole.
+        # Release a matrix after each use, even if the next use is near. DeepSpeed's default would keep a
+        # model of up to 10^9 parameters whole.
         zero["stage3_max_reuse_distance"] = 0
     return {
-        # Micro-batches differ in size and number; which is the last of a step is said each time.
+        # These two numbers are nominal, because micro-batches differ in size and number. Each step marks its
+        # last micro-batch explicitly.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_grad_norm,
@@ -193,7 +196,7 @@ def engine_config(stage: int, max_grad_norm: float, largest_vector: int) -> dict
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep DeepSpeed from telling what it looks for on the machine, and of each of its settings."""
+    """Suppress DeepSpeed's log lines about the machine and about each of its settings."""
     logging.disable(logging.INFO)
     try:
         yield
@@ -202,7 +205,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _make_engine(optimizer: torch.optim.Optimizer, max_grad_norm: float, network: ZeroNetwork) -> Any:
-    # It would choose by what it finds on the machine.
+    # Otherwise DeepSpeed would choose the accelerator by what it finds on the machine.
     os.environ["DS_ACCELERATOR"] = network.device.type
     with _quiet():
         return _initialize(optimizer, max_grad_norm, network)
@@ -212,10 +215,10 @@ def _initialize(optimizer: torch.optim.Optimizer, max_grad_norm: float, network:
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # Torch's warning of old names that DeepSpeed uses, once an exchange.
+    # Torch warns at every exchange about deprecated functions that DeepSpeed uses.
     warnings.filterwarnings("ignore", ".*(all_gather_into_tensor|reduce_scatter_tensor)", FutureWarning)
-    # On a CPU it would compile an exchange of its own, for minutes and with a compiler that may not be there;
-    # without it gloo is used, as by the other ways of holding a model.
+    # On a CPU, DeepSpeed would compile its own collectives. This takes minutes and needs a compiler, which
+    # may be missing. Without them DeepSpeed uses gloo, as the other kinds of parallelism do.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     scorer = network.module
     vectors = [p.numel() for p in scorer.parameters() if p.ndim < 2]
@@ -228,7 +231,7 @@ def _initialize(optimizer: torch.optim.Optimizer, max_grad_norm: float, network:
     )
     if network.stage == 3:
         head = output_head(scorer.model)
-        # The scorer multiplies with the head's weights itself, and the head's forward never runs.
+        # The scorer multiplies with the head's weights by itself and never calls the head's forward.
         for parameter in (head.weight, head.bias):
             if parameter is not None:
                 deepspeed.zero.register_external_parameter(scorer, parameter)
@@ -236,7 +239,7 @@ def _initialize(optimizer: torch.optim.Optimizer, max_grad_norm: float, network:
 
 
 def _end(engine: Any, scorer: TokenScorer) -> None:
-    """Make DeepSpeed forget the model, which it would keep for good: a sweep's next job needs the memory."""
+    """Release the model from DeepSpeed's global state, because the next job of a sweep needs the memory."""
     from deepspeed.runtime.zero import parameter_offload
 
     engine.destroy()
@@ -246,11 +249,11 @@ def _end(engine: Any, scorer: TokenScorer) -> None:
 
 @contextmanager
 def gathered(parameter: Tensor, writable: bool = False) -> Iterator[Tensor]:
-    """A parameter in shards (ZeRO-3), whole inside; every rank must enter.
+    """Gather a sharded parameter (ZeRO-3) inside a context that every rank must enter.
 
     Args:
-        parameter: what is gathered.
-        writable: keep what is done to it, which must be the same on every rank.
+        parameter: parameter to gather.
+        writable: whether to keep changes of the parameter. The changes must be the same on every rank.
     """
     import deepspeed
 

@@ -1,10 +1,12 @@
-"""Which weights FSDP2 may gather in 16 bits: those that autocast would cast in any case, before it uses them.
+"""Selects the weights that FSDP2 gathers in 16 bits.
 
-That is the matrices of linear layers. Norms, embeddings, the output head (which the loss computes in a way of
-its own) and whatever else a layer has come in float32, so that a model in shards computes what it computes on
-one rank, to the last bit. A layer with weights whose use is not known here (experts, convolutions, factors of
-its own) comes in float32 as a whole. No list of names tells what models do with their weights, so the result
-is tried before the model is divided.
+These are the weights that autocast casts before use in any case: the matrices of linear layers. All other
+weights are gathered in float32, such as norms, embeddings and the output head, which the loss applies by
+itself. A sharded model therefore computes the same as on one rank, to the last bit.
+
+A layer may have weights whose use this module does not know: experts, convolutions, or parameters of the
+layer itself. Such a layer is gathered in float32 as a whole. No list of names says what models do with their
+weights, so this module tests the selection on a few tokens before the model is sharded.
 """
 
 from __future__ import annotations
@@ -24,21 +26,21 @@ from torchrl_grpo.models.scoring import trial
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.runtime.oom import ran_out_of_memory
 
-# Autocast casts all that these compute with. A subclass may do more than multiply.
+# Autocast casts all weights of these types. Subclasses do not count, because they may do more than multiply.
 _PRODUCTS = (nn.Linear, Conv1D)
-# What a model raises that does not take weights in another format; the warning repeats it.
+# Errors of a model that does not accept weights in another format. The warning quotes them.
 _REFUSALS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer, which is gathered while it runs.
+    """A decoder layer, whose weights are gathered while it runs.
 
     Attributes:
-        module: the layer.
-        norms: of its modules those that are gathered in float32, each by itself; none in a layer of which all
-            is gathered in float32.
-        in_16_bits: the rest is gathered in autocast's format.
+        module: layer.
+        norms: modules of the layer that are gathered in float32, each by itself; empty if the whole layer is
+            gathered in float32.
+        in_16_bits: whether the rest of the layer is gathered in autocast's format.
     """
 
     module: nn.Module
@@ -47,13 +49,13 @@ class Layer:
 
 
 def layers_of(scorer: TokenScorer, device: torch.device) -> list[Layer]:
-    """How the layers of the model are gathered, the same on every rank.
+    """Decide how each layer of the model is gathered, with the same result on every rank.
 
-    Warns where more travels in float32 than norms, as that takes more memory.
+    Warn if some layers are gathered in float32 as a whole, because this takes more memory.
 
     Args:
-        scorer: around the model, which is not yet divided.
-        device: of this rank, with which the ranks agree.
+        scorer: scorer of the model, which is not yet sharded.
+        device: device of this rank, which the exchange with the other ranks uses.
     """
     names = scorer.model._no_split_modules or []
     modules = [module for module in scorer.model.modules() if type(module).__name__ in names]
@@ -92,11 +94,14 @@ def _divided(layer: nn.Module) -> Layer:
 
 
 def changes(scorer: TokenScorer, layers: list[Layer]) -> str | None:
-    """Why log-probabilities would not be those of plain autocast, tried on a few tokens; None if they are.
+    """Compare the log-probabilities of a few tokens with and without gathering in 16 bits.
 
     Args:
-        scorer: around the whole model.
-        layers: how its layers would be gathered.
+        scorer: scorer of the whole model.
+        layers: layers, and how they would be gathered.
+
+    Returns:
+        The reason why the log-probabilities would change; None if they are equal.
     """
     assert scorer.autocast_dtype is not None
     tokens = trial.batch(scorer.model)
@@ -105,7 +110,7 @@ def changes(scorer: TokenScorer, layers: list[Layer]) -> str | None:
     with torch.no_grad(), _uncompiled(layers):
         for given in ([], layers):
             with torch.random.fork_rng(devices=devices), as_gathered(given, scorer.autocast_dtype):
-                # Noise, if there is any, is the same in both.
+                # With one seed, a model that draws random numbers draws the same ones both times.
                 torch.manual_seed(0)
                 try:
                     found.append(scorer(*tokens).log_probs)
@@ -120,13 +125,13 @@ def changes(scorer: TokenScorer, layers: list[Layer]) -> str | None:
 
 @contextmanager
 def as_gathered(layers: list[Layer], dtype: torch.dtype) -> Iterator[None]:
-    """Give modules their weights as FSDP2 would, without other ranks; one layer at a time, so none is copied.
+    """Emulate FSDP2's gathering on one rank, for one layer at a time, so that the model is never copied.
 
-    Outside the module that a weight is gathered for there are no numbers, as there is only a shard.
+    A weight is NaN while its module does not run, because under FSDP2 only a shard exists then.
 
     Args:
-        layers: those gathered in 16 bits are concerned.
-        dtype: of 16 bits.
+        layers: layers of the model. Only those gathered in 16 bits are changed.
+        dtype: number format of 16 bits.
     """
     hooks: list[Any] = []
     kept: dict[nn.Parameter, Tensor] = {}
@@ -165,7 +170,7 @@ def as_gathered(layers: list[Layer], dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _uncompiled(layers: list[Layer]) -> Iterator[None]:
-    """Run layers as they are: what is compiled would be compiled again for every change."""
+    """Run layers uncompiled, because compiled layers would be recompiled after every change of weights."""
     compiled = [layer.module._compiled_call_impl for layer in layers]
     try:
         for layer in layers:
@@ -177,7 +182,7 @@ def _uncompiled(layers: list[Layer]) -> Iterator[None]:
 
 
 def _everywhere(value: bool, device: torch.device) -> bool:
-    """Whether it is so on every rank."""
+    """Return whether ``value`` is true on every rank."""
     if not dist.is_initialized():
         return value
     box = torch.tensor([int(value)], device=device)

@@ -1,6 +1,6 @@
-"""Starts the training ranks of a run that asks for several and was started without a launcher.
+"""Starts several training ranks if the run needs them and no launcher started the process.
 
-Each rank runs the same command line; :mod:`~torchrl_grpo.runtime.rank_env` tells it which one it is.
+Each rank runs the same command line. It reads its number from :mod:`~torchrl_grpo.runtime.rank_env`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.planning.cores import allowed_cores
 from torchrl_grpo.runtime import rank_env
 
-# What a process ends with that was interrupted.
+# Exit code of an interrupted process.
 INTERRUPTED_CODE = 130
-# What the launcher's process ends with when a rank was ended by a signal.
+# Exit code of the launcher if a signal ended a rank.
 _ENDED_BY_SIGNAL = 1
-# What an interrupted rank 0 has to finish what the ranks are in and to end in good order: minutes, for a step
-# of a large model or a round of long responses.
+# Time limit for an interrupted rank 0 to finish the current work and to shut down. A step of a large model,
+# or a round of long responses, takes minutes.
 _FAREWELL_S = 600
 
 
 def ranks_wanted(configs: Sequence[Config]) -> int:
-    """Training ranks that the jobs of a command ask for.
+    """Return the number of training ranks that the jobs of a command need.
+
+    Under a launcher this is the launcher's number.
 
     Raises:
-        ConfigError: they differ from job to job.
+        ConfigError: the jobs need different numbers of ranks.
     """
     counts = sorted({num_devices(cfg.train_model) for cfg in configs})
     if rank_env.launched():
@@ -50,13 +52,14 @@ def ranks_wanted(configs: Sequence[Config]) -> int:
 
 
 def left_alone() -> str | None:
-    """What to tell somebody whose launcher was asked for several ranks and has started this process alone.
+    """Return a warning if a launcher should have started several ranks but started only this process.
 
-    Without a GPU, and without a word about how, ``accelerate launch --num_processes 2`` does so. It does not
-    say what it was asked for; its command line does.
+    Without a GPU, ``accelerate launch --num_processes 2`` starts a single process unless another option says
+    how to start several. It does not pass on the requested number, so this function reads the number from the
+    command line of the parent process.
 
     Returns:
-        A line, or None.
+        The warning; None if there is nothing to warn about.
     """
     if rank_env.launched() or "ACCELERATE_MIXED_PRECISION" not in os.environ:
         return None
@@ -71,7 +74,7 @@ def left_alone() -> str | None:
 
 
 def _words_of_parent() -> list[str]:
-    """The command line of the process that started this one; nothing where the system does not show it."""
+    """Return the parent process's command line; empty if the system does not show it."""
     try:
         text = Path(f"/proc/{os.getppid()}/cmdline").read_text()
     except OSError:
@@ -80,7 +83,7 @@ def _words_of_parent() -> list[str]:
 
 
 def _processes_asked_for(words: Sequence[str]) -> int:
-    """The number behind ``--num_processes`` in a launcher's words, 1 without one."""
+    """Return the value of ``--num_processes`` in a launcher's arguments; 1 if it is absent."""
     for word, following in itertools.pairwise([*words, ""]):
         name, _, value = word.partition("=")
         if name.replace("-", "_") == "__num_processes" and (value or following).isdecimal():
@@ -92,14 +95,15 @@ def launch(words: Sequence[str], count: int) -> int:
     """Run this script's command line in ``count`` ranks on this machine.
 
     Args:
-        words: the command line without the script's name.
-        count: of ranks.
+        words: command line without the script's name.
+        count: number of ranks.
 
     Returns:
-        The exit code: that of the first rank that failed, 0 when none did; after an interrupt rank 0's.
+        The exit code of the first rank that failed, or 0 if none failed. After an interrupt, the exit code of
+        rank 0 if it failed.
 
     Raises:
-        KeyboardInterrupt: it was interrupted, and rank 0 ended in good order or not in time.
+        KeyboardInterrupt: the run was interrupted, and rank 0 shut down without an error or timed out.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -112,7 +116,7 @@ def launch(words: Sequence[str], count: int) -> int:
         # Ranks that compute on the CPU share its cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, allowed_cores() // count))),
     }
-    # The library answers an interrupt by killing all ranks; rank 0 still has something to say and to finish.
+    # The library kills all ranks on an interrupt, but rank 0 must still finish its work and print messages.
     with _held_back(signal.SIGINT) as interrupts:
         ranks = start_processes(
             name="rank",
@@ -130,9 +134,9 @@ def launch(words: Sequence[str], count: int) -> int:
     except KeyboardInterrupt:
         assert isinstance(ranks, SubprocessContext), "of a script, not of a function"
         main = ranks.subprocess_handlers[0].proc
-        # Another interrupt ends all of them at once.
+        # A second interrupt ends all ranks at once.
         main.send_signal(signal.SIGINT)
-        # For rank 0 alone: one that it has let go may fail while it leaves, which must not cut rank 0 short.
+        # Wait for rank 0 only: a rank that it has released may fail on exit, and this must not end rank 0.
         with suppress(subprocess.TimeoutExpired):
             main.wait(timeout=_FAREWELL_S)
         if main.returncode in (None, 0, INTERRUPTED_CODE, -signal.SIGINT):
@@ -151,18 +155,18 @@ def launch(words: Sequence[str], count: int) -> int:
 def _held_back(number: signal.Signals) -> Iterator[list[int]]:
     """Collect a signal instead of acting on it, and restore its handler at the end.
 
-    An interrupt while ranks are being started would leave those that run already behind. A signal that is
-    ignored, as under nohup, stays ignored.
+    An interrupt during the start would leave behind the ranks that already run. An ignored signal stays
+    ignored; nohup, for example, ignores signals.
 
     Args:
-        number: the signal.
+        number: signal to collect.
 
     Yields:
         A list that gets an entry for each signal that arrives.
     """
     arrived: list[int] = []
     before = signal.getsignal(number)
-    # The library must not put its own handler in the place of this one.
+    # Keep the library from replacing this handler with its own.
     variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
     chosen = os.environ.get(variable)
     os.environ[variable] = "SIGTERM,SIGHUP,SIGQUIT"
