@@ -1,4 +1,7 @@
-"""Accuracy on the held-out problems: greedy, and pass@k on request. No random state of training moves."""
+"""Measures accuracy on the held-out problems: greedy, and pass@k on request.
+
+An evaluation does not change the random states of training.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ class Evaluator:
     """Grades an engine's answers to fixed problems.
 
     Args:
-        examples: the held-out problems.
-        tokenizer: renders them and decodes the answers.
-        grader: judges an answer.
-        cfg: the run's configuration.
+        examples: held-out problems.
+        tokenizer: tokenizer that renders the problems and decodes the answers.
+        grader: grader of the answers.
+        cfg: configuration of the run.
 
     Raises:
         DataError: a problem's prompt leaves no room for an answer.
@@ -53,8 +56,9 @@ class Evaluator:
         Returns:
             ``eval/accuracy`` (the grader's primary metric) with ``eval/accuracy_low`` and
             ``eval/accuracy_high`` (95 % Wilson interval), ``eval/<metric>`` for every metric,
-            ``eval/num_problems``, ``eval/errors`` (answers whose grading raised; they count as wrong),
-            ``eval/response_length`` in tokens, and ``eval/pass_at_<k>`` if asked for.
+            ``eval/num_problems``, ``eval/errors`` (number of answers whose grading raised an error; they
+            count as wrong), ``eval/response_length`` (mean number of tokens), and ``eval/pass_at_<k>`` if
+            ``eval.pass_at_k`` is greater than 1.
         """
         errors = self.grader.error_count
         greedy = self._answers(engine, Sampling(1, self.max_new_tokens, 0.0))
@@ -94,7 +98,7 @@ class Evaluator:
         return sum(scores) / len(scores)
 
     def _answers(self, engine: Inference, sampling: Sampling) -> tuple[list[list[str]], float]:
-        """Texts for each problem, and the mean length in tokens."""
+        """Return the texts for each problem, and their mean length in tokens."""
         completions = engine.generate(self.prompts, sampling)
         texts = [
             self.tokenizer.batch_decode([one.token_ids for one in group], skip_special_tokens=True)

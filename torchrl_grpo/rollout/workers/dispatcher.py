@@ -1,7 +1,8 @@
-"""The thread between trainer and workers: it calls workers, scores their groups, and replaces dead ones.
+"""The thread between trainer and workers: it calls workers, scores their groups and replaces dead workers.
 
-All bookkeeping happens in this one thread, which waits on one queue: replies of workers, scores, and what the
-trainer asks for. Nothing is polled; the only timeouts are those of workers that do not answer.
+All bookkeeping happens in this one thread. The thread waits on one queue for replies of workers, for scores
+and for requests of the trainer. It polls nothing. The only timeouts are those of processes that do not
+answer.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ class Dispatcher:
     """Runs a :class:`Scheduler` on a :class:`Pool`.
 
     Args:
-        scheduler: decides; touched by this thread only once it runs.
-        pool: the workers.
-        score: rewards a whole group.
-        timeout_s: seconds after which a worker that does not answer is taken for dead; a start is allowed
-            at least :data:`START_LIMIT_S`.
-        max_restarts: workers replaced by this process before it stops.
-        refills: rounds may be taken again, so that what is too late for the next one may still be wanted.
-        reference: the reference model in processes of its own; None where nobody asks for it or the trainer
-            has it.
+        scheduler: scheduler that chooses the calls. Once the thread runs, only the thread may access it.
+        pool: pool of workers.
+        score: function that computes the rewards of a whole group.
+        timeout_s: number of seconds after which a silent worker counts as dead. A start may take at least
+            :data:`START_LIMIT_S`.
+        max_restarts: number of workers that this process replaces before it fails.
+        refills: whether a round may be taken again. Groups that are too late for the next round are then
+            kept, because the current round may still need them.
+        reference: reference model in separate processes; None if it is unused or the trainer holds it.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Dispatcher:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="rewards")
         self._lives = [0] * count
-        # By the monotonic clock, with the seconds that were allowed.
+        # By worker: deadline by the monotonic clock, and the number of seconds allowed.
         self._deadlines: dict[int, tuple[float, float]] = {}
         self._taker: Future[list[ScoredGroup]] | None = None
         self._open: set[Future[Any]] = set()
@@ -86,18 +87,20 @@ class Dispatcher:
         self._thread = threading.Thread(target=self._run, name="dispatcher", daemon=True)
 
     def start(self) -> None:
-        """Start the thread and every worker; returns when all of them can be called."""
+        """Start the thread and every worker, and block until all workers can be called."""
         ready: Future[None] = self._promise()
         self._inbox.put(lambda: self._start_all(ready))
         self._thread.start()
         ready.result()
 
     def ask(self, question: Callable[[], _T]) -> _T:
-        """Run ``question`` in the thread, and return what it returns; after a failure, in this one.
+        """Run ``question`` in the dispatcher's thread and return its result.
+
+        If the thread has failed, ``question`` runs in the calling thread.
 
         Raises:
             WorkersLost: workers failed too often.
-            UserError: a worker found something wrong at the start that the user can fix.
+            UserError: a worker reported an error at the start that the user can fix.
         """
         answer: Future[_T] = self._promise()
         begun = False
@@ -113,35 +116,35 @@ class Dispatcher:
         except BaseException as error:
             if begun or error is not self._error:
                 raise
-            # The thread has ended, or ends before it runs this. Nothing else uses the tracker any more, and
-            # its state can still be saved.
+            # The thread ends without running the question. Nothing else uses the tracker any more, so this
+            # thread may access it, for example to save its state.
             self._thread.join()
             return question()
 
     def take(self, again: bool) -> list[ScoredGroup]:
-        """Wait for the next round, in the order of group numbers.
+        """Wait for the next round and return its groups in the order of their numbers.
 
         Args:
-            again: in place of the round taken last.
+            again: whether this round replaces the one taken last.
 
         Raises:
-            UserError: as for :meth:`ask`.
+            UserError: a worker failed, see :meth:`ask`.
         """
         if again:
-            # A call of its own: the tracker must record it even if no worker is left to collect.
+            # Use a separate call, because the tracker must record it even if no worker is left.
             self.ask(self.scheduler.tracker.reopen)
         taken: Future[list[ScoredGroup]] = self._promise()
         self._inbox.put(lambda: self._want(taken))
         return taken.result()
 
     def publish(self, publication: Publication, version: int) -> None:
-        """Hand weights to all workers; returns at once."""
+        """Send weights to all workers without waiting for them."""
 
         def post() -> None:
             before = self.scheduler.newest
             self.scheduler.publish(Weights(0 if before is None else before.number + 1, version, publication))
             if before is not None:
-                # Nobody is handed these any more; what they take up in the object store is free again.
+                # No worker gets the older weights any more, so free their memory in the object store.
                 before.content.content = None
                 before.content.arrived.cancel()
 
@@ -149,7 +152,7 @@ class Dispatcher:
         self._inbox.put(post)
 
     def tasks(self, jobs: Sequence[Generate]) -> list[Any]:
-        """Run job i on worker i with the newest weights, and wait for all."""
+        """Run job i on worker i with the newest weights, and wait for all results."""
         results: list[Future[Any]] = [self._promise() for _ in jobs]
 
         def post() -> None:
@@ -160,7 +163,7 @@ class Dispatcher:
         return [result.result() for result in results]
 
     def close(self) -> None:
-        """End the thread and the workers; open calls are dropped."""
+        """End the thread and the workers, and drop open calls."""
 
         def stop() -> None:
             self._stopping = True
@@ -168,7 +171,7 @@ class Dispatcher:
         if self._thread.is_alive():
             self._inbox.put(stop)
             self._thread.join()
-        # Workers first: a reward that hangs must not keep their devices.
+        # Close the workers first, so that a hanging reward does not occupy their devices.
         self._pool.close()
         self._scorer.shutdown(cancel_futures=True)
 
@@ -188,7 +191,7 @@ class Dispatcher:
         while not self._stopping:
             try:
                 self._turn()
-            except BaseException as error:  # noqa: BLE001  it is raised where somebody waits
+            except BaseException as error:  # noqa: BLE001  raised again in the waiting thread
                 self._error = error
                 for future in list(self._open):
                     _fail(future, error)
@@ -228,7 +231,10 @@ class Dispatcher:
             self._starting = None
 
     def _posting(self, number: int, handle: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Callback that handles a result in this thread, unless its worker has been replaced since."""
+        """Return a callback that passes a result to ``handle`` in the dispatcher's thread.
+
+        The thread ignores the result if its worker has been replaced since.
+        """
         life = self._lives[number]
 
         def receive(result: Any) -> None:
@@ -316,7 +322,7 @@ class Dispatcher:
         taker, self._taker = self._taker, None
         taker.set_result([self.accepted.pop(number) for number in chosen])
         if not self._refills:
-            # What was in time for this round may be too late for the next.
+            # Groups that were recent enough for this round may be too old for the next one.
             self._expire()
 
     def _expire(self) -> None:
@@ -350,7 +356,7 @@ class Dispatcher:
 
 
 def _fail(future: Future[Any], error: BaseException) -> None:
-    """End a future that another thread may be ending, too."""
+    """Set the exception of a future, unless another thread has completed it."""
     with contextlib.suppress(InvalidStateError):
         future.set_exception(error)
 

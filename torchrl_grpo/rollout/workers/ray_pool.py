@@ -1,7 +1,8 @@
-"""Workers as Ray actors, each with an engine of its own, placed by a placement group.
+"""Runs rollout workers as Ray actors, each with its own engine, in one placement group.
 
-A cluster named by ``ray.address`` is joined; otherwise one is started on this machine and ended with the run.
-Its processes end with this one however it ends: Ray asks the kernel for that.
+The pool joins the cluster that ``ray.address`` names. Without an address, it starts a cluster on this machine
+and stops it at the end of the run. The processes of that cluster always end with this process, because Ray
+asks the kernel to end them.
 """
 
 from __future__ import annotations
@@ -31,25 +32,26 @@ from torchrl_grpo.planning.plan import SHARED_GPU
 from torchrl_grpo.rollout.workers.types import Command, TakeWeights
 
 _PLACEMENT_LIMIT_S = 60.0
-# Ray gathers objects that nobody needs for a second, which is several copies of the weights when steps are
-# short; a copy is gone after so many milliseconds here, unless the environment says otherwise.
+# Ray frees unused objects once a second by default. With short steps, several copies of the weights
+# accumulate in that time, so a cluster started here frees them more often. The environment variable takes
+# precedence.
 _FREED_AFTER = "RAY_free_objects_period_milliseconds"
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker is built from.
+    """Specification of a worker.
 
     Attributes:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         source: folder or hub name of the model; on a cluster, a folder that every node sees.
-        end_ids: tokens that end a response.
+        end_ids: ids of the tokens that end a response.
         pad_id: padding id.
-        max_num_seqs: most responses decoded at a time.
-        threads: CPU threads of its engine.
-        on_gpu: whether it has a GPU.
-        gpus: of this machine, for the processes of a Ray that is started here.
-        gpu_memory_utilization: of its GPU's memory that vLLM takes.
+        max_num_seqs: largest number of responses decoded at a time.
+        threads: number of CPU threads of the engine.
+        on_gpu: whether the worker has a GPU.
+        gpus: indices of this machine's GPUs, for a Ray cluster that is started here.
+        gpu_memory_utilization: fraction of the GPU's memory that vLLM takes.
     """
 
     cfg: Config
@@ -63,12 +65,15 @@ class WorkerSpec:
     gpu_memory_utilization: float = SHARED_GPU
 
 
-# A weight as Ray hands it over without copying it: bytes, number format, shape.
+# Weights by name, each as bytes, number format and shape. Ray transfers this form without a copy.
 Shipped = dict[str, tuple[numpy.ndarray, torch.dtype, tuple[int, ...]]]
 
 
 def pack(weights: Iterable[tuple[str, Tensor]]) -> Shipped:
-    """Weights as arrays of bytes, which hold any number format; on the CPU without a copy."""
+    """Convert weights to arrays of bytes, which hold any number format.
+
+    Contiguous tensors on the CPU are not copied.
+    """
     return {
         name: (
             tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(),
@@ -80,17 +85,20 @@ def pack(weights: Iterable[tuple[str, Tensor]]) -> Shipped:
 
 
 def unpack(shipped: Shipped) -> Iterator[tuple[str, Tensor]]:
-    """What :meth:`pack` was given; the tensors must not be written to."""
+    """Yield the names and weights that :func:`pack` was given."""
     for name, (content, dtype, shape) in shipped.items():
-        # A copy: the shared memory of the object store cannot be written to, and torch warns of that.
+        # Copy, because torch warns about tensors in the read-only memory of the object store.
         yield name, torch.from_numpy(content.copy()).view(dtype).view(shape)
 
 
 class RolloutActor:
-    """A rollout worker in a process of its own."""
+    """A rollout worker in its own process."""
 
     def setup(self, spec: WorkerSpec) -> None:
-        """Build the engine. Not in the constructor: an error here reaches the caller as it is."""
+        """Build the engine.
+
+        The constructor does not do this, because its errors do not reach the caller unchanged.
+        """
         from torchrl_grpo.rollout.workers.worker import RolloutWorker
         from torchrl_grpo.runtime.malloc import keep_freed_memory
 
@@ -103,7 +111,7 @@ class RolloutActor:
         )
 
     def engine(self, spec: WorkerSpec) -> SteppingEngine:
-        """The engine that the configuration names."""
+        """Build the engine that the configuration selects."""
         from torchrl_grpo.inference.build import build_engine
 
         device = torch.device("cuda:0" if spec.on_gpu else "cpu")
@@ -118,11 +126,15 @@ class RolloutActor:
         )
 
     def load(self, shipped: Shipped, command: TakeWeights) -> Any:
-        """Run ``command`` with these weights. Ray resolves a reference only if it is an argument itself."""
+        """Run ``command`` with these weights.
+
+        Ray resolves an object reference only if the reference itself is an argument, so ``shipped`` is not
+        part of ``command``.
+        """
         return self.worker.run(replace(command, content=unpack(shipped)))
 
     def run(self, command: Command) -> Any:
-        """See :meth:`RolloutWorker.run`; for all other commands."""
+        """Run any command except :class:`TakeWeights`. See :meth:`RolloutWorker.run`."""
         return self.worker.run(command)
 
 
@@ -130,14 +142,14 @@ class RayPool:
     """Workers on a Ray cluster.
 
     Args:
-        cfg: ``ray`` is read.
-        spec: of every worker.
-        count: workers.
-        actor: what a worker is.
-        others: processes beside them that get a place of their own, each as large as a worker's.
+        cfg: configuration of the run; the pool reads its ``ray`` section.
+        spec: specification of every worker.
+        count: number of workers.
+        actor: class of the workers.
+        others: number of additional processes, each with the same resources as a worker.
 
     Raises:
-        ConfigError: the cluster cannot be reached, or cannot hold so many workers.
+        ConfigError: the cluster cannot be reached, or it cannot hold so many workers.
     """
 
     def __init__(
@@ -151,7 +163,7 @@ class RayPool:
         places = count + others
         self._spec = spec
         self._actor = actor
-        # With a cluster that somebody else started, or that an earlier part of this process joined.
+        # False if an earlier part of this process connected to Ray. The pool then keeps the connection open.
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             _connect(cfg, places, spec.gpus)
@@ -163,7 +175,7 @@ class RayPool:
             if any(there.get(name, 0.0) < amount * places for name, amount in bundle.items()):
                 raise GetTimeoutError("waiting for it would be in vain")
             self._group = placement_group([bundle] * places, strategy=cfg.ray.placement.upper())
-            # Somebody else's job may be about to end.
+            # Wait a while, because another job may free its resources soon.
             ray.get(self._group.ready(), timeout=_PLACEMENT_LIMIT_S)
         except GetTimeoutError as error:
             self.close()
@@ -191,7 +203,7 @@ class RayPool:
         report(self._actors[number].setup.remote(spec), done)
 
     def place_of_another(self, number: int) -> PlacementGroupSchedulingStrategy:
-        """Where the process ``number`` of those beside the workers goes; it ends with the pool."""
+        """Return the placement of additional process ``number``, which ends with the pool."""
         return PlacementGroupSchedulingStrategy(self._group, len(self._actors) + number)
 
     def call(self, number: int, command: Command, done: Callable[[Any], None]) -> None:
@@ -203,7 +215,7 @@ class RayPool:
             report(actor.run.remote(command), done)
 
     def ship(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        """Weights in the object store: one copy a node, however many workers read it."""
+        """Put weights into the object store, which keeps one copy per node for any number of workers."""
         return ray.put(pack(weights))
 
     def kill(self, number: int) -> None:
@@ -227,11 +239,11 @@ def _total(resources: dict[str, float], name: str) -> str:
 
 
 def variables(threads: int) -> dict[str, str]:
-    """Environment of a process that computes on ``threads`` cores beside the trainer."""
+    """Return the environment of a process that computes on ``threads`` cores beside the trainer."""
     return {
         "OMP_NUM_THREADS": str(threads),
         **WAITING,
-        # It is none of the training ranks, in whose environment Ray was started.
+        # The process is no training rank but inherits the environment of one, so reset its variables.
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
@@ -241,12 +253,12 @@ def variables(threads: int) -> dict[str, str]:
 
 
 def report(ref: Any, done: Callable[[Any], None]) -> None:
-    """Call ``done`` with what becomes of an actor's call: its result or its error, from any thread."""
+    """Call ``done`` from any thread with the result or the error of an actor's call."""
 
     def finished(future: Any) -> None:
         error = future.exception()
         if isinstance(error, RayTaskError):
-            # What the worker raised, and not Ray's wrapping of it.
+            # Unwrap the worker's own exception.
             error = error.cause if isinstance(error.cause, Exception) else error
         done(future.result() if error is None else error)
 
@@ -256,10 +268,10 @@ def report(ref: Any, done: Callable[[Any], None]) -> None:
 def _connect(cfg: Config, count: int, gpus: Sequence[int]) -> None:
     address = cfg.ray.address
     quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-    # Workers import this project from where the trainer did, also on a cluster that shares its file system.
+    # Let workers import this project from the trainer's folder, also on a cluster with a shared file system.
     quiet["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(_import_path())}}
     if address is None:
-        # A worker needs a slot, whatever it shares the cores with.
+        # Every worker occupies one CPU slot, so offer enough slots even if there are fewer cores.
         with inherited(of_nodes(gpus)):
             ray.init(
                 address="local",
@@ -280,10 +292,10 @@ def _connect(cfg: Config, count: int, gpus: Sequence[int]) -> None:
 
 
 def _knock(address: str) -> None:
-    """Ray itself tries for minutes to reach a HOST:PORT where nobody is.
+    """Fail fast: ``ray.init`` retries an unreachable HOST:PORT for minutes.
 
     Raises:
-        OSError: nobody is there.
+        OSError: the address cannot be reached.
     """
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit():
@@ -291,7 +303,10 @@ def _knock(address: str) -> None:
 
 
 def of_nodes(gpus: Sequence[int]) -> dict[str, str]:
-    """Environment of a Ray that is started here, which hands out the GPUs that its node's process sees."""
+    """Return the environment for a Ray cluster that is started here.
+
+    Ray assigns the GPUs that its node process sees, so the environment lists only ``gpus``.
+    """
     found = {_FREED_AFTER: os.environ.get(_FREED_AFTER, "10")}
     if gpus:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -302,7 +317,7 @@ def of_nodes(gpus: Sequence[int]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def inherited(variables: dict[str, str]) -> Iterator[None]:
-    """Have processes that are started meanwhile find these in their environment."""
+    """Add variables to the environment of processes that are started inside this context."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,7 +1,7 @@
-"""The reference model of ``grpo-async.py`` in processes of its own, which score while the trainer trains.
+"""Runs the reference model of ``grpo-async.py`` in separate processes, which score while the trainer trains.
 
-Each is a Ray actor with a copy of the model on a device of its own. The model is frozen, so an actor holds
-nothing that could be lost: one that dies is started anew by Ray, and what it was asked is asked again.
+Each process is a Ray actor with a copy of the model on its own device. The model is frozen, so an actor has
+no state to lose. If an actor dies, Ray restarts it and resends its requests.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from torchrl_grpo.rollout.workers.ray_pool import RayPool, report, variables
 
 @dataclass(frozen=True)
 class ReferenceSpec:
-    """What an actor is built from.
+    """Specification of an actor.
 
     Attributes:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         source: folder or hub name of the model; on a cluster, one that every node sees.
         pad_id: padding id.
-        threads: CPU threads.
-        on_gpu: whether it has a GPU.
-        autocast_dtype: the trainer's number format.
-        shares_prefix: whether a prompt is run once per group.
+        threads: number of CPU threads.
+        on_gpu: whether the actor has a GPU.
+        autocast_dtype: number format of the trainer.
+        shares_prefix: whether the model computes a prompt once per group.
     """
 
     cfg: Config
@@ -53,7 +53,7 @@ class ReferenceSpec:
 
 
 class ReferenceScorer:
-    """Log-probabilities of one group at a time, with the reference in this process."""
+    """Computes reference log-probabilities for one group at a time, with the model in this process."""
 
     def __init__(self, spec: ReferenceSpec) -> None:
         from torchrl_grpo.models.reference import load_reference
@@ -64,29 +64,30 @@ class ReferenceScorer:
             keep_freed_memory()
         device = torch.device("cuda:0" if spec.on_gpu else "cpu")
         scorer = load_reference(spec.cfg, spec.source, device, spec.autocast_dtype, spec.shares_prefix)
-        # Nobody reads what is said here; a budget that halves changes nothing but this process's speed.
+        # Drop the notice of a halved budget: nobody reads this process's output, and only its speed changes.
         budget = TokenBudget(token_budget(spec.cfg), spec.shares_prefix, notify=lambda text: None)
         self._pad_id = spec.pad_id
         self._scorer = LogProbScorer(scorer, "reference", budget)
 
     def score(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> UnderReference:
-        """Log-probabilities of each token of G responses to a prompt, at the sampling temperature."""
+        """Return the log-probability of each token of G responses, at the sampling temperature."""
         group = TensorDict(tokens_of([prompt], [responses], self._pad_id), [1])
         (rows,) = self._scorer.inv(group)["log_probs", "reference"]
         return [row[: len(response)].tolist() for row, response in zip(rows, responses, strict=True)]
 
 
 class ReferenceActors:
-    """Actors in the places that ``pool`` keeps for them; whoever has least to do gets the next group.
+    """Actors with the reference model. The least busy actor gets the next group.
 
     Args:
-        pool: reserved a place for each of them, after those of its workers; ends them when it is closed.
-        spec: of every actor.
-        count: actors.
-        limit_s: seconds an actor may take for an answer, a start included.
+        pool: pool that reserved a place for each actor, after those of its workers. Closing the pool ends the
+            actors.
+        spec: specification of every actor.
+        count: number of actors.
+        limit_s: time limit for an answer in seconds, a start included.
 
     Raises:
-        WorkersLost: one could not be started.
+        WorkersLost: an actor could not be started.
     """
 
     def __init__(self, pool: RayPool, spec: ReferenceSpec, count: int, limit_s: float) -> None:
@@ -105,7 +106,7 @@ class ReferenceActors:
             for number in range(count)
         ]
         self._limit_s = limit_s
-        # Answers come in threads of Ray's.
+        # Answers arrive in Ray's threads.
         self._lock = threading.Lock()
         self._unanswered = [0] * count
         self._deadlines = [math.inf] * count
@@ -153,13 +154,13 @@ class ReferenceActors:
             for number in silent:
                 self._deadlines[number] = now + self._limit_s
         for number in silent:
-            # Ray starts it again, as when it dies, and asks it again.
+            # Ray restarts the killed actor and resends its requests.
             ray.kill(self._actors[number], no_restart=False)
 
 
 def _cause(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    # Ray's own message begins with how it noticed, and ends with the cause.
+    # Ray's message starts with how Ray noticed the death, and its last line names the cause.
     return lines[-1 if isinstance(error, RayActorError) else 0].strip()
 
 
