@@ -1,7 +1,7 @@
-"""Further loggers by name, through TorchRL: CSV, TensorBoard, Weights & Biases.
+"""Builds additional loggers by name, with TorchRL: CSV, TensorBoard, Weights & Biases.
 
-``metrics.jsonl`` is written whatever is chosen here; these are for the tools people already look at.
-Left out: videos, histograms, and TorchRL's MLflow and Trackio loggers.
+A run always writes ``metrics.jsonl``. These loggers serve the tools that users already have. This module does
+not support videos, histograms, or TorchRL's MLflow and Trackio loggers.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _NEEDS = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb"}
 
 
 class Loggers:
-    """The chosen loggers as one.
+    """Combines the selected loggers.
 
     Args:
-        loggers: TorchRL loggers; none is fine.
-        places: where each writes, by name, for the closing summary.
-        notes: what a person should be told about them, one line each.
+        loggers: TorchRL loggers; may be empty.
+        places: folder of each logger by name, for the closing summary.
+        notes: messages for the user about the loggers, one line each.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Loggers:
         self.notes = tuple(notes)
 
     def log_scalars(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Logs the numbers among the metrics; text, NaN and infinities are left out.
+        """Log the numbers among the metrics, without text, NaN and infinities.
 
         Args:
-            metrics: names to values.
-            step: the optimizer step.
+            metrics: values by name.
+            step: number of the optimizer step.
         """
         numbers = {
             name: float(value)
@@ -63,25 +63,25 @@ class Loggers:
             logger.log_metrics(numbers, step=step)
 
     def close(self) -> None:
-        """Flushes and closes every logger; closing twice is harmless."""
+        """Flush and close every logger. A second call does nothing."""
         while self.loggers:
             self.loggers.pop().close()
 
 
 def build(cfg: Config, run_dir: str | os.PathLike[str], resume_step: int | None = None) -> Loggers:
-    """The loggers named in ``logging.backends``, writing below ``run_dir``, with the configuration logged.
+    """Build the loggers that ``logging.backends`` names, and log the configuration.
 
     Args:
-        cfg: the run's configuration.
-        run_dir: the run's folder.
-        resume_step: the step a resumed run goes on from; what CSV and TensorBoard hold of later steps
-            is dropped, because those steps come again.
+        cfg: configuration of the run.
+        run_dir: folder of the run; the loggers write below it.
+        resume_step: step that a resumed run continues from. CSV and TensorBoard drop later steps, because the
+            run repeats them. None for a new run.
 
     Returns:
-        The loggers as one; empty when none is named, and then nothing heavy is imported.
+        The combined loggers; empty if ``logging.backends`` is empty. TorchRL is then not imported.
 
     Raises:
-        ConfigError: an unknown name, or a package that is not installed.
+        ConfigError: a name is unknown, or a package is not installed.
     """
     names = list(dict.fromkeys(cfg.logging.backends))
     for name in names:
@@ -114,7 +114,7 @@ def build(cfg: Config, run_dir: str | os.PathLike[str], resume_step: int | None 
     return Loggers(loggers, places, notes)
 
 
-# The three below import TorchRL themselves: that takes seconds, and most runs choose no logger.
+# The next three functions import TorchRL locally: the import takes seconds, and most runs select no logger.
 
 
 def _csv(folder: Path, experiment: str, resume_step: int | None) -> Logger:
@@ -133,7 +133,7 @@ def _tensorboard(folder: Path, experiment: str, resume_step: int | None) -> Logg
 
     logger = TensorboardLogger(exp_name=experiment, log_dir=str(folder))
     if resume_step is not None:
-        # TorchRL's logger has no way to say that later steps are void; TensorBoard's writer has.
+        # TorchRL's logger cannot discard later steps, but TensorBoard's writer can.
         from torch.utils.tensorboard import SummaryWriter
 
         log_dir = logger.experiment.log_dir
@@ -146,11 +146,11 @@ def _wandb(folder: Path, experiment: str, logging: LoggingConfig, notes: list[st
     from torchrl.record.loggers import WandbLogger
 
     folder.mkdir(parents=True, exist_ok=True)
-    # One run folder is one W&B run, however often it is resumed.
+    # A run folder keeps one W&B run across all resumptions.
     id_file = folder / "run_id"
     if not id_file.exists():
         id_file.write_text(uuid.uuid4().hex[:12])
-    # What is not given stays out, for W&B's own variables in the environment to say.
+    # Omit settings that are not given, so that W&B's environment variables apply.
     given = {"entity": logging.entity, "group": logging.group, "tags": logging.tags}
     options: dict[str, Any] = {name: value for name, value in given.items() if value}
     if "WANDB_MODE" not in os.environ and not _wandb_key():
@@ -164,7 +164,7 @@ def _wandb(folder: Path, experiment: str, logging: LoggingConfig, notes: list[st
 
 
 def _wandb_key() -> bool:
-    """Whether W&B would find a login without asking: in the environment or in the netrc file."""
+    """Return whether W&B finds a login in the environment or in the netrc file, without asking."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -181,7 +181,7 @@ def _wandb_key() -> bool:
 
 
 def _flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, int | float | str | bool]:
-    """Nested dictionaries as dotted keys, with every other value as text: all that TensorBoard takes."""
+    """Flatten nested dictionaries to dotted keys, and convert values that TensorBoard rejects to text."""
     flat: dict[str, int | float | str | bool] = {}
     for key, value in node.items():
         name = f"{prefix}{key}"

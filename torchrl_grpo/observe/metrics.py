@@ -1,9 +1,9 @@
-"""``metrics.jsonl`` and ``rollouts.jsonl``: append-only JSON lines that survive a kill at any moment.
+"""Writes ``metrics.jsonl`` and ``rollouts.jsonl``: append-only JSON lines that survive a kill at any moment.
 
-Every line is handed to the operating system in one write, so a killed process leaves whole lines and
-at most one torn one at the end; a resumed run cuts that one off, and every line of a step that it is
-going to run again. NaN and infinities are written as ``null``: JSON has no word for them, and every
-reader of JSON can then read the files. Left out: interpretation; any JSON value goes in.
+The rows of a step reach the operating system in one write. A killed process therefore leaves complete lines
+and at most one partial line at the end. A resumed run removes the partial line and the lines of all steps
+that it will repeat. NaN and infinities are written as ``null``, because JSON cannot represent them; every
+JSON parser can then read the files. This module accepts any JSON value and does not interpret it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _STEP = re.compile(rb'\{"step": (-?\d+)[,}]')
 
 
 def jsonable(value: Any) -> Any:
-    """The value as plain JSON types: array scalars unwrapped, NaN and infinities as ``None``.
+    """Convert a value to plain JSON types: arrays to lists or numbers, NaN and infinities to ``None``.
 
     Raises:
-        TypeError: the value has no place in JSON.
+        TypeError: JSON cannot represent the value.
     """
     if value is None or isinstance(value, str | bool | int):
         return value
@@ -37,30 +37,30 @@ def jsonable(value: Any) -> Any:
         return {str(key): jsonable(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [jsonable(entry) for entry in value]
-    if hasattr(value, "tolist"):  # numpy and torch, without importing either
+    if hasattr(value, "tolist"):  # numpy and torch, neither of which is imported
         return jsonable(value.tolist())
     raise TypeError(f"{value!r} of type {type(value).__name__} cannot be written as JSON.")
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All whole lines of a file of this module; a torn last line is left out.
+    """Read all complete lines of a file that this module wrote, and ignore a partial last line.
 
     Args:
-        path: the file, which another process may still be writing.
+        path: path of the file, which another process may still be writing.
 
     Returns:
-        One dictionary per line, in file order.
+        One dictionary per line, in the order of the file.
 
     Raises:
         OSError: the file cannot be read.
-        json.JSONDecodeError: a line that is not the last is no JSON.
+        json.JSONDecodeError: a complete line is not valid JSON.
     """
     whole, _, _torn = Path(path).read_bytes().rpartition(b"\n")
     return [json.loads(line) for line in whole.split(b"\n") if line]
 
 
 class _Lines:
-    """An append-only file of JSON objects that begin with their step."""
+    """An append-only file of JSON objects, each of which starts with its step."""
 
     def __init__(self, path: Path, resume_step: int | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ class _Lines:
         self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def _cut(self, resume_step: int) -> None:
-        """Cuts the file where the first step after ``resume_step``, or a torn last line, begins."""
+        """Truncate the file before the first step after ``resume_step``, or before a partial last line."""
         if not self.path.exists():
             return
         keep = 0
@@ -97,7 +97,7 @@ class _Lines:
         os.truncate(self.path, keep)
 
     def append(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Writes the rows as one block, each with its step in front."""
+        """Append the rows in one write, each with its step first."""
         if self._file is None:
             raise ValueError(f"{self.path} is closed.")
         block = "".join(
@@ -105,7 +105,7 @@ class _Lines:
         ).encode("ascii")
         left = memoryview(block)
         try:
-            while left:  # a regular file takes all of it at once, unless a signal comes between
+            while left:  # os.write() writes the whole block, unless a signal interrupts it
                 left = left[os.write(self._file, left) :]
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
@@ -113,23 +113,23 @@ class _Lines:
             self.last_step = int(step)
 
     def close(self) -> None:
-        """Closes the file; closing twice is harmless."""
+        """Close the file. A second call does nothing."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
 class MetricsWriter:
-    """``metrics.jsonl``: one line per optimizer step, in order, ``step`` first.
+    """Writes ``metrics.jsonl``: one line per optimizer step, in order, each with ``step`` first.
 
     Args:
-        run_dir: the run's folder, made if missing.
-        resume_step: ``None`` starts a new file; a number keeps the lines up to that step and drops the
-            rest; -1 drops all of them, for a run that begins again because it had no checkpoint yet.
+        run_dir: folder of the run, created if missing.
+        resume_step: last step to keep; later lines are removed. None starts a new file. -1 removes all lines,
+            for a run that starts again because it had no checkpoint.
 
     Raises:
-        ConfigError: a new run would write into the file of another.
-        CheckpointError: the file to continue is damaged before its last line.
+        ConfigError: a new run would write to the file of another run.
+        CheckpointError: the file to continue has a damaged line before its end.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], resume_step: int | None = None) -> None:
@@ -138,15 +138,15 @@ class MetricsWriter:
 
     @property
     def last_step(self) -> int | None:
-        """Step of the last line, or ``None`` when there is none."""
+        """Step of the last line; None if there is no line."""
         return self._lines.last_step
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Appends the line of one step.
+        """Append the line of one step.
 
         Args:
-            step: optimizer steps done so far; 0 is the evaluation before training.
-            metrics: names to numbers; a ``step`` in it is ignored.
+            step: number of optimizer steps taken. Step 0 is the evaluation before training.
+            metrics: numbers by name. The key ``step`` is ignored.
 
         Raises:
             ValueError: the step is not later than the last one, or the writer is closed.
@@ -156,20 +156,20 @@ class MetricsWriter:
         self._lines.append(step, [{name: value for name, value in metrics.items() if name != "step"}])
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._lines.close()
 
 
 class RolloutWriter:
-    """``rollouts.jsonl``: every response with its rewards, one line each.
+    """Writes ``rollouts.jsonl``: one line per response, with its rewards.
 
     Args:
-        run_dir: the run's folder, made if missing.
-        resume_step: as for :class:`MetricsWriter`.
+        run_dir: folder of the run, created if missing.
+        resume_step: last step to keep, see :class:`MetricsWriter`.
 
     Raises:
-        ConfigError: a new run would write into the file of another.
-        CheckpointError: the file to continue is damaged before its last line.
+        ConfigError: a new run would write to the file of another run.
+        CheckpointError: the file to continue has a damaged line before its end.
     """
 
     _FIRST = ("prompt", "response", "reward", "rewards", "advantage", "policy_version")
@@ -179,16 +179,16 @@ class RolloutWriter:
         self.path = self._lines.path
 
     def write(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Appends the responses that a step was trained on.
+        """Append the responses that a step trained on.
 
         Args:
-            step: the optimizer step.
-            rows: each with ``prompt``, ``response``, ``reward`` (the weighted total), ``rewards`` (its
-                parts by name), ``advantage`` and ``policy_version``; ``errors`` (reward name to
-                message) is written when there are any; further keys follow as they are.
+            step: number of the optimizer step.
+            rows: responses, each with ``prompt``, ``response``, ``reward`` (the weighted total), ``rewards``
+                (its parts by name), ``advantage`` and ``policy_version``. Errors by the name of the reward in
+                ``errors`` are optional. Other keys are written unchanged.
 
         Raises:
-            KeyError: a row lacks one of the six.
+            KeyError: a row lacks one of the six required keys.
             ValueError: the writer is closed.
         """
         self._lines.append(step, [self._order(row) for row in rows])
@@ -201,5 +201,5 @@ class RolloutWriter:
         return ordered
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._lines.close()

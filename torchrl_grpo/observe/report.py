@@ -1,7 +1,7 @@
-"""The end of a run: ``summary.json``, the closing words, and ``report.png``.
+"""Reports the results of a run: ``summary.json``, the closing message, and ``report.png``.
 
-Everything is read from what the run has written, so a report can be made again at any time.
-Left out: comparing runs.
+The picture is drawn from ``metrics.jsonl``, so it can be drawn again at any time. This module does not
+compare runs.
 """
 
 from __future__ import annotations
@@ -54,25 +54,27 @@ def summary(
     any_signal: bool = True,
     stream: TextIO | None = None,
 ) -> Path:
-    """Write ``summary.json`` in one piece and print the closing words; call it after :func:`plot`.
+    """Write ``summary.json`` atomically and print the closing message.
+
+    Call this function after :func:`plot`, because the message lists the files that exist.
 
     Args:
-        run_dir: the run's folder.
-        accuracy_before: held-out accuracy before training, ``None`` where it was not measured.
-        accuracy_after: held-out accuracy at the end.
-        accuracy_ci95: 95 % interval of ``accuracy_after``.
-        steps: optimizer steps of the whole run.
-        seconds: time of the whole run.
-        peak_memory_gib: largest resident memory.
-        extras: further entries of the file.
-        any_signal: False if no group had rewards that differ; a line then says what to change.
-        stream: where to print; stdout by default.
+        run_dir: folder of the run.
+        accuracy_before: held-out accuracy before training; None if it was not measured.
+        accuracy_after: held-out accuracy at the end; None if it was not measured.
+        accuracy_ci95: 95 % interval of ``accuracy_after``; None if it was not measured.
+        steps: number of optimizer steps of the whole run.
+        seconds: duration of the whole run in seconds.
+        peak_memory_gib: largest resident memory in GiB.
+        extras: additional entries of the file.
+        any_signal: whether any group had different rewards. If false, the message advises what to change.
+        stream: stream to print to; None is stdout.
 
     Returns:
         Path of ``summary.json``.
 
     Raises:
-        ValueError: an extra would hide one of the promised entries.
+        ValueError: a key of ``extras`` is one of the standard entries.
     """
     entries: dict[str, Any] = {
         "accuracy_before": accuracy_before,
@@ -98,22 +100,22 @@ def summary(
 
 
 def of_ended_run(run_dir: Path, step: int) -> dict[str, Any] | None:
-    """The entries of ``summary.json`` if the run in ``run_dir`` ended with optimizer step ``step``."""
+    """Return the entries of ``summary.json`` if the run ended with optimizer step ``step``, else None."""
     path = run_dir / SUMMARY
     try:
         entries = json.loads(path.read_text()) if path.is_file() else None
     except ValueError:
-        # Not whole: the run goes on from its checkpoint and writes it anew.
+        # The file is incomplete. The run continues from its checkpoint and writes the file again.
         return None
     return entries if isinstance(entries, dict) and entries.get("steps") == step else None
 
 
 def closing_words(run_dir: str | os.PathLike[str], entries: Mapping[str, Any]) -> str:
-    """The text at the end of a run: its figures, and where everything lies.
+    """Return the message at the end of a run: its results and its files.
 
     Args:
-        run_dir: the run's folder; only what exists in it is named.
-        entries: the entries of ``summary.json``.
+        run_dir: folder of the run. The message names only files that exist in it.
+        entries: entries of ``summary.json``.
 
     Returns:
         Several lines without a final newline.
@@ -137,13 +139,13 @@ def closing_words(run_dir: str | os.PathLike[str], entries: Mapping[str, Any]) -
 
 
 def plot(run_dir: str | os.PathLike[str]) -> Path:
-    """Draws ``report.png`` from ``metrics.jsonl``: reward, and held-out accuracy, over optimizer steps.
+    """Draw ``report.png`` from ``metrics.jsonl``: reward and held-out accuracy over optimizer steps.
 
-    Reads ``reward/mean``, ``eval/accuracy``, ``eval/accuracy_low`` and ``eval/accuracy_high``; a panel
-    without data says so instead of staying empty.
+    The panels show ``reward/mean``, ``eval/accuracy``, ``eval/accuracy_low`` and ``eval/accuracy_high``. A
+    panel without data shows a note.
 
     Args:
-        run_dir: the run's folder.
+        run_dir: folder of the run.
 
     Returns:
         Path of the picture.
@@ -151,8 +153,8 @@ def plot(run_dir: str | os.PathLike[str]) -> Path:
     Raises:
         OSError: there is no ``metrics.jsonl``.
     """
-    # Here and not above: drawing happens once, at the end, and the import takes a second. No pyplot, so
-    # that no display is looked for and no figure outlives this call.
+    # Import here, because the import takes a second and only the end of a run draws. Avoid pyplot, which
+    # looks for a display and keeps figures after this call.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -181,13 +183,13 @@ def plot(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def _column(rows: list[dict[str, Any]], *names: str) -> tuple[list[int], list[list[float]]]:
-    """Steps at which all of the names have a number, and those numbers by name."""
+    """Return the steps at which every name has a number, and one list of numbers per name."""
     kept = [row for row in rows if all(row.get(name) is not None for name in names)]
     return [row["step"] for row in kept], [[row[name] for row in kept] for name in names]
 
 
 def _smooth(values: list[float], window: int) -> list[float]:
-    """Mean of each value and its neighbors within the window, of those there are at either end."""
+    """Return a centered moving mean, which uses fewer neighbors at both ends."""
     reach = window // 2
     near = [values[max(0, here - reach) : here + reach + 1] for here in range(len(values))]
     return [sum(some) / len(some) for some in near]
@@ -209,7 +211,7 @@ def _draw_reward(axes: Axes, rows: list[dict[str, Any]]) -> None:
         return
     window = len(steps) // 12
     smooth = window > 1
-    # A step or two, or a reward that never moves, must not fill the panel with its rounding.
+    # Set a least height, so that rounding errors of a constant reward do not fill the panel.
     middle = (min(rewards) + max(rewards)) / 2
     half = max(0.05, 0.55 * (max(rewards) - min(rewards)))
     axes.set_ylim(middle - half, middle + half)
