@@ -1,14 +1,16 @@
-"""Checksums of weights that see every bit and its place, the same on every device.
+"""Computes checksums of weights that depend on every bit and are equal on every device.
 
 A tensor is read as rows of 64-bit words ``w[r, j]``. Its checksum is ``sum_r M[r] sum_j m[j // d] w[r, j]``
-modulo 2^64 with odd pseudo-random multipliers. One changed word always changes it, because an odd number
-times a number other than zero is not zero. Rows, or words of different segments of ``d`` words, that change
-places change it but for one case in about 2^60. Words inside a segment (128 to 512 bytes; one word in short
-rows) share a multiplier, so that memory is read once and a sixteenth of it is multiplied. Their order does
-not count here: :func:`ordered_row_sums` proves it once, when layouts are learned.
+modulo 2^64, with odd pseudo-random multipliers ``M`` and ``m``. A single changed word always changes the
+checksum, because an odd number times a nonzero number is not zero modulo 2^64. Two swapped rows change it
+too, except in about one case in 2^60. The same holds for two swapped words of different segments.
 
-Rows are summed first, so that an engine which holds the rows elsewhere (fused matrices, heads in another
-order) comes to the same number.
+A segment has ``d`` words (128 to 512 bytes). Its words share a multiplier, so memory is read once and at most
+a sixteenth of it is multiplied. In short rows, each segment is one word. The checksum ignores the order of
+words inside a segment. :func:`ordered_row_sums` checks this order once, when layouts are learned.
+
+Rows are summed first. An engine that stores the rows elsewhere (fused matrices, heads in another order)
+therefore gets the same checksum.
 """
 
 from __future__ import annotations
@@ -22,19 +24,19 @@ import numpy
 import torch
 from torch import Tensor
 
-# Bytes of a temporary on devices that have no product of an integer matrix and a vector.
+# Size in bytes of the temporary on devices that cannot multiply an integer matrix by a vector.
 _PIECE_BYTES = 2**26
 _COLUMNS, _ROWS = 1, 2
 
 
 @dataclass(frozen=True)
 class Checksums:
-    """What an engine, or the trainer, holds.
+    """Checksums of the weights that an engine or the trainer holds.
 
     Attributes:
         dtype: number format that the tensors were read in.
-        values: by name of the published tensor, a checksum of each copy that is computed with; none where the
-            tensor cannot be read.
+        values: checksums by name of the published tensor, one for each copy that the engine computes with. A
+            tensor that cannot be read has none.
     """
 
     dtype: str
@@ -42,22 +44,27 @@ class Checksums:
 
 
 def checksum(tensor: Tensor) -> int:
-    """The checksum of one tensor, the same on every device and for every memory layout."""
+    """Compute the checksum of one tensor, which is equal on every device and for every memory layout."""
     return int(digest(tensor))
 
 
 def checksums(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Checksums:
-    """The checksums of named tensors in ``dtype``, read from the device in one go.
+    """Compute the checksums of named tensors, and copy them from the device in one transfer.
 
     Args:
-        tensors: names and tensors; equal names are copies of the same one.
-        dtype: their number format.
+        tensors: names and tensors. Tensors with equal names are copies of one tensor.
+        dtype: number format of the tensors.
     """
     return gathered([(name, digest(tensor)) for name, tensor in tensors], dtype)
 
 
 def gathered(sums: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Checksums:
-    """Checksums out of what :func:`digest` returned, by name."""
+    """Collect the results of :func:`digest` by name.
+
+    Args:
+        sums: names and checksums, each a scalar on the device.
+        dtype: number format of the tensors.
+    """
     listed = list(sums)
     numbers = torch.stack([value for _, value in listed]).tolist() if listed else []
     values: dict[str, tuple[int, ...]] = {}
@@ -67,23 +74,29 @@ def gathered(sums: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Checksum
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """The checksum, a scalar int64 on the device: rows run along the last dimension, and a vector is one."""
+    """Compute the checksum as an int64 scalar on the device.
+
+    Rows run along the last dimension. A vector is one row.
+    """
     return combine(row_sums(tensor))
 
 
 def combine(sums: Tensor) -> Tensor:
-    """The checksum, a scalar on the device, of rows ``[R]`` in this order; see :func:`row_sums`."""
+    """Combine the sums ``[R]`` of rows (see :func:`row_sums`) to a checksum, a scalar on the device.
+
+    The result depends on the order of the rows.
+    """
     return (sums * _multipliers(_ROWS, len(sums), sums.device)).sum()
 
 
 def row_sums(tensor: Tensor) -> Tensor:
-    """The sum ``[R]`` int64 of each row, over segments of words: what checksums are made of."""
+    """Compute the sum ``[R]`` int64 of each row, weighted by segment, from which checksums are made."""
     words = _words(tensor)
     return _weighted(words, _segment(words.shape[1]))
 
 
 def ordered_row_sums(tensor: Tensor) -> Tensor:
-    """A sum ``[R]`` int64 for each row that depends on the place of every word in it."""
+    """Compute a sum ``[R]`` int64 for each row that depends on the position of every word in the row."""
     return _weighted(_words(tensor), 1)
 
 
@@ -94,28 +107,28 @@ def _weighted(words: Tensor, segment: int) -> Tensor:
     sums = []
     for piece in words.split(rows) if len(words) > rows else (words,):
         parts = piece.long() if segment == 1 else piece.view(-1, count, segment).sum(2)
-        # Integer matrices have no product with a vector on a GPU.
+        # GPUs cannot multiply an integer matrix by a vector.
         sums.append(parts.mv(columns) if parts.is_cpu else (parts * columns).sum(1))
     return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
 @functools.cache
 def _segment(count: int) -> int:
-    """Words of a segment for rows of ``count`` words: 1 where they are short or nothing divides them."""
+    """Return the words per segment for rows of ``count`` words; 1 if rows are short or not divisible."""
     return next((size for size in range(16, 65) if count >= 64 and count % size == 0), 1)
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bits of ``tensor`` as a matrix of the widest integers that its rows divide into."""
+    """View the bits of ``tensor`` as a matrix of the widest integers that divide its rows."""
     tensor = tensor.detach()
     if not tensor.numel():
         return torch.zeros(1, 1, dtype=torch.int64, device=tensor.device)
-    # What is packed, as quantized weights are, has no rows: bitsandbytes keeps a column of single bytes.
+    # Packed tensors, such as quantized weights, have no rows: bitsandbytes stores a column of single bytes.
     rows = tensor.dim() > 1 and tensor.is_floating_point()
     matrix = tensor.reshape(-1, tensor.shape[-1]) if rows else tensor.reshape(1, -1)
     matrix = matrix.contiguous()
     width = matrix.shape[1] * matrix.element_size()
-    # By the width alone: the same rows must be read as the same words wherever they lie.
+    # Depend on the width alone, so that equal rows are read as equal words at any address.
     word = next(
         word for word in (torch.int64, torch.int32, torch.int16, torch.uint8) if width % word.itemsize == 0
     )
@@ -126,7 +139,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _table(stream: int, size: int) -> numpy.ndarray:
-    """Odd numbers of 64 bits: SplitMix64 (doi 10.1145/2660193.2660195) of the place, made odd."""
+    """Return odd 64-bit numbers: SplitMix64 (doi 10.1145/2660193.2660195) of the position, made odd."""
     with numpy.errstate(over="ignore"):
         state = numpy.arange(1, size + 1, dtype=numpy.uint64) + numpy.uint64(stream << 40)
         state *= numpy.uint64(0x9E3779B97F4A7C15)
@@ -143,6 +156,6 @@ def _on_device(stream: int, size: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _multipliers(stream: int, count: int, device: torch.device) -> Tensor:
-    # Sizes are rounded up to powers of two, so that a handful of tables serves all tensors.
+    # Round sizes up to powers of two, so that a few tables serve all tensors.
     size = 2 ** math.ceil(math.log2(max(count, 1024)))
     return _on_device(stream, size, device)[:count]

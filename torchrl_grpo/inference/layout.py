@@ -1,9 +1,9 @@
-"""Learns which rows of which engine tensor hold a published tensor, once, from marked weights.
+"""Learns once, from fingerprints, which rows of which engine tensor hold each published tensor.
 
 An engine may fuse matrices, reorder heads, tie, pad or transpose. Instead of modeling that for each
-architecture, this module makes the engine load fingerprints: random numbers with distinct rows. The rows are
-found again where the weights will be. A tensor that the engine spreads over several of its own, or computes
-with, cannot be found this way and is reported.
+architecture, this module makes the engine load fingerprints: random numbers with distinct rows. It then
+searches the engine's tensors for these rows, because the weights will be in the same places. It cannot find a
+tensor that the engine splits over several of its own tensors or transforms, and reports such a tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchrl_grpo.inference.checksums import combine, digest, ordered_row_sums, 
 
 Shape = tuple[int, ...]
 
-# Shorter vectors are too likely to be found by chance.
+# Shorter vectors would often match by chance.
 _LEAST_BYTES = 8
 _CHUNKS = (64, 32, 16, 8, 4)
 # Elements per piece by which an incomplete vector is recognized.
@@ -35,9 +35,9 @@ _FORMATS = {
 def fingerprint(
     name: str, shape: Shape, dtype: torch.dtype, device: torch.device, other: bool = False
 ) -> Tensor:
-    """Random numbers from 2^-7 to 2^7, every bit pattern equally likely, determined by name and shape.
+    """Return random numbers from 2^-7 to 2^7, with every bit pattern equally likely.
 
-    ``other`` gives a second, different fingerprint.
+    Name and shape determine the numbers. ``other`` selects a second, different fingerprint.
     """
     word, bias, fraction = _FORMATS[dtype]
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) + int(other))
@@ -63,7 +63,7 @@ class Seen:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Seen:
-        """Look at ``tensor``, which is in the format of the fingerprints."""
+        """Record ``tensor``, which has the number format of the fingerprints."""
         if tensor.dim() < 2:
             content = tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()
             return cls(ordered_row_sums(tensor), None, content, tensor.element_size())
@@ -75,7 +75,7 @@ class Seen:
 @dataclass(frozen=True)
 class _Place:
     name: str
-    # Of the engine tensor: its rows, or the elements of a vector, in the order of the published tensor.
+    # Indices of rows of the engine tensor (of elements of a vector), in the order of the published tensor.
     where: slice | Tensor
     vector: bool
     turned: bool = False
@@ -83,12 +83,13 @@ class _Place:
 
 @dataclass
 class Layout:
-    """Where published tensors lie in the tensors of an engine.
+    """Locations of the published tensors in the tensors of an engine.
 
     Attributes:
         dtype: number format of the engine.
-        places: by key of an engine tensor, what it holds.
-        torn: published tensors of which some rows, or pieces of a vector, lie somewhere and others nowhere.
+        places: published tensors that each engine tensor holds, by key of the engine tensor.
+        torn: names of published tensors that were found only in part: some rows, or some pieces of a vector,
+            were found and others were not.
     """
 
     dtype: torch.dtype
@@ -96,12 +97,20 @@ class Layout:
     torn: list[str] = field(default_factory=list)
 
     def unread(self, names: Iterable[str]) -> list[str]:
-        """Those of ``names`` that lie nowhere."""
+        """Return those of ``names`` that no engine tensor holds."""
         known = {place.name for places in self.places.values() for place in places}
         return [name for name in names if name not in known]
 
     def read(self, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Names and checksums (scalars on the device) of all that engine tensor ``key`` holds."""
+        """Yield names and checksums of the published tensors that an engine tensor holds.
+
+        Args:
+            key: key of the engine tensor.
+            tensor: engine tensor.
+
+        Yields:
+            The name of a published tensor, and its checksum as a scalar on the device.
+        """
         places = self.places.get(key)
         if places is None:
             return
@@ -117,9 +126,10 @@ class Layout:
 
 
 def in_format(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor`` in ``dtype``; NaN where it holds more than that format does.
+    """Cast ``tensor`` to ``dtype``, with NaN for values that ``dtype`` cannot represent.
 
-    An engine keeps some tensors in float32 whatever its format is; what they hold was published in ``dtype``.
+    An engine keeps some tensors in float32 for any number format. Their values were published in ``dtype``,
+    so the cast is exact unless the engine changed them.
     """
     if tensor.dtype is dtype:
         return tensor
@@ -130,13 +140,13 @@ def in_format(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def learn(
     shapes: Mapping[str, Shape], dtype: torch.dtype, seen: Mapping[str, Seen], device: torch.device
 ) -> Layout:
-    """Find every fingerprint in what an engine holds.
+    """Find every fingerprint in the tensors of an engine.
 
     Args:
-        shapes: of the published tensors by name.
-        dtype: of the fingerprints.
-        seen: the engine's tensors by key.
-        device: where the fingerprints were made.
+        shapes: shapes of the published tensors by name.
+        dtype: number format of the fingerprints.
+        seen: records of the engine's tensors by key.
+        device: device on which the fingerprints were made.
     """
     layout = Layout(dtype)
     vectors = {name: shape for name, shape in shapes.items() if len(shape) < 2}
@@ -174,7 +184,7 @@ def _find_rows(
                 if len(place) == counts[number] and bool((place.diff() == 1).all()):
                     where = _run(inside[order_of_rows])
                     layout.places.setdefault(key, []).append(_Place(names[number], where, False, turned))
-    # Of equal rows, as narrow matrices have them, a search finds the first.
+    # Narrow matrices may have equal rows, and the search finds only the first of them. Mark all equal rows.
     there = there[torch.searchsorted(known, known)]
     some, gone = (set(owner[rows].unique().tolist()) for rows in (there, ~there))
     layout.torn += [names[number] for number in sorted(some & gone)]
@@ -187,14 +197,14 @@ def _find_vector(name: str, vector: Tensor, seen: Mapping[str, Seen], layout: La
         if not one.content:
             continue
         if length < _LEAST_BYTES:
-            # Too short to be known by what it holds; the same tensor in the engine has the same name.
+            # The vector is too short to be recognized by its content, so match it by its name.
             if key.partition(":")[0] == name and len(one.content) == length:
                 found = True
                 layout.places.setdefault(key, []).append(_Place(name, slice(0, length // size), True))
             continue
         where = _find(sent.content, one.content, size)
         if where is None:
-            # Heads in another order: the pieces are there, elsewhere.
+            # With heads in another order, the pieces are in other places.
             pieces = next(
                 (c for c in _CHUNKS if (length // size) % c == 0 and c * size >= _LEAST_BYTES), None
             )
@@ -207,7 +217,7 @@ def _find_vector(name: str, vector: Tensor, seen: Mapping[str, Seen], layout: La
 
 
 def _is_there_in_part(wanted: bytes, step: int, size: int, seen: Mapping[str, Seen]) -> bool:
-    """Whether some pieces of ``step`` bytes lie in the vectors of an engine and others nowhere."""
+    """Return whether an engine's vectors hold some pieces of ``step`` bytes but not all of them."""
     if len(wanted) < step:
         return False
     last = len(wanted) - step
@@ -231,7 +241,7 @@ def _find_pieces(wanted: bytes, content: bytes, size: int, length: int) -> Tenso
 
 
 def _run(indices: Tensor) -> slice | Tensor:
-    """A slice where the indices are one after the other."""
+    """Return a slice if the indices are consecutive, else the indices."""
     if len(indices) and bool((indices.diff() == 1).all()):
         return slice(int(indices[0]), int(indices[-1]) + 1)
     return indices

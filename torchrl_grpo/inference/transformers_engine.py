@@ -1,4 +1,4 @@
-"""Generation with plain transformers, which works wherever torch does and is the numerical reference.
+"""Generates with plain transformers, which works wherever torch does and is the numerical reference.
 
 A batch of prompts is prefilled once, and its cache is repeated for the samples of each prompt. Each sample
 has its own generator, so a response depends on its seed and not on earlier responses.
@@ -31,10 +31,10 @@ class TransformersEngine(SteppingEngine):
         end_ids: tokens that end a response.
         pad_id: token that fills the left of short prompts; it is masked, so any id works.
         max_rows: largest number of responses generated at a time.
-        head_dtype: number format of the output head's products; None for that of the model.
+        head_dtype: number format of the output head's products; None for the model's number format.
 
     Raises:
-        ModelError: ``head_dtype`` is given, and the model's head is not one matrix product.
+        ModelError: ``head_dtype`` is given, and the model's head is not a single matrix product.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TransformersEngine(SteppingEngine):
         self.max_rows = max_rows
         self._device = next(model.parameters()).device
         self._asleep = False
-        # Name of a parameter to the name under which its weights are published.
+        # Name under which the weights of each parameter are published, by name of the parameter.
         self._published_as: dict[str, str] = {}
         self._waiting: list[Request] = []
         self._batch: _Batch | None = None
@@ -128,7 +128,7 @@ class TransformersEngine(SteppingEngine):
         """See :meth:`Engine.finish_update`."""
 
     def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """See :meth:`Engine.learn`. Names are those of this model; tied tensors are published once."""
+        """See :meth:`Engine.learn`. The published names are those of this model, one for tied tensors."""
         first: dict[int, str] = {}
         for name, tensor in self.model.named_parameters(remove_duplicate=False):
             self._published_as[name] = first.setdefault(tensor.data_ptr(), name)
@@ -138,7 +138,7 @@ class TransformersEngine(SteppingEngine):
         return (checksums(self._held(), self.model.dtype),)
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor in use under its published name, each storage once."""
+        """Yield every tensor in use with its published name, each storage once."""
         known = set()
         for name, tensor in self.model.named_parameters(remove_duplicate=False):
             if tensor.data_ptr() not in known:
@@ -146,7 +146,7 @@ class TransformersEngine(SteppingEngine):
                 yield self._published_as[name], in_format(tensor, self.model.dtype)
 
     def reset_cache(self) -> None:
-        """Nothing to forget: each call builds its own cache."""
+        """Do nothing: each call builds its own cache."""
 
     def sleep(self) -> None:
         """See :meth:`Engine.sleep`."""
@@ -175,15 +175,15 @@ class TransformersEngine(SteppingEngine):
 
 
 class _Batch:
-    """Responses that are decoded side by side; prompts that stand together and are equal are run once.
+    """Decodes responses side by side, and prefills equal neighboring prompts once.
 
     Args:
-        forward: ids, mask, positions and cache to the logits of the last position.
-        requests: what is wanted.
-        end_ids: tokens that end a response.
-        pad_id: fills the left of short prompts.
-        device: where.
-        config: of the model, for its cache.
+        forward: function that maps ids, mask, positions and cache to the logits of the last position.
+        requests: requests to answer.
+        end_ids: ids of the tokens that end a response.
+        pad_id: token that fills the left of short prompts.
+        device: device of the model.
+        config: configuration of the model, which the cache needs.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class _Batch:
 
     @torch.no_grad()
     def step(self) -> list[tuple[Hashable, Completion]]:
-        """Sample a token for every row; returns the responses that ended with it."""
+        """Sample a token for every row, and return the responses that end with it."""
         if self._token_ids[0]:
             self._advance()
         log_p = torch.log_softmax(self._logits.float() / self._temperature, dim=-1)
@@ -241,7 +241,7 @@ class _Batch:
     def _record(self, tokens: list[int], log_probs: list[float]) -> list[tuple[Hashable, Completion]]:
         ended = []
         for row, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True)):
-            # Rows that have ended go on, unseen: the others need the batch as it is.
+            # Keep decoding ended rows without recording them, because the batch keeps its shape.
             self._token_ids[row].append(token)
             if row not in self.running:
                 continue
@@ -250,7 +250,7 @@ class _Batch:
             stopped = token in self._end_ids and not request.ignore_end
             if stopped or len(self._log_probs[row]) == request.max_new_tokens:
                 self.running.remove(row)
-                # It goes on, but must not run past the positions that the model has.
+                # An ended row keeps decoding, so freeze its position within the model's limit.
                 self._moves[row] = 0
                 ended.append((request.key, self._completion(row, "stop" if stopped else "length")))
         return ended
@@ -260,12 +260,12 @@ class _Batch:
         return Completion(self._token_ids[row][: len(log_probs)], log_probs, reason)
 
     def unfinished(self) -> dict[Hashable, Completion]:
-        """What has been generated of the responses that have not ended."""
+        """Return the tokens generated so far for the responses that have not ended."""
         return {self._requests[row].key: self._completion(row, "withdrawn") for row in sorted(self.running)}
 
 
 def _whole_groups(requests: list[Request], max_rows: int) -> tuple[list[Request], list[Request]]:
-    """As many requests as fit ``max_rows``, equal prompts together where they can be, and the rest."""
+    """Split requests into at most ``max_rows`` and the rest, and keep equal prompts together if possible."""
     if len(requests) <= max_rows:
         return requests, []
     cut = max_rows
@@ -276,7 +276,7 @@ def _whole_groups(requests: list[Request], max_rows: int) -> tuple[list[Request]
 
 
 def _sample(log_p: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:
-    """One draw per row by the exponential race: argmax of p / E with E ~ Exp(1)."""
+    """Draw one token per row with the exponential race: argmax of p / E with E ~ Exp(1)."""
     if all(generator is None for generator in generators):
         noise = torch.empty_like(log_p).exponential_()
     else:

@@ -1,9 +1,10 @@
 """Loads weights into a running vLLM and reads back the weights that it multiplies with.
 
-vLLM fuses and packs the weights that it loads. A parameter that stays readable is read where the kernels read
-it. A matrix may be packed for a CPU and then freed, or quantized. Its checksum is taken of the tensor that is
-packed, at the moment of packing, and kept with the function that multiplies with the result. Some columns of
-the packed matrix are multiplied out and compared. This is exact: one times a number, plus zeros.
+vLLM fuses and packs the weights that it loads. A parameter that stays readable is read from the memory that
+the kernels use. A matrix may be quantized, or packed for a CPU and then freed. Its checksum is taken from the
+source tensor right before packing, and is stored together with the function that multiplies with the packed
+copy. Some columns of the packed matrix are multiplied out and compared. This comparison is exact: each
+product is one times a number, plus zeros.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class _Packed:
 
 
 class VLLMWeights:
-    """The weights of one vLLM worker.
+    """Access to the weights of one vLLM worker.
 
     Args:
         worker: vLLM worker that holds the whole model.
@@ -59,17 +60,18 @@ class VLLMWeights:
         self._seen: dict[str, Seen] | None = None
         self._packed: dict[str, _Packed] = {}
         self._packed_keys: set[str] = set()
-        # Row sums of the weights that vLLM itself read from disk, and the publications compared with them.
+        # Row sums of the weights that vLLM itself read from disk, and the number of publications that are
+        # still to be compared with them.
         self._first: dict[str, Tensor] = {}
         self._compared = 0
-        # vLLM's quantization methods, whose processing of weights is watched.
+        # vLLM's quantization methods whose weight processing is wrapped.
         self._methods: list[Any] = []
         self._generator = torch.Generator().manual_seed(0)
         self._watch()
 
     @property
     def model(self) -> nn.Module:
-        """The model that answers."""
+        """Model that computes the responses."""
         model: nn.Module = self._worker.model_runner.get_model()
         return model
 
@@ -81,12 +83,12 @@ class VLLMWeights:
             initialize_layerwise_reload(self.model)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Hand weights, in the names of the Hugging Face model, to vLLM's own loader."""
+        """Load weights with vLLM's own loader, under the names of the Hugging Face model."""
         with self._inside():
             self.model.load_weights((name, tensor.to(self.dtype)) for name, tensor in weights)  # type: ignore[operator]
 
     def finish(self) -> None:
-        """End an update: what was loaded is processed, and what was computed with older weights forgotten."""
+        """End an update: process the loaded weights, and clear caches that older weights filled."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         runner = self._worker.model_runner
@@ -104,10 +106,11 @@ class VLLMWeights:
             yield
 
     def _repack_tied_heads(self) -> None:
-        """Pack shared output heads anew.
+        """Repack output heads that are tied to the embedding.
 
-        On a CPU vLLM multiplies with a packed copy of each matrix and renews the copy of every layer it
-        reloads. A head that shares its matrix with the embedding is not reloaded, and would keep the old one.
+        On a CPU, vLLM multiplies with a packed copy of each matrix. It renews this copy for every layer that
+        it reloads. It does not reload a head that shares its matrix with the embedding, so the head would
+        keep the old copy.
         """
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -119,16 +122,16 @@ class VLLMWeights:
         }
         for module in modules:
             packed = isinstance(module, ParallelLMHead) and "cpu_linear" in vars(module)
-            # A head with a matrix of its own was reloaded, and packed, like every other layer.
+            # An untied head was reloaded and packed like every other layer.
             if packed and id(module.weight) in tables:
                 module.quant_method.process_weights_after_loading(module)
 
     def release(self) -> None:
-        """Let go of the model: nothing that vLLM keeps for longer may hold it."""
+        """Release the model, so that no global state of vLLM keeps it alive."""
         from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
         for module in self.model.modules():
-            # What it notes of a tied matrix holds both layers, and so itself, for ever.
+            # The entry of a tied matrix refers to both layers and thus to its own key, so it is never freed.
             LAYERWISE_INFO.pop(module, None)
         for method in self._methods:
             del method.process_weights_after_loading
@@ -138,14 +141,16 @@ class VLLMWeights:
     def learn(
         self, shapes: Mapping[str, Shape], update: Callable[[Iterable[tuple[str, Tensor]]], None]
     ) -> None:
-        """Find out which tensor of vLLM holds which published one. Afterwards weights must be loaded.
+        """Learn which tensor of vLLM holds each published tensor.
+
+        This overwrites the weights, so load weights afterwards.
 
         Args:
-            shapes: of the published tensors by name.
-            update: loads weights as publications do.
+            shapes: shapes of the published tensors by name.
+            update: function that loads weights in the same way as a publication.
 
         Raises:
-            ModelError: a tensor, or a part of one, is not taken.
+            ModelError: vLLM does not load a tensor, or loads only a part of it.
         """
         device = self._worker.device
         self._first = dict(self._sums_of_rows())
@@ -157,7 +162,8 @@ class VLLMWeights:
         self.layout = learn(shapes, self.dtype, seen, device)
         if self.layout.torn:
             raise _not_taken(f"only a part of {self.layout.torn[0]}")
-        # One that lies nowhere may be computed with. If what vLLM holds does not depend on it, it is ignored.
+        # vLLM may have transformed a tensor that was not found. If another fingerprint of it changes nothing,
+        # vLLM ignores the tensor.
         for name in self.layout.unread(shapes):
             if _equal(self._with_fingerprints(shapes, update, other=name), seen):
                 raise _not_taken(f"nothing of {name}")
@@ -168,7 +174,13 @@ class VLLMWeights:
         update: Callable[[Iterable[tuple[str, Tensor]]], None],
         other: str | None = None,
     ) -> dict[str, Seen]:
-        """What vLLM's tensors are with fingerprints loaded, that of ``other`` another one than usual."""
+        """Load fingerprints and record vLLM's tensors.
+
+        Args:
+            shapes: shapes of the published tensors by name.
+            update: function that loads weights in the same way as a publication.
+            other: name of a tensor that gets its second fingerprint; None for no tensor.
+        """
         device = self._worker.device
         self._seen, self._packed, self._packed_keys = {}, {}, set()
         update(
@@ -179,13 +191,14 @@ class VLLMWeights:
         self._packed_keys = {key for key, one in seen.items() if not self._stays(key, one)}
         for key, tensor in self._readable():
             if key in self._packed_keys:
-                # The copy that is looked up, as of an embedding, beside the one that is multiplied with.
+                # An embedding, for example, has a plain copy for look-ups besides the packed one for
+                # products.
                 key = f"{key}:plain"
             seen[key] = Seen.of(in_format(tensor, self.dtype))
         return seen
 
     def checksums(self) -> Checksums:
-        """Of all that the model computes with."""
+        """Compute the checksums of all weights that the model computes with."""
         assert self.layout is not None
         self._compare_with_the_first()
         sums: list[tuple[str, Tensor]] = []
@@ -200,12 +213,13 @@ class VLLMWeights:
         return gathered(sums, self.dtype)
 
     def _compare_with_the_first(self) -> None:
-        """Find rows that publications put elsewhere than vLLM's own reading of the same weights.
+        """Check that a publication puts each row in the same place as vLLM's own loading from disk.
 
-        Where they are put by fingerprints and by weights alike, checksums cannot tell.
+        Checksums cannot detect a misplaced row, because fingerprints and weights are misplaced in the same
+        way.
 
         Raises:
-            ModelError: there are such rows.
+            ModelError: the rows of a tensor are in another order.
         """
         if self._compared == 0:
             self._first.clear()
@@ -219,7 +233,7 @@ class VLLMWeights:
                 raise _not_taken(f"rows of {key} in another order than from disk")
 
     def _sums_of_rows(self) -> Iterator[tuple[str, Tensor]]:
-        """Keys and sums of the rows of all matrices; of a packed one by some columns that it gives back."""
+        """Yield keys and row sums of all matrices. A packed matrix is represented by some of its columns."""
         for key, tensor in self._readable():
             if tensor.dim() > 1:
                 yield key, row_sums(tensor)
@@ -230,7 +244,7 @@ class VLLMWeights:
                 yield f"{path}:columns", row_sums(_multiplied_out(module, columns, width, self.dtype))
 
     def _readable(self) -> Iterator[tuple[str, Tensor]]:
-        """Keys and tensors of parameters and buffers that are there, each storage once."""
+        """Yield keys and tensors of the nonempty parameters and buffers, each storage once."""
         known = set()
         for name, tensor in itertools.chain(self.model.named_parameters(), self.model.named_buffers()):
             if tensor.numel() and tensor.is_floating_point() and tensor.data_ptr() not in known:
@@ -238,7 +252,7 @@ class VLLMWeights:
                 yield name, tensor
 
     def _stays(self, key: str, before: Seen) -> bool:
-        """Whether a tensor is after processing what it was before, and is multiplied with as it is."""
+        """Return whether vLLM's processing left a tensor unchanged, and the kernels use it directly."""
         path, _, leaf = key.rpartition(".")
         module = self.model.get_submodule(path)
         tensor = dict(module.named_parameters(recurse=False)).get(leaf)
@@ -247,7 +261,7 @@ class VLLMWeights:
         return len(before.rows) == len(sums := ordered_row_sums(tensor)) and bool((sums == before.rows).all())
 
     def _watch(self) -> None:
-        """See every tensor that vLLM processes, in the moment before it does."""
+        """Wrap vLLM's weight processing, to read every tensor right before it is processed."""
         paths = {module: path for path, module in self.model.named_modules()}
         methods = {id(m.quant_method): m.quant_method for m in paths if hasattr(m, "quant_method")}
         for method in methods.values():
@@ -278,7 +292,8 @@ class VLLMWeights:
             for key in before.keys() & self._packed_keys:
                 assert self.layout is not None
                 noted[key] = list(self.layout.read(key, before[key]))
-            # Drawn, because a count would come to the same layers again wherever both numbers have a divisor.
+            # Choose at random. A counter would select the same layers every time if the number of layers and
+            # the period had a common divisor.
             columns = int(torch.randint(_ONE_IN, (1,), generator=self._generator) == 0)
             process(module, *arguments)
             sound = not columns or not noted or self._gives_back(module, path, before, columns)
@@ -288,19 +303,29 @@ class VLLMWeights:
         return watched
 
     def _gives_back(self, module: nn.Module, path: str, before: Mapping[str, Tensor], columns: int) -> bool:
-        """Whether a matrix packed for a CPU gives back some columns, drawn at random, of its source."""
+        """Return whether a matrix packed for a CPU reproduces some random columns of its source."""
         matrix = before.get(f"{path}.weight")
         if "cpu_linear" not in vars(module) or matrix is None or matrix.dim() != 2:
             return True
         chosen = torch.randint(matrix.shape[1], (columns,), generator=self._generator)
         found = _multiplied_out(module, chosen, matrix.shape[1], matrix.dtype)
         same = bool((found == matrix[:, chosen]).all())
-        # Zeros times what is not finite are not zeros; the answers show such weights.
+        # Zero times a non-finite number is not zero, so skip such weights here. The probe detects them.
         return same or not bool(matrix.isfinite().all())
 
 
 def _multiplied_out(module: Any, columns: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Columns ``[R, C]`` of the matrix that a layer multiplies with on a CPU, whose rows have ``width``."""
+    """Multiply out columns of the matrix that a layer multiplies with on a CPU.
+
+    Args:
+        module: layer.
+        columns: indices ``[C]`` of the columns.
+        width: number of columns of the matrix.
+        dtype: number format of the matrix.
+
+    Returns:
+        The columns ``[R, C]``.
+    """
     ones = torch.zeros(len(columns), width, dtype=dtype)
     ones[torch.arange(len(columns)), columns] = 1
     found: Tensor = module.cpu_linear(ones, module.weight, None)
@@ -308,7 +333,7 @@ def _multiplied_out(module: Any, columns: Tensor, width: int, dtype: torch.dtype
 
 
 def _width(module: Any) -> int:
-    """The width of a layer's matrix, also where it was freed once it was packed."""
+    """Return the number of columns of a layer's matrix, even if packing freed the matrix."""
     from vllm.model_executor.layers.linear import LinearBase
 
     if module.weight.numel():
