@@ -1,1 +1,1 @@
-"""Run folders and checkpoints: creates, claims, writes, finds and reads them."""
+"""Manages run folders, and writes, finds and reads checkpoints."""

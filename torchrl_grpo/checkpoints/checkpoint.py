@@ -163,7 +163,7 @@ def find(run_dir: Path, resume: str, contents: bool = True) -> Path:
     Args:
         run_dir: folder of the run.
         resume: ``auto``, or a path to the run, to its checkpoints folder, or to one checkpoint.
-        contents: flag of :func:`damage`.
+        contents: whether to check every byte, see :func:`damage`.
 
     Raises:
         CheckpointError: the named checkpoint is damaged, or the run has no undamaged checkpoint.

@@ -30,7 +30,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ZeroNetwork(nn.Module):
-    """Replacement of ``scorer`` for the loss, usable once :class:`ZeroUpdate` has set its engine.
+    """Module that the loss calls in place of ``scorer``, usable once :class:`ZeroUpdate` has set its engine.
 
     Args:
         scorer: scorer of the model.
@@ -54,7 +54,7 @@ class ZeroNetwork(nn.Module):
 
 
 class ZeroUpdate:
-    """:class:`~torchrl_grpo.training.optimizer_backend.Update` by DeepSpeed's engine around ``optimizer``.
+    """Performs an :class:`~torchrl_grpo.training.optimizer_backend.Update` with DeepSpeed's engine.
 
     Args:
         optimizer: torch optimizer of the whole parameters. DeepSpeed replaces them with this rank's part.

@@ -131,7 +131,7 @@ def as_gathered(layers: list[Layer], dtype: torch.dtype) -> Iterator[None]:
 
     Args:
         layers: layers of the model. Only those gathered in 16 bits are changed.
-        dtype: number format of 16 bits.
+        dtype: number format with 16 bits.
     """
     hooks: list[Any] = []
     kept: dict[nn.Parameter, Tensor] = {}

@@ -162,7 +162,7 @@ class TransformersEngine(SteppingEngine):
         if not self._asleep:
             return
         self.model.to_empty(device=self._device)
-        # Moving to the meta device and back gave each name a tensor of its own.
+        # The move to the meta device and back untied tensors that had several names.
         self.model.tie_weights()
         own = dict(self.model.named_buffers())
         for name, buffer in self._buffers.items():

@@ -22,8 +22,8 @@ from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.checksums import Checksums, gathered, ordered_row_sums, row_sums
 from torchrl_grpo.inference.layout import Layout, Seen, Shape, fingerprint, in_format, learn
 
-# Columns of a packed matrix that are multiplied out when the layout is learned. At a publication, one column
-# is multiplied out of one in this many matrices, drawn at random.
+# Number of columns of a packed matrix that are multiplied out when the layout is learned. A publication
+# checks one column of about one in ``_ONE_IN`` packed matrices, chosen at random.
 _LEARNED_COLUMNS, _ONE_IN = 8, 16
 # Number of publications compared with the weights that vLLM read from disk; the start test publishes twice.
 _COMPARED = 2
@@ -191,8 +191,7 @@ class VLLMWeights:
         self._packed_keys = {key for key, one in seen.items() if not self._stays(key, one)}
         for key, tensor in self._readable():
             if key in self._packed_keys:
-                # An embedding, for example, has a plain copy for look-ups besides the packed one for
-                # products.
+                # An embedding, for example, has a plain copy for look-ups besides the packed one.
                 key = f"{key}:plain"
             seen[key] = Seen.of(in_format(tensor, self.dtype))
         return seen
@@ -215,8 +214,7 @@ class VLLMWeights:
     def _compare_with_the_first(self) -> None:
         """Check that a publication puts each row in the same place as vLLM's own loading from disk.
 
-        Checksums cannot detect a misplaced row, because fingerprints and weights are misplaced in the same
-        way.
+        Checksums cannot detect a row that is misplaced in the same way in fingerprints and in weights.
 
         Raises:
             ModelError: the rows of a tensor are in another order.

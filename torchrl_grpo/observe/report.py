@@ -67,7 +67,8 @@ def summary(
         seconds: duration of the whole run in seconds.
         peak_memory_gib: largest resident memory in GiB.
         extras: additional entries of the file.
-        any_signal: whether any group had different rewards. If false, the message advises what to change.
+        any_signal: whether any group had responses with different rewards. If false, the message advises what
+            to change.
         stream: stream to print to; None is stdout.
 
     Returns:
@@ -211,7 +212,8 @@ def _draw_reward(axes: Axes, rows: list[dict[str, Any]]) -> None:
         return
     window = len(steps) // 12
     smooth = window > 1
-    # Set a least height, so that rounding errors of a constant reward do not fill the panel.
+    # Set a minimum range, so that rounding errors of a few steps or of a constant reward do not fill the
+    # panel.
     middle = (min(rewards) + max(rewards)) / 2
     half = max(0.05, 0.55 * (max(rewards) - min(rewards)))
     axes.set_ylim(middle - half, middle + half)

@@ -32,11 +32,11 @@ from torchrl_grpo.weight_sync.source import Prober, ShardedWeights
 from torchrl_grpo.weight_sync.transport import Delivery, DirectTransport, Transport, stacked
 
 TOP_K = 20
-# Least bound on the mean difference of log-probabilities that is derived, in nats. It is several times what
-# correct engines showed (float32: 1e-5; bfloat16: up to 0.25; float16: 0.02).
+# Lower limit of the derived bound on the mean difference of log-probabilities, in nats. It is several times
+# what correct engines showed (float32: 1e-5; bfloat16: up to 0.25; float16: 0.02).
 _FLOOR = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
-# The first measured mean times this factor is the bound, if that is larger. Adapters and quantized engines
-# have such a large first mean.
+# The bound is the first measured mean times this factor, if that is larger. Runs with adapters or a quantized
+# engine start with a larger mean.
 _GROWTH = 5.0
 # Tolerance for the mean with equal weights, in nats: kernels may sum in another order.
 _SAME = 1e-3
@@ -52,7 +52,7 @@ _DEFECT = "This is a defect of the program; please report it"
 
 @dataclass(frozen=True)
 class Expectation:
-    """The content and the answers that an engine must have after it loaded one version of the weights.
+    """Checksums and log-probabilities expected from an engine that loaded one version of the weights.
 
     Attributes:
         version: number of optimizer steps that produced the weights.
@@ -150,7 +150,7 @@ class WeightPublisher:
         self.unread: list[str] = []
 
     def prove_at_start(self, version: int) -> dict[str, float]:
-        """Verify that the engine answers with published weights, and that its loader puts each in its place.
+        """Verify that the engine answers with the published weights, and that it loads them correctly.
 
         This method publishes perturbed weights. They must change the engine's answers as they change the
         trainer's. It then publishes the original weights. With them the engine must compute as it did with
@@ -185,7 +185,7 @@ class WeightPublisher:
                 f"{now:.2g}: its loader puts published tensors where others belong. {self._way_out}"
             )
         seen, left = Difference.of(before, answer).mean, Difference.of(expectation.ours, answer).mean
-        # Written so that NaN fails too.
+        # The comparison is negated so that NaN fails too.
         if not seen > 2 * left:
             raise TrainingStopped(
                 f"{self._engine_name()}: all weights were perturbed for a test, which moved its "
