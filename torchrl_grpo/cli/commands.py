@@ -11,7 +11,7 @@ from torchrl_grpo.runtime.config_dir import config_dir
 
 
 def grpo() -> None:
-    """Train with GRPO, collecting and optimizing in turn."""
+    """Train with GRPO, alternating between collection and optimization."""
     main(
         run="torchrl_grpo.training.job:run",
         config_name="grpo_gsm8k",
@@ -21,7 +21,7 @@ def grpo() -> None:
 
 
 def grpo_async() -> None:
-    """Train with GRPO, collecting and optimizing at the same time, on Ray."""
+    """Train with GRPO on Ray, collecting and optimizing at the same time."""
     main(
         run="torchrl_grpo.training.job:run_async",
         config_name="grpo_gsm8k",

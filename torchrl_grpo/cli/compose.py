@@ -1,7 +1,7 @@
-"""From the words of a command line to composed configurations, with errors a user can act on.
+"""Compose configurations from command-line overrides, and report errors that a user can act on.
 
-Hydra composes; this module only looks at every override before Hydra does, because Hydra's own
-messages name neither the nearest key nor what to write. It starts no run and creates no folder.
+Hydra composes the configurations. This module checks every override first, because Hydra's own
+messages name neither the nearest key nor a fix. It starts no run and creates no folder.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Job:
     """One composed job.
 
     Attributes:
-        node: its configuration, without Hydra's own section.
-        run_dir: where it would write.
-        sweep_dir: where the sweep it belongs to would write.
+        node: configuration, without Hydra's own section.
+        run_dir: folder that the job would write to.
+        sweep_dir: folder that the job's sweep would write to.
     """
 
     node: DictConfig
@@ -55,11 +55,11 @@ class Job:
 
 
 class Composer:
-    """Composes one primary configuration with overrides.
+    """Compose one primary configuration with overrides.
 
     Args:
         loader: Hydra's loader of the configuration tree.
-        config_name: the primary configuration.
+        config_name: name of the primary configuration.
     """
 
     def __init__(self, loader: ConfigLoader, config_name: str) -> None:
@@ -72,15 +72,16 @@ class Composer:
         """Split a command line into the overrides of its jobs and check each override.
 
         Args:
-            words: the ``key=value`` words.
+            words: ``key=value`` arguments.
             sweep: whether several values of a key make several jobs.
 
         Returns:
-            One list of overrides a job; a single one without ``sweep``. With a sweeper other than
-            Hydra's basic one, the one list of what all its jobs have in common.
+            One list of overrides per job, and a single list without ``sweep``. With a sweeper other than
+            Hydra's basic one, a single list of the overrides that all jobs have in common.
 
         Raises:
-            ConfigError: a word is no override, or names an unknown key, group option or type.
+            ConfigError: an argument is not an override, its key or group option is unknown, or its value
+                has the wrong type.
         """
         overrides = [self._parse(word) for word in words]
         sweepers = [o for o in overrides if o.key_or_group == "hydra/sweeper" and o.value() != "basic"]
@@ -110,18 +111,18 @@ class Composer:
     def compose(self, overrides: list[str], number: int = 0) -> Job:
         """Compose the configuration of one job.
 
-        Hydra's own section is left in ``HydraConfig``, so that interpolations such as
+        Hydra's own section stays in ``HydraConfig``, so that interpolations such as
         ``${hydra:job.num}`` resolve until the next job is composed.
 
         Args:
-            overrides: one job's overrides, from :meth:`jobs`.
-            number: the job's number in its sweep.
+            overrides: overrides of one job, from :meth:`jobs`.
+            number: number of the job in its sweep.
 
         Returns:
             The job.
 
         Raises:
-            ConfigError: Hydra cannot compose it.
+            ConfigError: Hydra cannot compose the configuration.
         """
         try:
             cfg = compose(self._config_name, overrides, return_hydra_config=True)
@@ -140,7 +141,7 @@ class Composer:
     def _parse(self, word: str) -> Override:
         try:
             override = self._parser.parse_override(word)
-            # glob(*) asks it which options a group has; parse_override() leaves it out.
+            # glob(*) asks the loader for the options of a group, and parse_override() does not set it.
             override.config_loader = self._loader
             return override
         except HydraException as error:
@@ -157,7 +158,7 @@ class Composer:
             ) from error
 
     def _no_choice(self, override: Override) -> ConfigError:
-        """Say what a glob could have matched, which has matched nothing."""
+        """Build the error for a glob that matches nothing."""
         key, line = override.key_or_group, str(override.input_line)
         options = self._loader.get_group_options(key)
         if options:
@@ -208,7 +209,7 @@ class Composer:
 
 
 def _several_values(override: Override) -> ConfigError:
-    """Say what several values without --multirun most likely were: a list, or a sweep."""
+    """Build the error for several values without --multirun; the fix is a list or a sweep."""
     key, line = override.key_or_group, str(override.input_line)
     if keys().is_list(key):
         value = line.split("=", 1)[1]
@@ -217,13 +218,13 @@ def _several_values(override: Override) -> ConfigError:
 
 
 def open_free_form(word: str) -> str:
-    """Let an override add to a free-form mapping without Hydra's ``++``.
+    """Prefix an override of a free-form mapping with ``++``, which Hydra needs to add a key.
 
     Args:
-        word: an override, e.g. ``reward.weights.format=0.2``.
+        word: override, e.g. ``reward.weights.format=0.2``.
 
     Returns:
-        The override as Hydra takes it: the same, with ``++`` before it when it needs one.
+        The override, with ``++`` in front if it sets a key of a free-form mapping.
     """
     key = word.split("=", 1)[0]
     return f"++{word}" if "=" in word and keys().free_form_parent(key) is not None else word
@@ -234,9 +235,9 @@ def composer(config_dir: Path, config_name: str, extra_dir: Path | None = None) 
     """Open a configuration tree.
 
     Args:
-        config_dir: the folder of the tree.
-        config_name: the primary configuration.
-        extra_dir: a folder with more configurations, if any.
+        config_dir: folder of the tree.
+        config_name: name of the primary configuration.
+        extra_dir: folder with more configurations, or None.
 
     Yields:
         The composer.
@@ -244,7 +245,8 @@ def composer(config_dir: Path, config_name: str, extra_dir: Path | None = None) 
     with initialize_config_dir(str(config_dir), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         if extra_dir is not None:
-            # As Hydra does for --config-dir; its search path is read once, hence the second line.
+            # Hydra does the same for --config-dir. The repository has already read the search path, so it
+            # must be initialized again.
             path = loader.get_search_path()
             path.prepend("command-line", f"file://{extra_dir}", SearchPathQuery(provider="schema"))
             assert isinstance(loader, ConfigLoaderImpl)
@@ -253,7 +255,7 @@ def composer(config_dir: Path, config_name: str, extra_dir: Path | None = None) 
 
 
 def _composition_error(error: Exception) -> ConfigError:
-    """Say in one line what Hydra and YAML say in many, with the key where they know it."""
+    """Reduce an error of Hydra or YAML to one line, with the key if the error names one."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return ConfigError(
@@ -262,7 +264,7 @@ def _composition_error(error: Exception) -> ConfigError:
         )
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
-    # "In 'FILE': ... raised while composing config:" stands above the line that says what is wrong.
+    # The line "In 'FILE': ... raised while composing config:" precedes the line with the cause.
     file = re.match(r"In '(.*)': \w+ raised while composing", lines[0])
     text = lines[1] if file and len(lines) > 1 else lines[0]
     where = f" (in {file[1]}.yaml)" if file else ""

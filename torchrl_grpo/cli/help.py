@@ -1,6 +1,6 @@
 """The text of ``--help``, built from the first lines of the configuration files and the help of the schema.
 
-It imports neither Hydra nor omegaconf, so that it answers at once.
+This module imports neither Hydra nor omegaconf, so that ``--help`` responds at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_USED = (
     "resume",
     "logging.backends",
 )
-# Column of the help of a key, and the width of the text.
+# Column where the help of a key starts, and width of the text.
 _COLUMN, _WIDTH = 33, 110
 
 _TEXT = """\
@@ -81,11 +81,13 @@ examples:
 def primary_configs(config_dir: Path) -> dict[str, str]:
     """List the primary configurations of a tree.
 
+    A primary configuration is a file with a defaults list.
+
     Args:
-        config_dir: the folder of the tree.
+        config_dir: folder of the tree.
 
     Returns:
-        Name to the first comment of the file; a primary configuration has a defaults list.
+        Map from the name of each configuration to the first comment of its file.
     """
     found = {}
     for path in sorted(config_dir.glob("*.yaml")):
@@ -99,16 +101,16 @@ def help_text(program: str, config_dir: Path, config_name: str) -> str:
     """Build the text of ``--help``.
 
     Args:
-        program: the script or installed command as it was called.
-        config_dir: the folder of the configuration tree.
-        config_name: the primary configuration taken when none is named.
+        program: script or installed command, as it was called.
+        config_dir: folder of the configuration tree.
+        config_name: primary configuration that is used if the command line names none.
 
     Returns:
         The text.
     """
     primaries = [f"  {name:<30} {summary}" for name, summary in primary_configs(config_dir).items()]
     groups = []
-    # What `accelerate launch` reads stands beside the groups and is none.
+    # The folder "accelerate" holds files for `accelerate launch` and is not a group.
     folders = sorted(path for path in config_dir.iterdir() if path.is_dir() and path.name != "accelerate")
     for folder in folders:
         options = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))

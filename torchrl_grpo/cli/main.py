@@ -1,8 +1,8 @@
-"""The command line of the scripts: read it, check all of it, then let Hydra run the jobs.
+"""The command line of the scripts: parse it, check it completely, then let Hydra run the jobs.
 
-Everything a user can get wrong in a configuration is reported here as one line on stderr with
-exit code 2, before a folder is created and before torch is imported; a ``UserError`` out of a
-running job ends the same way. Any other exception is a defect of ours and keeps its traceback.
+A mistake in a configuration is reported as one line on stderr with exit code 2. This happens before
+a folder is created and before torch is imported. A ``UserError`` raised by a running job is reported
+the same way. Any other exception is a bug in this project and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ def main(
     Args:
         run: ``"module:function"`` of ``run(cfg: Config, run_dir: Path) -> dict``, imported only
             when a job starts.
-        config_name: the primary configuration when the command line names none.
-        config_dir: the folder of the configuration tree.
-        argv: the words after the script's name; the process's own by default.
-        check: what this script asks of a configuration beyond what every script does; raises ConfigError.
-        asynchronous: its engines work while the trainer does.
+        config_name: primary configuration to use if the command line names none.
+        config_dir: folder of the configuration tree.
+        argv: arguments after the script's name; those of this process by default.
+        check: function that checks the configuration for this script only; raises ConfigError.
+        asynchronous: whether the script's engines generate while the trainer trains.
 
     Raises:
-        SystemExit: with code 2 for a user's mistake, 130 for an interrupt.
+        SystemExit: with code 2 for a user error, with code 130 for an interrupt.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    # Imports and composition allocate much and free little: the collector costs them 7 %.
+    # Imports and composition allocate much and free little. Garbage collection would take 7 % of their time.
     gc.disable()
     try:
         _Command(run, config_name, config_dir, words, check, asynchronous).execute()
     except UserError as error:
         if rank_env.rank() > 0 and isinstance(error, ConfigError):
-            # Every rank reads the same words. The first one says what is wrong with them, and must not be
-            # ended by a launcher that has seen another one fail before.
+            # Every rank parses the same command line, and rank 0 reports the error. This rank returns
+            # normally, because a launcher that sees it fail first would kill rank 0.
             return
         _report(error)
         raise SystemExit(USER_ERROR_CODE) from None
@@ -109,7 +109,7 @@ def _read(words: list[str]) -> argparse.Namespace:
 
 
 class _Command:
-    """One command line, from its words to its jobs."""
+    """One command line, from its arguments to its jobs."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class _Command:
         self.reported: list[UserError] = []
 
     def execute(self) -> None:
-        """Do what the command line asks for."""
+        """Run the action that the command line selects."""
         if self.asks.help:
             sys.stdout.write(help_text(sys.argv[0], self.config_dir, self.default_name))
         elif self.asks.hydra_help or self.asks.version or self.asks.shell_completion:
@@ -155,7 +155,7 @@ class _Command:
         return [open_free_form(word) for word in self.asks.overrides]
 
     def _flags(self) -> list[str]:
-        """Return the options as Hydra is given them: its own meaning of a relative path is not ours."""
+        """Return the options for Hydra, with absolute folders: Hydra resolves relative paths differently."""
         asks = self.asks
         switches = {
             "--hydra-help": asks.hydra_help,
@@ -181,7 +181,7 @@ class _Command:
             )
 
     def _jobs(self) -> Iterator[Job]:
-        """Compose every job of the command line; each is good until the next is taken."""
+        """Compose the jobs of the command line one by one; a job is valid until the next one is composed."""
         from torchrl_grpo.cli.compose import composer
 
         self._check_name()
@@ -216,7 +216,7 @@ class _Command:
             else:
                 check_installed(cfg)
             configs.append(cfg)
-        # A dry run says, too, what the jobs of a sweep cannot be together.
+        # Computed in a dry run too, because it checks that the jobs of a sweep can run together.
         ranks = launch.ranks_wanted(configs)
         if any(cfg.dry_run for cfg in configs):
             return
@@ -237,9 +237,9 @@ class _Command:
             raise
 
     def _follow(self, configs: list[Config]) -> None:
-        """As a training rank other than the first, serve each job; what it writes is rank 0's affair."""
+        """Serve each job as a training rank other than rank 0, which alone writes the run's files."""
         gc.enable()
-        # A launcher interrupts all ranks. What that means rank 0 decides, which then dismisses this one.
+        # A launcher interrupts all ranks. Rank 0 handles the interrupt and then releases this rank.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         module, _, _ = self.run.partition(":")
         for _ in configs:
@@ -282,7 +282,7 @@ class _Command:
         return any(word.lstrip("+").startswith(f"{key}=") for word in self.asks.overrides)
 
     def _folder(self, job: Job, configs: list[Config]) -> tuple[list[str], Callable[[], None]]:
-        """Choose the run folder: overrides that say so, and what takes the traces of a failed start away."""
+        """Choose the run folder; return overrides that set it, and a function that undoes a failed start."""
         key = "hydra.sweep.dir" if self.sweep else "hydra.run.dir"
         folder = job.sweep_dir if self.sweep else job.run_dir
         for cfg in configs:
@@ -296,7 +296,7 @@ class _Command:
         return [f"{key}={_quote(str(created))}"], lambda: run_dir.remove_if_unused(created)
 
     def _hydra(self, words: list[str]) -> None:
-        """Hand over to Hydra. It reads the process's words, and reports errors itself unless told."""
+        """Run Hydra. It reads ``sys.argv``, and reports errors itself unless HYDRA_FULL_ERROR is set."""
         import hydra
         from hydra.core.config_store import ConfigStore
 
@@ -336,9 +336,9 @@ class _Command:
         except UserError as error:
             _report(error, where)
             if not self.sweep or rank_env.launched():
-                # Training ranks that one job has left in different places cannot run another.
+                # After a failed job the training ranks are in different states and cannot run another job.
                 raise SystemExit(USER_ERROR_CODE) from None
-            # The other jobs of a sweep go on; Hydra raises the first failure at its end.
+            # The other jobs of a sweep continue. Hydra raises the first failure at the end of the sweep.
             self.reported.append(error)
             raise
         except Exception:
@@ -355,6 +355,6 @@ def _folder(option: str, value: str) -> Path:
 
 
 def _quote(text: str) -> str:
-    """Write text as a quoted value of Hydra's command-line grammar."""
+    """Return the text as a quoted value of Hydra's command-line grammar."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${")
     return f"'{escaped}'"
