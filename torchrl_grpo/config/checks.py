@@ -1,7 +1,8 @@
-"""Checks of a configuration's values, each alone and all together; needs no model and no torch.
+"""Checks of the values of a configuration, alone and in combination. Needs no model and no torch.
 
-What only the data or the model can tell (a malformed row, a prompt longer than the context) is
-checked where they are read. Every error is a ConfigError that names key, value and fix.
+Some mistakes can only be found in the data or the model, such as a malformed row or a prompt longer
+than the context. The code that reads the data or the model checks for them. Every error is a
+ConfigError that names the key, its value and a fix.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torchrl_grpo.config.values import (
 if TYPE_CHECKING:
     from torchrl_grpo.config.schema import Config, InferenceModelConfig, RefModelConfig, TrainModelConfig
 
-# W&B's own bound.
+# Limit of W&B.
 _TAG_LENGTH = 64
 _LOGGER_PACKAGES = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb"}
 
@@ -40,10 +41,10 @@ def validate(cfg: Config) -> None:
     """Check every value and every combination of values.
 
     Args:
-        cfg: a configuration whose keys and types are right.
+        cfg: configuration with valid keys and types.
 
     Raises:
-        ConfigError: the first value found that cannot work.
+        ConfigError: a value is invalid; the error names the first one found.
     """
     _check_each(cfg)
     _check_devices(cfg)
@@ -60,13 +61,13 @@ def validate(cfg: Config) -> None:
 
 
 def check_installed(cfg: Config) -> None:
-    """Check that the packages a configuration names are installed, without importing them.
+    """Check that the packages that a configuration needs are installed, without importing them.
 
-    Apart from :func:`validate` because a configuration may be read on another machine than the
-    one it runs on.
+    This check is not part of :func:`validate`, because a configuration may be read on a machine
+    other than the one it runs on.
 
     Raises:
-        ConfigError: a backend or a logger needs a package that is not there.
+        ConfigError: a setting needs a package that is not installed.
     """
     if cfg.inference_model.backend == "vllm" and importlib.util.find_spec("vllm") is None:
         raise bad_value(
@@ -88,7 +89,7 @@ def check_installed(cfg: Config) -> None:
 
 
 def cuda_device_present() -> bool:
-    """Return whether this machine shows an NVIDIA device, asking the file system and not torch."""
+    """Return whether the file system of this machine shows an NVIDIA device; does not import torch."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 

@@ -1,6 +1,6 @@
-"""Checks of ``inference_model.engine_args``: what goes to vLLM as it is, and what this project sets itself.
+"""Checks of ``inference_model.engine_args``, which refuse the arguments that this project sets itself.
 
-Whether vLLM knows a name, only vLLM can tell; it is asked when the engine starts.
+All other arguments are passed to vLLM unchanged. vLLM checks their names when the engine starts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _KEY = "inference_model.engine_args"
 
-# vLLM's name -> the key that sets it.
+# Argument of vLLM -> the key that sets it.
 SET_BY_KEY = {
     "model": "model.name",
     "tokenizer": "model.name",
@@ -30,7 +30,7 @@ SET_BY_KEY = {
     "enable_sleep_mode": "inference_model.sleep",
     "device": "inference_model.devices",
 }
-# vLLM's name -> why it is what it is in every run.
+# Argument of vLLM with the same value in every run -> the value and the reason, for the error message.
 ALWAYS_SET = {
     "enable_prefix_caching": "it is on: the responses of a group share their prompt",
     "logprobs_mode": "it is processed_logprobs: the numbers of what was sampled are trained on",
@@ -40,15 +40,15 @@ ALWAYS_SET = {
     "distributed_executor_backend": "the engine runs in its worker's own process, where weights reach it",
     "worker_cls": "weights reach the engine in the worker that vLLM has by itself",
 }
-# Of these only 1 works: an engine has one device.
+# Only the value 1 works for these arguments, because an engine has one device.
 ONE_DEVICE = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
 def check_engine_args(cfg: Config) -> None:
-    """Check what is handed on to vLLM.
+    """Check the arguments that are passed to vLLM.
 
     Raises:
-        ConfigError: the backend is not vLLM, or this project sets the argument itself.
+        ConfigError: the backend is not vLLM, or this project sets an argument itself.
     """
     inference = cfg.inference_model
     if not inference.engine_args:

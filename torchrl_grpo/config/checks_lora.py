@@ -1,4 +1,4 @@
-"""Checks of ``train_model.lora`` and of the keys that mean something else, or nothing, with it."""
+"""Checks of ``train_model.lora``, and of the keys whose meaning depends on it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torchrl_grpo.config.keys import bad_value, show
 if TYPE_CHECKING:
     from torchrl_grpo.config.schema import Config
 
-# What stands for every linear layer but the output head.
+# Name that selects every linear layer except the output head.
 ALL_LINEAR = "all-linear"
 
 
 def check_lora(cfg: Config) -> None:
-    """Check the adapter's keys against each other and against the reference's.
+    """Check the keys of the adapters against each other and against the keys of the reference model.
 
     Raises:
-        ConfigError: the first value found that cannot work, or that nothing would read.
+        ConfigError: a value is invalid or would be ignored; the error names the first one found.
     """
     lora = cfg.train_model.lora
     key = "train_model.lora.target_modules"
@@ -47,7 +47,10 @@ def check_lora(cfg: Config) -> None:
 
 
 def _check_reference(cfg: Config) -> None:
-    """With adapters the reference is the base below them: nothing to load, to place or to refresh."""
+    """Check ``ref_model`` with adapters, where the frozen base model doubles as the reference model.
+
+    The reference model is then neither loaded nor placed nor refreshed on its own.
+    """
     reference, why = (
         cfg.ref_model,
         "with train_model.lora.rank above 0 the reference is the model without its adapter",

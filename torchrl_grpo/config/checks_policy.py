@@ -1,6 +1,6 @@
-"""Checks of an objective's ingredients against each other; a part of :mod:`torchrl_grpo.config.checks`.
+"""Checks of the keys of the objective against each other; a part of :mod:`torchrl_grpo.config.checks`.
 
-What nothing would read is refused as well: whoever sets a bound believes that it is there.
+A value that nothing would read is refused as well, because a user who sets it expects it to take effect.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torchrl_grpo.config.values import SURROGATE_OPTIONS
 if TYPE_CHECKING:
     from torchrl_grpo.config.schema import Config
 
-# What a part of the objective reads alone: the part, how to switch it on, and its keys.
+# For each optional part of the objective: its name, how to enable it, and the keys that only it reads.
 _READ_BY = (
     (
         "policy.advantage_estimator=maxent",
@@ -36,7 +36,7 @@ def check_policy(cfg: Config) -> None:
     """Check ``policy.*`` and ``ref_model.refresh_*``.
 
     Raises:
-        ConfigError: the first value found that cannot work.
+        ConfigError: a value is invalid; the error names the first one found.
     """
     policy = cfg.policy
     if policy.kl_in == "loss" and needs_reference(policy) and policy.kl_estimator == "k1":
@@ -91,7 +91,7 @@ def _check_unread(cfg: Config) -> None:
             value, default = vars(policy)[name], defaults[name]
             if not on and value != default:
                 if name == "kl_horizon" and kl_start(policy) == 0:
-                    # A target scales a coefficient.
+                    # policy.kl_target scales the coefficient, so the coefficient must not be 0.
                     switch = f"policy.init_kl_coeff=0.1 {switch}"
                 works = show(_accepted(name, value, cfg))
                 good = f"{switch} policy.{name}={works}, or policy.{name}={show(default)}"
@@ -99,7 +99,7 @@ def _check_unread(cfg: Config) -> None:
 
 
 def _accepted(name: str, value: Any, cfg: Config) -> Any:
-    """The value of an unread key, or the nearest one that is accepted where it is read."""
+    """Return the value of an unread key, or the nearest value that is accepted once the key is read."""
     if name == "kl_horizon":
         return max(value, optim_batch_size(cfg))
     if name == "correction_cap":

@@ -1,4 +1,4 @@
-"""What one of the two scripts cannot do and the other can."""
+"""Checks that differ between ``grpo.py`` and ``grpo-async.py``."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from torchrl_grpo.errors import ConfigError
 
 
 def check_sync(cfg: Config) -> None:
-    """Check what ``grpo.py`` asks for beyond :func:`~torchrl_grpo.config.checks.validate`.
+    """Check the requirements of ``grpo.py`` that :func:`~torchrl_grpo.config.checks.validate` does not cover.
 
     Raises:
-        ConfigError: several engines.
+        ConfigError: there are more training ranks than groups in an optimizer batch.
     """
     _check_ranks(cfg)
 
 
 def check_in_turn(cfg: Config) -> None:
-    """Check what ``grpo.py`` asks for where its engines are workers: an age of zero, as in grpo-async.py.
+    """Check the requirements of ``grpo.py`` if its engines are workers, which allow a policy age of 0 only.
 
     Raises:
-        ConfigError: keys contradict each other, or there are more workers than groups.
+        ConfigError: keys contradict each other, or there are more workers than groups in a round.
     """
     _check_rounds(cfg, 0, "and engines in processes of their own allow none (docs/devices.md)")
     _check_workers(cfg)
 
 
 def check_async(cfg: Config) -> None:
-    """Check what ``grpo-async.py`` asks for beyond :func:`~torchrl_grpo.config.checks.validate`.
+    """Check what ``grpo-async.py`` requires beyond :func:`~torchrl_grpo.config.checks.validate`.
 
     Raises:
-        ConfigError: keys contradict each other.
+        ConfigError: keys contradict each other, or there are more ranks or workers than groups.
     """
     _check_ranks(cfg)
     age = cfg.collector.max_policy_age
@@ -54,7 +54,10 @@ def check_async(cfg: Config) -> None:
 
 
 def may_sleep(cfg: Config) -> bool:
-    """Whether an engine that loses its weights while it sleeps is given new ones before each round."""
+    """Return whether the engine may sleep while the trainer trains.
+
+    An engine loses its weights while it sleeps, so it must get new weights before each round.
+    """
     return (
         cfg.train.weight_update_frequency is None
         or not steps_per_round(cfg) % cfg.train.weight_update_frequency
@@ -62,10 +65,10 @@ def may_sleep(cfg: Config) -> bool:
 
 
 def check_sleep(cfg: Config) -> None:
-    """Check what an engine that sleeps while the trainer trains asks for, whoever chose that it does.
+    """Check the requirements of an engine that sleeps, whether the user or the planner chose ``sleep``.
 
     Raises:
-        ConfigError: it would have to generate without weights.
+        ConfigError: the engine would have to generate without weights.
     """
     if not may_sleep(cfg):
         steps = steps_per_round(cfg)
@@ -79,10 +82,11 @@ def check_sleep(cfg: Config) -> None:
 
 
 def _check_rounds(cfg: Config, age: int, allowed: str) -> None:
-    """Check that publications keep to rounds, and come often enough for an age of ``age``."""
+    """Check that weights are published in step with rounds, and often enough for the policy age ``age``."""
     steps = steps_per_round(cfg)
     frequency = cfg.train.weight_update_frequency or steps
-    # Weights of step v serve rounds until the next publication: the last of them begins this much later.
+    # Published weights serve rounds until the next publication. This is their age, in rounds, when the last
+    # of these rounds begins.
     oldest = -(-frequency // steps) - 1
     if oldest > age:
         raise bad_value(
@@ -109,7 +113,7 @@ def _check_workers(cfg: Config) -> None:
 
 
 def _check_ranks(cfg: Config) -> None:
-    """Refuse more training ranks than can share a batch."""
+    """Refuse more training ranks than an optimizer batch has groups."""
     ranks = num_devices(cfg.train_model)
     groups = optim_batch_size(cfg) // cfg.env.repeats
     if ranks > groups:
@@ -120,7 +124,7 @@ def _check_ranks(cfg: Config) -> None:
 def _too_many(
     name: str, section: TrainModelConfig | InferenceModelConfig, wrong: str, most: int
 ) -> ConfigError:
-    """The error for more devices of a role than can work, in the words that they were asked for in."""
+    """Build the error for a role with too many devices; it names the key that requested them."""
     if section.devices is None:
         return bad_value(f"{name}.num_devices", num_devices(section), wrong, f"{name}.num_devices={most}")
     fewer = section.devices[:most]
