@@ -1,8 +1,8 @@
-"""What the keys of a schema are called, what they hold, and how to speak about a wrong one.
+"""The keys of a schema: their names, their types, and the error messages about them.
 
-A :class:`KeyBook` reads a dataclass schema once. The command line and the parser ask it whether a
-dotted key exists, which existing key is nearest to a misspelt one, and for the one error message
-that names key, value and fix. It knows nothing of Hydra and nothing of what values mean.
+A :class:`KeyBook` reads a dataclass schema once. The command line and the parser use it to look up a
+dotted key, to find the existing key that is nearest to a misspelled one, and to build an error that
+names the key, its value and a fix. It depends neither on Hydra nor on the meaning of the values.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def key(default: Any, help: str) -> Any:
     """Declare a key of the schema.
 
     Args:
-        default: the value where no file and no command line sets one; a list or a mapping is copied.
-        help: the meaning, for users. ``python -m torchrl_grpo.config`` writes it into the YAML files.
+        default: value if neither a file nor the command line sets one; a list or a mapping is copied.
+        help: meaning of the key, for users. ``python -m torchrl_grpo.config`` writes it into the YAML files.
 
     Returns:
         The dataclass field.
@@ -37,10 +37,10 @@ def key(default: Any, help: str) -> Any:
 
 
 def show(value: Any) -> str:
-    """Write a value the way the command line takes it.
+    """Format a value as the command line accepts it.
 
     Args:
-        value: a configuration value: None, a scalar, a list or a mapping.
+        value: configuration value: None, a scalar, a list or a mapping.
 
     Returns:
         The text, e.g. ``null``, ``true``, ``[0,1]``, ``{a:1}``.
@@ -57,13 +57,13 @@ def show(value: Any) -> str:
 
 
 def bad_value(key: str, value: Any, wrong: str, instead: str) -> ConfigError:
-    """Build the error every bad value ends in.
+    """Build the error for an invalid value.
 
     Args:
-        key: the dotted key.
-        value: its value.
-        wrong: what is wrong, e.g. ``"must be at least 2"``.
-        instead: what to write, e.g. ``"env.repeats=8"``.
+        key: dotted key.
+        value: value of the key.
+        wrong: description of the mistake, e.g. ``"must be at least 2"``.
+        instead: text to write instead, e.g. ``"env.repeats=8"``.
 
     Returns:
         The error, not raised yet.
@@ -71,7 +71,7 @@ def bad_value(key: str, value: Any, wrong: str, instead: str) -> ConfigError:
     return ConfigError(f"{key}={show(value)}: {wrong}; write {instead} instead")
 
 
-# What other libraries call it.
+# Name of a key in other libraries -> the key here.
 ALSO_CALLED = {
     "learning_rate": "optimizer.lr",
     "group_size": "env.repeats",
@@ -98,7 +98,7 @@ ALSO_CALLED = {
     "wandb_project": "logging.project",
     "run_name": "logging.experiment",
 }
-# What others write for a value of a key of ours.
+# Value as other libraries write it, with the key here -> the value here.
 ALSO_WRITTEN = {
     "env.overlong_prompts=true": "drop",
     "env.overlong_prompts=True": "drop",
@@ -114,12 +114,12 @@ class KeyBook:
     """The keys of one dataclass schema.
 
     Args:
-        schema: the root dataclass type; nested dataclasses are its sections.
+        schema: root dataclass type; nested dataclasses are its sections.
 
     Attributes:
-        leaves: dotted key to type hint, for every key that holds a value.
+        leaves: map from dotted key to type hint, for every key that holds a value.
         sections: dotted names of the nested dataclasses.
-        help: dotted key to its meaning.
+        help: map from dotted key to its help.
         free_form: keys that hold a mapping whose own keys the user chooses.
     """
 
@@ -144,11 +144,11 @@ class KeyBook:
                 self._defaults[prefix + name] = value
 
     def free_form_parent(self, key: str) -> str | None:
-        """Return the free-form key that ``key`` is or lies under, or None."""
+        """Return the free-form key that equals ``key`` or contains it, or None."""
         return next((free for free in self.free_form if key == free or key.startswith(free + ".")), None)
 
     def knows(self, key: str) -> bool:
-        """Return whether ``key`` is a key, a section, or lies under a free-form key."""
+        """Return whether ``key`` is a key, a section, or a part of a free-form key."""
         return key in self.leaves or key in self.sections or self.free_form_parent(key) is not None
 
     def is_list(self, key: str) -> bool:
@@ -157,21 +157,22 @@ class KeyBook:
         return any(typing.get_origin(option) is list for option in (hint, *typing.get_args(hint)))
 
     def choices(self, key: str) -> list[str]:
-        """Return the values that ``key`` can have, where they are a fixed set of names."""
+        """Return the values of ``key`` if they are a fixed set of names, or else an empty list."""
         hint = self.leaves.get(key)
         return list(hint.__members__) if isinstance(hint, EnumType) else []
 
     def nearest(self, key: str) -> str | None:
-        """Return the existing key a misspelt ``key`` most likely meant, or None."""
+        """Return the existing key that a misspelled ``key`` most likely means, or None."""
         section, _, last = key.rpartition(".")
         if not section and (groups := difflib.get_close_matches(key, self.sections, n=1, cutoff=0.75)):
             return groups[0]
         if section in self.sections:
-            # Without the section, which would make any two of its keys look alike.
+            # Compare without the section, because a common prefix makes any two keys look similar.
             own = {
                 known.rpartition(".")[2]: known for known in self.leaves if known.startswith(f"{section}.")
             }
-            # A slip of the pen comes before another project's name, and that before a likeness.
+            # A close misspelling takes precedence over another library's name, which takes precedence over
+            # a weaker similarity.
             cutoff = 0.85 if last in ALSO_CALLED else 0.65
             if mine := difflib.get_close_matches(last, own, n=1, cutoff=cutoff):
                 return own[mine[0]]
@@ -187,7 +188,7 @@ class KeyBook:
         return names[close[0]] if close else None
 
     def describe(self, key: str) -> str:
-        """Return what ``key`` holds, in words, e.g. ``"a whole number or null"``."""
+        """Return the type of ``key`` in words, e.g. ``"a whole number or null"``."""
         hint = self.leaves[key]
         arguments = typing.get_args(hint)
         optional = type(None) in arguments
@@ -201,12 +202,12 @@ class KeyBook:
         elif origin is dict:
             words = f"a mapping of names to {_PLURALS[arguments[1]]} in curly brackets"
         else:
-            # An integer or a word, as num_devices is.
+            # A key such as num_devices takes an integer or a word.
             words = " or ".join(_WORDS[option] for option in arguments or (hint,))
         return words + (" or null" if optional else "")
 
     def example(self, key: str) -> str:
-        """Return a value that ``key`` takes, as the command line takes it."""
+        """Return an example value of ``key``, as the command line accepts it."""
         default = self._defaults[key]
         if default not in (None, [], {}):
             return show(default)
@@ -225,7 +226,7 @@ class KeyBook:
         """Build the error for a key that does not exist.
 
         Args:
-            key: the dotted key.
+            key: dotted key.
             shown: key and value as the user wrote them, e.g. ``"policy.kl_coeff=0.1"``.
 
         Returns:
@@ -245,7 +246,7 @@ class KeyBook:
         """Build the error for a value of the wrong type.
 
         Args:
-            key: a dotted leaf key, or one under a free-form key.
+            key: dotted key that holds a value, or a key under a free-form key.
             shown: key and value as the user wrote them.
 
         Returns:
@@ -266,7 +267,7 @@ class KeyBook:
         )
 
     def section_value(self, section: str, shown: str) -> ConfigError:
-        """Build the error for a section that was given a plain value."""
+        """Build the error for a section that is set to a plain value."""
         first = next(known for known in self.leaves if known.startswith(section + "."))
         name = f"{section}.name" if f"{section}.name" in self.leaves else first
         return ConfigError(f"{shown}: {section} is a group of keys; write for example {name}=VALUE instead")

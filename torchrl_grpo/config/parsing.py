@@ -1,4 +1,4 @@
-"""From a composed configuration to a checked :class:`~torchrl_grpo.config.schema.Config`."""
+"""Parse a composed configuration into a validated :class:`~torchrl_grpo.config.schema.Config`."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 
 @functools.cache
 def keys() -> KeyBook:
-    """Return the names of the schema's keys; read on first use, most runs need none of them."""
+    """Return the keys of the schema. They are read on first use, because most runs do not need them."""
     return KeyBook(Config)
 
 
 def parse(node: DictConfig) -> Config:
-    """Turn a composed configuration into a checked one.
+    """Parse a composed configuration and check it.
 
     Args:
-        node: the configuration, without Hydra's own ``hydra`` section. It need not have been
-            composed over the schema: every key and every type is checked here again, because
-            ``+key=value`` gets past a schema on the command line.
+        node: configuration, without Hydra's own ``hydra`` section. It need not have been composed over
+            the schema. Every key and every type is checked again, because ``+key=value`` on the command
+            line bypasses the schema.
 
     Returns:
-        The configuration, every interpolation resolved.
+        The configuration with every interpolation resolved.
 
     Raises:
-        ConfigError: a key is unknown, a value has the wrong type or is impossible by itself or
-            together with another; the message names key, value and fix.
+        ConfigError: a key is unknown, a value has the wrong type, a value is invalid, or two values
+            contradict each other. The message names the key, its value and a fix.
     """
-    # Imported here so that the schema's names and help cost no import of omegaconf.
+    # Imported here so that callers that read only the keys and the help do not import omegaconf.
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -52,7 +52,7 @@ def parse(node: DictConfig) -> Config:
     values = {str(key): value for key, value in plain.items()}
     _check_keys(values, "", Config)
     try:
-        # A node composed over the schema has its types checked; only another needs the merge.
+        # The types of a node composed over the schema are already checked. Other nodes need the merge.
         typed = OmegaConf.get_type(node) is Config
         config = OmegaConf.to_object(node if typed else OmegaConf.merge(OmegaConf.structured(Config), values))
     except OmegaConfBaseException as error:
@@ -63,7 +63,7 @@ def parse(node: DictConfig) -> Config:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, without a closing full stop."""
+    """Return the first line of the error's message, without a final period."""
     return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
 
 
@@ -80,7 +80,7 @@ def _check_keys(values: dict[str, Any], prefix: str, schema: type) -> None:
 
 
 def _type_error(error: Exception, values: dict[str, Any]) -> ConfigError:
-    """Name the first value that the schema refuses; omegaconf's own text names only its type."""
+    """Build the error for the first value that the schema refuses; omegaconf's error names only the type."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -1,10 +1,10 @@
-"""Which keys a resumed run may have another value of."""
+"""The keys that may change when a run is resumed."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# A resumed run may change these and still be the same run.
+# A resumed run may change these keys and still be the same run.
 FREE_KEYS = (
     "resume",
     "dry_run",
@@ -12,12 +12,13 @@ FREE_KEYS = (
     "checkpoint",
     "train.checkpoint_frequency",
     "train.max_skipped_steps",
-    # Memory only, to rounding: what a run that ran out of it is told to change.
+    # These keys change memory and rounding only. A run that is out of memory is advised to change them.
     "train.max_tokens_per_microbatch",
     "train_model.gradient_checkpointing",
     "inference_model.gpu_memory_utilization",
     "inference_model.kv_cache_gib",
-    # Rounding only; formats are what a run is told to change whose engine and trainer are too far apart.
+    # These keys change rounding only. A run is advised to change the formats if the log-probabilities of
+    # engine and trainer differ too much.
     "train_model.head_dtype",
     "inference_model.enforce_eager",
     "train_model.compile",
@@ -26,18 +27,20 @@ FREE_KEYS = (
     "inference_model.dtype",
     "inference_model.head_dtype",
     "ref_model.dtype",
-    # When it is taken for more than rounding changes no number but when the run stops.
+    # This limit changes no number. It only stops a run whose engine and trainer differ too much.
     "inference_model.max_logprob_gap",
-    # How many hold the model changes nothing but rounding; checkpoints are the same for all layouts.
+    # The number of devices and the layout of the model change rounding only. Checkpoints have the same format
+    # for all layouts.
     "train_model.num_devices",
     "train_model.devices",
     "train_model.parallelism",
     "ref_model.num_devices",
     "ref_model.devices",
-    # Who samples a response does not change what it is sampled from.
+    # The backend does not change the distribution that responses are sampled from.
     "inference_model.backend",
-    # What one backend alone takes, and has to go when another takes its place. Some (quantization) change
-    # what is sampled from; what engine and trainer differ by is measured anew.
+    # Only vLLM takes these arguments, so they must be removed when the backend changes. Some of them, such as
+    # quantization, change the distribution that is sampled from. The difference between engine and trainer is
+    # therefore measured again.
     "inference_model.engine_args",
     "collector.timeout_s",
     "collector.max_restarts",
@@ -48,16 +51,17 @@ FREE_KEYS = (
 )
 
 
-# A resumed run may change these too, from this value: with it a run ends where it would have mattered.
+# A resumed run may also change these keys if they had this value. With this value, a run ends at the first
+# prompt that another value would treat differently.
 FREE_FROM = {"env.overlong_prompts": "error"}
 
 
 def may_change(key: str, before: Any = None) -> bool:
-    """Whether a resumed run may have another value of a key.
+    """Return whether a resumed run may have another value of a key.
 
     Args:
-        key: dotted.
-        before: the value that the run was started with; None asks whether any may change.
+        key: dotted key.
+        before: value that the run was started with; None asks whether any value may change.
     """
     if key in FREE_FROM and before == FREE_FROM[key]:
         return True

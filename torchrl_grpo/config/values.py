@@ -1,11 +1,11 @@
-"""What single values may be: choices and ranges, with what to write instead."""
+"""The choices and ranges of single values, and the values that error messages suggest."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-# The choices of a key. omegaconf reads and prints a member by its name, so names are what users write: each
-# equals its value. The functional form keeps them from being written twice.
+# The choices of a key. omegaconf reads and prints an enum member by its name, so users write names, and each
+# name equals its value. The functional form avoids writing each name twice.
 Dataset = StrEnum("Dataset", ["gsm8k", "math", "ifeval", "reasoning_gym", "jsonl"])
 AnswerFormat = StrEnum("AnswerFormat", ["tags", "plain", "equation"])
 OverlongPrompts = StrEnum(
@@ -34,7 +34,7 @@ WeightUpdate = StrEnum("WeightUpdate", ["drain", "in_flight"])
 Placement = StrEnum("Placement", ["pack", "spread"])
 Schedule = StrEnum("Schedule", ["constant", "linear", "cosine"])
 
-# Surrogate -> its options and their defaults. A test compares them with objectives/surrogates.py.
+# Surrogate -> its options and their defaults. A test compares this table with objectives/surrogates.py.
 SURROGATE_OPTIONS: dict[str, dict[str, float]] = {
     "clip": {},
     "cispo": {},
@@ -44,7 +44,7 @@ SURROGATE_OPTIONS: dict[str, dict[str, float]] = {
 # Values of train_model.parallelism that use DeepSpeed -> its ZeRO stage.
 ZERO_STAGES = {"deepspeed_zero2": 2, "deepspeed_zero3": 3}
 
-# Reward -> the data sets whose ground truths it can read. A test compares them with rewards/registry.py.
+# Reward -> the datasets whose ground truths it can read. A test compares this table with rewards/registry.py.
 _ANSWERS = ("gsm8k", "math", "jsonl")
 REWARDS: dict[str, tuple[str, ...]] = {
     "gsm8k": _ANSWERS,
@@ -57,7 +57,7 @@ REWARDS: dict[str, tuple[str, ...]] = {
     "exact_match": _ANSWERS,
 }
 
-# key -> smallest value, and what to write instead
+# Key -> the smallest valid value, and a value to suggest.
 AT_LEAST: dict[str, tuple[float, str]] = {
     "seed": (0, "0"),
     "env.task_size": (1, "10000"),
@@ -104,6 +104,7 @@ AT_LEAST: dict[str, tuple[float, str]] = {
     "checkpoint.keep": (1, "2"),
 }
 
+# Key whose value must be above 0 -> a value to suggest.
 ABOVE_ZERO: dict[str, str] = {
     "reward.timeout_s": "5.0",
     "collector.timeout_s": "600.0",
@@ -127,13 +128,14 @@ ABOVE_ZERO: dict[str, str] = {
     "eval.temperature": "0.8",
 }
 
-# Below it vLLM samples at this temperature instead, and log-probabilities would be of another distribution.
+# vLLM raises a lower temperature to this one, so its log-probabilities would be of another distribution.
 VLLM_LEAST_TEMPERATURE = 0.01
-# vLLM's CPU attention kernel takes multiples of 32 only, and the smallest lets short prompts be shared.
+# vLLM's CPU attention kernel takes multiples of 32 only. With the smallest one, short prompts can be shared.
 VLLM_CPU_BLOCK_SIZE = 32
 
+# Key -> the largest valid value, and a value to suggest.
 AT_MOST: dict[str, tuple[float, str]] = {
-    "seed": (2**32 - 1, "0"),  # the random generators of the libraries below us take 32 bits
+    "seed": (2**32 - 1, "0"),  # random generators of the libraries take 32 bits
     "inference_model.gpu_memory_utilization": (1, "null"),
     "optimizer.min_lr_ratio": (1, "0.1"),
     "policy.clip_epsilon": (1, "0.2"),
