@@ -1,1 +1,1 @@
-"""What runs where and what it needs in memory, decided before anything heavy is imported."""
+"""Place the roles on devices and predict their memory, before anything heavy is imported."""

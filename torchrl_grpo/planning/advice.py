@@ -1,8 +1,9 @@
-"""What to write where a run needs more memory than there is: overrides that were planned again, and fit.
+"""Advise overrides for a run that needs more memory than the devices have.
 
-Every piece of advice is a set of overrides. What takes less at a time and trains the same comes first. Only
-where none of it is enough, more devices that hold the model in shards are advised, and adapters.
-Left out: whether a configuration fits, which :mod:`~torchrl_grpo.planning.preflight` answers.
+Every piece of advice is a set of overrides. The changed configuration was planned again, and it fits.
+Overrides that work on less at a time and train the same come first. Shards on more devices, and adapters,
+are advised only if those overrides are not enough. This module does not decide whether a configuration
+fits; :mod:`~torchrl_grpo.planning.preflight` does.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ if TYPE_CHECKING:
     from torchrl_grpo.planning.preflight import Planned
 
 _SUGGESTIONS = 3
-# Nobody is told to make prompts or evaluations shorter than this.
+# The advice never makes prompts shorter than this many tokens, or evaluations than this many problems.
 _LEAST_PROMPT, _LEAST_PROBLEMS = 128, 50
-# The rank of adapters that is advised.
+# Rank of the adapters that are advised.
 _RANK = 16
 
 # A dotted key and its value.
 Change = tuple[str, Any]
 Changes = tuple[Change, ...]
-# The plan of a configuration that is valid and that the devices allow, or None.
+# Plans a configuration. Returns None if it is invalid or does not match the devices.
 Planner = Callable[[Config], "Planned | None"]
 
 
 def advise(cfg: Config, plan: Planner, fits: Callable[[Planned], bool], mild: bool = False) -> list[str]:
-    """Overrides with which a configuration fits, at most three; each was planned again.
+    """Return at most three sets of overrides with which a configuration fits; each was planned again.
 
     Args:
-        cfg: one that does not fit.
-        plan: plans a changed configuration.
-        fits: whether the memory is there for a plan.
-        mild: nothing that changes how the model is held or what of it is trained.
+        cfg: configuration that does not fit.
+        plan: function that plans a changed configuration.
+        fits: function that returns whether the devices have enough memory for a plan.
+        mild: whether to leave out advice that shards or quantizes the model or trains only adapters.
     """
     found = list(itertools.islice(_fitting(cfg, [()], plan, fits), _SUGGESTIONS))
     if found or mild:
@@ -57,7 +58,7 @@ def advise(cfg: Config, plan: Planner, fits: Callable[[Planned], bool], mild: bo
 
 
 def apply(cfg: Config, changes: Changes) -> Config:
-    """A copy of the configuration with other values."""
+    """Return a copy of the configuration with other values."""
     other = copy.deepcopy(cfg)
     for key, value in changes:
         section, _, leaf = key.rpartition(".")
@@ -66,11 +67,11 @@ def apply(cfg: Config, changes: Changes) -> Config:
 
 
 def _in_shards(cfg: Config, plan: Planner) -> Iterator[Changes]:
-    """More training ranks, each of which holds a part of the model."""
+    """Yield changes that use more training ranks, each of which holds a shard of the model."""
     kind, devices = cfg.train_model.parallelism, cfg.train_model.devices
     now = plan(cfg)
     if now is None or now.plan.num_gpus < 2 or cfg.train_model.lora.rank > 0 or rank_env.launched():
-        # A launcher has decided how many ranks there are.
+        # A launcher fixes the number of ranks.
         return
     divided: Changes = (("train_model.parallelism", "fsdp2"),) if kind in ("auto", "ddp") else ()
     ranks = len(now.plan.train.devices)
@@ -79,13 +80,16 @@ def _in_shards(cfg: Config, plan: Planner) -> Iterator[Changes]:
     if devices is not None:
         return
     counts = range(ranks + 1, now.plan.num_gpus + 1)
-    # Ranks that get equally many groups first.
+    # Try numbers of ranks that divide the groups evenly first.
     for count in sorted(counts, key=lambda number: (cfg.env.num_envs % number != 0, number)):
         yield (("train_model.num_devices", count), *divided)
 
 
 def _adapters(cfg: Config) -> Iterator[Changes]:
-    """Adapters, in as many ranks as are asked for, or in one, which may leave a GPU to the engine."""
+    """Yield changes that train adapters, on the requested ranks or on one rank.
+
+    With one rank, a GPU may become free for the engine.
+    """
     if cfg.train_model.lora.rank > 0:
         return
     changes: Changes = (("train_model.lora.rank", _RANK), *_without_shards(cfg))
@@ -101,7 +105,11 @@ def _in_4_bits(cfg: Config) -> Iterator[Changes]:
 
 
 def _without_shards(cfg: Config) -> Changes:
-    """What must go with adapters, which are whole on each rank and are their own reference."""
+    """Return the changes that adapters require.
+
+    Adapters cannot be sharded. The frozen base model doubles as the reference model, so the reference model
+    takes no devices of its own.
+    """
     sharded = cfg.train_model.parallelism not in ("auto", "ddp")
     changes: Changes = (("train_model.parallelism", "ddp"),) if sharded else ()
     if cfg.ref_model.devices is not None:
@@ -112,7 +120,10 @@ def _without_shards(cfg: Config) -> Changes:
 def _fitting(
     cfg: Config, way: Sequence[Changes], plan: Planner, fits: Callable[[Planned], bool]
 ) -> Iterator[str]:
-    """Advice out of a way's alternatives: few keys first, and of a key the mildest change that is enough."""
+    """Yield advice that starts from one of several alternative changes.
+
+    Advice with few keys comes first. For each key, the mildest change that is enough is advised.
+    """
     starts = []
     for changes in way:
         if _may_change(cfg, changes) and (planned := plan(apply(cfg, changes))) is not None:
@@ -122,7 +133,7 @@ def _fitting(
         planned = plan(apply(cfg, changes))
         return planned is not None and fits(planned)
 
-    # Where all of them together are not enough, no part of them is.
+    # If the strongest changes of all keys are not enough together, no subset of them is.
     starts = [(changes, ladders) for changes, ladders in starts if enough(changes + _ends(ladders))]
     fitted: set[str] = set()
     for number in range(max((len(ladders) for _, ladders in starts), default=0) + 1):
@@ -141,7 +152,7 @@ def _ends(ladders: Sequence[list[Changes]]) -> Changes:
 
 
 def _rungs(ladders: Sequence[list[Changes]]) -> Iterator[Changes]:
-    """Steps down several ladders at the same time, the shorter ones waiting at their ends."""
+    """Yield the steps of several ladders taken in parallel; a shorter ladder stays at its last rung."""
     for step in range(max(map(len, ladders), default=0)):
         yield tuple(itertools.chain(*(ladder[min(step, len(ladder) - 1)] for ladder in ladders)))
 
@@ -159,7 +170,10 @@ def _may_change(cfg: Config, changes: Changes) -> bool:
 
 
 def _ladders(cfg: Config, planned: Planned) -> list[list[Changes]]:
-    """What takes less memory, the mildest change of a key first; keys that change no number before others."""
+    """Return a ladder for each key that can save memory: its changes, the mildest first.
+
+    Keys that do not change the numbers of a run come before keys that do.
+    """
     found = [
         *_ladders_of_trainer(cfg),
         *_ladders_of_engine(cfg, planned),
@@ -181,11 +195,11 @@ def _ladders_of_engine(cfg: Config, planned: Planned) -> Iterator[list[Change]]:
     plan, vllm = planned.plan, cfg.inference_model.backend == "vllm"
     on_gpu = plan.num_gpus > 0
     if vllm and not on_gpu:
-        # Up where it is too small for a sequence, else down as far as one allows.
+        # Raise the cache if it is too small for one sequence. Otherwise lower it to the least that one needs.
         fewest, now = planned.least_cache_gib or 1, cfg.inference_model.kv_cache_gib
         sizes = range(now - 1, fewest - 1, -1) if now >= fewest else range(fewest, fewest + 1)
         yield [("inference_model.kv_cache_gib", gib) for gib in sizes]
-    # vLLM sleeps on GPUs alone; that sleep of the transformers engine takes less was not seen on a CPU.
+    # vLLM can sleep on GPUs only. On a CPU, sleep of the transformers engine saved no memory when measured.
     may_sleep = on_gpu and vllm and checks_schedule.may_sleep(cfg)
     if plan.colocated and not plan.own_process and not plan.sleeps and may_sleep:
         yield [("inference_model.sleep", True)]
@@ -195,7 +209,8 @@ def _ladders_of_engine(cfg: Config, planned: Planned) -> Iterator[list[Change]]:
         yield [("inference_model.num_devices", 1)]
     least = planned.least_share
     if least is not None:
-        # In twentieths; up where it is too small for the weights, else down as far as they allow.
+        # In steps of 1/20. Raise the share if it is too small for the weights. Otherwise lower it as far as
+        # the weights allow.
         lowest, highest = round(least * 20), int(plan.gpu_memory_utilization * 20 - 1e-6)
         steps = (
             range(highest, lowest - 1, -1)

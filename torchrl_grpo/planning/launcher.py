@@ -1,4 +1,4 @@
-"""What a launcher has decided: how many training ranks there are, and how they hold the model."""
+"""Read the number of training ranks and the parallelism of the model from the launcher."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.values import ZERO_STAGES, Parallelism
 from torchrl_grpo.runtime import rank_env
 
-# Which of the files in config/accelerate goes with each value.
+# Value of train_model.parallelism -> its file in config/accelerate.
 _FILES = {"ddp": "multi_gpu", "fsdp2": "fsdp2", **{kind: kind for kind in ZERO_STAGES}}
 
 
 def resolved(cfg: Config) -> Config:
-    """The configuration with what a launcher has decided: the number of ranks, and how they hold the model.
+    """Return the configuration with the launcher's number of ranks and parallelism.
 
     Raises:
-        ConfigError: it asks for something else.
+        ConfigError: the configuration contradicts the launcher, or the model cannot be held in this way.
     """
     kind = parallelism(cfg)
     if not rank_env.launched():
@@ -36,14 +36,17 @@ def resolved(cfg: Config) -> Config:
 
 
 def parallelism(cfg: Config) -> Parallelism:
-    """How several ranks hold the model: ``train_model.parallelism``, ``auto`` being what the launcher says.
+    """Return how several ranks hold the model.
+
+    This is ``train_model.parallelism``, or the launcher's choice if that is ``auto``.
 
     Raises:
-        ConfigError: the launcher was configured for another way, or the model cannot be held so.
+        ConfigError: the launcher was configured for another parallelism, or the model does not support it.
     """
     asked = cfg.train_model.parallelism
     told = _told_by_launcher(asked)
-    # A launcher that says nothing leaves it open; one that was set up for something means it.
+    # "ddp" is also what a launcher without settings reports, so it contradicts nothing. A launcher that was
+    # configured for FSDP or DeepSpeed must match.
     if asked not in ("auto", told) and told != "ddp":
         name = "FSDP" if told == "fsdp2" else f"DeepSpeed ZeRO-{ZERO_STAGES[told]}"
         raise bad_value(
@@ -72,7 +75,11 @@ def parallelism(cfg: Config) -> Parallelism:
 
 
 def _told_by_launcher(asked: Parallelism) -> Parallelism:
-    """How ``accelerate launch`` was configured, as a value of ``train_model.parallelism``."""
+    """Return the configuration of ``accelerate launch`` as a value of ``train_model.parallelism``.
+
+    Raises:
+        ConfigError: the launcher was configured for an unsupported stage of ZeRO.
+    """
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
         stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "none")
         for kind, number in ZERO_STAGES.items():

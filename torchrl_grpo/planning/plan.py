@@ -1,25 +1,25 @@
-"""A plan of who runs where, and how it is printed. Imports no torch."""
+"""The plan that places each role on devices, and its text. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# What vLLM takes of a GPU's memory: where the trainer or the reference needs some too, and where nobody does.
-# The rest of the latter is CUDA's own.
+# Share of a GPU's memory that vLLM takes: first on a GPU that it shares with the trainer or the reference
+# model, then on a GPU of its own. CUDA needs the rest of the latter.
 SHARED_GPU, OWN_GPU = 0.4, 0.85
 
 
 @dataclass(frozen=True)
 class RolePlan:
-    """Where one role runs.
+    """The placement of one role.
 
     Attributes:
-        devices: ``cuda:N``, ``cpu`` (once a process) or ``ray`` (once a worker of the cluster); none where no
-            model is loaded.
+        devices: names of the devices: ``cuda:N``, ``cpu`` (once per process) or ``ray`` (once per worker of
+            the cluster). Empty if no model is loaded.
         placement: ``separate``, ``colocated`` with another role, ``cluster``, ``adapter off`` or ``off``.
-        why: the reason, for people.
-        own_process: whether the reference runs in processes of its own, one on each device, each of which
+        why: reason for the placement, for users.
+        own_process: whether the reference runs in processes of its own, one on each device. Each process
             sees its own GPU as the first.
     """
 
@@ -31,20 +31,21 @@ class RolePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the three roles run.
+    """The placement of the three roles.
 
     Attributes:
-        train: the model that is trained; one process (rank) a device.
-        inference: the engines.
-        reference: the reference model.
+        train: placement of the trained model, with one process (rank) per device.
+        inference: placement of the engines.
+        reference: placement of the reference model.
         own_process: whether the engines are workers in processes of their own, one on each device. Each
-            sees its own GPU as the first. Otherwise one runs in the trainer's process, or in each rank's.
-        num_gpus: GPUs of this machine.
+            sees its own GPU as the first. Otherwise one engine runs in the process of the trainer or of each
+            rank.
+        num_gpus: number of GPUs of this machine.
         sleeps: whether the engine frees its memory while the trainer trains.
-        asynchronous: of grpo-async.py: engines work while the trainer does.
-        engine_in_each_rank: each training rank has an engine in its process, which generates its share.
-        gpu_memory_utilization: of a GPU's memory that vLLM takes where it runs on one.
-        notes: what was asked for and is not done.
+        asynchronous: whether the script is grpo-async.py, whose engines generate while the trainer trains.
+        engine_in_each_rank: whether each training rank has an engine in its process for its share of a round.
+        gpu_memory_utilization: share of a GPU's memory that vLLM takes if it runs on a GPU.
+        notes: lines about requests that the plan does not follow.
     """
 
     train: RolePlan
@@ -77,22 +78,22 @@ class Plan:
 
     @property
     def reference_devices(self) -> tuple[str, ...]:
-        """Where a reference model is loaded: the trainer's device where it has none of its own."""
+        """Devices of the reference model, or the trainer's device if it has none of its own."""
         return self.reference.devices or (self.train_device,)
 
     @property
     def workers(self) -> int:
-        """The number of engines, in processes of their own or not."""
+        """The number of engines, whether or not they run in processes of their own."""
         return len(self.inference.devices)
 
     @property
     def reference_actors(self) -> int:
-        """Processes of the reference model beside the trainer's."""
+        """The number of processes that hold the reference model only."""
         return len(self.reference.devices) if self.reference.own_process else 0
 
     @property
     def worker_gpus(self) -> list[int]:
-        """GPUs of this machine for workers and processes of the reference; none of a cluster."""
+        """GPUs of this machine for workers and reference processes. GPUs of a cluster are left out."""
         own_process = (
             *self.inference.devices,
             *(self.reference.devices if self.reference.own_process else ()),
@@ -101,13 +102,13 @@ class Plan:
 
     @property
     def idle(self) -> list[str]:
-        """GPUs of this machine that no role has."""
+        """GPUs of this machine that no role uses."""
         used = {*self.train.devices, *self.inference.devices, *self.reference.devices}
         names = [f"cuda:{gpu}" for gpu in range(self.num_gpus)]
         return [name for name in names if name not in used]
 
     def table(self) -> str:
-        """The plan as aligned lines, and what was asked for and is not done."""
+        """Return the plan as aligned lines, followed by its notes."""
         roles = (("train", self.train), ("inference", self.inference), ("reference", self.reference))
         rows = [("role", "devices", "placement", "why")]
         rows += [(name, show_devices(role.devices), role.placement, role.why) for name, role in roles]
@@ -123,12 +124,12 @@ def resolved_utilization(
 
     Args:
         gpu_memory_utilization: configured value, or None.
-        inference: plan of the engines.
-        reference: plan of the reference model.
+        inference: placement of the engines.
+        reference: placement of the reference model.
     """
     if gpu_memory_utilization is not None:
         return gpu_memory_utilization
-    # A cluster may put a worker on the trainer's GPU: Ray does not know that it is taken.
+    # A Ray cluster may place a worker on the trainer's GPU, because Ray does not know that the GPU is in use.
     alone = inference.placement == "separate" and not set(inference.devices) & set(reference.devices)
     return OWN_GPU if alone else SHARED_GPU
 
@@ -138,7 +139,7 @@ def _index(name: str) -> int:
 
 
 def show_devices(names: Sequence[str]) -> str:
-    """Devices in few words: ``cuda:0-2``, ``cuda:4, cuda:6``, ``cpu x 4``."""
+    """Format devices briefly, e.g. ``cuda:0-2``, ``cuda:4, cuda:6`` or ``cpu x 4``."""
     if not names:
         return "-"
     if not names[0].startswith("cuda:"):
@@ -149,17 +150,17 @@ def show_devices(names: Sequence[str]) -> str:
             runs[-1].append(gpu)
         else:
             runs.append([gpu])
-    # Two in a row are as short one by one.
+    # A range of two GPUs would not be shorter than both names.
     parts = [[f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(gpu) for gpu in run] for run in runs]
     return ", ".join(f"cuda:{part}" for run in parts for part in run)
 
 
 def aligned(rows: Sequence[Sequence[str]], numbers: frozenset[int] = frozenset()) -> str:
-    """Rows as text with columns side by side.
+    """Format rows as text with aligned columns.
 
     Args:
-        rows: of equally many cells.
-        numbers: columns that are aligned on the right.
+        rows: rows with the same number of cells.
+        numbers: indices of the columns to align on the right.
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
@@ -173,16 +174,16 @@ def aligned(rows: Sequence[Sequence[str]], numbers: frozenset[int] = frozenset()
 
 
 def show_list(gpus: Iterable[int]) -> str:
-    """GPUs as they are written in the configuration."""
+    """Format GPUs as a list in the configuration."""
     return "[" + ",".join(map(str, gpus)) + "]"
 
 
 def which(gpus: Sequence[int]) -> str:
-    """GPUs that were dealt out, in words."""
+    """Describe allocated GPUs in words, e.g. ``the first 2 free GPUs``."""
     free = "" if list(gpus) == list(range(len(gpus))) else " free"
     return f"the first{free} GPU" if len(gpus) == 1 else f"the first {len(gpus)}{free} GPUs"
 
 
 def counted(count: int, what: str) -> str:
-    """A number of things, in words."""
+    """Return a count with its noun in the singular or the plural, e.g. ``2 workers``."""
     return f"{count} {what}" + ("" if count == 1 else "s")

@@ -1,4 +1,4 @@
-"""The request to the planner: devices for each role, and what else decides where roles can run."""
+"""The request to the planner: devices for each role, and other settings that decide where roles can run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Role:
 
     @property
     def count(self) -> int:
-        """The number of devices; engines without a number may get all of the trainer's instead."""
+        """The number of devices. Engines without a number may get all devices of the trainer instead."""
         if self.num_devices is not None:
             return self.num_devices
         return 1 if self.devices is None else len(self.devices)
@@ -38,20 +38,20 @@ class Request:
     """The request to the planner.
 
     Attributes:
-        train: the model that is trained.
-        inference: the engines.
-        reference: the reference model.
+        train: devices of the trained model.
+        inference: devices of the engines.
+        reference: devices of the reference model.
         asynchronous: whether the script is grpo-async.py, whose engines generate while the trainer trains.
         cluster: whether the engines run on a Ray cluster, which has GPUs of its own.
         uses_reference: whether anything reads the reference model's log-probabilities.
         lora: whether only adapters are trained. The reference is then the same model without them.
-        backend: ``inference_model.backend``.
+        backend: value of ``inference_model.backend``.
         sleep: whether the engine frees its memory while the trainer trains; None lets the planner choose.
         gpu_memory_utilization: share of a GPU's memory that vLLM takes; None lets the planner choose.
         ranks: number of training ranks on all machines, if a launcher has started them.
         reference_ahead: whether a reference with devices of its own scores in its own processes while the
-            trainer trains. False if the two take turns, because that saves no time. False if the reference
-            follows the policy, because it is updated between two steps.
+            trainer trains. False if the two take turns, because separate processes save no time then. False
+            if the reference follows the policy, because it is updated between two steps.
     """
 
     train: Role = Role("train_model")
@@ -71,8 +71,8 @@ class Request:
     def needs_processes(self) -> bool:
         """Whether the engines run as workers in processes of their own wherever they are placed.
 
-        True for grpo-async.py, for several engines, and for vLLM beside several ranks: in the process of a
-        rank, vLLM would take the ranks' process group for its own.
+        True for grpo-async.py, for a Ray cluster, for several engines, and for vLLM with several ranks. In
+        the process of a rank, vLLM would use the ranks' process group as its own.
         """
         beside_ranks = self.backend == "vllm" and max(self.ranks, self.train.count) > 1
         return self.asynchronous or self.cluster or self.inference.count > 1 or beside_ranks

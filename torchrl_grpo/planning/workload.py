@@ -1,4 +1,4 @@
-"""How many tokens a run works on at a time, from its configuration alone. Imports no torch."""
+"""Compute how many tokens a run processes at a time, from its configuration alone. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import optim_batch_size, token_budget
 
-# Responses that the transformers engine generates at a time.
+# Most responses that the transformers engine generates at a time.
 MAX_ROWS = 256
 
 
@@ -18,9 +18,9 @@ class Workload:
     Attributes:
         prompt: tokens of the longest prompt.
         response: tokens of the longest response.
-        tokens: in a micro-batch.
-        attended: keys that its tokens have before them: each response its prompt's and its own.
-        several: an optimizer step has more than one micro-batch.
+        tokens: tokens in a micro-batch.
+        attended: keys that a micro-batch attends to; each response has the keys of its prompt and its own.
+        several: whether an optimizer step has more than one micro-batch.
         rows: responses that an engine generates at a time.
     """
 
@@ -33,19 +33,19 @@ class Workload:
 
 
 def workload_of(cfg: Config, ranks: int = 1, engines: int = 1) -> Workload:
-    """The workload of a configuration.
+    """Compute the workload of a configuration.
 
     Args:
-        cfg: ``env``, ``train``, ``eval`` and the lengths are read.
-        ranks: trainers that divide an optimizer batch.
-        engines: that divide a round's groups, and the problems of an evaluation.
+        cfg: configuration; ``env``, ``train``, ``eval``, ``train_model`` and the lengths are read.
+        ranks: number of training ranks that divide an optimizer batch.
+        engines: number of engines that divide the groups of a round and the problems of an evaluation.
     """
     length, response = cfg.inference_model.max_model_len, cfg.inference_model.max_new_tokens
     prompt, samples = length - response, cfg.env.repeats
     batch = optim_batch_size(cfg)
     groups = max(1, batch // samples // ranks)
     pieces = cfg.train.gradient_accumulation_steps
-    # As equal_pieces() cuts: along groups while they last, then within them.
+    # Like equal_pieces(): split between groups, and within groups if there are more pieces than groups.
     whole = max(1, groups // pieces)
     responses = whole * samples if pieces <= groups else max(1, samples * groups // pieces)
     prompts = whole if cfg.train_model.shared_prefix else responses
