@@ -1,11 +1,12 @@
-"""The memory a run will take at most, from the shape of its model. Imports no torch.
+"""Predict the peak memory of a run from the shape of its model. Imports no torch.
 
-What autograd keeps was counted in a layer of the Llama kind as this project runs it, a row of real tokens
-(:mod:`~torchrl_grpo.models.scoring.shared_prefix`); :func:`kept_by_layer` lists it. The longest prompts and
-responses that the configuration allows are assumed, so a run whose responses are shorter takes less.
+The tensors that autograd keeps were counted in a Llama layer as this project runs it, on a row of tokens
+without padding (:mod:`~torchrl_grpo.models.scoring.shared_prefix`). :func:`kept_by_layer` lists them. The
+prediction assumes the longest prompts and responses that the configuration allows, so a run with shorter
+responses takes less.
 
-Left out: memory of Ray itself, of reward workers and of other programs on the machine. DDP's buckets are not
-counted: gradients are views of them (``gradient_as_bucket_view``).
+The prediction leaves out the memory of Ray itself, of reward workers and of other programs on the machine.
+It does not count DDP's buckets, because gradients are views of them (``gradient_as_bucket_view``).
 """
 
 from __future__ import annotations
@@ -22,45 +23,54 @@ from torchrl_grpo.runtime.hardware import Hardware
 
 GIB = 2**30
 FLOAT = 4
-# Ways of several ranks to hold the model where none has all of it.
+# Values of train_model.parallelism with which no rank holds the whole model.
 _SHARDS = ("fsdp2", "deepspeed_zero3")
-# Measured on Linux with torch 2.13: Python with torch, transformers and TorchRL; more once vLLM is imported.
+# Memory of Python with torch, transformers and TorchRL, and the increase when vLLM is imported. Measured on
+# Linux with torch 2.13.
 _PROGRAM_GIB = 0.5
 _VLLM_PROGRAM_GIB = 0.2
-# Not measured here: context and kernels of CUDA in a process, and what an engine that sleeps leaves behind.
+# Estimates that were not measured here: CUDA's context and kernels in a process, and the memory that a
+# sleeping engine keeps.
 _CUDA_GIB = 0.7
 _ASLEEP_GIB = 0.7
-# Room between pieces that autograd keeps, which the allocator cannot use: 5 to 20 % was measured.
+# Factor for fragmentation between the tensors that autograd keeps: 5 to 20 % was measured.
 _FRAGMENTED = 1.1
-# With checkpointing the C library leaves holes of about this share of what each layer computed and dropped;
-# CUDA's allocator, which hands out the same sizes layer after layer, is taken to leave none.
+# With gradient checkpointing, the C library's allocator leaves holes of about this share of the memory that
+# each layer used and freed. CUDA's allocator reuses the same sizes layer after layer, so it is assumed to
+# leave none.
 _HOLES = {"cpu": 0.25, "cuda": 0.0}
-# Logits of the output head at a time, and how many arrays of that size live together.
+# Number of logits that the output head computes at a time, and how many arrays of that size exist at once.
 _HEAD_BLOCK = {"cpu": 2**22, "cuda": 2**26}
 _HEAD_BLOCKS = 4
-# Arrays of a row of logits for each response while it is sampled: logits, probabilities, noise, its stack.
+# Arrays with a row of logits per response during sampling: logits, probabilities, noise and their stack.
 _SAMPLING_ARRAYS = 6
-# Adapters of the usual ranks have about this share of the weights of their model.
+# Adapters of the usual ranks have about this share of their model's weights.
 _ADAPTER_SHARE = 0.01
 
-# Tokens of the largest batch of vLLM on a GPU (0.32), and from which size of GPU on it is twice as large.
+# Tokens in the largest batch of vLLM 0.32 on a GPU, and the GPU size from which that batch is twice as large.
 _VLLM_BATCH, _VLLM_BATCH_LARGE_GPU, _LARGE_GPU_GIB = 8192, 16_384, 70
 _SIXTEEN = ("bfloat16", "float16")
 
-# From loading on: the phases of a round follow it.
+# Loading, followed by the phases of a round.
 PHASES = ("load", "generate", "score", "optimize")
-# The share of its weights that vLLM needs at least: graphs and the allocator's rounding are not counted.
+# vLLM needs at least this multiple of its weights. CUDA graphs and the allocator's rounding are not counted.
 VLLM_FLOOR = 1.1
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one role takes in one phase, on each of its devices, in bytes.
+    """The memory that one role takes in one phase on each of its devices, in bytes.
 
     Attributes:
-        role: ``train``, ``inference``, ``reference``, or ``program`` for what is no role's.
+        role: ``train``, ``inference``, ``reference``, or ``program`` for memory that belongs to no role.
         phase: one of PHASES, or ``all``.
-        devices: as in :class:`~torchrl_grpo.planning.plan.RolePlan`.
+        devices: names of the devices, as in :class:`~torchrl_grpo.planning.plan.RolePlan`.
+        weights: bytes of the weights.
+        gradients: bytes of the gradients.
+        optimizer: bytes of the optimizer state.
+        activations: bytes of the activations and of temporary arrays.
+        cache: bytes of the key/value cache.
+        other: bytes of everything else.
     """
 
     role: str
@@ -75,7 +85,7 @@ class Row:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all parts, in bytes."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.cache + self.other
 
 
@@ -84,31 +94,31 @@ class Prediction:
     """The rows of a run, and whether its phases overlap.
 
     Attributes:
-        rows: all roles and phases.
-        own_process: engines are workers, which keep what they have taken in every phase.
+        rows: rows of all roles and phases.
+        own_process: whether the engines are workers, which keep their memory in every phase.
     """
 
     rows: tuple[Row, ...]
     own_process: bool
 
     def peak(self, device: str) -> tuple[float, str]:
-        """Bytes on ``device`` at its worst, and in which phase that is."""
+        """Return the peak memory of ``device`` in bytes, and the phase of the peak."""
         found = {phase: self.need(device, phase) for phase in PHASES}
         worst = max(found, key=lambda phase: found[phase])
         return found[worst], worst
 
     def largest(self, device: str, phase: str) -> Row:
-        """The row that takes most of ``device`` in ``phase``."""
+        """Return the row that takes the most memory of ``device`` in ``phase``."""
         return max(self._rows_in(device, phase), key=lambda row: self._here(row, device))
 
     def need(self, device: str, phase: str) -> float:
-        """Bytes on ``device`` in ``phase``."""
+        """Return the bytes that ``device`` needs in ``phase``."""
         return sum(self._here(row, device) for row in self._rows_in(device, phase))
 
     def _rows_in(self, device: str, phase: str) -> list[Row]:
         def now(row: Row) -> bool:
             if phase == "load":
-                # Engines and references start once the trainer is there.
+                # Engines and reference models start after the trainer has loaded.
                 return row.phase == phase or row.role == "program"
             return row.phase in (phase, "all") or (self.own_process and row.role == "inference")
 
@@ -116,11 +126,11 @@ class Prediction:
 
     @staticmethod
     def _here(row: Row, device: str) -> float:
-        # On a CPU every process takes it.
+        # The CPU is listed once per process, and each process takes this memory.
         return row.total * row.devices.count(device)
 
     def table(self) -> str:
-        """The rows as aligned lines, in GiB."""
+        """Return the rows as aligned lines, in GiB."""
         head = (
             "role",
             "phase",
@@ -141,13 +151,13 @@ class Prediction:
 
 
 def predict(cfg: Config, plan: Plan, shape: ModelShape, there: Hardware) -> Prediction:
-    """The memory that a run takes at most.
+    """Predict the most memory that a run takes.
 
     Args:
-        cfg: all that decides sizes is read.
-        plan: who runs where.
-        shape: of the model.
-        there: memory of each GPU, of which an engine takes a share, and what each computes fast in.
+        cfg: configuration; every key that decides a size is read.
+        plan: placement of the roles.
+        shape: shape of the model.
+        there: hardware; the memory of each GPU and its support for fast bfloat16 are read.
     """
     engines = len(plan.inference.devices) if plan.engine_in_each_rank else 1
     load = workload_of(cfg, len(plan.train.devices), engines)
@@ -159,7 +169,7 @@ def predict(cfg: Config, plan: Plan, shape: ModelShape, there: Hardware) -> Pred
 
 
 def _program(cfg: Config, plan: Plan) -> Row:
-    """Everything that no role has: interpreter and libraries, or what CUDA takes for itself."""
+    """Return the memory that belongs to no role: the interpreter and its libraries, or CUDA's own memory."""
     on_gpu = plan.num_gpus > 0
     if on_gpu:
         own = (plan.train, plan.inference, plan.reference)
@@ -178,17 +188,18 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there: Ha
     device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
     lora = cfg.train_model.lora.rank > 0
     half = autocasts(cfg, role.devices, there)
-    # In shards each rank has its part of what is trained, and a layer at a time of the rest.
+    # With shards, each rank holds its part of the trained weights, and gathers the rest one layer at a time.
     kind, part = cfg.train_model.parallelism, 1 / len(role.devices)
     weights = (part if kind in _SHARDS else 1.0) * trained_weights(cfg, shape, half)
     if kind in ZERO_STAGES and part < 1:
-        # Of which DeepSpeed updates a copy.
+        # DeepSpeed updates a copy of each rank's part of the weights.
         weights += part * FLOAT * shape.parameters
     divided = kind in _SHARDS or kind in ZERO_STAGES
     trained = (part if divided else 1.0) * FLOAT * shape.parameters * (_ADAPTER_SHARE if lora else 1.0)
     kept, work = activations(shape, load, cfg.train_model.gradient_checkpointing, half, device)
     copies = _copies(cfg, shape, half, kind if part < 1 else "ddp")
-    # The output head's gradient is whole before it is added, and the embedding's again at the end.
+    # The gradient of the output head exists as a whole before it is accumulated. At the end of the backward
+    # pass, the same holds for the gradient of the embedding.
     head = 0.0 if lora else FLOAT * shape.vocabulary * shape.hidden
     blocks = FLOAT * _HEAD_BLOCK[device] * _HEAD_BLOCKS
     begin = (trained if load.several else 0.0) + head, kept + copies + max(work, blocks)
@@ -198,79 +209,86 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there: Ha
     moments = 2 * trained
     rows = [Row("train", "generate", names, weights, optimizer=moments)]
     if kind in _SHARDS and part < 1:
-        # Each rank loads the whole model on its device before it is divided.
+        # Each rank loads the whole model on its device before the model is sharded.
         rows.insert(0, Row("train", "load", names, float(FLOAT * shape.parameters)))
-    # Groups without a gradient are only measured, and so is a round by policy.proximal=trainer.
+    # Groups without a gradient only run a forward pass, for metrics. With policy.proximal=trainer, each round
+    # runs one too.
     rows.append(Row("train", "score", names, weights, optimizer=moments, activations=forward + copies))
     return [*rows, Row("train", "optimize", names, weights, gradients, moments, live)]
 
 
 def autocasts(cfg: Config, devices: Sequence[str], there: Hardware) -> bool:
-    """Whether the trainer on ``devices`` computes matrix products in 16 bits."""
+    """Return whether the trainer on ``devices`` computes matrix products in 16 bits."""
     return bits16(cfg.train_model.autocast, {"bf16", "fp16"}, there.has_fast_bfloat16(devices))
 
 
 def trained_weights(cfg: Config, shape: ModelShape, half: bool) -> float:
-    """Bytes of the trainer's model: float32 where all of it is trained, as configured where it is frozen.
+    """Return the bytes of the trainer's weights: float32 if trained, or the configured format if frozen.
 
     Args:
-        cfg: ``train_model`` is read.
-        shape: of the model.
-        half: autocast computes in 16 bits.
+        cfg: configuration; ``train_model`` is read.
+        shape: shape of the model.
+        half: whether autocast computes in 16 bits.
     """
     if cfg.train_model.lora.rank == 0:
         return float(FLOAT * shape.parameters)
     element = float(_frozen_element(cfg, half))
     if cfg.train_model.quantization == "nf4":
-        # Four bits, and a scale for each 64 of them. Embedding and output head stay as they are.
+        # A weight takes four bits, and every 64 weights share a float32 scale. Embedding and output head are
+        # not quantized.
         return element * shape.outer + (0.5 + FLOAT / 64) * (shape.parameters - shape.outer)
     return element * shape.parameters
 
 
 def _frozen_element(cfg: Config, half: bool) -> int:
-    """Bytes of a weight below adapters that is not in 4 bits."""
+    """Return the bytes of a frozen weight that is not quantized to 4 bits."""
     frozen = cfg.train_model.lora.base_dtype
     return 2 if frozen in ("bfloat16", "float16") or (frozen == "auto" and half) else FLOAT
 
 
 def _copies(cfg: Config, shape: ModelShape, half: bool, kind: str) -> float:
-    """Bytes of the copies of weights that a pass computes with and then drops.
+    """Return the bytes of temporary copies of weights that a pass computes with.
 
     Args:
-        cfg: ``train_model`` is read.
-        shape: of the model.
-        half: autocast computes in 16 bits.
-        kind: how several ranks hold the model.
+        cfg: configuration; ``train_model`` is read.
+        shape: shape of the model.
+        half: whether autocast computes in 16 bits.
+        kind: parallelism with which several ranks hold the model.
     """
     element = 2.0 if half else float(FLOAT)
     if kind == "fsdp2":
-        # Embedding, last norm and head are gathered for the whole pass, in float32, of which the fused head
-        # keeps a copy; a layer while it runs, and the next.
+        # Embedding, last norm and output head are gathered in float32 for the whole pass. The fused head
+        # keeps a 16-bit copy of its weights. A layer is gathered while it runs, together with the next layer.
         fused = element * shape.vocabulary * shape.hidden if half and cfg.train_model.fused_head else 0.0
         if shape.plain or not half:
             return FLOAT * shape.outer + fused + 2 * element * shape.layer
-        # What travels in float32 is cast for each product, and that copy lives as long as the pass.
+        # Weights that are gathered in float32 are cast for each product. The copy lives until the pass ends.
         return FLOAT * (shape.outer + 2 * shape.layer) + fused + element * (shape.parameters - shape.outer)
     if cfg.train_model.lora.rank == 0:
-        # What autocast casts lives as long as the pass.
+        # Autocast keeps its copies of the weights until the pass ends.
         return element * shape.parameters if half else 0.0
     if cfg.train_model.quantization == "nf4":
         return element * shape.layer
     if not half or _frozen_element(cfg, half) == element:
         return 0.0
-    # Of a frozen weight autocast keeps no copy, but the backward pass does, unless it runs the layer again.
+    # Autocast keeps no copy of a frozen weight. The copy is kept for the backward pass, unless gradient
+    # checkpointing runs the layer again.
     return element * (shape.layer if cfg.train_model.gradient_checkpointing else shape.parameters)
 
 
 def kept_by_layer(shape: ModelShape, load: Workload, half: bool, device: str) -> float:
-    """Bytes that autograd keeps of one layer, for all tokens of a micro-batch.
+    """Return the bytes that autograd keeps of one layer for all tokens of a micro-batch.
 
-    Per token, with H the residual stream, F the feed-forward layer, Q and K all query and key heads: each of
-    two norms keeps its input, what it normalized and its output (6 H); the feed-forward layer keeps gate,
-    activation, the other half and their product (4 F); attention keeps queries, its output and the output's
-    rearranged copy (3 Q; on a CPU in 16 bits it may keep no output, which is room to spare), keys and values
-    (2 K), and those again as each response sees them (attended), on a GPU repeated for every query head that
-    shares them.
+    H is the width of the residual stream, F that of the feed-forward layer, Q that of all query heads, and K
+    that of all key heads. Per token, autograd keeps these elements:
+
+    - Each of two norms keeps its input, the normalized input and its output (6 H).
+    - The feed-forward layer keeps the gate, the activation, the other half and their product (4 F).
+    - Attention keeps the queries, its output and a rearranged copy of the output (3 Q). On a CPU in 16 bits
+      it may keep no output, so the prediction may be too high.
+    - Attention keeps the keys and values (2 K).
+    - Attention also keeps the keys and values that each response attends to (``attended``). On a GPU they are
+      repeated for every query head that shares them.
     """
     h, f, q, k = shape.hidden, shape.mlp, shape.queries, shape.keys
     mlp = 4 * f if shape.gated else 5 * f
@@ -278,16 +296,16 @@ def kept_by_layer(shape: ModelShape, load: Workload, half: bool, device: str) ->
     attention = load.tokens * (3 * q + 2 * k) + load.attended * 2 * (k if device == "cpu" else q)
     if not half:
         return FLOAT * (load.tokens * (norms + mlp) + attention)
-    # Norms compute in float32 and hand on 16 bits; rotary positions bring queries and keys back to float32.
+    # Norms compute in float32 and return 16 bits. Rotary embeddings convert queries and keys to float32.
     return load.tokens * (20 * h + 2 * mlp) + 3 * attention
 
 
 def activations(
     shape: ModelShape, load: Workload, checkpointing: bool, half: bool, device: str
 ) -> tuple[float, float]:
-    """Bytes that the forward pass keeps for the backward pass, and what the latter needs beside them."""
+    """Return the bytes that are kept for the backward pass, and the bytes that it needs in addition."""
     layer = kept_by_layer(shape, load, half, device)
-    edges = FLOAT * load.tokens * 4 * shape.hidden  # embedding, last norm, states that the head sees
+    edges = FLOAT * load.tokens * 4 * shape.hidden  # embedding, last norm, inputs of the output head
     work = FLOAT * load.tokens * (4 * shape.mlp + 4 * shape.hidden)
     if checkpointing:
         holes = _HOLES[device] * (shape.layers - 1) * layer
@@ -296,7 +314,7 @@ def activations(
 
 
 def _forward_width(shape: ModelShape) -> int:
-    """Elements a token that a layer has at a time where no gradient is wanted."""
+    """Return the elements per token that a layer holds at a time in a pass without gradients."""
     return 3 * shape.mlp + 4 * shape.hidden + 2 * shape.queries
 
 
@@ -310,10 +328,10 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there
     cache, work = _generation(options.backend, cfg, shape, load, element)
     if options.backend == "vllm" and device == "cuda":
         sizes = [there.gpus[int(name.removeprefix("cuda:"))] for name in role.devices]
-        # Of unequal ones the smallest: a table has one row for all of a role's devices.
+        # Use the smallest GPU, because the table has one row for all devices of a role.
         known = [size for size in sizes if size is not None]
         size = min(known) if len(known) == len(sizes) else None
-        # Weights, cache and graphs together; without a figure for the GPU, what is known of it.
+        # The share holds weights, cache and graphs. If the size of a GPU is unknown, count only the weights.
         share = weights if size is None else max(weights, plan.gpu_memory_utilization * size * GIB)
         cache, work = share - weights, 0.0
     awake = Row("inference", "generate", role.devices, weights, activations=work, cache=cache)
@@ -328,13 +346,15 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there
 
 
 def least_for_vllm(shape: ModelShape, load: Workload, weights: float, gib: float) -> float:
-    """Bytes of a GPU with which vLLM starts: weights, its largest batch on trial, the cache of a sequence.
+    """Return the fewest bytes of a GPU with which vLLM starts.
+
+    vLLM needs its weights, the memory of a trial run of its largest batch, and the cache of one sequence.
 
     Args:
-        shape: of the model.
-        load: its longest sequence, and how many it decodes at a time.
-        weights: bytes of them.
-        gib: size of the GPU, by which vLLM chooses the largest batch.
+        shape: shape of the model.
+        load: workload; the longest sequence and the number of responses at a time are read.
+        weights: bytes of the weights.
+        gib: size of the GPU in GiB, from which vLLM chooses its largest batch.
     """
     batch = _VLLM_BATCH_LARGE_GPU if gib >= _LARGE_GPU_GIB else _VLLM_BATCH
     element = weights / shape.parameters
@@ -345,15 +365,16 @@ def least_for_vllm(shape: ModelShape, load: Workload, weights: float, gib: float
 
 
 def cache_of(shape: ModelShape, element: float, tokens: int) -> float:
-    """Bytes of the keys and values of ``tokens`` tokens, each of ``element`` bytes."""
+    """Return the bytes of the keys and values of ``tokens`` tokens, with ``element`` bytes per element."""
     return element * shape.layers * 2 * shape.keys * tokens
 
 
 def _generation(
     backend: str, cfg: Config, shape: ModelShape, load: Workload, element: int
 ) -> tuple[float, float]:
-    """Bytes of the key/value cache, and of what sampling works with."""
-    # A head in 16 bits that multiplies in float32 is copied in each step; on a GPU vLLM has a kernel instead.
+    """Return the bytes of the key/value cache, and the temporary bytes of sampling."""
+    # A 16-bit output head that multiplies in float32 is copied in each step. On a GPU, vLLM has a kernel that
+    # avoids the copy.
     cast = cfg.inference_model.head_dtype == "float32" and element < FLOAT
     head = float(cast * FLOAT * shape.vocabulary * shape.hidden)
     if backend == "vllm":
@@ -361,10 +382,10 @@ def _generation(
         return float(cfg.inference_model.kv_cache_gib * GIB), sampling + head
     rows = min(load.rows, MAX_ROWS)
     layer = float(rows * (load.prompt + load.response) * 2 * shape.keys * element)
-    # A layer's cache is copied when a token is added, and spread over all query heads.
+    # The cache of a layer is copied when a token is added, and repeated for all query heads.
     grown = layer * (1 + shape.queries / shape.keys)
     sampling = FLOAT * rows * shape.vocabulary * _SAMPLING_ARRAYS
-    # The layers have ended when the head begins.
+    # The layers and the output head do not run at the same time.
     return shape.layers * layer, max(grown, head) + sampling
 
 
@@ -380,20 +401,26 @@ def _reference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there
 
 
 def reference_weights(cfg: Config, shape: ModelShape, half: bool) -> float:
-    """Bytes of the reference model.
+    """Return the bytes of the reference model's weights.
 
     Args:
-        cfg: ``ref_model`` is read.
-        shape: of the model.
-        half: the trainer's autocast computes in 16 bits.
+        cfg: configuration; ``ref_model`` is read.
+        shape: shape of the model.
+        half: whether the trainer's autocast computes in 16 bits.
     """
     dtype = cfg.ref_model.dtype
     if dtype == "auto" and half and cfg.ref_model.refresh_mix == 1:
-        # Embedding and output head stay in float32, as the trainer has them.
+        # Embedding and output head stay in float32, as in the trainer.
         return float(FLOAT * shape.outer + 2 * (shape.parameters - shape.outer))
     return (2.0 if dtype in _SIXTEEN else float(FLOAT)) * shape.parameters
 
 
 def bits16(name: str, sixteen: Collection[str], fast: bool) -> bool:
-    """Whether a format is one of 16 bits; ``auto`` is, where the device computes ``fast`` in bfloat16."""
+    """Return whether a format has 16 bits.
+
+    Args:
+        name: format; ``auto`` has 16 bits if the device computes fast in bfloat16.
+        sixteen: formats with 16 bits.
+        fast: whether the device computes fast in bfloat16.
+    """
     return fast if name == "auto" else name in sixteen

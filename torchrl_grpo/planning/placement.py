@@ -1,8 +1,8 @@
-"""Place the roles on devices: from a request and the number of GPUs to a plan. Imports no torch.
+"""Place the roles on devices. Imports no torch.
 
 :func:`plan` takes a :class:`~torchrl_grpo.planning.request.Request` and the number of GPUs. It returns a
-:class:`~torchrl_grpo.planning.plan.Plan`, or raises an error that says what to write. It does not predict
-memory (:mod:`~torchrl_grpo.planning.memory`), and does not check whether a script can run the plan
+:class:`~torchrl_grpo.planning.plan.Plan`, or raises an error that names a fix. It does not predict memory
+(:mod:`~torchrl_grpo.planning.memory`), and does not check whether a script can run the plan
 (:mod:`~torchrl_grpo.config.checks_schedule`).
 """
 
@@ -19,15 +19,17 @@ from torchrl_grpo.planning.request import Request, Role
 def plan(request: Request, num_gpus: int) -> Plan:
     """Place the three roles.
 
-    GPUs are dealt out in the order train, inference, reference, so that no two roles share one. A role of a
-    single device that finds none left shares the trainer's first; engines nobody has counted, all of them.
+    GPUs are allocated to the roles train, inference and reference in this order, so that no two roles share a
+    GPU. If no GPU is left, a role with a single device shares the trainer's first GPU. Engines without a
+    configured number then share all GPUs of the trainer.
 
     Args:
-        request: what is asked for.
-        num_gpus: GPUs of this machine; with none, every role runs on the CPU.
+        request: devices requested for each role.
+        num_gpus: number of GPUs of this machine; with 0, every role runs on the CPU.
 
     Raises:
-        ConfigError: there are too few GPUs, or lists of GPUs that overlap or name one that is not there.
+        ConfigError: there are too few GPUs, two lists of GPUs overlap, or a list names a GPU that does not
+            exist.
     """
     return _plan_cpu(request) if num_gpus == 0 else _Allocator(request, num_gpus).plan()
 
@@ -46,7 +48,7 @@ def _plan_cpu(request: Request) -> Plan:
     else:
         inference = RolePlan(("cpu",), "colocated", "in the trainer's process")
     reference = _not_loaded(request, train)
-    # Where there are no devices to divide, a number that is asked for means processes.
+    # On a CPU there are no devices to divide, so a requested number is a number of processes.
     own = request.reference.num_devices if request.reference_ahead else None
     if reference is None and own is not None:
         reference = _reference_actors(request, ("cpu",) * own, "")
@@ -80,7 +82,7 @@ def _sleeps(request: Request, own_process: bool, automatic: bool) -> bool:
 
 
 def _beside(train: RolePlan, inference: RolePlan, reference: RolePlan) -> RolePlan:
-    """The trainer's plan, which says whether another role's is on its devices."""
+    """Return the trainer's plan, marked as colocated if another role is on its devices."""
     shared = any(
         other.placement == "colocated" and set(other.devices) & set(train.devices)
         for other in (inference, reference)
@@ -114,7 +116,7 @@ def _reference_actors(request: Request, devices: tuple[str, ...], said: str) -> 
 
 
 def _notes(request: Request) -> tuple[str, ...]:
-    """What is asked for and not done, for people."""
+    """Return notes for users about requests that the plan does not follow."""
     role = request.reference
     if request.uses_reference or (role.num_devices is None and role.devices is None):
         return ()
@@ -128,7 +130,7 @@ def _notes(request: Request) -> tuple[str, ...]:
 
 
 def _not_loaded(request: Request, train: RolePlan) -> RolePlan | None:
-    """The reference's plan where no second model is loaded."""
+    """Return the plan of the reference model if no second model is loaded, or else None."""
     if not request.uses_reference:
         return RolePlan((), "off", "nothing asks for it (policy.kl_coef=0, no policy.kl_target)")
     if request.lora:
@@ -137,11 +139,11 @@ def _not_loaded(request: Request, train: RolePlan) -> RolePlan | None:
 
 
 class _Allocator:
-    """Deals GPUs out to roles, those that are named first."""
+    """Allocate GPUs to roles; roles that name their GPUs come first."""
 
     def __init__(self, request: Request, num_gpus: int) -> None:
         self.request, self.num_gpus = request, num_gpus
-        # Lists are checked whether or not there is a model for them: a coefficient may come later.
+        # Lists are checked even if no reference model is loaded, because a user may set policy.kl_coef later.
         self.named = [role for role in self._placed_here() if role.devices is not None]
         for role in self.named:
             self._check_there(role)
@@ -153,7 +155,7 @@ class _Allocator:
         self.taken = {gpu for role in self.named for gpu in role.devices or ()}
 
     def _placed_here(self) -> list[Role]:
-        """The roles whose lists name GPUs of this machine."""
+        """Return the roles whose lists name GPUs of this machine."""
         ask = self.request
         return [ask.train, *([] if ask.cluster else [ask.inference]), ask.reference]
 
@@ -166,7 +168,7 @@ class _Allocator:
         engine = [] if ask.cluster else self._take(ask.inference, gpus)
         in_ranks = ask.ranks_generate and engine == gpus
         train = RolePlan(_names(gpus), "separate", self._why_train(gpus))
-        # vLLM takes the first GPU that its process sees: any other needs a process that sees no other.
+        # vLLM takes the first GPU that its process sees. For another GPU, the process must see only that one.
         own_process = ask.needs_processes or (ask.backend == "vllm" and not gpus == engine == [0])
         inference = self._inference(gpus, engine, own_process)
         shared = inference.placement == "colocated"
@@ -188,7 +190,7 @@ class _Allocator:
         )
 
     def _take(self, role: Role, trainer: Sequence[int]) -> list[int]:
-        """GPUs for ``role``; those of the trainer, as far as dealt out, may be shared."""
+        """Return the GPUs of ``role``, which may share the GPUs already allocated to the trainer."""
         if role.devices is not None:
             return list(role.devices)
         left = self._left()
@@ -201,7 +203,8 @@ class _Allocator:
         if role is self.request.train and self.num_gpus > 1:
             raise self._none_for_trainer()
         if role is self.request.inference and role.num_devices is None:
-            # On each of them: the others would do nothing while one generates and evaluates.
+            # Place an engine on each GPU of the trainer. With one engine, the other GPUs would idle while it
+            # generates and evaluates.
             return list(trainer) or [0]
         return [trainer[0] if trainer else 0]
 
@@ -264,7 +267,8 @@ class _Allocator:
             return RolePlan(_names(gpus), "colocated", f"{said or f'{one_gpu}: '}shares the trainer's")
         if set(gpus) & set(engine):
             return RolePlan(_names(gpus), "colocated", f"{said}shares the engine's")
-        # A cluster places its processes itself: on a GPU that is named here, the trainer's process scores.
+        # A Ray cluster places its processes itself. On a GPU that ref_model.devices names, the trainer's
+        # process scores.
         if ask.reference_ahead and not ask.cluster:
             return _reference_actors(ask, _names(gpus), said)
         own = "a GPU of its own" if len(gpus) == 1 else f"{len(gpus)} GPUs of its own"
@@ -294,7 +298,7 @@ class _Allocator:
         raise bad_value(f"{role.key}.devices", list(role.devices or ()), wrong, self._others_for(role))
 
     def _others_for(self, role: Role) -> str:
-        """What to write for a list that cannot be: as many GPUs that no other list names, or none at all."""
+        """Return the fix for an invalid list: as many GPUs that no other list names, or null."""
         named = {gpu for one in self.named if one is not role for gpu in one.devices or ()}
         free = [gpu for gpu in range(self.num_gpus) if gpu not in named][: role.count]
         return f"{role.key}.devices={show_list(free) if len(free) == role.count else 'null'}"

@@ -22,7 +22,8 @@ from torchrl_grpo.planning.workload import workload_of
 from torchrl_grpo.runtime import hardware, rank_env
 from torchrl_grpo.runtime.hardware import Hardware
 
-# Predicted is the longest that is allowed, to within 20 %: what is short by less may well fit.
+# The prediction assumes the longest texts that are allowed, and is accurate to within 20 %. A run that
+# exceeds the memory by less than this may still fit.
 _TOLERATED = 1.2
 _NOTHING_ELSE = "model (no budget, cache or length, no adapters and no shards would be enough)"
 _WHILE = {"load": "loading", "generate": "generating", "score": "scoring", "optimize": "optimizing"}
@@ -30,15 +31,15 @@ _WHILE = {"load": "loading", "generate": "generating", "score": "scoring", "opti
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan and what it takes.
+    """A plan and its predicted memory.
 
     Attributes:
-        cfg: what was planned.
-        plan: who runs where.
-        asynchronous: of grpo-async.py.
-        there: the devices it was made for.
-        shape: of the model, or why it is not known.
-        prediction: the memory; None without a shape.
+        cfg: configuration that was planned.
+        plan: placement of the roles.
+        asynchronous: whether the script is grpo-async.py.
+        there: hardware that the plan was made for.
+        shape: shape of the model, or the reason why it is unknown.
+        prediction: predicted memory; None without a shape.
     """
 
     cfg: Config
@@ -50,7 +51,7 @@ class Planned:
 
     @property
     def vllm_on_gpus(self) -> list[tuple[float, float, float]]:
-        """Of each GPU with vLLM and a known size: GiB, bytes of weights, bytes that it needs to start."""
+        """GPUs with vLLM and a known size: size in GiB, bytes of weights, bytes that vLLM needs to start."""
         vllm = self.cfg.inference_model.backend == "vllm"
         if self.prediction is None or isinstance(self.shape, Unknown) or not vllm:
             return []
@@ -65,7 +66,7 @@ class Planned:
 
     @property
     def least_share(self) -> float | None:
-        """The smallest share of its GPUs, in twentieths, that vLLM starts with; None where there is none."""
+        """The smallest share of GPU memory with which vLLM starts, in steps of 1/20; None if none exists."""
         shares = [math.ceil(20 * least / (gib * GIB)) / 20 for gib, _, least in self.vllm_on_gpus]
         return max(shares) if shares and max(shares) < 1 else None
 
@@ -73,8 +74,8 @@ class Planned:
     def least_cache_gib(self) -> int | None:
         """The smallest ``kv_cache_gib`` with which vLLM starts on a CPU: room for the longest sequence.
 
-        None where there is none, where the shape does not tell, or where keys and values have a format of
-        their own.
+        None if vLLM does not run on a CPU, if the shape of the model does not determine the size, or if
+        ``kv_cache_dtype`` is set.
         """
         options = self.cfg.inference_model
         if self.prediction is None or isinstance(self.shape, Unknown) or options.backend != "vllm":
@@ -84,14 +85,14 @@ class Planned:
         for row in self.prediction.rows:
             if (row.role, row.phase) == ("inference", "generate") and "cpu" in row.devices:
                 block = options.block_size or VLLM_CPU_BLOCK_SIZE
-                # Whole blocks, and one that vLLM keeps empty.
+                # vLLM allocates whole blocks and keeps one of them empty.
                 tokens = block * (-(-options.max_model_len // block) + 1)
                 element = row.weights / self.shape.parameters
                 return math.ceil(memory.cache_of(self.shape, element, tokens) / GIB)
         return None
 
     def peaks(self) -> list[str]:
-        """A line for each device: how much it takes, of how much."""
+        """Return a line for each device with its predicted and its available memory."""
         if self.prediction is None:
             assert isinstance(self.shape, Unknown)
             return [f"memory: not predicted: {self.shape.why}"]
@@ -104,19 +105,19 @@ class Planned:
 
 
 def make(cfg: Config, asynchronous: bool, there: Hardware) -> Planned:
-    """Plan a run for the devices that are there.
+    """Plan a run for the available devices.
 
     Args:
-        cfg: a validated configuration.
-        asynchronous: of grpo-async.py.
-        there: devices and their memory.
+        cfg: validated configuration.
+        asynchronous: whether the script is grpo-async.py.
+        there: hardware to plan for.
 
     Raises:
-        ConfigError: what is asked for is not there.
-        ModelError: the model's files are damaged, or it is no causal language model.
+        ConfigError: requested devices do not exist.
+        ModelError: the model's files are damaged, or the model is not a causal language model.
     """
     shape = read_shape(cfg.model)
-    # Of a model on the hub nobody knew before its config.json was fetched.
+    # The kind of a model on the hub is unknown until read_shape() has fetched its config.json.
     check_kind(cfg.model)
     return _made(cfg, asynchronous, there, shape)
 
@@ -132,11 +133,11 @@ def _made(cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape | 
 
 
 def with_proximal(cfg: Config, asynchronous: bool) -> Config:
-    """``policy.proximal=auto`` as the script means it.
+    """Resolve ``policy.proximal=auto`` for the script.
 
-    A clip around a policy that is some rounds old lets the present one move no further from it than the bound
-    in all these rounds together; around the trainer's own it bounds the step (AReaL, arXiv 2505.24298, sec.
-    5.2).
+    The clip is centered on the proximal policy. If that policy is several rounds old, the clip bounds the
+    total change since then. If it is the trainer's own policy, the clip bounds the step (AReaL, arXiv
+    2505.24298, section 5.2). ``auto`` selects the trainer if engines may generate ahead of it.
     """
     if cfg.policy.proximal != "auto":
         return cfg
@@ -148,7 +149,7 @@ def announce(cfg: Config, asynchronous: bool) -> Plan:
     """Plan a run that is about to start, and print the plan.
 
     Raises:
-        ConfigError: devices or memory that are asked for are not there.
+        ConfigError: requested devices do not exist, or there is too little memory.
     """
     planned = make(cfg, asynchronous, hardware.present())
     _check_vllm(planned)
@@ -160,10 +161,10 @@ def announce(cfg: Config, asynchronous: bool) -> Plan:
 
 
 def report(cfg: Config, asynchronous: bool, there: Hardware | None = None) -> None:
-    """Print what ``dry_run=true`` asks for: the plan, and the memory of each role and phase.
+    """Print the report of ``dry_run=true``: the plan, and the memory of each role and phase.
 
     Raises:
-        ConfigError: what is asked for is not there, or there is too little memory.
+        ConfigError: requested devices do not exist, or there is too little memory.
     """
     planned = make(cfg, asynchronous, there or hardware.present())
     if there is None:
@@ -178,10 +179,10 @@ def report(cfg: Config, asynchronous: bool, there: Hardware | None = None) -> No
 
 
 def _check_vllm(planned: Planned) -> None:
-    """Check that the vLLM that is installed runs on this machine.
+    """Check that the installed vLLM runs on this machine.
 
     Raises:
-        ConfigError: it is one for GPUs, and its engines are to run on the CPU.
+        ConfigError: vLLM was built for GPUs, and the plan runs an engine on the CPU.
     """
     on_cpu = "cpu" in planned.plan.inference.devices
     if planned.cfg.inference_model.backend == "vllm" and on_cpu and hardware.vllm_needs_gpu():
@@ -191,11 +192,11 @@ def _check_vllm(planned: Planned) -> None:
 
 
 def check_memory(planned: Planned) -> None:
-    """Check that every device has the memory that is predicted for it, as far as predictions go.
+    """Check that every device has its predicted memory, within the accuracy of the prediction.
 
     Raises:
-        ConfigError: one has not; the message names overrides with which all would fit; those of a new
-            run where one is resumed and nothing that it may change is enough.
+        ConfigError: a device has too little memory. The message names overrides with which the run fits.
+            For a resumed run, it names overrides for a new run if no key that may change is enough.
     """
     short = _small_share(planned) or _small_cache(planned) or _shortage(planned)
     if short is None:
@@ -203,7 +204,7 @@ def check_memory(planned: Planned) -> None:
     key, value, wrong = short
     instead = " or ".join(_advice(planned))
     if not instead and planned.cfg.resume is not None:
-        # What a resumed run may not change may well be enough.
+        # Keys that a resumed run must not change may be enough.
         fresh = replace(planned, cfg=replace(planned.cfg, resume=None))
         if advice := _advice(fresh):
             instead = f"in a new run {' or '.join(advice)}"
@@ -211,7 +212,7 @@ def check_memory(planned: Planned) -> None:
 
 
 def hints(planned: Planned) -> list[str]:
-    """Lines that say what takes less memory, where the longest texts need a little more than there is."""
+    """Return advice to save memory if the longest texts need slightly more memory than the devices have."""
     if planned.prediction is None or _fits(planned) or _small_share(planned) or _small_cache(planned):
         return []
     advice = " or ".join(_advice(planned, mild=True))
@@ -219,7 +220,7 @@ def hints(planned: Planned) -> list[str]:
 
 
 def _shortage(planned: Planned) -> tuple[str, object, str] | None:
-    """Key, value and what is wrong where a device has clearly less than is needed."""
+    """Return key, value and mistake if a device has clearly too little memory."""
     if planned.prediction is None:
         return None
     for device, there in _present(planned.plan, planned.there).items():
@@ -241,13 +242,14 @@ def _shortage(planned: Planned) -> tuple[str, object, str] | None:
 
 def _tolerated(planned: Planned, device: str, phase: str) -> float:
     engine = planned.cfg.inference_model.backend == "vllm" and device in planned.plan.inference.devices
-    # There nothing depends on lengths: weights, moments, and the share that vLLM takes in any case.
+    # In these phases nothing depends on text lengths: the memory holds weights, optimizer moments and vLLM's
+    # fixed share.
     fixed = phase == "load" or (engine and phase == "generate")
     return 1.0 if fixed and device != "cpu" else _TOLERATED
 
 
 def _small_share(planned: Planned) -> tuple[str, object, str] | None:
-    """Key, value and what is wrong where vLLM's share of a GPU holds little more than the weights."""
+    """Return key, value and mistake if vLLM's share of a GPU holds little more than the weights."""
     share = planned.plan.gpu_memory_utilization
     for gib, weights, _ in planned.vllm_on_gpus:
         if share * gib * GIB < memory.VLLM_FLOOR * weights:
@@ -260,7 +262,7 @@ def _small_share(planned: Planned) -> tuple[str, object, str] | None:
 
 
 def _small_cache(planned: Planned) -> tuple[str, object, str] | None:
-    """Key, value and what is wrong where vLLM's cache on a CPU does not hold the longest sequence."""
+    """Return key, value and mistake if vLLM's cache on a CPU cannot hold the longest sequence."""
     options, least = planned.cfg.inference_model, planned.least_cache_gib
     if least is None or options.kv_cache_gib >= least:
         return None
@@ -272,7 +274,7 @@ def _small_cache(planned: Planned) -> tuple[str, object, str] | None:
 
 
 def _present(plan: Plan, there: Hardware) -> dict[str, float | None]:
-    """The devices that the plan uses, and what each has in GiB."""
+    """Return the devices that the plan uses, with the memory of each in GiB."""
     used = dict.fromkeys([*plan.train.devices, *plan.inference.devices, *plan.reference.devices])
     return {
         name: there.cpu_gib if name == "cpu" else there.gpus[int(name.removeprefix("cuda:"))]
@@ -282,7 +284,7 @@ def _present(plan: Plan, there: Hardware) -> dict[str, float | None]:
 
 
 def _fits(planned: Planned) -> bool:
-    """Whether all of what is predicted is there."""
+    """Return whether every device has the predicted memory."""
     assert planned.prediction is not None
     prediction = planned.prediction
     return not (_small_share(planned) or _small_cache(planned)) and all(
@@ -292,7 +294,7 @@ def _fits(planned: Planned) -> bool:
 
 
 def _advice(planned: Planned, mild: bool = False) -> list[str]:
-    """Overrides with which the prediction fits; each was tried (:func:`~.advice.advise`)."""
+    """Return overrides with which the prediction fits; each was planned again (:func:`~.advice.advise`)."""
     check = checks_schedule.check_async if planned.asynchronous else checks_schedule.check_sync
 
     def plan(changed: Config) -> Planned | None:
