@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +44,6 @@ def test_float32_is_float32_in_kernels_of_triton_too(engine: VLLMEngine) -> None
     assert os.environ["TRITON_F32_DEFAULT"] == "ieee"
 
 
-@pytest.fixture
-def model(smollm2_dir: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32).eval()
-
-
 @pytest.fixture(scope="module")
 def prompts(smollm2_dir: Path) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
@@ -58,10 +55,33 @@ def prompts(smollm2_dir: Path) -> list[list[int]]:
     ]
 
 
-def publisher_for(engine: VLLMEngine, model: PreTrainedModel, prompts: list[list[int]]) -> WeightPublisher:
-    return WeightPublisher(
+@dataclass
+class Trained:
+    """The model that an engine serves, and the publisher between them.
+
+    Attributes:
+        model: in float32, with the weights that the engine has.
+        publisher: has proven publication once.
+        proof: metrics of that proof.
+    """
+
+    model: PreTrainedModel
+    publisher: WeightPublisher
+    proof: dict[str, float]
+
+    def publish_healthily(self) -> None:
+        """Bring the engine back to the model's weights after a fault."""
+        self.publisher.publish(1)
+
+
+@pytest.fixture(scope="module")
+def trained(engine: VLLMEngine, smollm2_dir: Path, prompts: list[list[int]]) -> Trained:
+    """One model and one proof for all tests of an engine: on the real model each takes seconds."""
+    model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32).eval()
+    publisher = WeightPublisher(
         model, TokenScorer(model, 1.0), engine, probe_prompts(prompts), 2, torch.float32, engine.dtype
     )
+    return Trained(model, publisher, publisher.prove_at_start(0))
 
 
 def nudge(model: PreTrainedModel, size: float, seed: int = 0) -> None:
@@ -73,9 +93,8 @@ def nudge(model: PreTrainedModel, size: float, seed: int = 0) -> None:
 
 
 def test_log_probs_are_the_trainers_at_the_sampling_temperature(
-    engine: VLLMEngine, model: PreTrainedModel, prompts: list[list[int]]
+    engine: VLLMEngine, trained: Trained, prompts: list[list[int]]
 ) -> None:
-    publisher_for(engine, model, prompts).prove_at_start(0)
     sampling = Sampling(num_samples=4, max_new_tokens=12, temperature=0.7, seeds=[11, 22, 33])
     completions = engine.generate(prompts, sampling)
     flat = [one for group in completions for one in group]
@@ -84,7 +103,7 @@ def test_log_probs_are_the_trainers_at_the_sampling_temperature(
     engine_log_probs, _ = pad_right([one.log_probs for one in flat], 0.0, torch.float32)
     shape = (len(prompts), 4, -1)
     with torch.no_grad():
-        scores = TokenScorer(model, 0.7)(prompt, prompt_mask, response.view(shape), mask.view(shape))
+        scores = TokenScorer(trained.model, 0.7)(prompt, prompt_mask, response.view(shape), mask.view(shape))
     gap = (scores.log_probs - engine_log_probs.view(shape)).abs()
     assert gap.max() < (2e-3 if engine.dtype is torch.float32 else 1.0)
     assert gap[mask.view(shape)].mean() < (1e-4 if engine.dtype is torch.float32 else 0.1)
@@ -94,16 +113,13 @@ def test_log_probs_are_the_trainers_at_the_sampling_temperature(
     assert engine.generate(prompts, sampling) == completions, "equal seeds must give equal responses"
 
 
-def test_publications_pass_and_change_the_answers(
-    engine: VLLMEngine, model: PreTrainedModel, prompts: list[list[int]]
-) -> None:
-    publisher = publisher_for(engine, model, prompts)
-    proof = publisher.prove_at_start(0)
+def test_publications_pass_and_change_the_answers(engine: VLLMEngine, trained: Trained) -> None:
+    publisher, proof = trained.publisher, trained.proof
     far = 1e-3 if engine.dtype is torch.float32 else 2.0
     assert proof["publish/logprob_diff_max"] < far and proof["publish/perturbation"] > 0.5
     assert publisher.unread == [], "every tensor can be read"
     for version in (1, 2):
-        nudge(model, 1e-4, version)
+        nudge(trained.model, 1e-4, version)
         metrics = publisher.publish(version)
         assert metrics["publish/logprob_diff_mean"] < publisher.bound
         assert metrics["publish/logprob_diff_max"] < far
@@ -171,50 +187,31 @@ class ForgetsTheCache(VLLMEngine):
 @pytest.mark.parametrize("moment", ["start", "later"])
 def test_a_sabotaged_engine_is_stopped(
     engine: VLLMEngine,
-    model: PreTrainedModel,
-    prompts: list[list[int]],
+    trained: Trained,
     sabotage: type[VLLMEngine],
     message: str,
     moment: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    publisher = publisher_for(engine, model, prompts)
-    step: Callable[[int], object] = publisher.prove_at_start
-    if moment == "later" or not engine._learned:
-        publisher.prove_at_start(0)
+    step: Callable[[int], object] = trained.publisher.prove_at_start
     if moment == "later":
-        nudge(model, 1e-4)
-        step = publisher.publish
-    # The object is the healthy engine; only its behavior is swapped, so that one engine serves all cases.
-    monkeypatch.setattr(engine, "__class__", sabotage)
-    with pytest.raises(TrainingStopped, match=message):
-        step(1)
-
-
-def test_a_head_that_no_update_ever_packed_anew_is_found_when_the_layout_is_learned(
-    engine: VLLMEngine, model: PreTrainedModel, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As an engine that has the fault from its first publication on; the next test has it learn anew.
-    engine._learned = False
-    monkeypatch.setattr(engine, "__class__", SkipsHead)
-    with pytest.raises(ModelError, match="nothing of lm_head, whose packed copy no update renews"):
-        publisher_for(engine, model, prompts).prove_at_start(0)
+        nudge(trained.model, 1e-4)
+        step = trained.publisher.publish
+    with monkeypatch.context() as patch:
+        # The object is the healthy engine; only its behavior is swapped, so that one engine serves all cases.
+        patch.setattr(engine, "__class__", sabotage)
+        with pytest.raises(TrainingStopped, match=message):
+            step(1)
+    trained.publish_healthily()
 
 
 @pytest.mark.parametrize("kind", ["skip", "stale"])
 def test_a_sabotaged_list_of_weights_is_stopped_however_small_the_update(
-    engine: VLLMEngine,
-    model: PreTrainedModel,
-    prompts: list[list[int]],
-    kind: str,
-    smollm2_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    trained: Trained, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publisher = publisher_for(engine, model, prompts)
-    publisher.prove_at_start(0)
     honest = publish.named_weights  # type: ignore[attr-defined]
-    old = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
-    nudge(model, 1e-9)
+    old = copy.deepcopy(trained.model)
+    nudge(trained.model, 1e-9)
     listed: list[PreTrainedModel] = []
 
     def sabotaged(asked: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -224,11 +221,23 @@ def test_a_sabotaged_list_of_weights_is_stopped_however_small_the_update(
         else:
             yield from ((name, tensor) for name, tensor in honest(asked) if "layers.7.mlp.up" not in name)
 
-    monkeypatch.setattr(publish, "named_weights", sabotaged)
-    with pytest.raises(
-        TrainingStopped, match="1 of 272 tensors were not published" if kind == "skip" else "stale"
-    ):
-        publisher.publish(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(publish, "named_weights", sabotaged)
+        with pytest.raises(
+            TrainingStopped, match="1 of 272 tensors were not published" if kind == "skip" else "stale"
+        ):
+            trained.publisher.publish(1)
+    trained.publish_healthily()
+
+
+def test_a_head_that_no_update_ever_packed_anew_is_found_when_the_layout_is_learned(
+    engine: VLLMEngine, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The last test of an engine: it has the fault from the first publication that it learns from.
+    engine._learned = False
+    monkeypatch.setattr(engine, "__class__", SkipsHead)
+    with pytest.raises(ModelError, match="nothing of lm_head, whose packed copy no update renews"):
+        trained.publisher.prove_at_start(0)
 
 
 def test_engines_one_after_the_other_leave_nothing_alive(tiny_model_dir: Path) -> None:
