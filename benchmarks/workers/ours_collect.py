@@ -51,7 +51,7 @@ class _Instant(SteppingEngine):
     def finish_update(self) -> None:
         raise NotImplementedError
 
-    def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def locate_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         raise NotImplementedError
 
     def checksums(self) -> tuple[Checksums, ...]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchrl_grpo.inference.checksums import checksum, checksums, ordered_row_sums
-from torchrl_grpo.inference.layout import Seen, fingerprint, in_format, learn
+from torchrl_grpo.inference.layout import Seen, fingerprint, in_format, locate_weights
 
 CPU = torch.device("cpu")
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -132,7 +132,7 @@ def test_a_layout_is_learned_whatever_the_engine_does_with_rows(dtype: torch.dty
 
     prints = {name: fingerprint(name, shape, dtype, CPU) for name, shape in SHAPES.items()}
     seen = {key: Seen.of(in_format(tensor, dtype)) for key, tensor in engine(prints).items()}
-    layout = learn(SHAPES, dtype, seen, CPU)
+    layout = locate_weights(SHAPES, dtype, seen, CPU)
     assert layout.unread(SHAPES) == ["lost"]
     weights = {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
 
@@ -173,7 +173,7 @@ def test_a_layout_says_what_arrived_in_part(dtype: torch.dtype) -> None:
             "one.bias": given["split.bias"][:8],
             "other.bias": given["split.bias"][8:],
         }
-        return learn(shapes, dtype, {key: Seen.of(tensor) for key, tensor in held.items()}, CPU).torn
+        return locate_weights(shapes, dtype, {key: Seen.of(tensor) for key, tensor in held.items()}, CPU).torn
 
     assert torn() == [], "in several places, or nowhere, is not in part"
     for name in ("matrix", "vector"):

@@ -178,7 +178,7 @@ def test_next_tokens_are_the_likeliest_at_temperature_one() -> None:
 def test_a_float32_head_rounds_nothing_after_the_last_hidden_state(family: str) -> None:
     model, published = (make_model(family, seed=seed).bfloat16() for seed in (0, 1))
     engine = make_engine(model, head_dtype=torch.float32)
-    engine.learn({name: tuple(p.shape) for name, p in model.named_parameters()})
+    engine.locate_weights({name: tuple(p.shape) for name, p in model.named_parameters()})
     # What sleeping and loading do to ties and names must not matter.
     engine.sleep()
     engine.load_weights(weights_of(published))
@@ -201,7 +201,7 @@ def test_a_float32_head_rounds_nothing_after_the_last_hidden_state(family: str) 
 
 def _checksums(model: PreTrainedModel) -> tuple[Checksums, ...]:
     engine = make_engine(model)
-    engine.learn({name: tuple(p.shape) for name, p in model.named_parameters()})
+    engine.locate_weights({name: tuple(p.shape) for name, p in model.named_parameters()})
     return engine.checksums()
 
 

@@ -234,7 +234,7 @@ def test_a_head_that_no_update_ever_packed_anew_is_found_when_the_layout_is_lear
     engine: VLLMEngine, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The last test of an engine: it has the fault from the first publication that it learns from.
-    engine._learned = False
+    engine._weights_located = False
     monkeypatch.setattr(engine, "__class__", SkipsHead)
     with pytest.raises(ModelError, match="nothing of lm_head, whose packed copy no update renews"):
         trained.publisher.prove_at_start(0)

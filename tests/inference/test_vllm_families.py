@@ -175,7 +175,7 @@ def assert_a_new_engine_is_found(model: Any, engine: KeepsAPart, cases: Cases, b
         # As a new engine, which has read these weights from disk.
         engine.fault = None
         engine.load_weights(model.named_parameters())
-        engine._learned = False
+        engine._weights_located = False
         publisher = make_publisher(model, engine)
         if part is None:
             publisher.prove_at_start(1)

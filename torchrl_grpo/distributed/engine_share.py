@@ -48,9 +48,9 @@ class EngineShare:
             by_prompt.update(zip(numbers, answers, strict=True))
         return [by_prompt[number] for number in range(len(prompts))]
 
-    def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """See :meth:`Engine.learn`."""
-        self.engine.learn(shapes)
+    def locate_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """See :meth:`Engine.locate_weights`."""
+        self.engine.locate_weights(shapes)
 
     def start_update(self) -> None:
         """See :meth:`Engine.start_update`."""

@@ -137,7 +137,7 @@ def in_format(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(cast.to(tensor.dtype) == tensor, cast, torch.nan)
 
 
-def learn(
+def locate_weights(
     shapes: Mapping[str, Shape], dtype: torch.dtype, seen: Mapping[str, Seen], device: torch.device
 ) -> Layout:
     """Find every fingerprint in the tensors of an engine.

@@ -137,7 +137,7 @@ class Inference(ABC):
 class Engine(Inference):
     """An engine with its own copy of the weights."""
 
-    _learned = False
+    _weights_located = False
 
     @abstractmethod
     def next_tokens(self, probe: Probe) -> NextTokens:
@@ -162,7 +162,7 @@ class Engine(Inference):
         self.finish_update()
 
     @abstractmethod
-    def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def locate_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Find out where published tensors of these names and shapes are kept, at the first publication.
 
         The engine may lose its weights; the caller loads them afterwards.
@@ -180,11 +180,11 @@ class Engine(Inference):
     ) -> NextTokens:
         """See :meth:`Inference.publish`."""
         before = None
-        if not self._learned:
+        if not self._weights_located:
             self.reset_cache()
             before = self.next_tokens(probe)
-            self.learn(probe.shapes)
-            self._learned = True
+            self.locate_weights(probe.shapes)
+            self._weights_located = True
         self.load_weights(weights)
         self.reset_cache()
         answer = self.next_tokens(probe)

@@ -127,8 +127,8 @@ class TransformersEngine(SteppingEngine):
     def finish_update(self) -> None:
         """See :meth:`Engine.finish_update`."""
 
-    def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """See :meth:`Engine.learn`. The published names are those of this model, one for tied tensors."""
+    def locate_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """See :meth:`Engine.locate_weights`. Published names are this model's, one for tied tensors."""
         first: dict[int, str] = {}
         for name, tensor in self.model.named_parameters(remove_duplicate=False):
             self._published_as[name] = first.setdefault(tensor.data_ptr(), name)

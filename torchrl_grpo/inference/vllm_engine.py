@@ -241,14 +241,14 @@ class VLLMEngine(SteppingEngine):
         """See :meth:`Engine.finish_update`."""
         self._weights.finish()
 
-    def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """See :meth:`Engine.learn`."""
+    def locate_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """See :meth:`Engine.locate_weights`."""
         with stopping(
             "memory ran out while finding out where vLLM keeps which weights: lower "
             f"inference_model.gpu_memory_utilization={self._gpu_memory_utilization}, which leaves more "
             "memory to the rest of the process"
         ):
-            self._weights.learn(shapes, self.load_weights)
+            self._weights.locate_weights(shapes, self.load_weights)
 
     def checksums(self) -> tuple[Checksums, ...]:
         """See :meth:`Engine.checksums`."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.checksums import Checksums, gathered, ordered_row_sums, row_sums
-from torchrl_grpo.inference.layout import Layout, Seen, Shape, fingerprint, in_format, learn
+from torchrl_grpo.inference.layout import Layout, Seen, Shape, fingerprint, in_format, locate_weights
 
 # Number of columns of a packed matrix that are multiplied out when the layout is learned. A publication
 # checks one column of about one in ``_ONE_IN`` packed matrices, chosen at random.
@@ -138,7 +138,7 @@ class VLLMWeights:
         self._methods.clear()
         self._packed.clear()
 
-    def learn(
+    def locate_weights(
         self, shapes: Mapping[str, Shape], update: Callable[[Iterable[tuple[str, Tensor]]], None]
     ) -> None:
         """Learn which tensor of vLLM holds each published tensor.
@@ -159,7 +159,7 @@ class VLLMWeights:
         for path, module in self.model.named_modules():
             if "cpu_linear" in vars(module) and f"{path}.weight" not in seen:
                 raise _not_taken(f"nothing of {path}, whose packed copy no update renews")
-        self.layout = learn(shapes, self.dtype, seen, device)
+        self.layout = locate_weights(shapes, self.dtype, seen, device)
         if self.layout.torn:
             raise _not_taken(f"only a part of {self.layout.torn[0]}")
         # vLLM may have transformed a tensor that was not found. If another fingerprint of it changes nothing,

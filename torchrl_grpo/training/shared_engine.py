@@ -42,9 +42,9 @@ class SharedEngine(Engine):
         """See :meth:`Engine.next_tokens`; each rank's engine answers."""
         return self._call_all(EngineShare.next_tokens, probe)
 
-    def learn(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """See :meth:`Engine.learn`."""
-        self._call_all(EngineShare.learn, shapes)
+    def locate_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """See :meth:`Engine.locate_weights`."""
+        self._call_all(EngineShare.locate_weights, shapes)
 
     def start_update(self) -> None:
         """See :meth:`Engine.start_update`."""

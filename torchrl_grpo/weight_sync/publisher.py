@@ -46,7 +46,7 @@ _MERGE_ERROR = 1e-5
 # If tensors cannot be read back, the run stops once the mean exceeds its first value times this factor. In
 # bfloat16 runs with correct weights, it grew to 2.4 times its first value.
 _UNREAD_GROWTH = 4.0
-_OTHER_ENGINE = "inference_model.backend=transformers takes weights another way"
+_OTHER_ENGINE = "Set inference_model.backend=transformers, which copies weights without a loader"
 _DEFECT = "This is a defect of the program; please report it"
 
 
@@ -144,7 +144,7 @@ class WeightPublisher:
         self._warn = warn
         self._warned = False
         # The transformers backend is the fallback, so no other backend can be recommended for it.
-        self._way_out = _DEFECT if backend == "transformers" else _OTHER_ENGINE
+        self._advice = _DEFECT if backend == "transformers" else _OTHER_ENGINE
         # Tensors that an engine could not read back in its latest answer. Only the probe's log-probabilities
         # can verify them.
         self.unread: list[str] = []
@@ -182,7 +182,7 @@ class WeightPublisher:
             raise TrainingStopped(
                 f"{self._engine_name()}: with the weights that it read itself its log-probabilities were "
                 f"{was:.2g} nats from the trainer's on average, and with those published to it they are "
-                f"{now:.2g}: its loader puts published tensors where others belong. {self._way_out}"
+                f"{now:.2g}: its loader puts published tensors where others belong. {self._advice}"
             )
         seen, left = Difference.of(before, answer).mean, Difference.of(expectation.ours, answer).mean
         # The comparison is negated so that NaN fails too.
@@ -190,9 +190,8 @@ class WeightPublisher:
             raise TrainingStopped(
                 f"{self._engine_name()}: all weights were perturbed for a test, which moved its "
                 f"log-probabilities by {seen:.2g} nats on average and left them {left:.2g} nats from the "
-                "trainer's: the weights that it was given are not those that answer. With "
-                "inference_model.enforce_eager=true no compiled graph holds a copy of them, and "
-                f"{self._way_out}"
+                "trainer's, so it does not compute with the weights that it was given. A compiled graph may "
+                f"hold a copy of older ones: set inference_model.enforce_eager=true. {self._advice}"
             )
         return {"publish/perturbation": seen, **metrics}
 
@@ -276,7 +275,7 @@ class WeightPublisher:
         if missing:
             raise TrainingStopped(
                 f"{self._engine_name()}: {len(missing)} of {len(self._shapes)} tensors were not published, "
-                f"the first is {missing[0]}: the engine did not ask for them. {self._way_out}"
+                f"the first is {missing[0]}: the engine did not ask for them. {self._advice}"
             )
         expected = gathered(sums, self.engine_dtype)
         self._check_merged(expected)
@@ -345,7 +344,7 @@ class WeightPublisher:
         if answer.cached_tokens:
             raise TrainingStopped(
                 f"{self._engine_name()}: after publishing version {version}, {answer.cached_tokens} tokens "
-                f"of the probe came out of a prefix cache that older weights had filled. {self._way_out}"
+                f"of the probe came out of a prefix cache that older weights had filled. {self._advice}"
             )
 
     def _check_weights(self, answer: NextTokens, expectation: Expectation) -> None:
@@ -370,7 +369,7 @@ class WeightPublisher:
                     f"{self._engine_name()}{which}: after publishing version {expectation.version}, "
                     f"{len(wrong)} of {len(expected.values)} tensors that it computes with are not the "
                     f"trainer's in {held.dtype}, the first is {wrong[0]}: they did not arrive, or not whole. "
-                    f"{self._way_out}"
+                    f"{self._advice}"
                 )
         self.unread = sorted(unread)
 

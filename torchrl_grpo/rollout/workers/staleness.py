@@ -116,7 +116,9 @@ class StalenessTracker:
     def expire(self) -> list[int]:
         """Drop every group that is too old for the next round, running or accepted; returns their numbers."""
         held: Iterable[dict[int, Any]] = (self.running, self.accepted)
-        gone = [(groups, number) for groups in held for number, age in groups.items() if self.too_old(age)]
+        gone = [
+            (groups, number) for groups in held for number, version in groups.items() if self.too_old(version)
+        ]
         for groups, number in gone:
             del groups[number]
         self.dropped_age += len(gone)
@@ -127,8 +129,8 @@ class StalenessTracker:
         assert not any(map(self.too_old, self.accepted.values())), "expire() must come first"
         if len(self.accepted) < self.groups_per_round:
             return None
-        by_age = sorted(self.accepted, key=lambda number: (self.accepted[number], number))
-        chosen = sorted(by_age[: self.groups_per_round])
+        oldest_first = sorted(self.accepted, key=lambda number: (self.accepted[number], number))
+        chosen = sorted(oldest_first[: self.groups_per_round])
         for number in chosen:
             del self.accepted[number]
         self.taken += 1

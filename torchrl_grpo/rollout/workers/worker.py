@@ -25,11 +25,11 @@ from torchrl_grpo.rollout.workers.types import Command, TakeWeights, Work
 from torchrl_grpo.runtime.rng import derive_seed
 
 # A call to work() ends when a group does, or after this long: new weights never wait much longer.
-TURN_S = 0.5
+MAX_WORK_S = 0.5
 
 
 @dataclass
-class Turn:
+class WorkResult:
     """What a call to :meth:`RolloutWorker.work` brought.
 
     Attributes:
@@ -65,7 +65,9 @@ class RolloutWorker:
         # Of an evaluation under way.
         self._answers: dict[Hashable, Completion] | None = None
 
-    def run(self, command: Command) -> Turn | tuple[NextTokens, list[Group]] | list[list[Completion]] | None:
+    def run(
+        self, command: Command
+    ) -> WorkResult | tuple[NextTokens, list[Group]] | list[list[Completion]] | None:
         """Run a command: :meth:`work`, :meth:`load` or :meth:`generate`."""
         if isinstance(command, Work):
             return self.work(command.groups, command.dropped)
@@ -75,7 +77,7 @@ class RolloutWorker:
             )
         return self.generate(command.prompts, command.sampling)
 
-    def work(self, groups: Sequence[Group], dropped: Sequence[int]) -> Turn:
+    def work(self, groups: Sequence[Group], dropped: Sequence[int]) -> WorkResult:
         """Take on ``groups``, forget ``dropped``, generate until a group is whole or half a second is over.
 
         Args:
@@ -94,16 +96,16 @@ class RolloutWorker:
                 self.engine.reset_cache()
             self._groups |= {group.group_id: group for group in groups}
             self._submit(groups)
-        turn = Turn()
-        while self._groups and not turn.finished and self._clock() - start < TURN_S:
+        result = WorkResult()
+        while self._groups and not result.finished and self._clock() - start < MAX_WORK_S:
             for key, completion in self.engine.step():
                 self._extend(key, completion)
-            turn.finished = [group for group in self._groups.values() if group.whole]
-        for group in turn.finished:
+            result.finished = [group for group in self._groups.values() if group.whole]
+        for group in result.finished:
             del self._groups[group.group_id]
-        turn.tokens, self._sampled = self._sampled, 0
-        turn.seconds = self._clock() - start
-        return turn
+        result.tokens, self._sampled = self._sampled, 0
+        result.seconds = self._clock() - start
+        return result
 
     def load(
         self,
@@ -145,7 +147,7 @@ class RolloutWorker:
             self._pause()
             self.engine.submit(requests)
             self._answers = {}
-        while len(self._answers) < len(requests) and self._clock() - start < TURN_S:
+        while len(self._answers) < len(requests) and self._clock() - start < MAX_WORK_S:
             self._answers.update(self.engine.step())
         if len(self._answers) < len(requests):
             return None
