@@ -1,4 +1,4 @@
-"""A group from its first token to its rewards: one prompt and its responses, whole or cut."""
+"""A group from its first token to its rewards: one prompt and its responses, finished or not."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ UnderReference = list[list[float]]
 
 @dataclass
 class Response:
-    """One response, whole or cut, with the version of the weights behind each of its tokens.
+    """One response, finished or not, with the version of the weights that sampled each of its tokens.
 
     Attributes:
         token_ids: tokens so far.
-        log_probs: of the distribution each was sampled from.
-        versions: optimizer steps that the sampling weights had seen, token by token.
-        finish_reason: ``"stop"``, ``"length"``, or None where it is not whole yet.
+        log_probs: log-probability of each token under the distribution it was sampled from.
+        versions: number of optimizer steps that produced the sampling weights, token by token.
+        finish_reason: ``"stop"``, ``"length"``, or None while it is not finished.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Response:
 
 
 def whole(completion: Completion, version: int) -> Response:
-    """A response that weights of ``version`` have generated from its first token to its last."""
+    """The response in ``completion``, which weights of ``version`` have generated as a whole."""
     response = Response()
     response.extend(completion, version)
     return response
@@ -50,7 +50,7 @@ class Group:
     Attributes:
         group_id: running number of the prompt; it names the prompt and the seeds.
         prompt: token ids.
-        seed: of the sampling; a response's number is added to it.
+        seed: seed of the sampling; a response's number is added to it.
         responses: G responses.
     """
 
@@ -86,11 +86,11 @@ class Group:
 
 @dataclass
 class ScoredGroup:
-    """A whole group with its rewards.
+    """A finished group with its rewards.
 
     Attributes:
         group: the responses.
-        texts: the same as text.
+        texts: texts of the responses.
         scored: rewards of the G responses.
         reference: log-probabilities of its tokens under the reference model, where that has processes of its
             own; G lists.

@@ -1,4 +1,4 @@
-"""The way of weights to whatever generates, as the publisher sees it."""
+"""Interface through which the publisher sends weights to the engines."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Delivery(Protocol):
     """Weights that were sent to one engine or to several."""
 
     def wait(self) -> None:
-        """Block until every engine has taken the weights and has answered the probe."""
+        """Block until every engine has taken the weights and has returned its probe result."""
 
     def answers(self) -> Iterator[NextTokens]:
-        """Answers that have arrived and were not returned before."""
+        """Probe results that have arrived and were not returned before."""
 
 
 class Transport(Protocol):
@@ -29,8 +29,8 @@ class Transport(Protocol):
 
         Args:
             weights: names and tensors in the engine's number format; read before this returns.
-            version: optimizer steps behind them.
-            probe: prompts that each engine answers with the new weights.
+            version: number of optimizer steps that produced these weights.
+            probe: prompts for which each engine returns its likeliest next tokens with the new weights.
         """
 
 
@@ -38,7 +38,7 @@ class Delivered:
     """A :class:`Delivery` that is complete.
 
     Args:
-        answer: the engine's answer to the probe.
+        answer: the engine's probe result.
     """
 
     def __init__(self, answer: NextTokens) -> None:
@@ -57,7 +57,7 @@ class DirectTransport:
     """Hands weights to one engine, which takes them before :meth:`send` returns.
 
     Args:
-        engine: takes the weights.
+        engine: engine that takes the weights.
     """
 
     def __init__(self, engine: Inference) -> None:
@@ -69,7 +69,7 @@ class DirectTransport:
 
 
 def stacked(answers: Iterable[NextTokens]) -> NextTokens:
-    """Answers of several engines to the same probe as one, row by row below each other."""
+    """Probe results of several engines as one: their rows are concatenated."""
     listed = list(answers)
     before = [answer.before for answer in listed if answer.before is not None]
     return NextTokens(

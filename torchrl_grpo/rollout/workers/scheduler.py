@@ -4,10 +4,13 @@ Each worker has one call under way at most. When a call comes back, or the train
 :meth:`Scheduler.next_call` says what the worker does next:
 
 1. new weights, as soon as it may take them: at once with ``weight_update="in_flight"`` or with partial
-   rollouts; once its running groups are whole with ``"drain"``, and meanwhile it gets no new ones;
+   rollouts; once its running groups have finished with ``"drain"``, and meanwhile it gets no new ones;
 2. what the trainer waits for: a probe, or a share of an evaluation;
-3. groups: cut or reissued ones first, then new ones while the tracker has room for its weights;
+3. groups: interrupted or reissued ones first, then new ones while the tracker has room for its weights;
 4. nothing.
+
+A call to take new weights is a :class:`Load` here. The dispatcher turns it into the command ``TakeWeights``,
+which the worker runs. ``Work`` and ``Generate`` are the same in both.
 """
 
 from __future__ import annotations
@@ -27,9 +30,9 @@ class Weights:
     """Weights that workers are to take.
 
     Attributes:
-        number: later ones have larger numbers.
-        version: optimizer steps behind them.
-        content: what a worker is handed.
+        number: number of the publication; later ones have larger numbers.
+        version: number of optimizer steps that produced these weights.
+        content: the publication that the workers take.
     """
 
     number: int
@@ -39,11 +42,11 @@ class Weights:
 
 @dataclass
 class Task:
-    """Something the trainer waits for from one worker, with the newest weights.
+    """A command whose result the trainer waits for from one worker, with the newest weights.
 
     Attributes:
         command: what the worker runs.
-        deliver: takes the result.
+        deliver: function that takes the result.
     """
 
     command: Generate
@@ -56,7 +59,7 @@ class Load:
 
     Attributes:
         weights: the weights.
-        give_back: whether groups that are cut come back to the scheduler.
+        give_back: whether interrupted groups come back to the scheduler.
     """
 
     weights: Weights
@@ -75,8 +78,8 @@ class WorkerState:
         holds: the weights it has; None right after its start.
         running: its groups, as they were handed to it.
         dropped: groups it need not go on with.
-        tasks: what the trainer waits for.
-        call: what it is doing.
+        tasks: commands whose results the trainer waits for.
+        call: the call it runs now; None if it is idle.
     """
 
     ready: bool = False
@@ -91,18 +94,19 @@ class Scheduler:
     """Hands groups and weights to workers.
 
     Args:
-        tracker: how many groups there may be.
-        num_workers: workers.
-        num_samples: G.
-        prompt_of: prompt and seed of a group's number.
-        wait_for_running: with ``drain``, whether weights wait until a worker's groups are whole.
-        give_back: groups cut by new weights go back into the queue, and any worker continues them.
+        tracker: bounds the number of groups.
+        num_workers: number of workers.
+        num_samples: G, number of responses in a group.
+        prompt_of: function that maps a group number to its prompt and seed.
+        wait_for_running: whether weights wait until a worker's groups have finished, as with ``drain``.
+        give_back: whether groups interrupted by new weights go back into the queue, so that any worker
+            continues them.
 
     Attributes:
-        wanted: the trainer waits for a round.
-        runs_ahead: groups are also begun while it does not. Not before publication has been proven; and never
-            with a bound of zero, where nothing else may be in an engine whose numbers must be those of
-            synchronous training.
+        wanted: whether the trainer waits for a round.
+        runs_ahead: whether new groups may also start while the trainer does not wait for a round. It is False
+            until the start-up proof has passed. It is always False with ``max_age=0``: results must then
+            equal those of synchronous training, so no other request may be in the engine.
     """
 
     def __init__(
@@ -126,7 +130,7 @@ class Scheduler:
         self._give_back = give_back
         # Groups of a round are spread evenly: a worker with more would make the others wait.
         self._per_worker = -(-tracker.groups_per_round // num_workers)
-        # Begun, and with no worker: cut by new weights, or lost with a worker.
+        # Groups that have started but have no worker now: interrupted by new weights, or lost with a worker.
         self._queue: dict[int, Group] = {}
 
     def next_call(self, number: int) -> Call | None:
@@ -175,7 +179,13 @@ class Scheduler:
         return [group for group in finished if worker.running.pop(group.group_id, None) is not None]
 
     def loaded(self, number: int, weights: Weights, cut: list[Group]) -> None:
-        """Record that worker ``number`` has taken ``weights`` and has returned the groups it was cut in."""
+        """Record that worker ``number`` has taken ``weights`` and has returned ``cut``.
+
+        Args:
+            number: the worker.
+            weights: the weights that it holds now.
+            cut: the groups that it was interrupted in; empty if it continues them.
+        """
         worker = self.workers[number]
         worker.call = None
         worker.holds = weights
@@ -220,5 +230,5 @@ class Scheduler:
         return gone
 
     def reissue(self, numbers: list[int]) -> None:
-        """Groups of a checkpoint that were begun and not accepted: begin them anew."""
+        """Start the unfinished groups of a checkpoint again, from their first token."""
         self._queue |= {number: self._new_group(number) for number in numbers}

@@ -1,4 +1,4 @@
-"""How many groups may be on their way, and what became of each.
+"""How many groups may be unfinished or waiting, and what became of each.
 
 Staleness is bounded where groups are admitted, as in AReaL (arXiv 2505.24298, sec. 5.1, eq. 3), and once more
 where they are taken for training.
@@ -10,14 +10,15 @@ samples with, in rounds; S the largest age allowed. A group sampled by v and tra
 
     running + accepted < (v + S + 1 - r) B,
 
-``running`` being the groups begun and not yet accepted, ``accepted`` those that wait for the trainer.
+``running`` being the groups that have begun and are not yet accepted, ``accepted`` those that wait for the
+trainer.
 
 **Argument.** A group begun now may be trained in the rounds r, r + 1, ..., v + S: (v + S + 1 - r) of them, of
-B groups each. The trainer takes the oldest groups first, so at most those running or accepted now stand
-before it. While there are fewer than (v + S + 1 - r) B of these, a place in time is left for it. With S = 0
-and v = r that is one round; once the round is taken, r = v + 1 and the right side is 0 until weights of
-version r are there: synchronous training. With r = n / B for n groups trained, adding n to both sides gives
-AReaL's n + running + accepted < (v + S + 1) B.
+B groups each. The trainer takes the oldest groups first, so only groups that are running or accepted now can
+be trained before it. While they are fewer than (v + S + 1 - r) B, a slot is left for the new group before it
+expires. With S = 0 and v = r that is one round; once the round is taken, r = v + 1 and the right side is 0
+until weights of version r are there: synchronous training. With r = n / B for n groups trained, adding n to
+both sides gives AReaL's n + running + accepted < (v + S + 1) B.
 
 A group that takes longer than all others may still miss its last round. It is then dropped, and counted:
 :meth:`StalenessTracker.take` hands nothing out that is older than S, whatever happened before.
@@ -47,16 +48,17 @@ class StalenessTracker:
     Attributes:
         groups_per_round: B.
         max_age: S, in rounds.
-        rounds: rounds of the whole run; no group is issued that it cannot use.
+        rounds: rounds of the whole run; no more groups are issued than they can use.
         steps_per_round: optimizer steps that a round is trained for; a version counts optimizer steps.
         taken: r.
-        issued: groups begun, each counted once however often it is begun again.
+        issued: groups that have begun, each counted once however often it starts again.
         trained: groups handed to the trainer.
         dropped_age: groups thrown away because they were, or would have been, too old.
-        dropped_filter: groups handed to the trainer and thrown away for want of a signal.
-        running: smallest version, in rounds, of each group begun and not accepted; None while none of its
-            tokens has been sampled.
-        accepted: the same of the groups that wait for the trainer.
+        dropped_filter: groups handed to the trainer beyond those trained, because a round had too few groups
+            with a signal.
+        running: unfinished groups by number, whether a worker has them or not. The value is the smallest
+            version of the group in rounds; None until a worker begins to sample it.
+        accepted: finished groups that wait for the trainer, with the same value.
     """
 
     groups_per_round: int
@@ -105,10 +107,10 @@ class StalenessTracker:
         return version_in_rounds is not None and self.taken - version_in_rounds > self.max_age
 
     def accept(self, group_id: int, version: int) -> None:
-        """A group is whole; ``version`` is its oldest token's.
+        """A group has finished; ``version`` is its oldest token's.
 
-        One that is too old is left to :meth:`expire`: until the next round is taken the last one may be
-        reopened, and that one it may still be in time for.
+        A group that is too old for the next round is kept here; :meth:`expire` drops it later. The last round
+        may still be reopened (see :meth:`reopen`), and the group may be fresh enough for that round.
         """
         del self.running[group_id]
         self.accepted[group_id] = self.in_rounds(version)
@@ -138,7 +140,7 @@ class StalenessTracker:
         return chosen
 
     def reopen(self) -> None:
-        """The round taken last did not hold enough groups with a signal: one more is wanted in its place."""
+        """Do not count the round taken last: it had too few groups with a signal, and the next completes it."""
         self.taken -= 1
         self.trained -= self.groups_per_round
         self.dropped_filter += self.groups_per_round
@@ -154,7 +156,7 @@ class StalenessTracker:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts, and the versions of accepted groups; running ones are begun anew."""
+        """Counts, and the versions of accepted groups; running ones start again."""
         return {
             "taken": self.taken,
             **{name: count for name, count in self.figures().items() if name != "left"},

@@ -16,7 +16,7 @@ class Reference(Protocol):
     """The reference model in processes of its own. Called from the dispatcher's thread only."""
 
     def score(self, group: Group) -> Future[UnderReference]:
-        """Start scoring a whole group; the future gets its log-probabilities, or WorkersLost."""
+        """Start scoring a finished group; the future gets its log-probabilities, or WorkersLost."""
 
     def deadline(self) -> float:
         """Next deadline by the monotonic clock; infinite if no request is open."""
@@ -27,10 +27,10 @@ class Reference(Protocol):
 
 @dataclass(frozen=True)
 class Work:
-    """Command: generate until a group is whole or half a second is over.
+    """Command: generate until a group has finished or half a second is over.
 
     Attributes:
-        groups: groups to take on, new ones or cut ones to be continued.
+        groups: groups to take on: new ones, or interrupted ones to be continued.
         dropped: numbers of groups that nobody wants any more.
     """
 
@@ -40,13 +40,15 @@ class Work:
 
 @dataclass(frozen=True)
 class TakeWeights:
-    """Command: take new weights between two tokens, and answer a probe with them.
+    """Command to a worker: take new weights between two tokens, and return a probe result.
+
+    The scheduler's ``Load`` becomes this command when the worker is called.
 
     Attributes:
         content: weights, as the pool ships them.
-        version: optimizer steps behind them.
-        probe: prompts to answer.
-        give_back: whether to return the groups that are cut, in place of continuing them.
+        version: number of optimizer steps that produced these weights.
+        probe: prompts of the probe.
+        give_back: whether to return the groups that are interrupted, in place of continuing them.
     """
 
     content: Any
@@ -93,9 +95,9 @@ class Publication:
 
     Attributes:
         content: what a worker is handed.
-        probe: what it answers with the new weights.
-        proofs: the answer of each worker that has taken them, in the order they came.
-        arrived: done when every worker has.
+        probe: prompts of the probe that each worker runs with the new weights.
+        proofs: probe result and checksums of each worker that has taken the weights, in the order they came.
+        arrived: done when every worker has taken the weights.
     """
 
     content: Any
@@ -112,7 +114,7 @@ class Publication:
         self.arrived.result()
 
     def answers(self) -> Iterator[NextTokens]:
-        """Answers that have arrived and were not returned before."""
+        """Proofs that have arrived and were not returned before."""
         while True:
             try:
                 yield self.proofs.get_nowait()
@@ -125,10 +127,10 @@ class WorkerStats:
     """Totals over the run so far.
 
     Attributes:
-        tokens: sampled, by worker.
-        seconds: spent generating, by worker.
-        score_seconds: spent in rewards.
-        restarts: workers replaced.
+        tokens: tokens sampled, by worker.
+        seconds: seconds spent generating, by worker.
+        score_seconds: seconds spent in rewards.
+        restarts: number of workers replaced.
     """
 
     tokens: list[int]

@@ -1,7 +1,7 @@
 """A rollout worker: generates groups with its engine, takes new weights in between, and evaluates.
 
-It runs where its engine is, knows nothing of Ray, and answers one call at a time. Left out: rewards, which
-are given where the groups come together.
+It runs where its engine is, knows nothing of Ray, and runs one call at a time. Rewards are not computed here
+but by the dispatcher.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from torchrl_grpo.rollout.groups import Group
 from torchrl_grpo.rollout.workers.types import Command, TakeWeights, Work
 from torchrl_grpo.runtime.rng import derive_seed
 
-# A call to work() ends when a group does, or after this long: new weights never wait much longer.
+# Longest call to work(), in seconds. It ends earlier if a group finishes. New weights never wait much longer.
 MAX_WORK_S = 0.5
 
 
 @dataclass
 class WorkResult:
-    """What a call to :meth:`RolloutWorker.work` brought.
+    """Result of one call to :meth:`RolloutWorker.work`.
 
     Attributes:
-        finished: whole groups.
-        tokens: tokens sampled since the call before, those of cut and of dropped responses too.
-        seconds: spent.
+        finished: groups that have finished.
+        tokens: tokens sampled since the call before, including those of interrupted and of dropped responses.
+        seconds: duration of the call.
     """
 
     finished: list[Group] = field(default_factory=list)
@@ -47,10 +47,10 @@ class RolloutWorker:
     """Generates groups with an engine of its own.
 
     Args:
-        engine: generates; closed with the worker.
+        engine: engine that generates; closed with the worker.
         max_new_tokens: length bound of a response.
         temperature: sampling temperature.
-        clock: seconds.
+        clock: function that returns seconds.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RolloutWorker:
         self._clock = clock
         self._groups: dict[int, Group] = {}
         self._sampled = 0
-        # Of an evaluation under way.
+        # Responses of the evaluation that is under way.
         self._answers: dict[Hashable, Completion] | None = None
 
     def run(
@@ -78,11 +78,11 @@ class RolloutWorker:
         return self.generate(command.prompts, command.sampling)
 
     def work(self, groups: Sequence[Group], dropped: Sequence[int]) -> WorkResult:
-        """Take on ``groups``, forget ``dropped``, generate until a group is whole or half a second is over.
+        """Take on ``groups``, forget ``dropped``, and generate until a group ends or half a second is over.
 
         Args:
-            groups: new ones, or cut ones to be continued.
-            dropped: numbers of groups nobody wants any more.
+            groups: new groups, or interrupted ones to be continued.
+            dropped: numbers of groups that nobody wants any more.
         """
         start = self._clock()
         if dropped:
@@ -92,7 +92,8 @@ class RolloutWorker:
             self._submit(self._groups.values())
         if groups:
             if not self._groups:
-                # Rounding depends on what the cache holds: a batch that starts alone starts with none.
+                # Rounding depends on what the cache holds. Clear the cache when no other group is running, so
+                # that results are reproducible.
                 self.engine.reset_cache()
             self._groups |= {group.group_id: group for group in groups}
             self._submit(groups)
@@ -119,12 +120,12 @@ class RolloutWorker:
 
         Args:
             weights: names and tensors of the whole model.
-            version: optimizer steps behind them.
+            version: number of optimizer steps that produced these weights.
             probe: see :meth:`Engine.publish`.
-            give_back: return the groups that are cut, and do not go on with them here.
+            give_back: return the groups that are interrupted, and do not continue them here.
 
         Returns:
-            The answer to the probe with checksums of what the engine holds, and the groups given back.
+            The probe result with checksums of what the engine holds, and the groups given back.
         """
         self._pause()
         answer = self.engine.publish(weights, version, probe)
@@ -138,8 +139,8 @@ class RolloutWorker:
         """See :meth:`Engine.generate`; running groups wait.
 
         Returns:
-            None when half a second is over and there is more to do: call again with the same arguments. So
-            however long an evaluation takes, a worker that does not answer is one that hangs.
+            None when half a second is over and there is more to do: call again with the same arguments. Each
+            call is short, so a call that times out means that the worker hangs.
         """
         start = self._clock()
         requests = requests_of(prompts, sampling)
@@ -187,6 +188,6 @@ class RolloutWorker:
             [*group.prompt, *done],
             self.max_new_tokens - len(done),
             self.temperature,
-            # A cut response must not draw again what it drew for its first tokens.
+            # An interrupted response must not draw again what it drew for its first tokens.
             derive_seed(seed, "continued", len(done)) if done else seed,
         )
