@@ -163,8 +163,8 @@ class CollectorConfig:
 
     max_policy_age: int = key(
         1,
-        "grpo-async.py: largest age, in collection rounds, of a response that is trained on; 0 is as in "
-        "grpo.py.",
+        "grpo-async.py: largest age, in collection rounds, of a response that is trained on; 0 behaves "
+        "like grpo.py.",
     )
     weight_update: WeightUpdate = key(
         WeightUpdate.in_flight,
@@ -216,11 +216,11 @@ class OptimizerConfig:
         Schedule.constant,
         "Learning rate after warm-up: constant, or a linear or cosine decay to min_lr_ratio.",
     )
-    warmup_steps: int = key(0, "Optimizer steps over which the learning rate rises from 0.")
+    warmup_steps: int = key(0, "Optimizer steps over which the learning rate rises linearly to lr.")
     min_lr_ratio: float = key(
         0.0,
-        "Learning rate of the last step of a decay, as a share of lr. A decay to 0 would reach 0 one step "
-        "later.",
+        "Learning rate of the last step of a decay, as a share of lr. With 0 the rate reaches 0 only one "
+        "step after the last, so that no step is taken at rate 0.",
     )
 
 
@@ -230,7 +230,7 @@ class TrainConfig:
 
     total_dialog_turns: int | None = key(
         64_000,
-        "Samples of the whole run, a multiple of env.num_envs x env.repeats; null if num_epochs gives the "
+        "Responses in the whole run, a multiple of env.num_envs x env.repeats; null if num_epochs gives the "
         "length.",
     )
     num_epochs: float | None = key(
@@ -240,7 +240,7 @@ class TrainConfig:
     )
     optim_batch_size: int | None = key(
         None,
-        "Samples in one optimizer step: a multiple of env.repeats that divides a collection round. null "
+        "Responses in one optimizer step: a multiple of env.repeats that divides a collection round. null "
         "takes the whole round.",
     )
     gradient_accumulation_steps: int = key(
@@ -249,20 +249,21 @@ class TrainConfig:
     )
     max_tokens_per_microbatch: int | None = key(
         None,
-        "Largest number of tokens in a micro-batch, with a group's prompt counted once; larger micro- "
-        "batches are divided further. null takes 4096, or inference_model.max_model_len if that is larger. "
-        "It is halved automatically when memory runs out.",
+        "Largest number of tokens in a micro-batch, with a group's prompt counted once; larger micro-batches "
+        "are divided further. null takes 4096, or inference_model.max_model_len if that is larger. It is "
+        "halved automatically when memory runs out.",
     )
     epochs: int = key(1, "Passes over each collection round.")
     weight_update_frequency: int | None = key(
         None,
         "Optimizer steps between two publications of the weights to the engine; null takes a collection "
-        "round. A larger number needs an engine in the process of grpo.py that does not sleep, or an age "
-        "that allows it (collector.max_policy_age).",
+        "round. A larger interval needs either grpo.py with a local engine that does not sleep, or "
+        "grpo-async.py with a large enough collector.max_policy_age.",
     )
     checkpoint_frequency: int = key(
         100,
-        "Optimizer steps between checkpoints. The end of the run always writes one; 0 writes no other.",
+        "Optimizer steps between checkpoints; 0 writes none before the end. The end of the run always writes "
+        "one.",
     )
     max_skipped_steps: int = key(
         5,
@@ -280,7 +281,8 @@ class EvalConfig:
 
     frequency: int = key(
         50,
-        "Optimizer steps between evaluations. The end of the run always has one; 0 has no other.",
+        "Optimizer steps between evaluations; 0 has none between the start and the end. The end of the run "
+        "always has one.",
     )
     num_problems: int = key(
         200,
