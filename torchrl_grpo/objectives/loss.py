@@ -23,13 +23,16 @@ from torchrl_grpo.objectives.surrogates import SURROGATES, Bounds, exp_bounded
 
 
 class GroupPolicyLoss(LossModule):
-    """``sum_it a_it (-c_it J_it + kl KL_it + kl_inference KL'_it) - entropy sum_it H_it / N``.
+    """``sum_it a_it (-c_it J_it + kl_coef k_it + kl_inference_coef k'_it) - entropy_coef sum_it H_it / N``.
 
-    ``J`` is the surrogate (:mod:`~torchrl_grpo.objectives.surrogates`). ``c`` is the correction for the
-    mismatch of engine and trainer (:mod:`~torchrl_grpo.objectives.importance`). ``a`` is the weight of a
-    token in the whole optimizer batch (:mod:`~torchrl_grpo.objectives.aggregation`), and N is the number of
-    tokens in that batch. The terms of micro-batches add up to those of one large batch, and padding never
-    counts. TorchRL's ``GRPOLoss`` averages over a micro-batch, and counts padding in its KL and its metrics.
+    ``i`` is a response, one of P x G, and ``t`` one of its tokens. ``J`` is the surrogate
+    (:mod:`~torchrl_grpo.objectives.surrogates`). ``c`` is the correction for the mismatch of engine and
+    trainer (:mod:`~torchrl_grpo.objectives.importance`). ``k`` and ``k'`` estimate the KL divergence to the
+    reference and to the policy that sampled (:mod:`~torchrl_grpo.objectives.kl`). ``H`` is the entropy. ``a``
+    is the weight of a token in the whole optimizer batch (:mod:`~torchrl_grpo.objectives.aggregation`), and N
+    is the number of tokens in that batch. The terms of micro-batches add up to those of one large batch, and
+    padding never counts. TorchRL's ``GRPOLoss`` averages over a micro-batch, and counts padding in its KL and
+    its metrics.
 
     The loss reads ``("tokens"|"masks", "prompt")`` ``[P, L]``,
     ``("tokens"|"masks"|"log_probs", "response")`` ``[P, G, T]``, ``("masks", "loss")`` ``[P, G, T]`` and
