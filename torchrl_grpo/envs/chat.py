@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def render_text(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], chat_template: str | None = None
 ) -> str:
-    """Render the text of a prompt, up to the start of the assistant's answer.
+    """Render the text of a prompt, up to the start of the assistant's response.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -74,7 +74,7 @@ def render(
 
 
 def check_length(example: Example, length: int, max_prompt_tokens: int) -> None:
-    """Reject a prompt that leaves no room for its answer.
+    """Reject a prompt that leaves no room for its response.
 
     Args:
         example: problem of the prompt, for the message.

@@ -1,4 +1,4 @@
-"""A single-turn TorchRL environment: P problems, G answers per problem, and one reward per answer.
+"""A single-turn TorchRL environment: P problems, G responses per problem, and one reward per response.
 
 Each prompt is rendered once for its group, and a batch is scored in one call. A reset always replaces the
 whole batch. Multi-turn problems and tools are not supported.
@@ -33,7 +33,7 @@ class Prompt:
     """A problem as a model reads it.
 
     Attributes:
-        number: position among all problems drawn since the run began; it names the group of its answers.
+        number: position among all problems drawn since the run began; it names the group of its responses.
         example: the problem.
         text: rendered prompt.
         token_ids: token ids of ``text``, not padded.
@@ -46,7 +46,7 @@ class Prompt:
 
 
 class GroupTextEnv(EnvBase):
-    """TorchRL environment with batch size ``[P, G]``: it presents problems and rewards answers.
+    """TorchRL environment with batch size ``[P, G]``: it presents problems and rewards responses.
 
     ``reset`` draws the next P examples and returns
 
@@ -56,10 +56,10 @@ class GroupTextEnv(EnvBase):
       ``("masks", "all_attention_mask")``, bool ``[P, G, L]``, False on padding;
     * with ``input_mode="history"``: ``("history", "prompt")``, a ``History`` ``[P, G, messages]``.
 
-    ``step`` reads the policy's answers (:mod:`~torchrl_grpo.envs.responses`) and removes special tokens from
-    their ends, because stock policies decode them. It writes ``("next", "reward")`` and
-    ``("next", "reward_parts", <name>)``, float32 ``[P, G, 1]``. A part without a value for an answer is NaN.
-    ``done`` is always True. ``truncated`` is True if the length bound ended the answer, as far as the
+    ``step`` reads the policy's responses (:mod:`~torchrl_grpo.envs.responses`) and removes special tokens
+    from their ends, because stock policies decode them. It writes ``("next", "reward")`` and
+    ``("next", "reward_parts", <name>)``, float32 ``[P, G, 1]``. A part without a value for a response is NaN.
+    ``done`` is always True. ``truncated`` is True if the length bound ended the response, as far as the
     policy's tokens show. Otherwise ``terminated`` is True.
 
     All entries of the batch end in the same step, so ``LLMCollector`` always yields completed trajectories.
@@ -75,20 +75,21 @@ class GroupTextEnv(EnvBase):
     Args:
         stream: source of the examples.
         tokenizer: a Hugging Face tokenizer with a pad or an end token.
-        reward_set: rewards that score the answers; only ``names`` and ``score`` are used.
+        reward_set: rewards that score the responses; only ``names`` and ``score`` are used.
         num_envs: P, number of problems per batch.
-        repeats: G, number of answers per problem.
-        max_prompt_tokens: length in tokens of the longest prompt that leaves room for an answer.
+        repeats: G, number of responses per problem.
+        max_prompt_tokens: length in tokens of the longest prompt that leaves room for a response.
         part_names: reward parts that get an entry in the tensordict. The default is the names of
             ``reward_set``. :meth:`score` always returns all parts.
-        with_tokens: whether ``tokens`` and ``masks`` are in the tensordict, which takes 1 to 2 ms per answer.
-            The default is True only for ``input_mode="tokens"``. :attr:`prompts` always has the token ids.
+        with_tokens: whether ``tokens`` and ``masks`` are in the tensordict, which takes 1 to 2 ms per
+            response. The default is True only for ``input_mode="tokens"``. :attr:`prompts` always has the
+            token ids.
         chat_template: Jinja text that replaces the tokenizer's own template. A policy that reads ``history``
             renders it with its own template.
         device: device of the tensors; None for TorchRL's default.
-        input_mode: input of the policy, and the form of its answer: ``text``, ``tokens`` or ``history``, as
+        input_mode: input of the policy, and the form of its response: ``text``, ``tokens`` or ``history``, as
             in TorchRL's wrappers.
-        max_new_tokens: length bound of an answer in tokens, for ``truncated``. Without it, ``truncated``
+        max_new_tokens: length bound of a response in tokens, for ``truncated``. Without it, ``truncated``
             depends on the end token only.
 
     Raises:
@@ -214,7 +215,7 @@ class GroupTextEnv(EnvBase):
         return self._render(number, self.stream.at(number))
 
     def score(self, texts: Sequence[str], examples: Sequence[Example]) -> list[Scored]:
-        """Score one answer to each of ``examples``, without the special tokens at its end."""
+        """Score one response to each of ``examples``, without the special tokens at its end."""
         return list(self.reward_set.score([self._without_end(text) for text in texts], examples))
 
     def _observe(self, parts: Sequence[Sequence[float]]) -> TensorDictBase:
@@ -247,7 +248,7 @@ class GroupTextEnv(EnvBase):
             observation["reward_parts", name] = self._column(values)
         if not self.with_tokens:
             return observation
-        # Lazy stacks let tensordict merge answers of several lengths into the existing tokens.
+        # Lazy stacks let tensordict merge responses of several lengths into the existing tokens.
         return lazy_stack([lazy_stack(list(group.unbind(0))) for group in observation.unbind(0)])
 
     def _pad_prompts(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -290,7 +291,7 @@ class GroupTextEnv(EnvBase):
         return result
 
     def _without_end(self, text: str) -> str:
-        """Remove the special tokens at the end of an answer."""
+        """Remove the special tokens at the end of a response."""
         special = tuple(token for token in self.tokenizer.all_special_tokens if token)
         while text.endswith(special):
             text = text[: -max(len(token) for token in special if text.endswith(token))]

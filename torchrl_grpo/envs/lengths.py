@@ -1,7 +1,7 @@
-"""Drop or cut prompts that leave no room for their answers, as ``env.overlong_prompts`` says.
+"""Drop or cut prompts that leave no room for their responses, as ``env.overlong_prompts`` says.
 
 Only the question is cut, and neither the chat template nor the rest of ``env.prompt_template``. So the model
-still reads a complete turn with the request to answer. With ``env.overlong_prompts=error`` the environment
+still reads a complete turn with the request to respond. With ``env.overlong_prompts=error`` the environment
 and the evaluation reject such prompts.
 """
 

@@ -1,4 +1,4 @@
-"""Read a policy's answers in the forms that TorchRL's wrappers write: text, token ids or messages."""
+"""Read a policy's responses in the forms that TorchRL's wrappers write: text, token ids or messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 INPUT_MODES = ("text", "tokens", "history")
 
-# Optional entry of a policy that knows which answers the length bound ended: bool, [P, G] or [P, G, 1].
+# Optional entry of a policy that knows which responses the length bound ended: bool, [P, G] or [P, G, 1].
 HIT_BOUND = "hit_length_bound"
 
 

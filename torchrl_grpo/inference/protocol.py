@@ -1,4 +1,4 @@
-"""Interfaces of engines: generate, take weights, answer a probe, close."""
+"""Interfaces of engines: generate, take weights, run a probe, close."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Completion:
         token_ids: the response, with its end token if it has one.
         log_probs: natural logarithm, per token, of the distribution the token was sampled from,
             at the sampling temperature (at temperature 0: of the unscaled distribution).
-        finish_reason: ``"stop"`` at an end token, ``"length"`` at the bound, ``"withdrawn"`` if it left the
-            engine before either.
+        finish_reason: ``"stop"`` at an end token, ``"length"`` at the bound, ``"withdrawn"`` if it was
+            interrupted before either.
     """
 
     token_ids: list[int]
@@ -94,7 +94,8 @@ class NextTokens:
         cached_tokens: number of tokens of the first prompt that came from a prefix cache.
         checksums: checksums of the weights in use, one entry per engine; empty after
             :meth:`Engine.next_tokens`.
-        before: answer with the weights that the engine was built with; None after the first publication.
+        before: probe result with the weights that the engine was built with; None after the first
+            publication.
     """
 
     token_ids: Tensor
@@ -105,7 +106,7 @@ class NextTokens:
 
 
 class Inference(ABC):
-    """Interface of training to one engine or to many workers.
+    """What training needs from an engine or from a group of workers.
 
     Attributes:
         policy_version: version of the weights in use, set by the publisher.
@@ -124,9 +125,9 @@ class Inference(ABC):
         version: int,
         probe: Probe,
     ) -> NextTokens:
-        """Take the weights of ``version`` and answer a probe with them: see :meth:`Engine.next_tokens`.
+        """Take the weights of ``version`` and run a probe with them: see :meth:`Engine.next_tokens`.
 
-        The answers of several workers are stacked along N, and each has its checksums.
+        The probe results of several workers are concatenated along N, and each has its checksums.
         """
 
     @abstractmethod
@@ -163,7 +164,9 @@ class Engine(Inference):
 
     @abstractmethod
     def locate_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Find out where published tensors of these names and shapes are kept, at the first publication.
+        """Find out where the engine keeps published tensors of these names and shapes.
+
+        It runs at the first publication.
 
         The engine may lose its weights; the caller loads them afterwards.
         """
@@ -217,7 +220,7 @@ class SteppingEngine(Engine):
 
     @abstractmethod
     def withdraw(self) -> dict[Hashable, Completion]:
-        """Remove every unfinished request and return its tokens so far; weights may then change."""
+        """Interrupt every unfinished request and return its tokens so far; weights may then change."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         """``sampling.num_samples`` completions for each of ``prompts`` (token ids), in order.

@@ -72,7 +72,7 @@ class VLLMEngine(SteppingEngine):
         on_cpu = device.type == "cpu"
         # vLLM reads these when it is imported or started. Weights can be loaded in place only in-process.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        # Its records go to the log of the run; where there is none, only errors are shown.
+        # vLLM's log messages go to the run's log file. Without one, only errors are shown.
         os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
         logging.getLogger("vllm").setLevel(logging.WARNING if screen.is_kept_clear() else logging.ERROR)
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -1,4 +1,4 @@
-"""The asynchronous collector: rounds out of groups that workers generate while the trainer trains."""
+"""The asynchronous collector: makes rounds of groups that workers generate while the trainer trains."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class GroupScorer:
 
     Args:
         env: problems and rewards.
-        tokenizer: turns responses into text.
-        seed: of the run.
+        tokenizer: tokenizer that turns responses into text.
+        seed: seed of the run.
     """
 
     def __init__(self, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
@@ -40,7 +40,7 @@ class GroupScorer:
         return self.env.prompt(number).token_ids, group_seed(self.seed, number, self.env.batch_size[0])
 
     def score(self, group: Group) -> ScoredGroup:
-        """Text and rewards of a whole group."""
+        """Text and rewards of a finished group."""
         examples = [self.env.stream.at(group.group_id)]
         return score_groups(self.env, self.tokenizer, groups=[group], examples=examples)[0]
 
@@ -49,15 +49,15 @@ class AsyncCollector(CollectorInterface):
     """Collects rounds of P x G responses from a group of workers, with calls of TorchRL's ``LLMCollector``.
 
     Those are in :mod:`~torchrl_grpo.rollout.interface`. There is no ``update_policy_weights_``: workers
-    take weights through :meth:`send` alone, whose answers prove that they arrived. There is no ``set_seed``:
+    take weights through :meth:`send` alone, whose proofs show that they arrived. There is no ``set_seed``:
     workers run ahead on the seed they began with.
 
     Args:
         env: problems and rewards, batch size ``[P, G]``.
-        worker_group: generates.
-        tokenizer: of the model; its padding id is all that is read.
+        worker_group: workers that generate.
+        tokenizer: tokenizer of the model; only its padding id is read.
         total_dialog_turns: responses after which iteration ends.
-        clock: seconds.
+        clock: function that returns seconds.
     """
 
     def __init__(
@@ -110,7 +110,8 @@ class AsyncCollector(CollectorInterface):
         """Wait for a round.
 
         Args:
-            again: it replaces the last one, which held too few groups with a signal.
+            again: whether this round refills the previous one, which held too few groups with a signal
+                (dynamic sampling). It then does not count as a training round.
 
         Raises:
             WorkersLost: workers failed too often.
@@ -151,7 +152,8 @@ class AsyncCollector(CollectorInterface):
             "throughput/generated_tokens_per_s": sum(tokens) / span,
             "workers/busy_share": min(1.0, mean_busy / span),
             "workers/wait_s": max(0.0, span - mean_busy),
-            # While the trainer waits a worker is busy, so what they are busy beyond that runs side by side.
+            # Overlap is worker busy time beyond the time that the trainer waited, because workers are busy
+            # while it waits.
             "workers/overlap": min(1.0, max(0.0, mean_busy - waited) / span),
             "workers/score_s": stats["score_seconds"] - before["score_seconds"],
             "workers/restarts": stats["restarts"],
@@ -197,10 +199,11 @@ class AsyncCollector(CollectorInterface):
         return self._dispatcher.ask(read)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken; with an age of zero, also where one engine was.
+        """Continue from a :meth:`state_dict`; with ``max_policy_age=0`` also from one of ``grpo.py``.
 
         Raises:
-            CheckpointError: it is of a run of ``grpo.py`` and this one runs ahead, or the other way round.
+            CheckpointError: the state is of a run of ``grpo.py`` and this one runs ahead, or the other way
+                round.
         """
         if "ledger" not in state:
             state = self._of_one_engine(state)
@@ -233,7 +236,7 @@ class AsyncCollector(CollectorInterface):
         reference = self._dispatcher.reference
         if reference is None:
             for one in accepted:
-                # The trainer does it.
+                # The trainer scores these.
                 one.reference = None
             return
         missing = [one for one in accepted if one.reference is None]
@@ -242,7 +245,7 @@ class AsyncCollector(CollectorInterface):
             one.reference = answer.result()
 
     def _age_in(self, counts: dict[str, Any]) -> int:
-        """The staleness bound that the counts were kept under; older checkpoints do not have it."""
+        """The staleness bound that the counts were kept under; older checkpoints lack it."""
         return int(counts.get("max_age", self._tracker.max_age))
 
     def _of_one_engine(self, state: dict[str, int]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ class GroupBuffer:
     Args:
         capacity: most groups held.
         groups_per_batch: groups in an optimizer batch.
-        write_transforms: applied to each round on its way in, in this order.
-        seed: of the order within an epoch.
+        write_transforms: transforms of each round on its way in, in this order.
+        seed: seed of the order within an epoch.
     """
 
     def __init__(
@@ -39,7 +39,10 @@ class GroupBuffer:
             self.buffer.append_transform(transform)
 
     def refill(self, groups: TensorDictBase) -> None:
-        """Replace what is held by ``groups`` ``[P]`` (see :mod:`~torchrl_grpo.batch.schema`)."""
+        """Replace the contents by ``groups`` ``[P]`` (see :mod:`~torchrl_grpo.batch.schema`).
+
+        This has nothing to do with ``policy.constant_groups=refill``.
+        """
         self.buffer.empty()
         self.buffer.extend(groups)
 

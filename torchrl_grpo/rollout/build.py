@@ -199,8 +199,8 @@ def with_workers(
     Args:
         cfg: the run's configuration.
         env: problems and rewards.
-        tokenizer: of the model.
-        pool: the workers.
+        tokenizer: tokenizer of the model.
+        pool: pool of the workers.
         count: number of workers.
         ship: see :class:`WorkerGroup`.
         reference: see :class:`Dispatcher`.

@@ -1,4 +1,4 @@
-"""The synchronous collector: one batched engine call a round, one TensorDict out."""
+"""The synchronous collector: one batched engine call per round, which becomes one TensorDict."""
 
 from __future__ import annotations
 
@@ -24,23 +24,20 @@ class RolloutCollector(CollectorInterface):
     """Collects rounds of P x G responses, with the calls of TorchRL's ``LLMCollector`` that make sense here.
 
     Iterating yields a :class:`Round`; :mod:`~torchrl_grpo.rollout.interface` has the rest and says what is
-    left out. It is code of its own for two reasons. The engine's token ids and their log-probabilities must
-    reach the loss as they were sampled, which text that is tokenized again does not ensure. And a round of
-    whole groups has to be a function of weights and seed, also after a refill or a resumption. Speed is a
-    small part of it. Around this environment and a policy that answers at once with a few tokens, 64 and 128
-    samples a round on an idle machine of two cores, ``LLMCollector`` takes 0.2 to 0.4 ms a sample with text,
-    1.3 to 1.7 with tokens in the tensordict, and this class 0.05 to 0.07. How the stock path of
-    benchmarks/RESULTS.md divides its time among environment, wrapper and collector has not been measured.
+    left out. It does not subclass ``LLMCollector`` for two reasons. The engine's token ids and their
+    log-probabilities must reach the loss as they were sampled, which text that is tokenized again does not
+    ensure. And a round of finished groups has to be a function of weights and seed, also after a refill or a
+    resumption.
 
     Args:
         env: problems and rewards, batch size ``[P, G]``.
-        engine: generates.
-        tokenizer: turns responses into text.
+        engine: engine that generates.
+        tokenizer: tokenizer that turns responses into text.
         max_new_tokens: length bound of a response.
         temperature: sampling temperature.
         total_dialog_turns: responses after which iteration ends.
-        seed: of the sampling; a round's seeds depend on it and the round's number alone.
-        clock: seconds, for the two timings of a round.
+        seed: seed of the sampling; a round's seeds depend on it and the round's number alone.
+        clock: function that returns seconds, for the two timings of a round.
     """
 
     def __init__(
@@ -93,8 +90,8 @@ class RolloutCollector(CollectorInterface):
         Args:
             policy_or_weights: the model, whose adapters are merged; or parameters by the names of its
                 ``named_parameters``, which may be nested in a TensorDict.
-            weights: parameters, in place of it.
-            policy: a model, in place of it.
+            weights: parameters, in place of ``policy_or_weights``.
+            policy: a model, in place of ``policy_or_weights``.
 
         Raises:
             ValueError: not exactly one of the three is given.
@@ -115,7 +112,7 @@ class RolloutCollector(CollectorInterface):
         """Start over as a new collector with ``seed`` would: data, sampling and the turns collected.
 
         Args:
-            seed: of the order of the data and of the sampling.
+            seed: seed of the order of the data and of the sampling.
             static_seed: return ``seed`` itself.
 
         Returns:
@@ -154,10 +151,11 @@ class RolloutCollector(CollectorInterface):
         """Collect one round.
 
         Args:
-            again: it adds to the last one, which held too few groups with a signal.
+            again: whether this round refills the previous one, which held too few groups with a signal
+                (dynamic sampling). It then does not count as a training round.
         """
-        # Cached states are right but came out of other batches, and rounding depends on the batch:
-        # starting empty makes a round a function of weights and seed, whatever ran before.
+        # Cached states are right, but they come from other batches, and rounding depends on the batch.
+        # Starting empty makes a round a function of weights and seed, whatever ran before.
         self.engine.reset_cache()
         prompts = self.env.draw()
         start = self._clock()
@@ -190,14 +188,15 @@ class RolloutCollector(CollectorInterface):
         return [group_seed(self.seed, first + prompt, count) for prompt in range(count)]
 
     def state_dict(self) -> dict[str, int]:
-        """Rounds collected, rounds without refills, and the position in the data."""
+        """Rounds sampled, training rounds (refills not counted), and the position in the data."""
         return {"rounds": self.rounds, "taken": self.taken, **self.env.stream.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken, here or by workers that generated in turn.
+        """Continue from a :meth:`state_dict` of this collector, or of an asynchronous one with
+        ``max_policy_age=0``.
 
         Raises:
-            CheckpointError: it is of a run of ``grpo-async.py`` that ran ahead.
+            CheckpointError: the state is of a run of ``grpo-async.py`` that ran ahead.
         """
         if "ledger" in state:
             state = self._of_workers(state["ledger"])
@@ -205,10 +204,10 @@ class RolloutCollector(CollectorInterface):
         self.env.stream.load_state_dict({"epoch": state["epoch"], "position": state["position"]})
 
     def _of_workers(self, counts: dict[str, Any]) -> dict[str, int]:
-        # Missing in older checkpoints.
+        # Older checkpoints lack max_age.
         if counts.get("max_age") != 0:
             raise started_with("grpo-async.py")
-        # What was begun and not handed out, when workers died, is begun anew.
+        # Groups that had started but had not reached the trainer are sampled again.
         used = counts["trained"] + counts["dropped_filter"]
         epoch, position = divmod(used, len(self.env.stream.examples))
         return {

@@ -16,7 +16,7 @@ class Collector(Protocol):
     """Collects rounds."""
 
     def rollout(self, again: bool = False) -> Round:
-        """The next round; ``again`` in place of, or in addition to, the last one."""
+        """The next round. With ``again`` it refills the previous one, and is no training round of its own."""
 
 
 def collect_with_signal(
@@ -25,11 +25,11 @@ def collect_with_signal(
     """Collect a round, and further ones until it is full of groups whose rewards differ (DAPO, arXiv
     2503.14476, eq. 11).
 
-    Groups are taken in the order they were sampled; what a further round brings beyond a full one is thrown
-    away. Where ``max_refills`` rounds did not suffice, groups without a signal fill the rest.
+    Groups are taken in the order they were sampled. Groups beyond a full round are thrown away. If
+    ``max_refills`` further rounds do not suffice, groups without a signal fill the rest.
 
     Args:
-        collector: collects.
+        collector: collector of the rounds.
         without_signal: ``[P]`` bool of a round's groups.
         max_refills: further rounds at most; 0 takes the first as it is.
 
@@ -56,7 +56,7 @@ def collect_with_signal(
 
 
 def _pick(rounds: Sequence[Round], chosen: Sequence[tuple[int, int]]) -> Round:
-    """One round of the groups named by round and position; its sums are those of all rounds together."""
+    """One round of the groups named by round and position. Its sums are those of all rounds together."""
     samples = rounds[0].groups["group_id"].shape[1]
 
     responses = [

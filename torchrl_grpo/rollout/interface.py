@@ -1,9 +1,10 @@
 """What a user of TorchRL's ``LLMCollector`` calls on the collectors here, and what is left out.
 
 Both have ``start``, ``shutdown``, ``rollout``, ``policy_version``, ``total_dialog_turns`` and
-``dialog_turns_per_batch`` beside what is here. They are no subclasses of ``LLMCollector``: they hold an
-engine in place of a policy. Left out: ``increment_version``, because a version is that of weights and
-changes with them; replay buffers, remote copies and weight updaters, which are the trainer's work here.
+``dialog_turns_per_batch`` beside what is here. They are no subclasses of ``LLMCollector``, because they hold
+an engine in place of a policy. ``increment_version`` is left out, because a version belongs to weights and
+changes with them. Replay buffers, remote copies and weight updaters are left out, because they are the
+trainer's work here.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class CollectorInterface(ABC):
     @property
     @abstractmethod
     def policy_version(self) -> int:
-        """Optimizer steps behind the weights that sample next."""
+        """Number of optimizer steps that produced the weights that sample next."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Round]:

@@ -64,9 +64,9 @@ class LogProbScorer(LogProbWriter):
     divergence may enter the reward.
 
     Args:
-        scorer: around the model, at the sampling temperature.
-        name: of what is written.
-        budget: how much is scored at a time.
+        scorer: scorer of the model, at the sampling temperature.
+        name: key under ``log_probs`` that is written.
+        budget: bound on the tokens scored at a time.
         stance: entered around the scoring of a round, e.g. to switch a model's adapters off.
         others: the same model on further devices, each with a budget of its own; the groups are divided among
             all of them by cost, and scored at the same time.

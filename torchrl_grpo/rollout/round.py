@@ -30,8 +30,8 @@ class Round:
         groups: see :mod:`torchrl_grpo.batch.schema`.
         prompts: texts of P prompts.
         responses: texts of G responses for each prompt.
-        parts: P x G dictionaries of rewards by name, group by group.
-        errors: P x G dictionaries of reward errors by name, group by group.
+        parts: rewards by name: P x G dictionaries, group by group.
+        errors: reward errors by name: P x G dictionaries, group by group.
         response_tokens: tokens of all responses, including rounds discarded because their groups had no
             signal, but not groups dropped for their age.
         error_count: reward errors of the same responses.
@@ -55,11 +55,11 @@ def score_groups(
     groups: Sequence[Group],
     examples: Sequence[Example],
 ) -> list[ScoredGroup]:
-    """Decode and reward whole groups, all responses in one call of the reward set.
+    """Decode and reward finished groups, all responses in one call of the reward set.
 
     Args:
-        env: gives the rewards.
-        tokenizer: turns responses into text.
+        env: environment that gives the rewards.
+        tokenizer: tokenizer that turns responses into text.
         groups: groups whose responses have all ended.
         examples: problem of each group.
     """

@@ -12,7 +12,7 @@ from torchrl_grpo.models import lora
 from torchrl_grpo.models.quantization import is_quantized
 from torchrl_grpo.weight_sync.source import ShardedWeights
 
-# Relative change of the matrices by test adapters: large enough to move the engine's answers clearly.
+# Relative change of the matrices by test adapters: large enough to move log-probabilities clearly.
 _PERTURBATION = 0.25
 
 

@@ -140,7 +140,7 @@ class StalenessTracker:
         return chosen
 
     def reopen(self) -> None:
-        """Do not count the round taken last: it had too few groups with a signal, and the next completes it."""
+        """Do not count the round taken last: it had too few groups with a signal; the next completes it."""
         self.taken -= 1
         self.trained -= self.groups_per_round
         self.dropped_filter += self.groups_per_round
