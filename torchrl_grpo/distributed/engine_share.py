@@ -24,7 +24,7 @@ class EngineShare:
     Args:
         engine: this rank's own.
         ranks: this process's place among them.
-        device: where weights are received.
+        device: device on which weights are received.
     """
 
     def __init__(self, engine: Engine, ranks: Ranks, device: torch.device) -> None:

@@ -35,11 +35,11 @@ def distribute(scorer: TokenScorer, kind: str, ranks: int, device: torch.device)
     """What the loss calls in place of ``scorer``.
 
     Args:
-        scorer: around the model; with FSDP2 its parameters become shards, in place; with ZeRO-3 they do when
-            the optimizer is there.
+        scorer: scorer of the model. With FSDP2 the model's parameters become shards, in place. With ZeRO-3
+            they do when the optimizer is made.
         kind: ``ddp``, ``fsdp2``, ``deepspeed_zero2`` or ``deepspeed_zero3``.
         ranks: training ranks; with one nothing is done.
-        device: of this rank.
+        device: device of this rank.
     """
     if ranks == 1:
         return scorer
@@ -112,7 +112,10 @@ def sharded(network: object) -> bool:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor of which this may be a shard, without its history; every rank must ask."""
+    """The full tensor of which ``tensor`` may be a shard, without its gradient history.
+
+    Every rank must call this.
+    """
     if in_zero_shards(tensor):
         with gathered(tensor) as found:
             return found.clone()

@@ -124,10 +124,10 @@ def verify(overrides: Sequence[str], kills: int, seed: int, folder: Path) -> boo
     """Compare an uninterrupted run with one killed ``kills`` times; see the module.
 
     Args:
-        overrides: of the configuration.
+        overrides: overrides of the configuration.
         kills: how often to kill, the first time inside a checkpoint's write.
-        seed: of the moments.
-        folder: where both runs write.
+        seed: seed of the moments.
+        folder: folder that both runs write to.
 
     Returns:
         Whether every line is equal.

@@ -62,8 +62,8 @@ class Job:
         cfg: configuration of the run.
         run_dir: folder that the run writes to.
         problems: problems to train on and held-out ones.
-        reward_set: scores answers; closed by the caller.
-        grader: judges held-out answers; closed by the caller.
+        reward_set: rewards that score responses; closed by the caller.
+        grader: grader of held-out responses; closed by the caller.
         resume_from: checkpoint to continue from; None for a new run.
     """
 
@@ -129,7 +129,8 @@ def _build(job: Job, collect: Collect, plan: Plan, ranks: Ranks, opened: ExitSta
     env = _environment(cfg, problems, job.reward_set, tokenizer)
     evaluator = Evaluator(problems.held_out, tokenizer, job.grader, cfg)
     weights = weights_source(cfg, source, resume_from)
-    # From here on the length is in samples. The session keeps the configuration as the user wrote it.
+    # From here on total_dialog_turns is set, also if the user gave num_epochs. The session keeps the
+    # configuration as the user wrote it.
     cfg = with_turns(cfg, len(problems.train))
     schedule = Schedule.of(cfg)
     start_step = 0 if resume_from is None else int(resume_from.name)
@@ -139,7 +140,7 @@ def _build(job: Job, collect: Collect, plan: Plan, ranks: Ranks, opened: ExitSta
     progress.phase("loading the model")
     spec = LearnerSpec(cfg, weights, resume_from, job.reward_set.weights)
     with ranks.united():
-        # The other ranks build their learners from the same.
+        # The other ranks build their learners from the same specification.
         ranks.broadcast_object((spec, plan, screen.log_file()))
         learner = Learner(spec, torch.device(plan.train_device), ranks=ranks, notify=notices)
     engine_source = Source(
@@ -154,7 +155,7 @@ def _build(job: Job, collect: Collect, plan: Plan, ranks: Ranks, opened: ExitSta
     progress.phase("starting the engine")
     engine, collector = collect(cfg, engine_source, env, tokenizer)
     opened.callback(collector.shutdown)
-    # A reference model in processes of its own scores a group before the group comes here.
+    # A reference model in processes of its own scores a group before the group reaches the trainer.
     in_trainer = not plan.reference.own_process
     reference = build_reference(cfg, source, plan.reference_devices, learner) if in_trainer else None
     transforms = [*([reference] if reference else []), *learner.proximal(), learner.advantage]
@@ -272,7 +273,7 @@ def build_reference(
 def coarser(
     cfg: Config, device: torch.device, model: PreTrainedModel, autocast_dtype: torch.dtype | None
 ) -> torch.dtype:
-    """The coarsest of the number formats of the engine on ``device``, of ``model`` and of its products."""
+    """The coarsest dtype among those of the engine on ``device``, of ``model`` and of its matrix products."""
     engine_dtype = resolve_dtype(cfg.inference_model.dtype, device)
     coarsest: torch.dtype = max(
         engine_dtype, model.dtype, autocast_dtype or torch.float32, key=_COARSENESS.index
@@ -281,7 +282,7 @@ def coarser(
 
 
 def update_format(cfg: Config, device: torch.device, precision: torch.dtype) -> torch.dtype:
-    """The format that updates must not vanish in: that of :func:`coarser`, and for adapters the engine's."""
+    """The dtype in which a weight update must not round to zero: with adapters the engine's dtype."""
     return resolve_dtype(cfg.inference_model.dtype, device) if cfg.train_model.lora.rank > 0 else precision
 
 
@@ -307,7 +308,7 @@ def build_publisher(
         examples: training problems.
         precision: see :func:`coarser`.
         engine_dtype: number format of the engine.
-        warn: shows a warning to the user.
+        warn: function called with a warning for the user.
         transport: carries the weights to ``engine``.
     """
     first = [examples[index] for index in range(min(8, len(examples)))]

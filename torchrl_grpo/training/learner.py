@@ -185,7 +185,10 @@ class Learner:
         return TokenBudget(token_budget(self.cfg), self.shares_prefix, self._notify)
 
     def proximal(self) -> list[Transform]:
-        """With ``policy.proximal=trainer`` the model scores a round that it then trains on several times."""
+        """Buffer transforms that write the proximal log-probabilities.
+
+        Empty unless ``policy.proximal=trainer`` and a round has several optimizer steps.
+        """
         if self.cfg.policy.proximal != "trainer" or self.steps_per_round == 1:
             return []
         if self.ranks.size == 1:
@@ -245,11 +248,11 @@ class Learner:
         return self.optimize.state_dict()
 
     def published(self) -> PreTrainedModel | GatheredModel:
-        """The model, in a form that lets rank 0 list and perturb its weights by itself."""
+        """The model as rank 0 can read and perturb it alone; a :class:`GatheredModel` if sharded."""
         return GatheredModel(self) if sharded(self.network) else self.model
 
     def prober(self) -> TokenScorer | GatheredModel:
-        """An object with :meth:`TokenScorer.next_token_log_probs` that rank 0 can call by itself."""
+        """The scorer of the probe that rank 0 can call alone; a :class:`GatheredModel` if sharded."""
         return GatheredModel(self) if sharded(self.network) else self.scorer
 
 
@@ -257,7 +260,7 @@ class GatheredModel:
     """A model in shards, seen from rank 0 as if it were whole; a parameter is gathered when it is asked for.
 
     Args:
-        learner: rank 0's.
+        learner: rank 0's learner.
     """
 
     def __init__(self, learner: Learner) -> None:

@@ -28,8 +28,9 @@ def train(run: Session, check_interrupts: Callable[[], None]) -> None:
 def step(run: Session) -> dict[str, float]:
     """Take one optimizer step, with everything due before and after it; return its metrics.
 
-    A round is collected when the buffer is used up. ``grpo.py`` samples it then, with the weights that first
-    train on it. ``grpo-async.py`` samples ahead; with a staleness bound of zero the two are the same.
+    A round is collected when the buffer is used up. ``grpo.py`` samples it then, with the weights at which
+    its first optimizer step starts. ``grpo-async.py`` samples ahead; with a staleness bound of zero the two
+    are the same.
     """
     counters, schedule = run.counters, run.schedule
     device = run.parts.learner.device
@@ -73,7 +74,8 @@ def collect(run: Session) -> dict[str, float]:
         run.parts.learner.advantage.without_signal,
         policy.max_refills if policy.constant_groups == "refill" else 0,
     )
-    # Before anything is trained on: every worker that has answered so far holds the weights it was given.
+    # Check the proofs that have arrived, before training on this round: the run stops if a worker held the
+    # wrong weights.
     run.parts.publisher.check_proofs()
     generating = cuda_in_use("memory/generate_cuda_gib", device)
     run.rest_engine()
@@ -95,7 +97,10 @@ def collect(run: Session) -> dict[str, float]:
 
 
 def describe(run: Session, round_: Round) -> dict[str, float]:
-    """Metrics of a round: rewards, advantages, lengths, groups without a signal, throughput."""
+    """Update the counters with a round and return its metrics.
+
+    These are rewards, advantages, lengths, groups without a signal, and throughput.
+    """
     groups = run.parts.buffer.contents()
     rewards = groups["next", "reward"]
     lengths = groups["masks", "response"].sum(-1).float()

@@ -57,9 +57,9 @@ class TorchUpdate:
     """:class:`Update` of a model that is whole on each rank, or in shards of FSDP2.
 
     Args:
-        optimizer: of the parameters.
-        scaler: of the loss.
-        max_grad_norm: gradients are clipped to it.
+        optimizer: optimizer of the parameters.
+        scaler: scaler of the loss.
+        max_grad_norm: norm to which gradients are clipped.
     """
 
     def __init__(

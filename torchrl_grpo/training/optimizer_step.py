@@ -1,4 +1,4 @@
-"""One optimizer step: micro-batches, gradients, clipping, and the update or its refusal.
+"""One optimizer step: micro-batches, gradients, clipping, and the update unless it is skipped.
 
 With several training ranks each works through its share of the groups; denominators are those of the whole
 batch, so gradients and metrics add up over ranks as they do over micro-batches.
@@ -61,16 +61,17 @@ class OptimizerStep:
 
     Args:
         model: trained model.
-        loss: objective around it.
+        loss: objective of ``model``.
         cfg: optimizer settings.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         groups_per_batch: groups in a batch; fewer where some are dropped.
         micro_batches: pieces that a batch is divided into; they change the result by rounding only.
-        budget: cuts pieces further that have too many tokens.
+        budget: token budget that divides larger pieces further.
         use_scaler: scale the loss, for fp16.
-        max_skipped_steps: refused steps in a row after which training stops.
-        ranks: that take the step together, None for this process alone; each has the same batch.
-        network: what the loss calls, as :func:`~torchrl_grpo.distributed.parallelism.distribute` made it.
+        max_skipped_steps: largest number of consecutive skipped steps; one more stops training.
+        ranks: ranks that take the step together, each with the same batch; None for this process alone.
+        network: module that the loss calls, made by
+            :func:`~torchrl_grpo.distributed.parallelism.distribute`.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class OptimizerStep:
             norm = self.update.step(allowed=math.isfinite(loss))
         finite = math.isfinite(loss) and math.isfinite(norm)
         self._count(finite, loss, norm)
-        # Also after a refused step: the scaler lowers its scale after an overflow.
+        # Also after a skipped step: the scaler lowers its scale after an overflow.
         self.scaler.update()
         self._advance_schedule()
         self.update.drop_gradients()
@@ -182,7 +183,8 @@ class OptimizerStep:
         has_gradient = self.loss.has_gradient(batch)
         terms = [*self._measure(batch[~has_gradient], totals), *self._backward(batch[has_gradient], totals)]
         if not has_gradient.any():
-            # Last: measuring again with smaller micro-batches, where memory runs out, drops gradients.
+            # This must come last. If measuring runs out of memory, it is retried with smaller micro-batches,
+            # and the retry drops all gradients.
             self.update.without_gradient(lambda: _total(self.loss(_IDLE.of(batch), totals=totals)))
         own = {name: sum(one[name] for one in terms) for name in terms[0]}
         return self.ranks.add_up(own, sorted(own))
@@ -226,10 +228,11 @@ class OptimizerStep:
         work: Callable[..., dict[str, float]],
         cut: Callable[[int], list[MicroBatch]],
     ) -> list[dict[str, float]]:
-        """Do ``work`` on this rank's share of ``batch``, in the pieces that ``cut`` makes of so many groups.
+        """Divide this rank's share of ``batch`` into micro-batches, and call ``work`` on each.
 
-        Passes through the model are collective: a rank with fewer micro-batches than another runs some piece
-        of the batch again, with a weight of zero.
+        ``cut(num_groups)`` makes the first division; the token budget divides larger pieces further. Passes
+        through the model are collective: a rank with fewer micro-batches than another runs a piece of the
+        batch again, with a weight of zero.
         """
         if self.ranks.size == 1:
             return self.budget.run(batch, work, self.update.drop_gradients, cut(len(batch)))
@@ -249,7 +252,8 @@ class OptimizerStep:
             self.skipped_in_a_row = 0
             return
         self.skipped += 1
-        # A scale only falls after a gradient that is not finite; a loss alone would never end the search.
+        # GradScaler lowers its scale only if gradients are not finite. A non-finite loss alone never lowers
+        # it, so such a step must count, or the run would never stop.
         overflowed = self.scaler.is_enabled() and not math.isfinite(norm)
         if not (overflowed and self.scaler.get_scale() > 1.0):
             self.skipped_in_a_row += 1
@@ -289,7 +293,7 @@ class OptimizerStep:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self.scheduler._last_lr = rates
-        if state["scaler"]:  # empty of a run without one, and such a run may go on with one
+        if state["scaler"]:  # empty if the saved run used no scaler; the resumed run may use one
             self.scaler.load_state_dict(state["scaler"])
         self.skipped = state["skipped"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
@@ -310,7 +314,7 @@ def _as_floats(terms: TensorDictBase, loss: Tensor, weight: float) -> dict[str, 
 
 def _effective_share(mean: float, mean_square: float) -> float:
     """Kish's effective sample size of importance weights, as a share of the tokens; at most 1."""
-    # Equal ratios are squared and summed one by one: rounding must not make them more than all.
+    # Rounding could push the result above 1 when all ratios are equal.
     return min(mean**2 / mean_square, 1.0) if mean_square > 0 else math.nan
 
 
@@ -335,8 +339,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 def learning_rate_factor(step: int, total_steps: int, cfg: OptimizerConfig) -> float:
     """What ``optimizer.lr`` is multiplied by at ``step`` (0-based): linear warm-up, then the schedule.
 
-    A decay ends in the last step. One to 0 would end in the step after it, because a step at rate 0 wastes a
-    round; so do the linear and the cosine schedule of transformers.
+    A decay reaches ``min_lr_ratio`` in the last step. With ``min_lr_ratio=0`` the rate reaches 0 only one
+    step after the last, as in transformers, so that no step is taken at rate 0.
     """
     if step < cfg.warmup_steps:
         return (step + 1) / (cfg.warmup_steps + 1)

@@ -25,7 +25,7 @@ def rounding_warning(
         dtype: the coarser of the formats that the engine samples and the trainer multiplies with; of adapters
             the engine's, because the trainer adds what they compute to what the frozen matrices compute.
         cfg: Adam moves a weight by about the learning rate a step, in one direction at most.
-        total_steps: of the run.
+        total_steps: optimizer steps of the run.
     """
     if dtype == torch.float32:
         return None

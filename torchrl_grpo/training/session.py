@@ -1,4 +1,4 @@
-"""One run, as the verbs that the loop is made of."""
+"""One run, with the operations that the training loop calls."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Session:
         ):
             if note is not None:
                 self.outputs.progress.note(note)
-        # A checkpoint may be resumed more than once, and the metrics of its own step are kept.
+        # Skip what follows if metrics.jsonl already has this step, as after a second resumption.
         logged = self.outputs.metrics.last_step == step
         if self.schedule.evaluation_at_start(step) and not logged:
             self.outputs.progress.phase("measuring accuracy before training")
@@ -166,7 +166,7 @@ class Session:
         """
         started = time.perf_counter()
         metrics = self.parts.evaluator(self.parts.engine)
-        # A worker replaced during the evaluation has reported its weights before it answered.
+        # A worker replaced during the evaluation has reported its weights before it generated.
         self.parts.publisher.check_proofs()
         return {**metrics, "time/eval_s": time.perf_counter() - started}
 

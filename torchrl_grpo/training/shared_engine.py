@@ -39,7 +39,7 @@ class SharedEngine(Engine):
         return self._call_all(EngineShare.generate, prompts, sampling)
 
     def next_tokens(self, probe: Probe) -> NextTokens:
-        """See :meth:`Engine.next_tokens`; each rank's engine answers."""
+        """See :meth:`Engine.next_tokens`; each rank's engine runs the probe."""
         return self._call_all(EngineShare.next_tokens, probe)
 
     def locate_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:

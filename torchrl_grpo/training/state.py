@@ -30,7 +30,7 @@ class Counters:
     """Progress of a run.
 
     Attributes:
-        step: optimizer steps done, refused ones included.
+        step: optimizer steps done, skipped ones included.
         steps_left_in_round: steps the buffer still has data for.
         response_tokens: response tokens generated.
         reward_errors: rewards that raised.
@@ -57,7 +57,8 @@ class Counters:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the counters by name."""
-        # Older checkpoints do not say, and no warning may rest on them.
+        # Older checkpoints lack any_signal. Assume True, so that resuming one does not trigger the no-signal
+        # warning.
         self.any_signal = True
         for name, value in state.items():
             setattr(self, name, value)
@@ -77,7 +78,7 @@ class Parts:
         reference: reference model in this process; None if there is none here.
         buffer: replay buffer that holds the current round.
         publisher: hands the weights to the engine and proves that they arrived.
-        update_format: number format in which updates must not round to zero.
+        update_format: dtype in which a weight update must not round to zero.
         evaluator: held-out problems and their grader.
     """
 

@@ -20,10 +20,10 @@ class Speedometer:
     """Throughput of the training phase.
 
     Args:
-        model: what is trained.
-        device: where.
-        dtype: of its matrix products.
-        ranks: that train together, each on a device like this one.
+        model: model that is trained.
+        device: device of the model.
+        dtype: dtype of its matrix products.
+        ranks: number of ranks that train together, each on a device like this one.
     """
 
     def __init__(
