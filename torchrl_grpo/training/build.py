@@ -282,7 +282,10 @@ def coarser(
 
 
 def update_format(cfg: Config, device: torch.device, precision: torch.dtype) -> torch.dtype:
-    """The dtype in which a weight update must not round to zero: with adapters the engine's dtype."""
+    """The dtype in which a weight update must not round to zero.
+
+    It is ``precision``, or with adapters the dtype of the engine.
+    """
     return resolve_dtype(cfg.inference_model.dtype, device) if cfg.train_model.lora.rank > 0 else precision
 
 
