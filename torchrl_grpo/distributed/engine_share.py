@@ -77,7 +77,7 @@ class EngineShare:
         return tuple(one for rank in self.ranks.gather(self.engine.checksums()) for one in rank)
 
     def next_tokens(self, probe: Probe) -> NextTokens:
-        """See :meth:`Engine.next_tokens`; the ranks' answers stand below one another."""
+        """See :meth:`Engine.next_tokens`; the rows of all ranks are concatenated."""
         answers = self.ranks.gather(self.engine.next_tokens(probe))
         return NextTokens(
             torch.cat([answer.token_ids for answer in answers]),

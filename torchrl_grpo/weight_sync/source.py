@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Prober(Protocol):
-    """What answers a probe with the trainer's own log-probabilities."""
+    """Computes the trainer's own log-probabilities for a probe."""
 
     def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
         """See :meth:`~torchrl_grpo.models.scoring.token_scorer.TokenScorer.next_token_log_probs`."""
