@@ -103,7 +103,8 @@ def launch(words: Sequence[str], count: int) -> int:
         rank 0 if it failed.
 
     Raises:
-        KeyboardInterrupt: the run was interrupted, and rank 0 shut down without an error or timed out.
+        KeyboardInterrupt: the run was interrupted while ranks were being started, or later, and rank 0 then
+            shut down without an error or timed out.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -127,9 +128,11 @@ def launch(words: Sequence[str], count: int) -> int:
             },
             logs_specs=DefaultLogsSpecs(),
         )
+    if interrupts:
+        # No rank has begun its work, so none needs time to finish it.
+        ranks.close()
+        raise KeyboardInterrupt
     try:
-        if interrupts:
-            raise KeyboardInterrupt
         result = ranks.wait()
     except KeyboardInterrupt:
         assert isinstance(ranks, SubprocessContext), "of a script, not of a function"
