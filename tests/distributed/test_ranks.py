@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
-from rank_program import CASES, MIXED, RELOADED
+from rank_program import CASES, CASES_OF_TWO, MIXED, RELOADED
 from rank_runs import (
     Runs,
     check_kept_and_loaded,
@@ -51,8 +51,9 @@ def by_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "count"), [*((case, 3) for case in CASES), *((case, 2) for case in CASES_OF_TWO)]
+)
 def test_ranks_compute_what_one_process_does(
     by_ranks: dict[int, Any], case: str, count: int, kind: str
 ) -> None:
@@ -96,12 +97,11 @@ def test_the_optimizer_s_state_is_the_same_for_all_layouts(by_ranks: dict[int, A
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("case", RELOADED)
 def test_moments_are_kept_by_the_rank_that_saves_them_and_loaded_in_parts(
-    by_ranks: dict[int, Any], count: int, kind: str
+    by_ranks: dict[int, Any], case: str, kind: str
 ) -> None:
-    for case in RELOADED:
-        check_kept_and_loaded(by_ranks[count][case, kind], count)
+    check_kept_and_loaded(by_ranks[3][case, kind], 3)
 
 
 @pytest.mark.parametrize(
@@ -148,13 +148,14 @@ def test_a_run_on_two_ranks_follows_the_run_on_one_and_so_does_its_continuation_
     launcher, more = HOW[how]
     done = runs.start(tmp_path / "run", launcher, *more)
     assert "an engine in each of 2 ranks" in done.stdout
-    # Written by two, continued by one.
-    runs.go_on(tmp_path / "run")
+    # What two ranks wrote, one continues. Who started the two makes no difference to that.
+    if launcher is None:
+        runs.go_on(tmp_path / "run")
 
 
 def test_two_ranks_are_dismissed_where_the_run_has_ended(runs: Runs, tmp_path: Path) -> None:
-    done = runs.take_over(tmp_path / "run", "train_model.num_devices=2", step=20)
-    assert done.stderr.count("after step 20 of 20; it has already ended") == 1
+    done = runs.take_over(tmp_path / "run", "train_model.num_devices=2", step=10)
+    assert done.stderr.count("after step 10 of 10; it has already ended") == 1
 
 
 def test_two_ranks_with_two_workers_follow_the_run_of_one_process(
@@ -172,11 +173,11 @@ def test_compiled_layers_train_in_shards_as_plain_ones_do_on_one_rank(
     one_rank: Path, repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     more = ("train_model.num_devices=2", "train_model.parallelism=fsdp2", "train_model.compile=true")
-    few = ("train.total_dialog_turns=64", "eval.frequency=10")
+    few = ("train.total_dialog_turns=48", "eval.frequency=5")
     done = command(repo_root, [sys.executable], words(sums, tiny_model_dir, tmp_path / "run", *more, *few))
     assert done.returncode == 0, done.stderr
     assert "train_model.compile" not in done.stderr, "it must not have fallen back"
-    for ours, theirs in zip(metrics(tmp_path / "run")[:4], metrics(one_rank)[:4], strict=True):
+    for ours, theirs in zip(metrics(tmp_path / "run")[:3], metrics(one_rank)[:3], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
@@ -192,7 +193,7 @@ def test_an_interrupt_ends_all_ranks_in_good_order(
         env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 120
-    while not (folder / "checkpoints/10").exists() and time.monotonic() < deadline:
+    while not (folder / "checkpoints/5").exists() and time.monotonic() < deadline:
         # Nothing tells another process that a checkpoint is there.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=0.2)
@@ -286,7 +287,8 @@ def test_adapters_train_on_two_ranks_as_on_one(
     # Where the reference is still the policy the gradient is rounding, whose sign Adam would follow.
     calm = "optimizer.eps=1e-2"
     for ranks in (1, 2):
-        more = ("train_model.lora.rank=4", "policy.kl_coef=0.1", f"train_model.num_devices={ranks}", calm)
+        more = ["train_model.lora.rank=4", "policy.kl_coef=0.1", f"train_model.num_devices={ranks}", calm]
+        more.append("train.total_dialog_turns=64")
         done = command(repo_root, [sys.executable], words(sums, tiny_model_dir, tmp_path / str(ranks), *more))
         assert done.returncode == 0, done.stderr
         found.append(metrics(tmp_path / str(ranks)))
@@ -294,9 +296,7 @@ def test_adapters_train_on_two_ranks_as_on_one(
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "engines"), [("ddp", "auto"), ("fsdp2", "auto"), pytest.param("ddp", "1", id="one engine")]
-)
+@pytest.mark.parametrize(("kind", "engines"), [("fsdp2", "auto"), pytest.param("ddp", "1", id="one engine")])
 def test_a_run_on_one_rank_continues_on_two(kind: str, engines: str, runs: Runs, tmp_path: Path) -> None:
     more = ("train_model.num_devices=2", f"train_model.parallelism={kind}")
     runs.take_over(tmp_path / "run", *more, f"inference_model.num_devices={engines}")

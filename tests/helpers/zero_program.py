@@ -1,4 +1,4 @@
-"""What each rank of a DeepSpeed test runs: rare steps, and states that are loaded; it asserts by itself.
+"""What each rank of the DeepSpeed tests runs: the cases of ``rank_program.py``, then checks of its own.
 
 RANK=0 WORLD_SIZE=2 ... python tests/helpers/zero_program.py OUTPUT KIND ...
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rank_program import CPU, batch_of, build
+from rank_program import CASES, CPU, batch_of, build, measure_all
 from torch import Tensor
 
 from torchrl_grpo.distributed.parallelism import whole, writable
@@ -127,6 +127,7 @@ def check_end(kind: str, ranks: Ranks) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     here = Ranks(on_cpu=True)
+    found = measure_all(sys.argv[2:], tuple(CASES), here)
     for kind in sys.argv[2:]:
         check_looks(kind, here)
         check_refusal(kind, here)
@@ -134,4 +135,4 @@ if __name__ == "__main__":
         check_states(kind, here)
         check_end(kind, here)
     if here.is_main:
-        torch.save(sys.argv[2:], Path(sys.argv[1]))
+        torch.save(found, Path(sys.argv[1]))

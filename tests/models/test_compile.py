@@ -94,6 +94,8 @@ def test_a_compiler_that_fails_is_said_and_not_used(monkeypatch: pytest.MonkeyPa
     scorer = TokenScorer(model)
     expected = numbers(model, scorer, 0)
     with_backend(monkeypatch, broken)
-    with pytest.warns(UserWarning, match=r"train_model\.compile=true: LlamaForCausalLM is not compiled .*no compiler"):
+    with pytest.warns(
+        UserWarning, match=r"train_model\.compile=true: LlamaForCausalLM is not compiled .*no compiler"
+    ):
         compile_layers(model, scorer)
     assert all(map(torch.equal, numbers(model, scorer, 0), expected))
