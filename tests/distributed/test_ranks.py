@@ -280,6 +280,47 @@ def test_an_interrupt_while_ranks_are_started_leaves_none_behind(
     assert signal.getsignal(signal.SIGINT) is before
 
 
+_ENDED = """
+import os, sys
+
+sys.path.insert(0, {root!r})
+if "RANK" not in os.environ:
+    from torchrl_grpo.distributed import launch
+
+    raise SystemExit(launch.launch([], 2))
+if os.environ["RANK"] == "1":
+    {end}
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        (
+            "os.kill(os.getpid(), 9)",
+            1,
+            "error: training rank 1 was ended by SIGKILL, as the system does if memory runs out; lower "
+            "train.max_tokens_per_microbatch and resume\n",
+        ),
+        ("os.write(2, b'error: my own\\n'); os._exit(2)", 2, "error: my own\n"),
+    ],
+)
+def test_the_launcher_says_what_ended_a_rank_only_if_the_rank_cannot(
+    repo_root: Path, tmp_path: Path, end: str, code: int, said: str
+) -> None:
+    script = tmp_path / "ended.py"
+    script.write_text(_ENDED.format(root=str(repo_root), end=end))
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
+    # Reading the other end of this pipe lasts until the launcher ends the rank.
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.wait(timeout=60) == code
+    assert process.stderr is not None and process.stderr.read() == said
+
+
 def test_adapters_train_on_two_ranks_as_on_one(
     repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:

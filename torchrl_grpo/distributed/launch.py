@@ -6,6 +6,7 @@ Each rank runs the same command line. It reads its number from :mod:`~torchrl_gr
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import signal
 import socket
@@ -25,6 +26,11 @@ from torchrl_grpo.runtime import rank_env
 INTERRUPTED_CODE = 130
 # Exit code of the launcher if a signal ended a rank.
 _ENDED_BY_SIGNAL = 1
+# What usually sends a signal that a rank cannot report itself.
+_CAUSES = {
+    "SIGKILL": ", as the system does if memory runs out; lower train.max_tokens_per_microbatch and resume",
+    "SIGSEGV": ", a crash of a library; the log of the run may say more",
+}
 # Time limit for an interrupted rank 0 to finish the current work and to shut down. A step of a large model,
 # or a round of long responses, takes minutes.
 _FAREWELL_S = 600
@@ -109,6 +115,8 @@ def launch(words: Sequence[str], count: int) -> int:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
+    # Each rank prints its own error. The library would add where its process ran and which binary it was.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     common = {
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
@@ -151,6 +159,11 @@ def launch(words: Sequence[str], count: int) -> int:
     if not result.failures:
         return 0
     first = min(result.failures.values(), key=lambda failure: failure.timestamp)
+    if first.exitcode < 0:
+        name = signal.Signals(-first.exitcode).name
+        sys.stderr.write(
+            f"error: training rank {first.local_rank} was ended by {name}{_CAUSES.get(name, '')}\n"
+        )
     return _shown(first.exitcode)
 
 
