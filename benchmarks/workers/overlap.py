@@ -153,7 +153,7 @@ def _in_workers(token_s: float, cfg: Any, source: Any, env: Any, tokenizer: Any)
     actor = type("TimedActor", (_Actor,), {"token_s": token_s})
     spec = WorkerSpec(cfg, source.model, source.end_ids, tokenizer.pad_token_id, 64, threads=1, on_gpu=False)
     count = num_devices(cfg.inference_model)
-    pool = RayPool(cfg, spec, count, actor)
+    pool = RayPool(cfg, spec, count=count, actor=actor)
     return collections.with_workers(cfg, env, tokenizer, pool, count, pool.ship)
 
 

@@ -37,7 +37,9 @@ def write_model(folder: Path) -> None:
 
 
 def save(run_dir: Path, step: int, keep: int = 5, **state: Any) -> Path:
-    return checkpoint.save(run_dir, step, Config(), write_model, {"step": step, **state}, keep)
+    return checkpoint.save(
+        run_dir, step, cfg=Config(), write_model=write_model, state={"step": step, **state}, keep=keep
+    )
 
 
 def steps(run_dir: Path) -> list[str]:
@@ -111,7 +113,7 @@ def test_a_write_that_fails_harms_no_older_checkpoint(run_dir: Path) -> None:
     save(run_dir, 5, value=1)
     for step in (5, 10):
         with pytest.raises(CheckpointError, match=r"No space left on device; the disk took 0\.00") as raised:
-            checkpoint.save(run_dir, step, Config(), fail, {}, 1)
+            checkpoint.save(run_dir, step, cfg=Config(), write_model=fail, state={}, keep=1)
         assert f"checkpoints/{step}: " in str(raised.value) and f"resume={run_dir}" in str(raised.value)
         found = checkpoint.find(run_dir, "auto")
         assert found.name == "5" and checkpoint.load_state(found)["value"] == 1
@@ -124,7 +126,7 @@ def test_an_error_of_another_kind_is_no_full_disk(run_dir: Path) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        checkpoint.save(run_dir, 5, Config(), fail, {}, 1)
+        checkpoint.save(run_dir, 5, cfg=Config(), write_model=fail, state={}, keep=1)
     assert steps(run_dir) == []
 
 
@@ -160,7 +162,7 @@ def test_a_file_that_the_system_cuts_off_is_one_clear_message(
     try:
         # Each library puts what the system says in words of its own.
         with pytest.raises(CheckpointError, match=f"/10: the checkpoint could not be written .*{said}"):
-            checkpoint.save(run_dir, 10, Config(), write, state, 1)
+            checkpoint.save(run_dir, 10, cfg=Config(), write_model=write, state=state, keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert steps(run_dir) == ["5"] and checkpoint.damage(run_dir / "checkpoints" / "5") is None

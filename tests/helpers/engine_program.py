@@ -117,7 +117,15 @@ def main(output: Path) -> None:
     found["next, woken"] = shared.next_tokens(probe)
     found["asked"] = here.call_all(Member.asked, member)
     here.call_all(Member.deafen, member, here.size - 1)
-    publisher = WeightPublisher(new, TokenScorer(new), shared, PROMPTS[:3], 2, torch.float32, torch.float32)
+    publisher = WeightPublisher(
+        new,
+        TokenScorer(new),
+        engine=shared,
+        probe_prompts=PROMPTS[:3],
+        pad_id=2,
+        precision=torch.float32,
+        engine_dtype=torch.float32,
+    )
     with torch.no_grad():
         new.lm_head.weight += 1
     found["refused"] = error_of(lambda: publisher.publish(4), TrainingStopped)

@@ -75,7 +75,13 @@ def trained(engine: VLLMEngine, smollm2_dir: Path, prompts: list[list[int]]) -> 
     """One model and one proof for all tests of an engine: on the real model each takes seconds."""
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32).eval()
     publisher = WeightPublisher(
-        model, TokenScorer(model, 1.0), engine, probe_prompts(prompts), 2, torch.float32, engine.dtype
+        model,
+        TokenScorer(model, 1.0),
+        engine=engine,
+        probe_prompts=probe_prompts(prompts),
+        pad_id=2,
+        precision=torch.float32,
+        engine_dtype=engine.dtype,
     )
     return Trained(model, publisher, publisher.prove_at_start(0))
 

@@ -85,7 +85,15 @@ def save_model(family: str, folder: Path) -> Any:
 
 
 def make_publisher(model: Any, engine: VLLMEngine) -> WeightPublisher:
-    return WeightPublisher(model, TokenScorer(model), engine, PROMPTS, 2, engine.dtype, engine.dtype)
+    return WeightPublisher(
+        model,
+        TokenScorer(model),
+        engine=engine,
+        probe_prompts=PROMPTS,
+        pad_id=2,
+        precision=engine.dtype,
+        engine_dtype=engine.dtype,
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

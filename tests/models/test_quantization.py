@@ -98,7 +98,13 @@ def test_the_proof_of_weights_covers_a_quantized_base(folder: Path, monkeypatch:
         model = quantized(folder, moved=0)
         engine = TransformersEngine(make_model("llama_tied", **SHAPE), [END], PAD)
         return WeightPublisher(
-            model, TokenScorer(model), engine, prompts(), PAD, torch.float32, torch.float32
+            model,
+            TokenScorer(model),
+            engine=engine,
+            probe_prompts=prompts(),
+            pad_id=PAD,
+            precision=torch.float32,
+            engine_dtype=torch.float32,
         )
 
     sound = publisher()

@@ -306,11 +306,19 @@ def test_a_part_of_any_tensor_that_is_stale_in_a_worker_is_found(
     cfg.inference_model.dtype = Dtype(str(dtype).removeprefix("torch."))
     cfg.ray.address = two_nodes.address
     pool = ray_pool.RayPool(
-        cfg, ray_pool.WorkerSpec(cfg, cfg.model.name, [END], PAD, 4, 1, False), 1, FaultyActor
+        cfg, ray_pool.WorkerSpec(cfg, cfg.model.name, [END], PAD, 4, 1, False), count=1, actor=FaultyActor
     )
     try:
         worker = OneWorker(pool)
-        publisher = WeightPublisher(model, TokenScorer(model), worker, PROMPTS, PAD, dtype, dtype)
+        publisher = WeightPublisher(
+            model,
+            TokenScorer(model),
+            engine=worker,
+            probe_prompts=PROMPTS,
+            pad_id=PAD,
+            precision=dtype,
+            engine_dtype=dtype,
+        )
         cases = every_part(publisher)
 
         def on_the_way(fault: Fault | None) -> None:

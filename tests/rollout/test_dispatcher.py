@@ -55,7 +55,7 @@ def make_dispatcher(pool: Pool, timeout_s: float = 60.0) -> Dispatcher:
     scheduler = Scheduler(
         StalenessTracker(1, 0, 5), 1, 2, lambda number: ([1], number), wait_for_running=False, give_back=False
     )
-    return Dispatcher(scheduler, pool, score, timeout_s, max_restarts=0)
+    return Dispatcher(scheduler, pool, score=score, timeout_s=timeout_s, max_restarts=0)
 
 
 def test_what_is_asked_behind_a_failure_is_done_all_the_same() -> None:

@@ -235,7 +235,9 @@ def started(folder: Path, *words: str, asynchronous: bool = False) -> Config:
 
     def save(cfg: Config, run_dir: Path) -> None:
         # As the run would: in its checkpoints what was automatic has been decided.
-        checkpoint.save(run_dir, 4, with_proximal(cfg, asynchronous), lambda where: None, {}, 1)
+        checkpoint.save(
+            run_dir, 4, cfg=with_proximal(cfg, asynchronous), write_model=lambda where: None, state={}, keep=1
+        )
 
     BEHAVE["do"] = save
     assert call(f"hydra.run.dir={folder.name}", *words, asynchronous=asynchronous) == 0

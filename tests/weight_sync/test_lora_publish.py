@@ -39,7 +39,15 @@ def make_publisher(
     """The engine is built from the base, as in a run; the trainer has its adapters."""
     model = adapted(family, moved=moved, dtype=dtype)
     own = engine(make_model(family).to(dtype), [END], PAD)
-    return publisher(model, TokenScorer(model), own, prompts(), PAD, dtype, dtype)
+    return publisher(
+        model,
+        TokenScorer(model),
+        engine=own,
+        probe_prompts=prompts(),
+        pad_id=PAD,
+        precision=dtype,
+        engine_dtype=dtype,
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "gpt2", "qwen3"])

@@ -40,7 +40,16 @@ def make_publisher(
     model = make_model(family)
     engine = engine_type(copy.deepcopy(model).to(dtype), [END], PAD)
     return publisher_type(
-        model, TokenScorer(model), engine, prompts(), PAD, dtype, dtype, bound, warn, backend
+        model,
+        TokenScorer(model),
+        engine=engine,
+        probe_prompts=prompts(),
+        pad_id=PAD,
+        precision=dtype,
+        engine_dtype=dtype,
+        bound=bound,
+        warn=warn,
+        backend=backend,
     )
 
 

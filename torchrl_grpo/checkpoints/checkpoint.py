@@ -40,6 +40,7 @@ _CONFIG = "config.yaml"
 def save(
     run_dir: Path,
     step: int,
+    *,
     cfg: Config,
     write_model: Callable[[Path], None],
     state: dict[str, Any],

@@ -160,7 +160,7 @@ def ray_workers(
         gpu_memory_utilization=source.plan.gpu_memory_utilization,
     )
     others = source.plan.reference_actors
-    pool = RayPool(cfg, spec, count, others=others)
+    pool = RayPool(cfg, spec, count=count, others=others)
     try:
         reference = _reference_actors(cfg, source, pool, spec) if others else None
     except BaseException:
@@ -220,9 +220,9 @@ def with_workers(
     dispatcher = Dispatcher(
         scheduler,
         pool,
-        scorer.score,
-        cfg.collector.timeout_s,
-        cfg.collector.max_restarts,
+        score=scorer.score,
+        timeout_s=cfg.collector.timeout_s,
+        max_restarts=cfg.collector.max_restarts,
         refills=cfg.policy.constant_groups == "refill",
         reference=reference,
     )

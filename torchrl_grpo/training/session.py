@@ -187,11 +187,11 @@ class Session:
         return checkpoint.save(
             self.outputs.run_dir,
             self.counters.step,
-            self.cfg,
-            partial(saving.save, learner.model, tokenizer, weights=learner.published()),
-            self.state.state_dict(),
-            self.cfg.checkpoint.keep,
-            partial(saving.save_merged, learner.model, tokenizer)
+            cfg=self.cfg,
+            write_model=partial(saving.save, learner.model, tokenizer, weights=learner.published()),
+            state=self.state.state_dict(),
+            keep=self.cfg.checkpoint.keep,
+            write_merged=partial(saving.save_merged, learner.model, tokenizer)
             if self.cfg.checkpoint.export_merged
             else None,
         )

@@ -116,6 +116,7 @@ class WeightPublisher:
         self,
         model: nn.Module | ShardedWeights,
         scorer: Prober,
+        *,
         engine: Inference,
         probe_prompts: Sequence[Sequence[int]],
         pad_id: int,

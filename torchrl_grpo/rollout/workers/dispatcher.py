@@ -57,6 +57,7 @@ class Dispatcher:
         self,
         scheduler: Scheduler,
         pool: Pool,
+        *,
         score: Callable[[Group], ScoredGroup],
         timeout_s: float,
         max_restarts: int,

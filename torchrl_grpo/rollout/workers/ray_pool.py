@@ -156,6 +156,7 @@ class RayPool:
         self,
         cfg: Config,
         spec: WorkerSpec,
+        *,
         count: int,
         actor: type[RolloutActor] = RolloutActor,
         others: int = 0,
