@@ -24,7 +24,7 @@ class ModelError(UserError):
 
 
 class TrainingStopped(UserError):
-    """Training stopped itself, for example after a failed proof of weights, too many skipped steps, or a
+    """Training stopped itself, for example after a failed weight verification, too many skipped steps, or a
     full disk.
     """
 

@@ -84,7 +84,7 @@ def _whole_step(workload: Workload) -> Callable[[], dict[str, float]]:
     session = build_session(Job(cfg, folder / "run", data.load(cfg), reward_set, grader))
     generate = session.parts.engine.generate
     session.parts.engine.generate = lambda prompts, sampling: generate(  # type: ignore[method-assign]
-        prompts, dataclasses.replace(sampling, ignore_end=True)
+        prompts, dataclasses.replace(sampling, ignore_eos=True)
     )
     session.begin()
     record = Path(record) if (record := os.environ.get("BENCH_RECORD")) else None

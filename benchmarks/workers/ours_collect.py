@@ -15,7 +15,7 @@ from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs import GroupTextEnv, PromptStream
 from torchrl_grpo.inference.checksums import Checksums
-from torchrl_grpo.inference.protocol import Completion, NextTokens, Probe, Request, SteppingEngine
+from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
 from torchrl_grpo.objectives.advantage import GroupAdvantage
 from torchrl_grpo.objectives.coefficients import KLCoefficient
 from torchrl_grpo.rewards import RewardSet
@@ -36,10 +36,10 @@ class _Instant(SteppingEngine):
     def step(self) -> list[tuple[Hashable, Completion]]:
         return [(key, Completion(self._ids, [-1.0] * len(self._ids), "length")) for key in self._keys]
 
-    def withdraw(self) -> dict[Hashable, Completion]:
+    def abort_all(self) -> dict[Hashable, Completion]:
         raise NotImplementedError
 
-    def next_tokens(self, probe: Probe) -> NextTokens:
+    def next_tokens(self, probe: Probe) -> ProbeResult:
         raise NotImplementedError
 
     def start_update(self) -> None:

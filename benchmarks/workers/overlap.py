@@ -25,7 +25,7 @@ from torchrl_grpo.config.values import Backend
 from torchrl_grpo.inference.protocol import Completion, Request, SteppingEngine
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.planning import placement
-from torchrl_grpo.planning.request import request_of
+from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.rollout import build as collections
 from torchrl_grpo.rollout.collector import RolloutCollector
 from torchrl_grpo.rollout.workers.ray_pool import RayPool, RolloutActor, WorkerSpec
@@ -41,7 +41,7 @@ class _Timed(TransformersEngine):
 
     def __init__(self, engine: SteppingEngine, token_s: float) -> None:
         assert isinstance(engine, TransformersEngine)
-        super().__init__(engine.model, engine.end_ids.tolist(), engine.pad_id)
+        super().__init__(engine.model, engine.eos_token_ids.tolist(), engine.pad_token_id)
         self.token_s = token_s
         self._running: dict[Hashable, tuple[Request, int]] = {}
 
@@ -54,8 +54,8 @@ class _Timed(TransformersEngine):
         ended = [key for key, (request, done) in self._running.items() if done == request.max_new_tokens]
         return [(key, self._answer(self._running.pop(key)[1], "length")) for key in ended]
 
-    def withdraw(self) -> dict[Hashable, Completion]:
-        taken = {key: self._answer(done, "withdrawn") for key, (_, done) in self._running.items()}
+    def abort_all(self) -> dict[Hashable, Completion]:
+        taken = {key: self._answer(done, "aborted") for key, (_, done) in self._running.items()}
         self._running = {}
         return taken
 
@@ -114,7 +114,7 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
     token_s = generate_s / workload.response_tokens
     collect = functools.partial(_in_workers, token_s) if workers else functools.partial(_here, token_s)
     # Both sides on the CPU: what takes its time is a clock.
-    plan = placement.plan(request_of(cfg, asynchronous=workers > 0), num_gpus=0)
+    plan = placement.plan(build_request(cfg, asynchronous=workers > 0), num_gpus=0)
     session = build_session(
         Job(cfg, folder / "run", data.load(cfg), reward_set, grader), collect=collect, plan=plan
     )
@@ -151,7 +151,9 @@ def _here(token_s: float, cfg: Any, source: Any, env: Any, tokenizer: Any) -> co
 
 def _in_workers(token_s: float, cfg: Any, source: Any, env: Any, tokenizer: Any) -> collections.Collection:
     actor = type("TimedActor", (_Actor,), {"token_s": token_s})
-    spec = WorkerSpec(cfg, source.model, source.end_ids, tokenizer.pad_token_id, 64, threads=1, on_gpu=False)
+    spec = WorkerSpec(
+        cfg, source.model, source.eos_token_ids, tokenizer.pad_token_id, 64, threads=1, on_gpu=False
+    )
     count = num_devices(cfg.inference_model)
     pool = RayPool(cfg, spec, count=count, actor=actor)
     return collections.with_workers(cfg, env, tokenizer, pool, count, pool.ship)

@@ -16,7 +16,7 @@ from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, equal_piec
 from torchrl_grpo.batch.schema import token_counts
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
-from torchrl_grpo.objectives.aggregation import totals_of
+from torchrl_grpo.objectives.aggregation import count_totals
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
 
 
@@ -105,7 +105,7 @@ def test_the_budget_changes_no_gradient(tokens: int) -> None:
     batch, model = make_batch(P=4, G=4), make_model()
     loss, advantage = make_objective(TokenScorer(model), kl_coef=0.1, entropy_coef=0.01)
     batch = advantage.inv(batch)
-    totals, found = totals_of(batch["masks", "loss"]), []
+    totals, found = count_totals(batch["masks", "loss"]), []
     for budget in (10**6, tokens):
         model.zero_grad()
 

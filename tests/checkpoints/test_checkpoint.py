@@ -355,7 +355,7 @@ def messages_that_end_runs() -> list[tuple[str, str]]:
         }
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
             # Those that are raised, and what a model that does not fit is said with.
-            ends = ast.unparse(call.func) in ("TrainingStopped", "WorkersLost", "stopping")
+            ends = ast.unparse(call.func) in ("TrainingStopped", "WorkersLost", "stop_on_oom")
             given = [*call.args[:1]] if ends else [k.value for k in call.keywords if k.arg == "instead"]
             for text in (named.get(ast.unparse(one), one) for one in given):
                 parts = [n.value for n in ast.walk(text) if isinstance(n, ast.Constant)]

@@ -18,7 +18,7 @@ from torchrl_grpo.planning.cores import divide_cores
 from torchrl_grpo.planning.placement import plan
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.preflight import with_proximal
-from torchrl_grpo.planning.request import request_of
+from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.rollout.round import ages
 
 
@@ -124,7 +124,7 @@ def test_cores_go_where_they_are_sent() -> None:
 
 
 def planned(cfg: Config, on_gpu: bool = False, asynchronous: bool = True) -> Plan:
-    return plan(request_of(cfg, asynchronous), 9 if on_gpu else 0)
+    return plan(build_request(cfg, asynchronous), 9 if on_gpu else 0)
 
 
 def test_rounds_and_steps() -> None:

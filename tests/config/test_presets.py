@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
-from torchrl_grpo.objectives.aggregation import totals_of
+from torchrl_grpo.objectives.aggregation import count_totals
 from torchrl_grpo.objectives.coefficients import EntropyCoefficient, KLCoefficient
 from torchrl_grpo.objectives.maxent import listwise_weights
 
@@ -209,7 +209,7 @@ def model_gradients(case: str, batch: TensorDict, pieces: int = 1) -> tuple[floa
     )
     written = advantage.inv(batch.clone())
     written = written[written["masks", "loss"].any(-1).any(-1)]
-    totals = totals_of(written["masks", "loss"])
+    totals = count_totals(written["masks", "loss"])
     value = 0.0
     for piece in split(written, len(batch), pieces):
         term = total(loss(piece, totals=totals))

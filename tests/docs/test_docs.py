@@ -236,7 +236,7 @@ def test_the_table_of_shapes_is_that_of_the_schema() -> None:
     assert code == page and len(code) == 16
 
 
-def test_the_bounds_of_the_proof_are_those_of_the_code() -> None:
+def test_the_bounds_of_weight_verification_are_those_of_the_code() -> None:
     tree = ast.parse((ROOT / "torchrl_grpo" / "weight_sync" / "publisher.py").read_text())
     values: dict[str, dict[str, float]] = {}
     for node in tree.body:
@@ -250,4 +250,4 @@ def test_the_bounds_of_the_proof_are_those_of_the_code() -> None:
     )
     assert said is not None
     formats = ("float32", "float16", "bfloat16")
-    assert dict(zip(formats, map(float, said.groups()), strict=True)) == values["_FLOOR"]
+    assert dict(zip(formats, map(float, said.groups()), strict=True)) == values["_MIN_BOUND"]

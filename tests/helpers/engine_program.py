@@ -41,7 +41,7 @@ class Noting(TransformersEngine):
     """Notes which prompts it was given."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__(model, END_IDS, pad_id=0)
+        super().__init__(model, END_IDS, pad_token_id=0)
         self.asked: list[list[list[int]]] = []
         self.deaf = False
 
@@ -122,7 +122,7 @@ def main(output: Path) -> None:
         TokenScorer(new),
         engine=shared,
         probe_prompts=PROMPTS[:3],
-        pad_id=2,
+        pad_token_id=2,
         precision=torch.float32,
         engine_dtype=torch.float32,
     )

@@ -10,7 +10,14 @@ from typing import Any
 from stale_parts import Fault, Faulty
 from torch import Tensor
 
-from torchrl_grpo.inference.protocol import Completion, Inference, NextTokens, Probe, Sampling, SteppingEngine
+from torchrl_grpo.inference.protocol import (
+    Completion,
+    Inference,
+    Probe,
+    ProbeResult,
+    Sampling,
+    SteppingEngine,
+)
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.rollout.workers.ray_pool import RayPool, RolloutActor, WorkerSpec
 from torchrl_grpo.rollout.workers.types import TakeWeights
@@ -62,12 +69,12 @@ class OneWorker(Inference):
         """Have the worker's engine take weights with ``fault``."""
         self._call(Plant(fault))
 
-    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> NextTokens:
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> ProbeResult:
         fault = self.on_the_way
         sent = weights if fault is None else ((n, fault.applied(n, t)) for n, t in weights)
-        answer, _ = self._call(TakeWeights(self.pool.ship(sent), version, probe, give_back=False))
-        assert isinstance(answer, NextTokens)
-        return answer
+        result, _ = self._call(TakeWeights(self.pool.ship(sent), version, probe, give_back=False))
+        assert isinstance(result, ProbeResult)
+        return result
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         raise AssertionError("nobody asks for responses here")

@@ -144,7 +144,7 @@ def collect_locally(pools: list[LocalPool], engine_type: Any = None, **options: 
     ) -> build.Collection:
         def engine() -> SteppingEngine:
             made = build_engine(
-                cfg, source.model, torch.device("cpu"), source.end_ids, tokenizer.pad_token_id, 64
+                cfg, source.model, torch.device("cpu"), source.eos_token_ids, tokenizer.pad_token_id, 64
             )
             if engine_type is not None:
                 made.__class__ = engine_type

@@ -15,7 +15,7 @@ from torchrl_grpo.config import Config, parse
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning import preflight
 from torchrl_grpo.planning.placement import plan
-from torchrl_grpo.planning.request import Request, request_of
+from torchrl_grpo.planning.request import Request, build_request
 from torchrl_grpo.runtime.hardware import Hardware
 
 PLANS = Path(__file__).parent / "plans.txt"
@@ -37,7 +37,7 @@ def asked(case: str) -> tuple[Request, int]:
     node = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist(values))
     assert isinstance(node, DictConfig)
     cfg = parse(node)
-    request = request_of(cfg, asynchronous=script == "grpo-async.py")
+    request = build_request(cfg, asynchronous=script == "grpo-async.py")
     return replace(request, lora="lora" in words), int(gpus.split()[0])
 
 

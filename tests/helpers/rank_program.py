@@ -21,7 +21,7 @@ from torchrl_grpo.config.schema import OptimizerConfig
 from torchrl_grpo.distributed.parallelism import distribute, reshard_after, whole
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
-from torchrl_grpo.objectives.aggregation import totals_of
+from torchrl_grpo.objectives.aggregation import count_totals
 from torchrl_grpo.training.optimizer_step import OptimizerStep
 
 CPU = torch.device("cpu")
@@ -123,7 +123,7 @@ def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
         "state": state,
         "kept": ranks.gather(sum(len(entry) for entry in state["optimizer"]["state"].values())),
         "reloaded": _reloaded(case, kind, ranks, state) if case in RELOADED else None,
-        "tokens": float(totals_of(batch["masks", "loss"]).tokens),
+        "tokens": float(count_totals(batch["masks", "loss"]).tokens),
     }
 
 
@@ -155,7 +155,7 @@ def kept_of_weights(ranks: Ranks) -> float:
 
     batch = batch_of("llama in bfloat16")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        terms = step.loss(batch, totals=totals_of(batch["masks", "loss"]))
+        terms = step.loss(batch, totals=count_totals(batch["masks", "loss"]))
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in saved}
     torch.stack([v for k, v in terms.items() if k.startswith("loss_")]).sum().backward()
     return float(sum(storages.values()) / sum(p.numel() for p in matrices))

@@ -92,7 +92,7 @@ def assert_each_is_found(
     """Move all weights and publish them with a fault, once for each case; a sound publication then passes.
 
     Args:
-        publisher: whose engine takes weights for the first time, or has a proof behind it.
+        publisher: whose engine takes weights for the first time, or has passed the start test.
         step: publishes.
         plant: puts a fault on the way to the engine, or takes it away.
         cases: tensors and parts.

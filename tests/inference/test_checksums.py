@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchrl_grpo.inference.checksums import checksum, checksums, ordered_row_sums
+from torchrl_grpo.inference.checksums import checksum, compute_checksums, ordered_row_sums
 from torchrl_grpo.inference.layout import Seen, fingerprint, in_format, locate_weights
 
 CPU = torch.device("cpu")
@@ -95,9 +95,9 @@ def test_what_is_packed_or_empty_is_read_as_one_row() -> None:
 
 def test_copies_of_a_name_are_listed_one_by_one() -> None:
     one, other = torch.randn(2, 4), torch.randn(3)
-    found = checksums([("a", one), ("b", other), ("a", one)], torch.float32)
+    found = compute_checksums([("a", one), ("b", other), ("a", one)], torch.float32)
     assert found.values == {"a": (checksum(one),) * 2, "b": (checksum(other),)}
-    assert found.dtype == "float32" and checksums([], torch.float16).values == {}
+    assert found.dtype == "float32" and compute_checksums([], torch.float16).values == {}
 
 
 SHAPES = {
@@ -133,7 +133,7 @@ def test_a_layout_is_learned_whatever_the_engine_does_with_rows(dtype: torch.dty
     prints = {name: fingerprint(name, shape, dtype, CPU) for name, shape in SHAPES.items()}
     seen = {key: Seen.of(in_format(tensor, dtype)) for key, tensor in engine(prints).items()}
     layout = locate_weights(SHAPES, dtype, seen, CPU)
-    assert layout.unread(SHAPES) == ["lost"]
+    assert layout.unreadable(SHAPES) == ["lost"]
     weights = {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
 
     def read(held: dict[str, torch.Tensor]) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""Engines token by token: what is withdrawn and submitted again is what would have come anyway."""
+"""Engines token by token: what is aborted and submitted again is what would have come anyway."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from batches import END, PAD, make_model
 
 from torchrl_grpo.inference import Completion, Request, Sampling
-from torchrl_grpo.inference.protocol import requests_of
+from torchrl_grpo.inference.protocol import build_requests
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 
 PROMPTS = [[5, 9, 2, 30], [7], [11, 2, 2, 40, 41, 42, 43, 3]]
@@ -21,15 +21,15 @@ def make_engine(family: str = "llama", **options: Any) -> TransformersEngine:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-def test_a_withdrawn_greedy_response_continues_as_if_it_had_not_been(family: str) -> None:
+def test_an_aborted_greedy_response_continues_as_if_it_had_not_been(family: str) -> None:
     whole = make_engine(family).generate(PROMPTS, Sampling(1, 12, 0.0))
     engine = make_engine(family)
-    requests = requests_of(PROMPTS, Sampling(1, 12, 0.0))
+    requests = build_requests(PROMPTS, Sampling(1, 12, 0.0))
     engine.submit(requests)
     ended = [engine.step() for _ in range(5)]
-    taken = engine.withdraw()
+    taken = engine.abort_all()
     assert {len(one.token_ids) for one in taken.values()} == {5}, "a test without a cut tests nothing"
-    assert all(one.finish_reason == "withdrawn" and len(one.log_probs) == 5 for one in taken.values())
+    assert all(one.finish_reason == "aborted" and len(one.log_probs) == 5 for one in taken.values())
     engine.submit(
         [
             Request(one.key, [*one.tokens, *taken[one.key].token_ids], 12 - 5, 0.0)
@@ -56,21 +56,21 @@ def test_a_response_that_has_ended_does_not_run_past_the_positions_of_the_model(
     # As where a cut response, nearly whole, goes on beside one that has just begun.
     wanted = [(list(range(3, 15)), 4), ([5, 9], 14)]
     engine.submit(
-        [Request(n, tokens, new, 1.0, n, ignore_end=True) for n, (tokens, new) in enumerate(wanted)]
+        [Request(n, tokens, new, 1.0, n, ignore_eos=True) for n, (tokens, new) in enumerate(wanted)]
     )
     found = dict(ended for _ in range(14) for ended in engine.step())
     assert [len(found[number].token_ids) for number in range(2)] == [4, 14]
 
 
-def test_requests_that_came_later_wait_and_are_withdrawn_empty() -> None:
+def test_requests_that_came_later_wait_and_are_aborted_empty() -> None:
     engine = make_engine()
-    engine.submit([Request("first", PROMPTS[0], 6, 1.0, 1, ignore_end=True)])
+    engine.submit([Request("first", PROMPTS[0], 6, 1.0, 1, ignore_eos=True)])
     engine.step()
-    engine.submit([Request("second", PROMPTS[1], 6, 1.0, 2, ignore_end=True)])
+    engine.submit([Request("second", PROMPTS[1], 6, 1.0, 2, ignore_eos=True)])
     engine.step()
-    taken = engine.withdraw()
+    taken = engine.abort_all()
     assert {key: len(one.token_ids) for key, one in taken.items()} == {"first": 2, "second": 0}
-    assert engine.withdraw() == {}
+    assert engine.abort_all() == {}
 
 
 def test_no_more_rows_than_allowed_and_groups_stay_together() -> None:
@@ -95,7 +95,7 @@ def test_each_request_has_its_own_temperature_length_and_end() -> None:
     engine = make_engine()
     greedy = copy.copy(engine.generate([PROMPTS[0]], Sampling(1, 4, 0.0))[0][0])
     engine.submit(
-        [Request("greedy", PROMPTS[0], 4, 0.0), Request("long", PROMPTS[0], 9, 1.5, 3, ignore_end=True)]
+        [Request("greedy", PROMPTS[0], 4, 0.0), Request("long", PROMPTS[0], 9, 1.5, 3, ignore_eos=True)]
     )
     found: dict[object, Completion] = {}
     while len(found) < 2:

@@ -1,4 +1,4 @@
-"""The real vLLM holding the real SmolLM2: log-probabilities, publication, its proof, and sabotage of it."""
+"""The real vLLM holding the real SmolLM2: log-probabilities, publication, its verification, and sabotage."""
 
 from __future__ import annotations
 
@@ -61,29 +61,29 @@ class Trained:
 
     Attributes:
         model: in float32, with the weights that the engine has.
-        publisher: has proven publication once.
-        proof: metrics of that proof.
+        publisher: has verified publication once.
+        metrics: metrics of that verification.
     """
 
     model: PreTrainedModel
     publisher: WeightPublisher
-    proof: dict[str, float]
+    metrics: dict[str, float]
 
 
 @pytest.fixture(scope="module")
 def trained(engine: VLLMEngine, smollm2_dir: Path, prompts: list[list[int]]) -> Trained:
-    """One model and one proof for all tests of an engine: on the real model each takes seconds."""
+    """One model and one verification for all tests of an engine: on the real model each takes seconds."""
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32).eval()
     publisher = WeightPublisher(
         model,
         TokenScorer(model, 1.0),
         engine=engine,
         probe_prompts=probe_prompts(prompts),
-        pad_id=2,
+        pad_token_id=2,
         precision=torch.float32,
         engine_dtype=engine.dtype,
     )
-    return Trained(model, publisher, publisher.prove_at_start(0))
+    return Trained(model, publisher, publisher.verify_at_start(0))
 
 
 def nudge(model: PreTrainedModel, size: float, seed: int = 0) -> None:
@@ -116,10 +116,10 @@ def test_log_probs_are_the_trainers_at_the_sampling_temperature(
 
 
 def test_publications_pass_and_change_the_answers(engine: VLLMEngine, trained: Trained) -> None:
-    publisher, proof = trained.publisher, trained.proof
+    publisher, at_start = trained.publisher, trained.metrics
     far = 1e-3 if engine.dtype is torch.float32 else 2.0
-    assert proof["publish/logprob_diff_max"] < far and proof["publish/perturbation"] > 0.5
-    assert publisher.unread == [], "every tensor can be read"
+    assert at_start["publish/logprob_diff_max"] < far and at_start["publish/perturbation"] > 0.5
+    assert publisher.unreadable == [], "every tensor can be read"
     for version in (1, 2):
         nudge(trained.model, 1e-4, version)
         metrics = publisher.publish(version)
@@ -197,7 +197,7 @@ def test_a_sabotaged_engine_is_stopped(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    step: Callable[[int], object] = trained.publisher.prove_at_start
+    step: Callable[[int], object] = trained.publisher.verify_at_start
     if moment == "later":
         nudge(trained.model, 1e-4)
         step = trained.publisher.publish
@@ -227,7 +227,7 @@ def test_a_sabotaged_list_of_weights_is_stopped_however_small_the_update(
     with monkeypatch.context() as patch:
         patch.setattr(publish, "named_weights", sabotaged)
         with pytest.raises(
-            TrainingStopped, match="1 of 272 tensors were not published" if kind == "skip" else "stale"
+            TrainingStopped, match="1 of 272 tensors were not sent" if kind == "skip" else "stale"
         ):
             trained.publisher.publish(1)
     # After all these faults, a sound publication passes.
@@ -241,7 +241,7 @@ def test_a_head_that_no_update_ever_packed_anew_is_found_when_the_layout_is_lear
     engine._weights_located = False
     monkeypatch.setattr(engine, "__class__", SkipsHead)
     with pytest.raises(ModelError, match="nothing of lm_head, whose packed copy no update renews"):
-        trained.publisher.prove_at_start(0)
+        trained.publisher.verify_at_start(0)
 
 
 def test_engines_one_after_the_other_leave_nothing_alive(tiny_model_dir: Path) -> None:

@@ -90,7 +90,7 @@ def make_publisher(model: Any, engine: VLLMEngine) -> WeightPublisher:
         TokenScorer(model),
         engine=engine,
         probe_prompts=PROMPTS,
-        pad_id=2,
+        pad_token_id=2,
         precision=engine.dtype,
         engine_dtype=engine.dtype,
     )
@@ -107,8 +107,8 @@ def test_a_part_of_any_tensor_that_is_stale_in_vllm_is_found(family: str, tmp_pa
     )
     try:
         publisher = make_publisher(model, engine)
-        publisher.prove_at_start(0)
-        assert publisher.unread == []
+        publisher.verify_at_start(0)
+        assert publisher.unreadable == []
         cases = every_part(publisher)
 
         def plant(fault: Fault | None) -> None:
@@ -124,7 +124,7 @@ def test_a_part_of_any_tensor_that_is_stale_in_vllm_is_found(family: str, tmp_pa
         publisher = make_publisher(model, engine)
         assert_each_is_found(publisher, publisher.publish, plant, cases)
         # A start takes several times as long.
-        assert_each_is_found(publisher, publisher.prove_at_start, plant, of_each_kind(cases))
+        assert_each_is_found(publisher, publisher.verify_at_start, plant, of_each_kind(cases))
         engine.fault = None
         publisher.publish(2)
         if "float32 head" in family:
@@ -136,7 +136,7 @@ def test_a_part_of_any_tensor_that_is_stale_in_vllm_is_found(family: str, tmp_pa
             publisher = make_publisher(model, engine)
             by = functools.partial(move_everything, size=0.03)
             assert_each_is_found(publisher, publisher.publish, plant, cases, by)
-            assert_each_is_found(publisher, publisher.prove_at_start, plant, of_each_kind(cases), by)
+            assert_each_is_found(publisher, publisher.verify_at_start, plant, of_each_kind(cases), by)
     finally:
         engine.close()
     if family not in WITH_ADAPTERS:
@@ -186,7 +186,7 @@ def assert_a_new_engine_is_found(model: Any, engine: KeepsAPart, cases: Cases, b
         engine._weights_located = False
         publisher = make_publisher(model, engine)
         if part is None:
-            publisher.prove_at_start(1)
+            publisher.verify_at_start(1)
             return
         assert name is not None
         held = dict(model.named_parameters())[name].detach().to(engine.dtype).clone()
@@ -194,9 +194,9 @@ def assert_a_new_engine_is_found(model: Any, engine: KeepsAPart, cases: Cases, b
         # In which published tensor two rows changed places, what vLLM read from disk does not tell.
         swapped = "takes rows of .* in another order than from disk"
         if not by_rows:
-            swapped += "|published tensors where others belong"
+            swapped += "|assigns tensors to the wrong parameters"
         with pytest.raises(UserError, match=swapped if part == PARTS[3] else rf"takes .* of {name};"):
-            publisher.prove_at_start(1)
+            publisher.verify_at_start(1)
 
 
 def test_a_format_that_vllm_refuses_for_a_family_is_one_clear_error(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_published_weights_compute_what_the_quantized_model_computes(
     assert 1 < whole / FlopCounter(small)([5], [[4]], backward=False) < 1.3
 
 
-def test_the_proof_of_weights_covers_a_quantized_base(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_verification_covers_a_quantized_base(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def publisher() -> WeightPublisher:
         model = quantized(folder, moved=0)
         engine = TransformersEngine(make_model("llama_tied", **SHAPE), [END], PAD)
@@ -102,14 +102,14 @@ def test_the_proof_of_weights_covers_a_quantized_base(folder: Path, monkeypatch:
             TokenScorer(model),
             engine=engine,
             probe_prompts=prompts(),
-            pad_id=PAD,
+            pad_token_id=PAD,
             precision=torch.float32,
             engine_dtype=torch.float32,
         )
 
     sound = publisher()
     before = {name: p.detach().clone() for name, p in sound.model.named_parameters()}
-    assert sound.prove_at_start(0)["publish/logprob_diff_max"] < 1e-3
+    assert sound.verify_at_start(0)["publish/logprob_diff_max"] < 1e-3
     assert all(torch.equal(p, before[name]) for name, p in sound.model.named_parameters())
     move(sound.model, 0.01)
     assert sound.publish(1)["publish/logprob_diff_max"] < 1e-3
@@ -128,8 +128,8 @@ def test_the_proof_of_weights_covers_a_quantized_base(folder: Path, monkeypatch:
             else honest(one)
         ),
     )
-    with pytest.raises(TrainingStopped, match="not what matrix and adapter amount to"):
-        sabotaged.prove_at_start(0)
+    with pytest.raises(TrainingStopped, match="not equal to the base matrix plus its adapter"):
+        sabotaged.verify_at_start(0)
 
 
 def test_a_quantized_base_is_exported_unpacked(folder: Path, tiny_model_dir: Path, tmp_path: Path) -> None:

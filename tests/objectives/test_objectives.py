@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.advantage import decoupled_advantage, group_advantage, is_constant
-from torchrl_grpo.objectives.aggregation import totals_of
+from torchrl_grpo.objectives.aggregation import count_totals
 from torchrl_grpo.objectives.kl import kl_estimate
 from torchrl_grpo.objectives.loss import GroupPolicyLoss
 from torchrl_grpo.objectives.surrogates import Bounds, clip
@@ -137,7 +137,7 @@ def run_in_pieces(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     model.zero_grad()
     sums: dict[str, float] = {}
-    totals = totals_of(batch["masks", "loss"])
+    totals = count_totals(batch["masks", "loss"])
     count = 0
     for piece in split(batch, len(batch), pieces):
         terms = loss(piece, totals=totals)

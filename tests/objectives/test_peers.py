@@ -24,7 +24,7 @@ from torchrl_grpo.cli.compose import composer, open_free_form
 from torchrl_grpo.config import parse
 from torchrl_grpo.models.scoring.token_scorer import TokenScores
 from torchrl_grpo.objectives.advantage import group_advantage, overlong_penalty
-from torchrl_grpo.objectives.aggregation import totals_of
+from torchrl_grpo.objectives.aggregation import count_totals
 from torchrl_grpo.objectives.coefficients import EntropyCoefficient
 
 CONFIG = Path(__file__).resolve().parents[2] / "config"
@@ -116,7 +116,7 @@ class Case:
         scorer = Scorer()
         loss, advantage = make_objective(scorer, max_new_tokens=LONGEST, weights=self.weights, **policy)
         written = advantage.inv(self.batch.clone())
-        totals = None if own_totals else totals_of(written["masks", "loss"])
+        totals = None if own_totals else count_totals(written["masks", "loss"])
         log_probs, entropy = (x.clone().requires_grad_() for x in (self.log_probs, self.entropy))
         value = torch.zeros(())
         for rows in torch.arange(len(written)).chunk(pieces):

@@ -12,7 +12,7 @@ from torchrl_grpo.config import Config, checks
 from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.inference import vllm_engine
 from torchrl_grpo.planning import placement
-from torchrl_grpo.planning.request import request_of
+from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.rollout import build
 from torchrl_grpo.rollout.workers import ray_pool
 
@@ -40,7 +40,7 @@ def test_share(gpus: int, asked: float | None, share: float, monkeypatch: pytest
     cfg = Config()
     cfg.inference_model.dtype = Dtype("bfloat16")
     cfg.inference_model.gpu_memory_utilization = asked
-    plan = placement.plan(request_of(cfg, asynchronous=False), gpus)
+    plan = placement.plan(build_request(cfg, asynchronous=False), gpus)
     source = build.Source("weights", "model", plan, [2], torch.bfloat16, True)
     collect: Any = build.workers_in_turn if plan.own_process else build.one_engine
     with pytest.raises(Enough):

@@ -33,7 +33,7 @@ from torchrl_grpo.models.shape import (
 )
 from torchrl_grpo.planning import memory, placement, preflight
 from torchrl_grpo.planning.memory import GIB
-from torchrl_grpo.planning.request import request_of
+from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.planning.workload import Workload, workload_of
 from torchrl_grpo.runtime import hardware
 from torchrl_grpo.runtime.hardware import Hardware
@@ -61,7 +61,7 @@ def config(**changes: object) -> Config:
 def predicted(
     cfg: Config, gpus: tuple[float, ...] = (), apart: bool = False, shape: ModelShape = SEVEN_B
 ) -> memory.Prediction:
-    plan = placement.plan(request_of(cfg, apart), len(gpus))
+    plan = placement.plan(build_request(cfg, apart), len(gpus))
     return memory.predict(cfg, plan, shape, Hardware(gpus))
 
 
@@ -487,7 +487,7 @@ def test_the_reference_is_held_as_the_policy_computes() -> None:
 
 def test_a_gpu_without_bfloat16_computes_in_float32() -> None:
     cfg = config(train_model__autocast="auto", inference_model__dtype="auto")
-    plan = placement.plan(request_of(cfg, False), 1)
+    plan = placement.plan(build_request(cfg, False), 1)
     element = {}
     for capability in ((7, 5), (8, 0)):
         found = memory.predict(cfg, plan, SEVEN_B, Hardware((80.0,), 64.0, (capability,)))
@@ -609,7 +609,7 @@ def a_7b(engine: str = "vllm", **changes: Any) -> tuple[Config, Any]:
     cfg = config(inference_model__backend=engine, inference_model__dtype="bfloat16", **changes)
 
     def planned(*gpus: float, apart: bool = False) -> preflight.Planned:
-        plan = placement.plan(request_of(cfg, apart), len(gpus))
+        plan = placement.plan(build_request(cfg, apart), len(gpus))
         there = Hardware(gpus, 900.0)
         return preflight.Planned(cfg, plan, apart, there, SEVEN_B, memory.predict(cfg, plan, SEVEN_B, there))
 

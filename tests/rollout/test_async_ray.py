@@ -315,7 +315,7 @@ def test_a_part_of_any_tensor_that_is_stale_in_a_worker_is_found(
             TokenScorer(model),
             engine=worker,
             probe_prompts=PROMPTS,
-            pad_id=PAD,
+            pad_token_id=PAD,
             precision=dtype,
             engine_dtype=dtype,
         )
@@ -326,10 +326,10 @@ def test_a_part_of_any_tensor_that_is_stale_in_a_worker_is_found(
 
         # Calls to a worker take their time: a sample at the start, and of faults on the way.
         some = of_each_kind(cases)
-        assert_each_is_found(publisher, publisher.prove_at_start, worker.plant, some)
+        assert_each_is_found(publisher, publisher.verify_at_start, worker.plant, some)
         assert_each_is_found(publisher, publisher.publish, worker.plant, cases)
         assert_each_is_found(publisher, publisher.publish, on_the_way, some)
-        assert publisher.unread == []
+        assert publisher.unreadable == []
     finally:
         pool.close()
 
@@ -376,7 +376,7 @@ def test_vllm_takes_weights_in_flight_from_two_training_ranks(repo_root: Path, t
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert 1 <= max(line.get("policy/age_max", 0) for line in metrics) <= 2
     means = [line["publish/logprob_diff_mean"] for line in metrics if "publish/logprob_diff_mean" in line]
-    assert means and max(means) < 0.5, "every worker was proven to hold the trainer's weights"
+    assert means and max(means) < 0.5, "every worker was verified to hold the trainer's weights"
     assert all(line["policy/log_prob_gap"] < 0.5 for line in metrics if line["step"] > 0)
 
 

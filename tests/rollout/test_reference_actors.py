@@ -24,7 +24,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.errors import WorkersLost
 from torchrl_grpo.models.reference import load_reference
 from torchrl_grpo.planning.placement import plan
-from torchrl_grpo.planning.request import request_of
+from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.rollout import build
 from torchrl_grpo.rollout.async_collector import AsyncCollector
 from torchrl_grpo.rollout.groups import Group
@@ -85,8 +85,8 @@ def test_when_it_has_processes(
             config.train_model.lora.rank = value
         else:
             setattr(getattr(config, group), leaf, value)
-    assert plan(request_of(config, asynchronous=True), 0).reference_actors == apart
-    assert plan(request_of(config, asynchronous=False), 0).reference_actors == 0
+    assert plan(build_request(config, asynchronous=True), 0).reference_actors == apart
+    assert plan(build_request(config, asynchronous=False), 0).reference_actors == 0
 
 
 @pytest.mark.float32

@@ -35,7 +35,7 @@ class Rounds:
             rewards,
             torch.arange(10 * number, 10 * number + size)[:, None].expand(size, 2),
             versions=0,
-            pad_id=0,
+            pad_token_id=0,
         )
         names = [f"{number}.{group}" for group in range(size)]
         parts: list[dict[str, Any]] = [{"name": f"{name}.{s}"} for name in names for s in range(2)]

@@ -44,7 +44,7 @@ def test_build_batch_writes_the_schema() -> None:
         torch.arange(8.0).view(2, 2, 2),
         torch.tensor([[8, 8], [9, 9]]),
         versions=3,
-        pad_id=PAD,
+        pad_token_id=PAD,
     )
     assert groups.batch_size == (2,)
     assert groups["tokens", "prompt"].tolist() == [[1, PAD, 3], [PAD, PAD, 4]]

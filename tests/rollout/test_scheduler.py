@@ -166,7 +166,7 @@ class Simulation:
         for response in group.responses:
             more = self.random.randint(0, LENGTH - len(response.token_ids))
             whole = len(response.token_ids) + more == LENGTH
-            response.extend(Completion([1] * more, [0.0] * more, "stop" if whole else "withdrawn"), version)
+            response.extend(Completion([1] * more, [0.0] * more, "stop" if whole else "aborted"), version)
         return group.whole
 
     def publish(self) -> None:
@@ -351,8 +351,8 @@ def test_what_comes_while_a_round_may_be_reopened_is_kept_for_it() -> None:
 
 def test_a_response_knows_the_version_behind_each_of_its_tokens() -> None:
     response = Response()
-    response.extend(Completion([1, 2], [-0.1, -0.2], "withdrawn"), 3)
-    response.extend(Completion([], [], "withdrawn"), 4)
+    response.extend(Completion([1, 2], [-0.1, -0.2], "aborted"), 3)
+    response.extend(Completion([], [], "aborted"), 4)
     response.extend(Completion([5], [-0.3], "stop"), 6)
     group = Group(0, [9], 0, [response, Response()])
     assert response.versions == [3, 3, 6] and response.finish_reason == "stop"

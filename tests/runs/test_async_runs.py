@@ -280,7 +280,7 @@ def test_a_checkpoint_whose_step_was_not_logged_can_be_resumed_more_than_once(
         assert as_sync(train("run", resume=str(tmp_path / "run/checkpoints/2"))) == together
 
 
-def test_a_worker_replaced_during_the_last_evaluation_is_proven_too(train: AsyncRunner) -> None:
+def test_a_worker_replaced_during_the_last_evaluation_is_verified_too(train: AsyncRunner) -> None:
     asked: list[int] = []
 
     class Successor(TransformersEngine):

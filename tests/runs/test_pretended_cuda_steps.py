@@ -238,10 +238,12 @@ def test_a_ragged_batch_stays_bounded() -> None:
 
 def test_a_generated_token_starts_few_kernels_and_waits_seldom() -> None:
     def generated(tokens: int, rows: int) -> Counter[str]:
-        engine = TransformersEngine(make_model().to("cuda"), end_ids=[batches.END], pad_id=batches.PAD)
+        engine = TransformersEngine(
+            make_model().to("cuda"), eos_token_ids=[batches.END], pad_token_id=batches.PAD
+        )
         machine.reset()
         engine.submit(
-            [Request(row, [3, 4], tokens, temperature=1.0, seed=row, ignore_end=True) for row in range(rows)]
+            [Request(row, [3, 4], tokens, temperature=1.0, seed=row, ignore_eos=True) for row in range(rows)]
         )
         ended = 0
         while ended < rows:

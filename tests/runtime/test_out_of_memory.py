@@ -17,7 +17,7 @@ from torchrl_grpo.inference.vllm_engine import VLLMEngine
 from torchrl_grpo.models.build import build_model
 from torchrl_grpo.models.loading import load_model
 from torchrl_grpo.models.reference import load_reference
-from torchrl_grpo.runtime.oom import ran_out_of_memory, stopping
+from torchrl_grpo.runtime.oom import ran_out_of_memory, stop_on_oom
 
 # As torch, cuBLAS, vLLM's allocator, torch on a CPU and Python say it.
 OUT = [
@@ -33,7 +33,7 @@ OTHERS = [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError(
 @pytest.mark.parametrize("error", OUT, ids=lambda error: str(error)[:30] or "MemoryError")
 def test_memory_that_ran_out_ends_with_the_message(error: Exception) -> None:
     assert ran_out_of_memory(error)
-    with pytest.raises(TrainingStopped, match=r"^lower this$") as caught, stopping("lower this"):
+    with pytest.raises(TrainingStopped, match=r"^lower this$") as caught, stop_on_oom("lower this"):
         raise error
     assert caught.value.__cause__ is error
 
@@ -41,7 +41,7 @@ def test_memory_that_ran_out_ends_with_the_message(error: Exception) -> None:
 @pytest.mark.parametrize("error", OTHERS, ids=str)
 def test_other_errors_pass_as_they_are(error: Exception) -> None:
     assert not ran_out_of_memory(error)
-    with pytest.raises(type(error)) as caught, stopping("lower this"):
+    with pytest.raises(type(error)) as caught, stop_on_oom("lower this"):
         raise error
     assert caught.value is error
 

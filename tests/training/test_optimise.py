@@ -19,7 +19,7 @@ from torchrl_grpo.config.schema import OptimizerConfig
 from torchrl_grpo.config.values import Schedule
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
-from torchrl_grpo.objectives.aggregation import BatchTotals, totals_of
+from torchrl_grpo.objectives.aggregation import BatchTotals, count_totals
 from torchrl_grpo.objectives.coefficients import EntropyCoefficient, KLCoefficient
 from torchrl_grpo.training.optimizer_step import (
     OptimizerStep,
@@ -228,7 +228,7 @@ def test_the_effective_sample_size_is_never_above_1(pieces: int) -> None:
         sums: dict[str, float] = {}
         for piece in split(batch, 8, pieces):
             loss.actor_network = FixedScorer(piece["log_probs", "response"] + gap)
-            terms = loss(piece, totals=totals_of(batch["masks", "loss"]))
+            terms = loss(piece, totals=count_totals(batch["masks", "loss"]))
             for name in ("ratio", "ratio_squared"):
                 sums[name] = sums.get(name, 0.0) + float(terms[name])
         # All ratios are equal, to rounding of the log-probabilities.

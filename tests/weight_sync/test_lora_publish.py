@@ -44,7 +44,7 @@ def make_publisher(
         TokenScorer(model),
         engine=own,
         probe_prompts=prompts(),
-        pad_id=PAD,
+        pad_token_id=PAD,
         precision=dtype,
         engine_dtype=dtype,
     )
@@ -54,7 +54,7 @@ def make_publisher(
 @pytest.mark.parametrize("size", [1e-6, 1e-4, 1e-2])
 def test_a_sound_publication_of_adapters_passes(family: str, size: float) -> None:
     publisher = make_publisher(family)
-    publisher.prove_at_start(0)
+    publisher.verify_at_start(0)
     for step in range(1, 11):
         move(publisher.model, size, seed=step)
         assert publisher.publish(step)["publish/logprob_diff_max"] < 1e-3
@@ -67,7 +67,7 @@ def test_a_sound_publication_of_adapters_passes(family: str, size: float) -> Non
 @pytest.mark.parametrize("size", [1e-4, 1e-2])
 def test_a_sound_publication_over_a_base_in_bfloat16_passes(size: float) -> None:
     publisher = make_publisher(dtype=torch.bfloat16)
-    publisher.prove_at_start(0)
+    publisher.verify_at_start(0)
     for step in range(1, 6):
         move(publisher.model, size, seed=step)
         publisher.publish(step)
@@ -78,7 +78,7 @@ def test_a_sound_publication_over_a_base_in_bfloat16_passes(size: float) -> None
 def test_the_start_test_puts_base_and_adapters_back_bit_for_bit(moved: float) -> None:
     publisher = make_publisher(moved=moved)
     before = {name: checksum(p.detach()) for name, p in publisher.model.named_parameters()}
-    assert publisher.prove_at_start(3)["publish/logprob_diff_max"] < 1e-3
+    assert publisher.verify_at_start(3)["publish/logprob_diff_max"] < 1e-3
     assert {name: checksum(p.detach()) for name, p in publisher.model.named_parameters()} == before
     with pytest.raises(RuntimeError, match="in between"), perturbed(publisher.model):
         changed = {n for n, p in publisher.model.named_parameters() if checksum(p.detach()) != before[n]}
@@ -142,17 +142,17 @@ def test_a_wrong_merge_is_found_before_training_even_where_the_adapter_is_still_
     publisher = make_publisher(moved=moved)
     monkeypatch.setattr(lora, "merged", ALWAYS[kind](publisher.model))  # type: ignore[arg-type]
     with pytest.raises(TrainingStopped):
-        publisher.prove_at_start(0)
+        publisher.verify_at_start(0)
 
 
 @pytest.mark.parametrize("kind", ALWAYS)
 def test_a_merge_that_goes_wrong_later_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     publisher = make_publisher()
-    publisher.prove_at_start(0)
+    publisher.verify_at_start(0)
     move(publisher.model, 0.02, seed=1)
     publisher.publish(1)
     monkeypatch.setattr(lora, "merged", ALWAYS[kind](publisher.model))  # type: ignore[arg-type]
-    with pytest.raises(TrainingStopped, match="not what matrix and adapter amount to"):
+    with pytest.raises(TrainingStopped, match="not equal to the base matrix plus its adapter"):
         for step in range(2, 6):
             move(publisher.model, 0.02, seed=step)
             publisher.publish(step)
@@ -161,9 +161,9 @@ def test_a_merge_that_goes_wrong_later_is_found(kind: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("kind", ["no adapter", "stale"])
 def test_a_small_step_that_never_arrives_is_found_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     publisher = make_publisher()
-    publisher.prove_at_start(0)
+    publisher.verify_at_start(0)
     monkeypatch.setattr(lora, "merged", ALWAYS[kind](publisher.model))  # type: ignore[arg-type]
-    with pytest.raises(TrainingStopped, match="not what matrix and adapter amount to"):
+    with pytest.raises(TrainingStopped, match="not equal to the base matrix plus its adapter"):
         for step in range(1, 40):
             move(publisher.model, 1e-5, seed=step)
             publisher.publish(step)
@@ -217,14 +217,14 @@ def hands_too_few(model: nn.Module, first: Weights) -> Iterator[tuple[str, Tenso
             hands_one_layer_without,
             "1 of the weights .* stale, the first is model.layers.0.mlp.up_proj.weight",
         ),
-        (hands_too_few, "2 of 21 tensors were not published, the first is model.layers.0.self_attn.o_proj"),
+        (hands_too_few, "2 of 21 tensors were not sent, the first is model.layers.0.self_attn.o_proj"),
     ],
 )
 def test_other_weights_than_the_live_ones_are_found(
     wrong: Callable[[nn.Module, Weights], Weights], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sabotaged = make_publisher()
-    sabotaged.prove_at_start(0)
+    sabotaged.verify_at_start(0)
     first = [(name, tensor.clone()) for name, tensor in named_weights(sabotaged.model)]
     move(sabotaged.model, 1e-6)
     monkeypatch.setattr(publish, "named_weights", lambda model: wrong(model, first))
@@ -233,7 +233,7 @@ def test_other_weights_than_the_live_ones_are_found(
 
 
 class EngineIgnoresLater(EngineIgnores):
-    """Takes nothing once the proof at the start is over."""
+    """Takes nothing after the verification at the start."""
 
     calls = 0
 
@@ -251,7 +251,7 @@ def test_an_engine_that_takes_nothing_is_found(
 ) -> None:
     sabotaged = make_publisher(engine=engine)
     with pytest.raises(TrainingStopped, match=message):
-        sabotaged.prove_at_start(0)
+        sabotaged.verify_at_start(0)
         for step in range(1, 40):
             move(sabotaged.model, size, seed=step)
             sabotaged.publish(step)
@@ -272,5 +272,5 @@ def test_a_part_of_any_tensor_that_is_stale_is_found(family: str, dtype: torch.d
     at_start = cases[FORMATS.index(dtype) :: len(FORMATS)]
     # Products of adapters that moved further are too large for float16 in the end.
     by = functools.partial(move_everything, size=0.03)
-    assert_each_is_found(publisher, publisher.prove_at_start, plant, at_start, by)
+    assert_each_is_found(publisher, publisher.verify_at_start, plant, at_start, by)
     assert_each_is_found(publisher, publisher.publish, plant, cases, by)

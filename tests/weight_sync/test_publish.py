@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchrl_grpo.errors import TrainingStopped
-from torchrl_grpo.inference import NextTokens, Probe
-from torchrl_grpo.inference.checksums import Checksums, checksum, digest
+from torchrl_grpo.inference import Probe, ProbeResult
+from torchrl_grpo.inference.checksums import Checksums, checksum, checksum_tensor
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.weight_sync import publisher as publish
@@ -44,7 +44,7 @@ def make_publisher(
         TokenScorer(model),
         engine=engine,
         probe_prompts=prompts(),
-        pad_id=PAD,
+        pad_token_id=PAD,
         precision=dtype,
         engine_dtype=dtype,
         bound=bound,
@@ -67,14 +67,14 @@ def update(model: PreTrainedModel | Any, size: float, seed: int = 0) -> None:
 def test_a_sound_engine_passes_ten_publications(family: str, dtype: torch.dtype, size: float) -> None:
     # Weights this large round far more than a real model's: the answers are apart, the weights are not.
     publisher = make_publisher(family=family, dtype=dtype)
-    publisher.prove_at_start(0)
+    publisher.verify_at_start(0)
     for step in range(1, 11):
         update(publisher.model, size, seed=step)
         metrics = publisher.publish(step)
         if dtype is torch.float32:
             assert metrics["publish/logprob_diff_max"] < 1e-3
         assert publisher.engine.policy_version == step
-    assert publisher.unread == []
+    assert publisher.unreadable == []
 
 
 NINE = ["llama_tied", "qwen2", "qwen3", "mistral", "gpt2", "gemma", "gemma3", "phi", "phi3"]
@@ -92,13 +92,13 @@ def test_a_part_of_any_tensor_that_is_stale_is_found(family: str, dtype: torch.d
 
     # A start takes three times as long: all of the cases there in the three formats together.
     at_start = cases[FORMATS.index(dtype) :: len(FORMATS)]
-    assert_each_is_found(publisher, publisher.prove_at_start, plant, at_start)
+    assert_each_is_found(publisher, publisher.verify_at_start, plant, at_start)
     assert_each_is_found(publisher, publisher.publish, plant, cases)
 
 
 def test_the_start_shows_that_published_weights_are_those_that_answer() -> None:
-    with pytest.raises(TrainingStopped, match="moved its log-probabilities by 0 nats"):
-        make_publisher(AnswersFromACopy, bound=50.0).prove_at_start(0)
+    with pytest.raises(TrainingStopped, match="log-probabilities changed by 0 nats"):
+        make_publisher(AnswersFromACopy, bound=50.0).verify_at_start(0)
 
 
 @pytest.mark.parametrize(("backend", "advised"), [("vllm", True), ("transformers", False)])
@@ -109,20 +109,20 @@ def test_nobody_is_sent_to_the_engine_that_failed(backend: str, advised: bool) -
             name, tensor = next(iter(named_weights(publisher.model)))
             publisher.engine.fault = Fault(name, "tensor", tensor.clone())
         with pytest.raises(TrainingStopped) as stopped:
-            publisher.prove_at_start(0)
+            publisher.verify_at_start(0)
         assert ("backend=transformers" in str(stopped.value)) == advised
         assert ("defect of the program" in str(stopped.value)) == (not advised)
 
 
 def test_publication_makes_the_engine_answer_like_the_trainer() -> None:
     publisher = make_publisher()
-    publisher.prove_at_start(0)
+    publisher.verify_at_start(0)
     update(publisher.model, 0.1)
     publisher.publish(1)
     engine: Any = publisher.engine
-    answer = engine.next_tokens(Probe(prompts(), 10))
-    ours = publisher.scorer.next_token_log_probs(*publisher._padded)
-    torch.testing.assert_close(answer.log_probs, ours.topk(10).values.detach(), atol=1e-4, rtol=0)
+    result = engine.next_tokens(Probe(prompts(), 10))
+    expected = publisher.scorer.next_token_log_probs(*publisher._padded)
+    torch.testing.assert_close(result.log_probs, expected.topk(10).values.detach(), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "gpt2"])
@@ -131,7 +131,7 @@ def test_the_perturbation_at_the_start_is_put_back_bit_for_bit(family: str) -> N
     before = {name: checksum(p) for name, p in publisher.model.named_parameters()}
     engine: Any = publisher.engine
     original = copy.deepcopy(engine.model.state_dict())
-    metrics = publisher.prove_at_start(3)
+    metrics = publisher.verify_at_start(3)
     assert metrics["publish/perturbation"] > 0.02 and metrics["publish/logprob_diff_max"] < 1e-3
     for name, tensor in engine.model.state_dict().items():
         assert torch.equal(tensor.view(torch.int32), original[name].view(torch.int32)), name
@@ -141,15 +141,15 @@ def test_the_perturbation_at_the_start_is_put_back_bit_for_bit(family: str) -> N
 
 def test_the_bound_follows_what_is_seen_at_the_start_unless_it_is_given() -> None:
     derived, given = make_publisher(), make_publisher(bound=0.5)
-    derived.prove_at_start(0)
-    given.prove_at_start(0)
+    derived.verify_at_start(0)
+    given.verify_at_start(0)
     assert derived.bound == pytest.approx(1e-3)
     assert given.bound == 0.5
     resumed, changed = make_publisher(), make_publisher(bound=0.7)
     for publisher in (resumed, changed):
         publisher.load_state_dict({"noise": 0.1, "bound": 0.3, "precision": "float32"})
-        publisher.prove_at_start(4)
-    assert resumed.bound == 0.3, "judged as the run began"
+        publisher.verify_at_start(4)
+    assert resumed.bound == 0.3, "the bound is the one of the run's start"
     assert changed.bound == 0.7, "what is written now counts"
 
 
@@ -158,9 +158,9 @@ class AnswersElsewhere(TransformersEngine):
 
     off = 0.0
 
-    def next_tokens(self, probe: Probe) -> NextTokens:
-        answer = super().next_tokens(probe)
-        return NextTokens(answer.token_ids, answer.log_probs - self.off, 0)
+    def next_tokens(self, probe: Probe) -> ProbeResult:
+        result = super().next_tokens(probe)
+        return ProbeResult(result.token_ids, result.log_probs - self.off, 0)
 
 
 class CannotBeRead(AnswersElsewhere):
@@ -175,7 +175,7 @@ class CannotBeRead(AnswersElsewhere):
 def test_answers_far_from_the_trainers_are_a_warning_where_the_weights_are_known() -> None:
     said: list[str] = []
     publisher = make_publisher(AnswersElsewhere, warn=said.append)
-    publisher.prove_at_start(0)
+    publisher.verify_at_start(0)
     publisher.engine.off = 0.3  # type: ignore[attr-defined]
     for version in (1, 2):
         assert publisher.publish(version)["publish/logprob_diff_mean"] == pytest.approx(0.3, abs=1e-3)
@@ -184,9 +184,9 @@ def test_answers_far_from_the_trainers_are_a_warning_where_the_weights_are_known
 
 def test_answers_are_what_counts_where_a_tensor_cannot_be_read() -> None:
     publisher = make_publisher(CannotBeRead)
-    proof = publisher.prove_at_start(0)
-    assert publisher.unread == ["model.layers.1.mlp.down_proj.weight"]
-    assert "(1 cannot be read back, as model.layers.1.mlp.down_proj.weight)" in publisher.summary(proof)
+    metrics = publisher.verify_at_start(0)
+    assert publisher.unreadable == ["model.layers.1.mlp.down_proj.weight"]
+    assert "(1 cannot be read back, as model.layers.1.mlp.down_proj.weight)" in publisher.summary(metrics)
     update(publisher.model, 1e-2)
     publisher.publish(1)
     publisher.engine.off = 0.3  # type: ignore[attr-defined]
@@ -194,9 +194,9 @@ def test_answers_are_what_counts_where_a_tensor_cannot_be_read() -> None:
         TrainingStopped, match=r"cannot be read back.*inference_model.max_logprob_gap=0.6 with"
     ):
         publisher.publish(2)
-    # By this run's own noise, whatever the format: a bound that holds for all would let much more pass.
+    # By this run's own initial difference, whatever the dtype: a bound for all would let much more pass.
     rounded = make_publisher(CannotBeRead, dtype=torch.bfloat16)
-    noise = rounded.prove_at_start(0)["publish/logprob_diff_mean"]
+    noise = rounded.verify_at_start(0)["publish/logprob_diff_mean"]
     rounded.engine.off = 3 * noise + 0.01  # type: ignore[attr-defined]
     assert 4 * noise < rounded.bound
     rounded.publish(1)
@@ -204,7 +204,7 @@ def test_answers_are_what_counts_where_a_tensor_cannot_be_read() -> None:
     with pytest.raises(TrainingStopped, match="cannot be read back"):
         rounded.publish(2)
     raised = make_publisher(CannotBeRead, bound=0.6)
-    raised.prove_at_start(0)
+    raised.verify_at_start(0)
     raised.engine.off = 0.3  # type: ignore[attr-defined]
     raised.publish(2)
 
@@ -213,7 +213,7 @@ def test_engines_that_compute_in_another_format_are_told_from_stale_ones() -> No
     publisher = make_publisher()
     publisher.engine.model.to(torch.bfloat16)  # type: ignore[attr-defined]
     with pytest.raises(TrainingStopped, match=r"computes in bfloat16.*inference_model.dtype=bfloat16"):
-        publisher.prove_at_start(0)
+        publisher.verify_at_start(0)
 
 
 class ListSkips(WeightPublisher):
@@ -221,16 +221,16 @@ class ListSkips(WeightPublisher):
 
     sound = 0
 
-    def _listed(self, sums: Any) -> Any:
+    def _cast_and_checksum(self, sums: Any) -> Any:
         self.sound -= 1
-        for name, tensor in super()._listed([]):
+        for name, tensor in super()._cast_and_checksum([]):
             if self.sound >= 0 or "layers.1.mlp.down_proj" not in name:
-                sums.append((name, digest(tensor)))
+                sums.append((name, checksum_tensor(tensor)))
                 yield name, tensor
 
 
 class ListSkipsLater(ListSkips):
-    """Forgets it only once the proof at the start is over."""
+    """Forgets it only after the verification at the start."""
 
     sound = 2
 
@@ -247,7 +247,7 @@ class EngineSwallows(TransformersEngine):
 
 
 class EngineSwallowsLater(EngineSwallows):
-    """Drops it only once the proof at the start is over."""
+    """Drops it only after the verification at the start."""
 
     sound = 2
 
@@ -267,27 +267,27 @@ class AnswersFromACopy(TransformersEngine):
         super().__init__(*args)
         self.first = copy.deepcopy(self.model)
 
-    def next_tokens(self, probe: Probe) -> NextTokens:
+    def next_tokens(self, probe: Probe) -> ProbeResult:
         own, self.model = self.model, self.first
-        answer = super().next_tokens(probe)
+        result = super().next_tokens(probe)
         self.model = own
-        return answer
+        return result
 
 
 class ListsACopy(WeightPublisher):
     """Lists the weights of a copy of the model that was made before training began."""
 
-    def prove_at_start(self, version: int) -> dict[str, float]:
-        metrics = super().prove_at_start(version)
+    def verify_at_start(self, version: int) -> dict[str, float]:
+        metrics = super().verify_at_start(version)
         self.copy = copy.deepcopy(self.model)
         return metrics
 
-    def _listed(self, sums: Any) -> Any:
+    def _cast_and_checksum(self, sums: Any) -> Any:
         if not hasattr(self, "copy"):
-            return super()._listed(sums)
+            return super()._cast_and_checksum(sums)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(publish, "named_weights", lambda model: named_weights(self.copy))
-            return iter(list(super()._listed(sums)))
+            return iter(list(super()._cast_and_checksum(sums)))
 
 
 class MistakesNames(TransformersEngine):
@@ -323,7 +323,7 @@ class Cached(TransformersEngine):
         super().__init__(*args)
         self.memory: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
-    def next_tokens(self, probe: Probe) -> NextTokens:
+    def next_tokens(self, probe: Probe) -> ProbeResult:
         prompts = probe.prompts
         known = tuple(prompts[0]) in self.memory
         fresh = super().next_tokens(probe)
@@ -331,7 +331,7 @@ class Cached(TransformersEngine):
             self.memory.setdefault(tuple(prompt), (fresh.token_ids[row], fresh.log_probs[row]))
         rows = [self.memory[tuple(prompt)] for prompt in prompts]
         ids, values = torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows])
-        return NextTokens(ids, values, len(prompts[0]) if known else 0)
+        return ProbeResult(ids, values, len(prompts[0]) if known else 0)
 
     def reset_cache(self) -> None:
         self.memory.clear()
@@ -349,9 +349,9 @@ class ForgetsInSilence(Cached):
 
     resets = 0
 
-    def next_tokens(self, probe: Probe) -> NextTokens:
-        answer = super().next_tokens(probe)
-        return NextTokens(answer.token_ids, answer.log_probs, 0)
+    def next_tokens(self, probe: Probe) -> ProbeResult:
+        result = super().next_tokens(probe)
+        return ProbeResult(result.token_ids, result.log_probs, 0)
 
     def reset_cache(self) -> None:
         self.resets += 1
@@ -364,15 +364,15 @@ class AnswersNaN(TransformersEngine):
 
     healthy = 3
 
-    def next_tokens(self, probe: Probe) -> NextTokens:
+    def next_tokens(self, probe: Probe) -> ProbeResult:
         self.healthy -= 1
-        answer = super().next_tokens(probe)
-        values = answer.log_probs if self.healthy >= 0 else torch.full_like(answer.log_probs, math.nan)
-        return NextTokens(answer.token_ids, values, 0)
+        result = super().next_tokens(probe)
+        values = result.log_probs if self.healthy >= 0 else torch.full_like(result.log_probs, math.nan)
+        return ProbeResult(result.token_ids, values, 0)
 
 
 def train_and_publish(publisher: WeightPublisher, size: float) -> None:
-    publisher.prove_at_start(0)
+    publisher.verify_at_start(0)
     for step in range(1, 4):
         update(publisher.model, size, seed=step)
         publisher.publish(step)
@@ -381,16 +381,16 @@ def train_and_publish(publisher: WeightPublisher, size: float) -> None:
 @pytest.mark.parametrize(
     "engine,publisher,message",
     [
-        (TransformersEngine, ListSkips, "1 of 21 tensors were not published, the first is .*down_proj"),
-        (TransformersEngine, ListSkipsLater, "1 of 21 tensors were not published, .*down_proj"),
+        (TransformersEngine, ListSkips, "1 of 21 tensors were not sent, the first is .*down_proj"),
+        (TransformersEngine, ListSkipsLater, "1 of 21 tensors were not sent, .*down_proj"),
         (EngineSwallows, WeightPublisher, "1 of 21 tensors .* are not the trainer's .*down_proj"),
         (EngineSwallowsLater, WeightPublisher, "1 of 21 tensors .* are not the trainer's .*down_proj"),
-        (EngineStopsEarly, WeightPublisher, "16 of 21 tensors were not published"),
+        (EngineStopsEarly, WeightPublisher, "16 of 21 tensors were not sent"),
         (EngineIgnores, WeightPublisher, "21 of 21 tensors .* are not the trainer's"),
         (LoadsIntoACopy, WeightPublisher, "21 of 21 tensors .* are not the trainer's"),
         (SwapsRows, WeightPublisher, "1 of 21 tensors .* are not .*embed_tokens"),
-        (MistakesNames, WeightPublisher, "puts published tensors where others belong"),
-        (AnswersFromACopy, WeightPublisher, "moved its log-probabilities by 0 nats .*enforce_eager"),
+        (MistakesNames, WeightPublisher, "assigns tensors to the wrong parameters"),
+        (AnswersFromACopy, WeightPublisher, "log-probabilities changed by 0 nats .*enforce_eager"),
         (TransformersEngine, ListsACopy, "listed for publication are stale, the first is "),
         (ForgetsToReset, WeightPublisher, "40 tokens of the probe came out of a prefix cache"),
         (AnswersNaN, WeightPublisher, "by nan nats .*not finite"),
@@ -423,7 +423,7 @@ def test_an_engine_that_answers_nan_at_the_start_is_found() -> None:
     publisher = make_publisher(AnswersNaN)
     publisher.engine.healthy = 1  # type: ignore[attr-defined]
     with pytest.raises(TrainingStopped, match=r"by nan nats on average .*not finite"):
-        publisher.prove_at_start(0)
+        publisher.verify_at_start(0)
 
 
 def test_tied_weights_are_listed_once_and_nothing_is_copied() -> None:

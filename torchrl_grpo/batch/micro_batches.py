@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 
 from torchrl_grpo.batch.schema import PROMPT_KEYS, token_counts, trim
 from torchrl_grpo.errors import TrainingStopped
-from torchrl_grpo.runtime.oom import ran_out_of_memory, stopping
+from torchrl_grpo.runtime.oom import ran_out_of_memory, stop_on_oom
 
 T = TypeVar("T")
 
@@ -125,7 +125,7 @@ class TokenBudget:
         Raises:
             TrainingStopped: memory ran out.
         """
-        with stopping(
+        with stop_on_oom(
             f"train.max_tokens_per_microbatch={self.tokens}: memory ran out on a training rank; write "
             f"train.max_tokens_per_microbatch={max(1, self.tokens // 2)}, or "
             "train_model.gradient_checkpointing=true, or train_model.parallelism=fsdp2, and resume"

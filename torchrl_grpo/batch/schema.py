@@ -56,7 +56,7 @@ def build_batch(
     reward_parts: Tensor,
     group_id: Tensor,
     versions: int | Sequence[Sequence[Sequence[int]]],
-    pad_id: int,
+    pad_token_id: int,
 ) -> TensorDict:
     """Build the TensorDict described above from the rollouts of one round.
 
@@ -67,7 +67,7 @@ def build_batch(
         reward_parts: ``[P, G, K]``.
         group_id: ``[P, G]``.
         versions: policy version that sampled the tokens: one number for all, or one per token.
-        pad_id: value of the padding, which never affects a result.
+        pad_token_id: value of the padding, which never affects a result.
     """
     P, G = len(completions), len(completions[0])
     flat = [completion for group in completions for completion in group]
@@ -75,7 +75,7 @@ def build_batch(
     by_token, oldest, newest = _versions(versions, response_mask)
     return TensorDict(
         {
-            **tokens_of(prompts, [[c.token_ids for c in group] for group in completions], pad_id),
+            **tokens_of(prompts, [[c.token_ids for c in group] for group in completions], pad_token_id),
             "log_probs": TensorDict({"response": log_probs.view(P, G, -1)}, [P]),
             "next": TensorDict({"reward": rewards, "reward_parts": reward_parts}, [P]),
             "truncated": torch.tensor([c.finish_reason == "length" for c in flat]).view(P, G, 1),
@@ -89,12 +89,14 @@ def build_batch(
 
 
 def tokens_of(
-    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[Sequence[int]]], pad_id: int
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[Sequence[int]]], pad_token_id: int
 ) -> dict[str, TensorDict]:
     """Build the entries ``tokens`` and ``masks``, which a scorer reads, of P prompts and G responses each."""
     P, G = len(responses), len(responses[0])
-    prompt, prompt_mask = pad_left(prompts, pad_id)
-    response, response_mask = pad_right([one for group in responses for one in group], pad_id, torch.int64)
+    prompt, prompt_mask = pad_left(prompts, pad_token_id)
+    response, response_mask = pad_right(
+        [one for group in responses for one in group], pad_token_id, torch.int64
+    )
     return {
         "tokens": TensorDict({"prompt": prompt, "response": response.view(P, G, -1)}, [P]),
         "masks": TensorDict({"prompt": prompt_mask, "response": response_mask.view(P, G, -1)}, [P]),

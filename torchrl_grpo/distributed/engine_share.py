@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl_grpo.batch.micro_batches import divide
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.inference.checksums import Checksums
-from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Probe, Sampling
+from torchrl_grpo.inference.protocol import Completion, Engine, Probe, ProbeResult, Sampling
 
 Answers = list[list[Completion]]
 
@@ -76,13 +76,13 @@ class EngineShare:
         """See :meth:`Engine.checksums`; one entry for each rank."""
         return tuple(one for rank in self.ranks.gather(self.engine.checksums()) for one in rank)
 
-    def next_tokens(self, probe: Probe) -> NextTokens:
+    def next_tokens(self, probe: Probe) -> ProbeResult:
         """See :meth:`Engine.next_tokens`; the rows of all ranks are concatenated."""
-        answers = self.ranks.gather(self.engine.next_tokens(probe))
-        return NextTokens(
-            torch.cat([answer.token_ids for answer in answers]),
-            torch.cat([answer.log_probs for answer in answers]),
-            max(answer.cached_tokens for answer in answers),
+        results = self.ranks.gather(self.engine.next_tokens(probe))
+        return ProbeResult(
+            torch.cat([result.token_ids for result in results]),
+            torch.cat([result.log_probs for result in results]),
+            max(result.cached_tokens for result in results),
         )
 
     def reset_cache(self) -> None:

@@ -1,5 +1,5 @@
 """One protocol, several engines that generate responses and take new weights while they run."""
 
-from torchrl_grpo.inference.protocol import Completion, Engine, NextTokens, Probe, Request, Sampling
+from torchrl_grpo.inference.protocol import Completion, Engine, Probe, ProbeResult, Request, Sampling
 
-__all__ = ["Completion", "Engine", "NextTokens", "Probe", "Request", "Sampling"]
+__all__ = ["Completion", "Engine", "Probe", "ProbeResult", "Request", "Sampling"]

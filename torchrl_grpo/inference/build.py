@@ -17,8 +17,8 @@ def build_engine(
     cfg: Config,
     source: str,
     device: torch.device,
-    end_ids: Sequence[int],
-    pad_id: int,
+    eos_token_ids: Sequence[int],
+    pad_token_id: int,
     max_num_seqs: int,
     sleeps: bool = False,
     gpu_memory_utilization: float = SHARED_GPU,
@@ -29,8 +29,8 @@ def build_engine(
         cfg: configuration of the run.
         source: folder or hub name of the model.
         device: device of the engine.
-        end_ids: tokens that end a response.
-        pad_id: token that fills the left of short prompts.
+        eos_token_ids: tokens that end a response.
+        pad_token_id: token that fills the left of short prompts.
         max_num_seqs: largest number of responses decoded at a time.
         sleeps: whether :meth:`Engine.sleep` will be called.
         gpu_memory_utilization: share of the GPU's memory that vLLM takes; unused on a CPU.
@@ -41,7 +41,9 @@ def build_engine(
         from torchrl_grpo.inference.transformers_engine import TransformersEngine
 
         model = load_model(source, cfg.model, device, dtype)
-        return TransformersEngine(model, end_ids, pad_id, head_dtype=resolve_head(options.head_dtype))
+        return TransformersEngine(
+            model, eos_token_ids, pad_token_id, head_dtype=resolve_head(options.head_dtype)
+        )
     from torchrl_grpo.inference.vllm_engine import VLLMEngine
 
     return VLLMEngine(

@@ -45,21 +45,21 @@ class Checksums:
 
 def checksum(tensor: Tensor) -> int:
     """Compute the checksum of one tensor, which is equal on every device and for every memory layout."""
-    return int(digest(tensor))
+    return int(checksum_tensor(tensor))
 
 
-def checksums(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Checksums:
+def compute_checksums(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Checksums:
     """Compute the checksums of named tensors, and copy them from the device in one transfer.
 
     Args:
         tensors: names and tensors. Tensors with equal names are copies of one tensor.
         dtype: number format of the tensors.
     """
-    return gathered([(name, digest(tensor)) for name, tensor in tensors], dtype)
+    return collect_checksums([(name, checksum_tensor(tensor)) for name, tensor in tensors], dtype)
 
 
-def gathered(sums: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Checksums:
-    """Collect the results of :func:`digest` by name.
+def collect_checksums(sums: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Checksums:
+    """Collect the results of :func:`checksum_tensor` by name.
 
     Args:
         sums: names and checksums, each a scalar on the device.
@@ -73,8 +73,8 @@ def gathered(sums: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Checksum
     return Checksums(str(dtype).removeprefix("torch."), values)
 
 
-def digest(tensor: Tensor) -> Tensor:
-    """Compute the checksum as an int64 scalar on the device.
+def checksum_tensor(tensor: Tensor) -> Tensor:
+    """Compute the same checksum as :func:`checksum`, as an int64 scalar on the device.
 
     Rows run along the last dimension. A vector is one row.
     """

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchrl_grpo.inference.checksums import combine, digest, ordered_row_sums, row_sums
+from torchrl_grpo.inference.checksums import checksum_tensor, combine, ordered_row_sums, row_sums
 
 Shape = tuple[int, ...]
 
@@ -96,7 +96,7 @@ class Layout:
     places: dict[str, list[_Place]] = field(default_factory=dict)
     torn: list[str] = field(default_factory=list)
 
-    def unread(self, names: Iterable[str]) -> list[str]:
+    def unreadable(self, names: Iterable[str]) -> list[str]:
         """Return those of ``names`` that no engine tensor holds."""
         known = {place.name for places in self.places.values() for place in places}
         return [name for name in names if name not in known]
@@ -118,7 +118,7 @@ class Layout:
         by_side: dict[bool, Tensor] = {}
         for place in places:
             if place.vector:
-                yield place.name, digest(tensor.reshape(-1)[place.where])
+                yield place.name, checksum_tensor(tensor.reshape(-1)[place.where])
                 continue
             if place.turned not in by_side:
                 by_side[place.turned] = row_sums(tensor.transpose(-1, -2) if place.turned else tensor)
@@ -153,8 +153,8 @@ def locate_weights(
     _find_rows({name: shape for name, shape in shapes.items() if len(shape) > 1}, seen, layout, device)
     for name, shape in vectors.items():
         _find_vector(name, fingerprint(name, shape, dtype, device), seen, layout)
-    unread = set(layout.unread(shapes))
-    layout.torn = [name for name in layout.torn if name in unread]
+    unreadable = set(layout.unreadable(shapes))
+    layout.torn = [name for name in layout.torn if name in unreadable]
     return layout
 
 

@@ -1,4 +1,4 @@
-"""Interfaces of engines: generate, take weights, run a probe, close."""
+"""Engine interfaces: generation, weight updates and probes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Sampling:
         temperature: sampling temperature; 0 is greedy.
         seeds: one seed per prompt. Equal weights, prompts and seeds give equal responses, whatever was
             generated before. Not needed at temperature 0.
-        ignore_end: whether to continue past end tokens to ``max_new_tokens``, as measurements need.
+        ignore_eos: whether to ignore end tokens and generate ``max_new_tokens``, for benchmarks.
     """
 
     num_samples: int
     max_new_tokens: int
     temperature: float
     seeds: Sequence[int] | None = None
-    ignore_end: bool = False
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Request:
         max_new_tokens: largest number of tokens to generate.
         temperature: sampling temperature; 0 is greedy.
         seed: seed of the tokens to generate; None takes any.
-        ignore_end: whether to continue past end tokens.
+        ignore_eos: whether to ignore end tokens and generate ``max_new_tokens``.
     """
 
     key: Hashable
@@ -49,7 +49,7 @@ class Request:
     max_new_tokens: int
     temperature: float
     seed: int | None = None
-    ignore_end: bool = False
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Completion:
 
     Attributes:
         token_ids: the response, with its end token if it has one.
-        log_probs: natural logarithm, per token, of the distribution the token was sampled from,
-            at the sampling temperature (at temperature 0: of the unscaled distribution).
-        finish_reason: ``"stop"`` at an end token, ``"length"`` at the bound, ``"withdrawn"`` if it was
+        log_probs: log-probability of each token under the distribution it was sampled from, at the sampling
+            temperature (at temperature 0: under the unscaled distribution).
+        finish_reason: ``"stop"`` at an end token, ``"length"`` at the bound, ``"aborted"`` if it was
             interrupted before either.
     """
 
@@ -85,8 +85,8 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class NextTokens:
-    """The engine's likeliest next tokens after each prompt of a :class:`Probe`.
+class ProbeResult:
+    """An engine's likeliest next tokens after each prompt of a :class:`Probe`, and checksums of its weights.
 
     Attributes:
         token_ids: ``[N, K]`` int64, the K likeliest next tokens.
@@ -94,15 +94,15 @@ class NextTokens:
         cached_tokens: number of tokens of the first prompt that came from a prefix cache.
         checksums: checksums of the weights in use, one entry per engine; empty after
             :meth:`Engine.next_tokens`.
-        before: probe result with the weights that the engine was built with; None after the first
-            publication.
+        initial_result: probe result with the weights that the engine was built with. Only the first
+            publication has one.
     """
 
     token_ids: Tensor
     log_probs: Tensor
     cached_tokens: int
     checksums: tuple[Checksums, ...] = ()
-    before: NextTokens | None = None
+    initial_result: ProbeResult | None = None
 
 
 class Inference(ABC):
@@ -124,15 +124,15 @@ class Inference(ABC):
         weights: Iterable[tuple[str, Tensor]],
         version: int,
         probe: Probe,
-    ) -> NextTokens:
-        """Take the weights of ``version`` and run a probe with them: see :meth:`Engine.next_tokens`.
+    ) -> ProbeResult:
+        """Load the weights of ``version`` and run a probe with them: see :meth:`Engine.next_tokens`.
 
         The probe results of several workers are concatenated along N, and each has its checksums.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Free everything; it cannot be used afterwards."""
+        """Free all resources. The engine cannot be used afterwards."""
 
 
 class Engine(Inference):
@@ -141,7 +141,7 @@ class Engine(Inference):
     _weights_located = False
 
     @abstractmethod
-    def next_tokens(self, probe: Probe) -> NextTokens:
+    def next_tokens(self, probe: Probe) -> ProbeResult:
         """The likeliest next tokens after each prompt of ``probe``, through the cache of :meth:`generate`."""
 
     @abstractmethod
@@ -150,14 +150,14 @@ class Engine(Inference):
 
     @abstractmethod
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take ``(name, tensor)`` pairs in the names of the Hugging Face model; called once or more."""
+        """Load ``(name, tensor)`` pairs under the names of the Hugging Face model; called once or more."""
 
     @abstractmethod
     def finish_update(self) -> None:
         """End the update. The engine must not compute between :meth:`start_update` and this call."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights by ``(name, tensor)`` pairs in the names of the Hugging Face model."""
+        """Replace the weights by ``(name, tensor)`` pairs under the names of the Hugging Face model."""
         self.start_update()
         self.update(weights)
         self.finish_update()
@@ -180,19 +180,19 @@ class Engine(Inference):
         weights: Iterable[tuple[str, Tensor]],
         version: int,
         probe: Probe,
-    ) -> NextTokens:
+    ) -> ProbeResult:
         """See :meth:`Inference.publish`."""
-        before = None
+        initial_result = None
         if not self._weights_located:
             self.reset_cache()
-            before = self.next_tokens(probe)
+            initial_result = self.next_tokens(probe)
             self.locate_weights(probe.shapes)
             self._weights_located = True
         self.load_weights(weights)
         self.reset_cache()
-        answer = self.next_tokens(probe)
+        result = self.next_tokens(probe)
         self.policy_version = version
-        return replace(answer, checksums=self.checksums(), before=before)
+        return replace(result, checksums=self.checksums(), initial_result=initial_result)
 
     @abstractmethod
     def reset_cache(self) -> None:
@@ -219,15 +219,15 @@ class SteppingEngine(Engine):
         """Sample the next token of the running requests; return those that ended with it."""
 
     @abstractmethod
-    def withdraw(self) -> dict[Hashable, Completion]:
-        """Interrupt every unfinished request and return its tokens so far; weights may then change."""
+    def abort_all(self) -> dict[Hashable, Completion]:
+        """Abort every unfinished request and return its tokens so far; weights may then change."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         """``sampling.num_samples`` completions for each of ``prompts`` (token ids), in order.
 
         The engine must hold no other requests.
         """
-        requests = requests_of(prompts, sampling)
+        requests = build_requests(prompts, sampling)
         self.submit(requests)
         found: dict[Hashable, Completion] = {}
         while len(found) < len(requests):
@@ -235,7 +235,7 @@ class SteppingEngine(Engine):
         return [[found[p, g] for g in range(sampling.num_samples)] for p in range(len(prompts))]
 
 
-def requests_of(prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Request]:
+def build_requests(prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Request]:
     """One request per sample with key ``(prompt, sample)``; the sample number is added to the seed."""
     return [
         Request(
@@ -244,7 +244,7 @@ def requests_of(prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Re
             sampling.max_new_tokens,
             sampling.temperature,
             None if sampling.seeds is None else sampling.seeds[number] + sample,
-            sampling.ignore_end,
+            sampling.ignore_eos,
         )
         for number, prompt in enumerate(prompts)
         for sample in range(sampling.num_samples)

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from torchrl_grpo.errors import ModelError
-from torchrl_grpo.inference.checksums import Checksums, checksums
+from torchrl_grpo.inference.checksums import Checksums, compute_checksums
 from torchrl_grpo.inference.layout import in_format
-from torchrl_grpo.inference.protocol import Completion, NextTokens, Probe, Request, SteppingEngine
+from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
 from torchrl_grpo.models.precision import choose_kernels
 from torchrl_grpo.models.scoring.padding import pad_left
 from torchrl_grpo.models.scoring.token_scorer import multiply_head_in
@@ -28,8 +28,8 @@ class TransformersEngine(SteppingEngine):
 
     Args:
         model: causal language model.
-        end_ids: tokens that end a response.
-        pad_id: token that fills the left of short prompts; it is masked, so any id works.
+        eos_token_ids: tokens that end a response.
+        pad_token_id: token that fills the left of short prompts; it is masked, so any id works.
         max_rows: largest number of responses generated at a time.
         head_dtype: number format of the output head's products; None for the model's number format.
 
@@ -40,8 +40,8 @@ class TransformersEngine(SteppingEngine):
     def __init__(
         self,
         model: PreTrainedModel,
-        end_ids: Sequence[int],
-        pad_id: int,
+        eos_token_ids: Sequence[int],
+        pad_token_id: int,
         max_rows: int = MAX_ROWS,
         head_dtype: torch.dtype | None = None,
     ) -> None:
@@ -56,8 +56,8 @@ class TransformersEngine(SteppingEngine):
                     "inference_model.head_dtype=auto"
                 ) from error
         self.model = model
-        self.end_ids = torch.tensor(list(end_ids))
-        self.pad_id = pad_id
+        self.eos_token_ids = torch.tensor(list(eos_token_ids))
+        self.pad_token_id = pad_token_id
         self.max_rows = max_rows
         self._device = next(model.parameters()).device
         self._asleep = False
@@ -76,17 +76,17 @@ class TransformersEngine(SteppingEngine):
         if self._batch is None:
             chosen, self._waiting = _whole_groups(self._waiting, self.max_rows)
             self._batch = _Batch(
-                self._step, chosen, self.end_ids, self.pad_id, self._device, self.model.config
+                self._step, chosen, self.eos_token_ids, self.pad_token_id, self._device, self.model.config
             )
         ended = self._batch.step()
         if not self._batch.running:
             self._batch = None
         return ended
 
-    def withdraw(self) -> dict[Hashable, Completion]:
-        """See :meth:`SteppingEngine.withdraw`."""
+    def abort_all(self) -> dict[Hashable, Completion]:
+        """See :meth:`SteppingEngine.abort_all`."""
         taken = {} if self._batch is None else self._batch.unfinished()
-        taken |= {request.key: Completion([], [], "withdrawn") for request in self._waiting}
+        taken |= {request.key: Completion([], [], "aborted") for request in self._waiting}
         self._batch, self._waiting = None, []
         return taken
 
@@ -104,14 +104,14 @@ class TransformersEngine(SteppingEngine):
         return logits[:, -1]
 
     @torch.no_grad()
-    def next_tokens(self, probe: Probe) -> NextTokens:
+    def next_tokens(self, probe: Probe) -> ProbeResult:
         """See :meth:`Engine.next_tokens`."""
-        ids, mask = (t.to(self._device) for t in pad_left(probe.prompts, self.pad_id))
+        ids, mask = (t.to(self._device) for t in pad_left(probe.prompts, self.pad_token_id))
         logits = self._step(
             ids, mask, (mask.long().cumsum(-1) - 1).clamp(min=0), DynamicCache(config=self.model.config)
         )
         top = torch.log_softmax(logits.float(), -1).topk(min(probe.top_k, logits.shape[-1]), dim=-1)
-        return NextTokens(top.indices.cpu(), top.values.cpu(), cached_tokens=0)
+        return ProbeResult(top.indices.cpu(), top.values.cpu(), cached_tokens=0)
 
     def start_update(self) -> None:
         """See :meth:`Engine.start_update`."""
@@ -135,7 +135,7 @@ class TransformersEngine(SteppingEngine):
 
     def checksums(self) -> tuple[Checksums, ...]:
         """See :meth:`Engine.checksums`."""
-        return (checksums(self._held(), self.model.dtype),)
+        return (compute_checksums(self._held(), self.model.dtype),)
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor in use with its published name, each storage once."""
@@ -180,8 +180,8 @@ class _Batch:
     Args:
         forward: function that maps ids, mask, positions and cache to the logits of the last position.
         requests: requests to answer.
-        end_ids: ids of the tokens that end a response.
-        pad_id: token that fills the left of short prompts.
+        eos_token_ids: ids of the tokens that end a response.
+        pad_token_id: token that fills the left of short prompts.
         device: device of the model.
         config: configuration of the model, which the cache needs.
     """
@@ -190,20 +190,20 @@ class _Batch:
         self,
         forward: Callable[[Tensor, Tensor, Tensor, DynamicCache], Tensor],
         requests: Sequence[Request],
-        end_ids: Tensor,
-        pad_id: int,
+        eos_token_ids: Tensor,
+        pad_token_id: int,
         device: torch.device,
         config: PreTrainedConfig,
     ) -> None:
         self._forward = forward
         self._requests = requests
-        self._end_ids = set(end_ids.tolist())
+        self._eos_token_ids = set(eos_token_ids.tolist())
         self._device = device
         self._token_ids: list[list[int]] = [[] for _ in requests]
         self._log_probs: list[list[float]] = [[] for _ in requests]
         self.running = set(range(len(requests)))
         runs = [list(run) for _, run in itertools.groupby(requests, key=lambda one: tuple(one.tokens))]
-        ids, mask = (t.to(device) for t in pad_left([run[0].tokens for run in runs], pad_id))
+        ids, mask = (t.to(device) for t in pad_left([run[0].tokens for run in runs], pad_token_id))
         repeats = torch.tensor([len(run) for run in runs], device=device)
         self._cache = DynamicCache(config=config)
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
@@ -247,7 +247,7 @@ class _Batch:
                 continue
             self._log_probs[row].append(log_prob)
             request = self._requests[row]
-            stopped = token in self._end_ids and not request.ignore_end
+            stopped = token in self._eos_token_ids and not request.ignore_eos
             if stopped or len(self._log_probs[row]) == request.max_new_tokens:
                 self.running.remove(row)
                 # An ended row keeps decoding, so freeze its position within the model's limit.
@@ -261,7 +261,7 @@ class _Batch:
 
     def unfinished(self) -> dict[Hashable, Completion]:
         """Return the tokens generated so far for the responses that have not ended."""
-        return {self._requests[row].key: self._completion(row, "withdrawn") for row in sorted(self.running)}
+        return {self._requests[row].key: self._completion(row, "aborted") for row in sorted(self.running)}
 
 
 def _whole_groups(requests: list[Request], max_rows: int) -> tuple[list[Request], list[Request]]:

@@ -15,11 +15,11 @@ from torch import nn
 
 
 @contextmanager
-def apart() -> Iterator[dict[type[nn.Module], type[nn.Module]]]:
+def isolate_decorated_classes() -> Iterator[dict[type[nn.Module], type[nn.Module]]]:
     """Let vLLM decorate classes in the block, and undo it at the end.
 
     Yields:
-        Each decorated class, with a subclass that has vLLM's changes; for :func:`give`.
+        Each decorated class, with a subclass that has vLLM's changes; for :func:`assign_decorated_classes`.
     """
     from vllm.compilation import decorators
 
@@ -27,7 +27,7 @@ def apart() -> Iterator[dict[type[nn.Module], type[nn.Module]]]:
     before: list[tuple[type[nn.Module], tuple[type, ...], dict[str, Any], list[str]]] = []
     decorate = decorators._support_torch_compile
 
-    def noted(cls: type[nn.Module], *args: Any, **options: Any) -> type[nn.Module]:
+    def decorate_and_record(cls: type[nn.Module], *args: Any, **options: Any) -> type[nn.Module]:
         # vLLM decorates its own classes once, when it imports them.
         if cls.__module__.startswith("vllm.") or cls in changed:
             return decorate(cls, *args, **options)  # type: ignore[no-any-return]
@@ -40,7 +40,7 @@ def apart() -> Iterator[dict[type[nn.Module], type[nn.Module]]]:
         changed[cls] = type(cls.__name__, (cls, *added), {**changes, "__module__": cls.__module__})
         return decorated
 
-    decorators._support_torch_compile = noted
+    decorators._support_torch_compile = decorate_and_record
     try:
         yield changed
     finally:
@@ -54,8 +54,8 @@ def apart() -> Iterator[dict[type[nn.Module], type[nn.Module]]]:
                     delattr(cls, name)
 
 
-def give(model: nn.Module, changed: dict[type[nn.Module], type[nn.Module]]) -> None:
-    """Give the modules of vLLM's own ``model``, and no others, the subclasses that :func:`apart` kept."""
+def assign_decorated_classes(model: nn.Module, changed: dict[type[nn.Module], type[nn.Module]]) -> None:
+    """Assign the subclasses of :func:`isolate_decorated_classes` to the modules of vLLM's ``model`` only."""
     for module in model.modules():
         if type(module) in changed:
             module.__class__ = changed[type(module)]

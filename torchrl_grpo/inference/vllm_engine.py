@@ -21,10 +21,10 @@ from torchrl_grpo.config.values import VLLM_CPU_BLOCK_SIZE
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.inference import vllm_classes
 from torchrl_grpo.inference.checksums import Checksums
-from torchrl_grpo.inference.protocol import Completion, NextTokens, Probe, Request, SteppingEngine
+from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
 from torchrl_grpo.inference.vllm_weights import VLLMWeights
 from torchrl_grpo.runtime import screen
-from torchrl_grpo.runtime.oom import stopping
+from torchrl_grpo.runtime.oom import stop_on_oom
 
 
 class VLLMEngine(SteppingEngine):
@@ -74,10 +74,11 @@ class VLLMEngine(SteppingEngine):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         # vLLM's log messages go to the run's log file. Without one, only errors are shown.
         os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-        logging.getLogger("vllm").setLevel(logging.WARNING if screen.is_kept_clear() else logging.ERROR)
+        logging.getLogger("vllm").setLevel(logging.WARNING if screen.logs_to_file() else logging.ERROR)
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if dtype is torch.float32:
-            # Triton's attention on a GPU would take TF32, ten bits, and the trainer computes with all 23.
+            # Without this, Triton's attention on a GPU uses TF32 (10 mantissa bits), while the trainer uses
+            # full float32 (23).
             os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
         settings, more = dict[str, Any](), dict(engine_args or {})
         if head_dtype is not None:
@@ -104,7 +105,7 @@ class VLLMEngine(SteppingEngine):
                 "install the requirements, or write inference_model.backend=transformers"
             ) from error
         try:
-            with vllm_classes.apart() as changed:
+            with vllm_classes.isolate_decorated_classes() as changed:
                 self.llm = LLM(
                     source,
                     dtype=str(dtype).removeprefix("torch."),
@@ -124,8 +125,8 @@ class VLLMEngine(SteppingEngine):
             if not engine_args:
                 raise
             raise ConfigError(
-                f"inference_model.engine_args={dict(engine_args)}: vLLM does not take these ({error}); write "
-                "arguments of its LLM class, or remove them"
+                f"inference_model.engine_args={dict(engine_args)}: vLLM does not accept these arguments "
+                f"({error}); write arguments of its LLM class, or remove them"
             ) from error
         except (ValueError, RuntimeError) as error:
             raise ModelError(
@@ -141,7 +142,7 @@ class VLLMEngine(SteppingEngine):
         worker = self.llm.llm_engine.model_executor.driver_worker.worker
         self.dtype = dtype
         self._weights = VLLMWeights(worker, dtype)
-        vllm_classes.give(self._weights.model, changed)
+        vllm_classes.assign_decorated_classes(self._weights.model, changed)
         _check_head(self._weights.model, head_dtype)
         self._names = itertools.count()
         self._running: dict[str, Hashable] = {}
@@ -162,9 +163,9 @@ class VLLMEngine(SteppingEngine):
                     temperature=request.temperature,
                     seed=request.seed,
                     logprobs=0,
-                    ignore_eos=request.ignore_end,
+                    ignore_eos=request.ignore_eos,
                     detokenize=False,
-                    # withdraw() reads the tokens of unfinished requests out of vLLM's own state.
+                    # abort_all() reads the tokens of unfinished requests out of vLLM's own state.
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 ),
             )
@@ -185,20 +186,20 @@ class VLLMEngine(SteppingEngine):
             if output.finished
         ]
 
-    def withdraw(self) -> dict[Hashable, Completion]:
-        """See :meth:`SteppingEngine.withdraw`."""
+    def abort_all(self) -> dict[Hashable, Completion]:
+        """See :meth:`SteppingEngine.abort_all`."""
         processor = self.llm.llm_engine.output_processor
         taken = {}
         for name, key in self._running.items():
             state = processor.request_states[processor.external_req_ids[name][0]]
             taken[key] = _completion(
-                state.detokenizer.output_token_ids, state.logprobs_processor.logprobs, "withdrawn"
+                state.detokenizer.output_token_ids, state.logprobs_processor.logprobs, "aborted"
             )
         self.llm.llm_engine.abort_request(list(self._running))
         self._running.clear()
         return taken
 
-    def next_tokens(self, probe: Probe) -> NextTokens:
+    def next_tokens(self, probe: Probe) -> ProbeResult:
         """See :meth:`Engine.next_tokens`."""
         from vllm import SamplingParams
 
@@ -209,7 +210,7 @@ class VLLMEngine(SteppingEngine):
         steps = [output.outputs[0].logprobs[0] for output in outputs]
         # The sampled token is listed too if it is not among the top ones; ranks tell them apart.
         likeliest = [sorted(step.items(), key=lambda item: item[1].rank)[: probe.top_k] for step in steps]
-        return NextTokens(
+        return ProbeResult(
             torch.tensor([[token for token, _ in row] for row in likeliest]),
             torch.tensor([[entry.logprob for _, entry in row] for row in likeliest]),
             cached_tokens=int(outputs[0].num_cached_tokens or 0),
@@ -243,7 +244,7 @@ class VLLMEngine(SteppingEngine):
 
     def locate_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """See :meth:`Engine.locate_weights`."""
-        with stopping(
+        with stop_on_oom(
             "memory ran out while finding out where vLLM keeps which weights: lower "
             f"inference_model.gpu_memory_utilization={self._gpu_memory_utilization}, which leaves more "
             "memory to the rest of the process"
@@ -265,7 +266,7 @@ class VLLMEngine(SteppingEngine):
 
     def wake(self) -> None:
         """See :meth:`Engine.wake`."""
-        with stopping(
+        with stop_on_oom(
             "memory ran out when vLLM took its share of the GPU back: lower "
             f"inference_model.gpu_memory_utilization={self._gpu_memory_utilization} and resume, or start a "
             "new run with a smaller model.name or train_model.lora.rank=16"
@@ -276,7 +277,7 @@ class VLLMEngine(SteppingEngine):
         """See :meth:`Engine.close`."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        # vLLM frees what the compiler left behind when its LLMEngine is deleted, and needs the model then.
+        # When its LLMEngine is deleted, vLLM frees compiler state, for which it still needs the model.
         # Otherwise hooks of the compiler keep the weights, and the next engine of a sweep lacks memory.
         model = self._weights.model
         self._weights.release()
@@ -292,7 +293,7 @@ def _check_head(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Check that logits are computed in ``dtype``; vLLM only warns if a platform cannot.
 
     Raises:
-        ModelError: logits are computed in another format.
+        ModelError: logits are computed in another dtype.
     """
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
@@ -300,8 +301,8 @@ def _check_head(model: nn.Module, dtype: torch.dtype | None) -> None:
     if dtype is not None and found != {dtype}:
         name = str(dtype).removeprefix("torch.")
         raise ModelError(
-            f"inference_model.head_dtype={name}: vLLM computes the output head of {type(model).__name__} "
-            "otherwise on this machine; write inference_model.head_dtype=auto"
+            f"inference_model.head_dtype={name}: on this machine, vLLM computes the output head of "
+            f"{type(model).__name__} in another dtype; write inference_model.head_dtype=auto"
         )
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_grpo.errors import ModelError
-from torchrl_grpo.inference.checksums import Checksums, gathered, ordered_row_sums, row_sums
+from torchrl_grpo.inference.checksums import Checksums, collect_checksums, ordered_row_sums, row_sums
 from torchrl_grpo.inference.layout import Layout, Seen, Shape, fingerprint, in_format, locate_weights
 
 # Number of columns of a packed matrix that are multiplied out when the layout is learned. A publication
@@ -164,7 +164,7 @@ class VLLMWeights:
             raise _not_taken(f"only a part of {self.layout.torn[0]}")
         # vLLM may have transformed a tensor that was not found. If another fingerprint of it changes nothing,
         # vLLM ignores the tensor.
-        for name in self.layout.unread(shapes):
+        for name in self.layout.unreadable(shapes):
             if _equal(self._with_fingerprints(shapes, update, other=name), seen):
                 raise _not_taken(f"nothing of {name}")
 
@@ -209,7 +209,7 @@ class VLLMWeights:
             module = modules[key.rpartition(".")[0]]
             sound = packed.sound and vars(module).get("cpu_linear") is packed.multiply
             sums += [(name, value if sound else wrong) for name, value in packed.sums]
-        return gathered(sums, self.dtype)
+        return collect_checksums(sums, self.dtype)
 
     def _compare_with_the_first(self) -> None:
         """Check that a publication puts each row in the same place as vLLM's own loading from disk.

@@ -15,7 +15,7 @@ from torchrl_grpo.config.schema import ModelConfig
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models import smollm2
 from torchrl_grpo.models.quantization import loading_options
-from torchrl_grpo.runtime.oom import stopping
+from torchrl_grpo.runtime.oom import stop_on_oom
 
 
 def resolve(cfg: ModelConfig) -> str:
@@ -145,7 +145,7 @@ def load_model(
     """
     options = {"device_map": {"": device}, **loading_options(quantized, device, dtype)}
     dtype_name = str(dtype).removeprefix("torch.")
-    with stopping(
+    with stop_on_oom(
         f"model.name={cfg.name}: memory ran out while it was loaded on {device} in {dtype_name}: {instead}"
     ):
         try:

@@ -24,7 +24,7 @@ class BatchTotals(NamedTuple):
     sequences: int
 
 
-def totals_of(mask: Tensor) -> BatchTotals:
+def count_totals(mask: Tensor) -> BatchTotals:
     """Count the tokens and responses of a loss mask ``[P, G, T]``."""
     return BatchTotals(int(mask.sum()), int(mask.any(-1).sum()))
 

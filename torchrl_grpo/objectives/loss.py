@@ -15,7 +15,7 @@ from torchrl.objectives import LossModule
 from torchrl_grpo.config.derived import kl_start
 from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.objectives import actors
-from torchrl_grpo.objectives.aggregation import BatchTotals, token_weights, totals_of
+from torchrl_grpo.objectives.aggregation import BatchTotals, count_totals, token_weights
 from torchrl_grpo.objectives.coefficients import EntropyCoefficient, KLCoefficient
 from torchrl_grpo.objectives.importance import at_level, correction_weights
 from torchrl_grpo.objectives.kl import kl_estimate
@@ -198,7 +198,7 @@ class GroupPolicyLoss(LossModule):
             return value.to(new.device)
 
         mask = get(keys.loss_mask)
-        totals = totals_of(mask) if totals is None else totals
+        totals = count_totals(mask) if totals is None else totals
         weights = token_weights(mask, self.cfg.aggregation, totals, self.constant_length, new.dtype)
 
         def mean(values: Tensor) -> Tensor:

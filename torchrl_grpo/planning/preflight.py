@@ -17,7 +17,7 @@ from torchrl_grpo.planning import launcher, memory, placement
 from torchrl_grpo.planning.advice import advise
 from torchrl_grpo.planning.memory import GIB, PHASES, Prediction
 from torchrl_grpo.planning.plan import Plan
-from torchrl_grpo.planning.request import request_of
+from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.planning.workload import workload_of
 from torchrl_grpo.runtime import hardware, rank_env
 from torchrl_grpo.runtime.hardware import Hardware
@@ -123,7 +123,7 @@ def make(cfg: Config, asynchronous: bool, there: Hardware) -> Planned:
 
 
 def _made(cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape | Unknown) -> Planned:
-    plan = placement.plan(request_of(cfg, asynchronous, rank_env.world_size()), len(there.gpus))
+    plan = placement.plan(build_request(cfg, asynchronous, rank_env.world_size()), len(there.gpus))
     if plan.own_process and not asynchronous:
         checks_schedule.check_in_turn(cfg)
     if plan.sleeps:

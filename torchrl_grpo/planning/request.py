@@ -84,7 +84,7 @@ class Request:
         return unsaid and not self.needs_processes and max(self.ranks, self.train.count) > 1
 
 
-def request_of(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
+def build_request(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
     """Build the request of a configuration.
 
     Args:

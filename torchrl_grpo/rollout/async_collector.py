@@ -49,8 +49,8 @@ class AsyncCollector(CollectorInterface):
     """Collects rounds of P x G responses from a group of workers, with calls of TorchRL's ``LLMCollector``.
 
     Those are in :mod:`~torchrl_grpo.rollout.interface`. There is no ``update_policy_weights_``: workers
-    take weights through :meth:`send` alone, whose proofs show that they arrived. There is no ``set_seed``:
-    workers run ahead on the seed they began with.
+    take weights through :meth:`send` alone, whose probe results show that they arrived. There is no
+    ``set_seed``: workers run ahead on the seed they began with.
 
     Args:
         env: problems and rewards, batch size ``[P, G]``.
@@ -123,7 +123,7 @@ class AsyncCollector(CollectorInterface):
             taken,
             [self.env.prompt(group.group.group_id).text for group in taken],
             reward_names=self.env.reward_set.names,
-            pad_id=self.tokenizer.pad_token_id,
+            pad_token_id=self.tokenizer.pad_token_id,
             seconds={"time/wait_s": self._clock() - start},
         )
 

@@ -49,8 +49,8 @@ class MakeEngine(Protocol):
         source: str,
         device: torch.device,
         *,
-        end_ids: Sequence[int],
-        pad_id: int,
+        eos_token_ids: Sequence[int],
+        pad_token_id: int,
         max_num_seqs: int,
         sleeps: bool,
         gpu_memory_utilization: float,
@@ -67,7 +67,7 @@ class Source:
         model: folder or hub name of the model. A worker may start long after that checkpoint was removed, and
             is given weights before it samples.
         plan: who runs where.
-        end_ids: tokens that end a response.
+        eos_token_ids: tokens that end a response.
         autocast_dtype: the trainer's number format, for a reference model in processes of its own.
         shares_prefix: whether the trainer runs a prompt once per group; the reference does the same.
         make_engine: makes an engine in this process: :func:`build_engine`, or a part of it on each rank.
@@ -76,7 +76,7 @@ class Source:
     weights: str
     model: str
     plan: Plan
-    end_ids: Sequence[int]
+    eos_token_ids: Sequence[int]
     autocast_dtype: torch.dtype | None
     shares_prefix: bool
     make_engine: MakeEngine = build_engine
@@ -110,8 +110,8 @@ def one_engine(
         cfg,
         source.weights,
         source.device,
-        end_ids=source.end_ids,
-        pad_id=tokenizer.pad_token_id,
+        eos_token_ids=source.eos_token_ids,
+        pad_token_id=tokenizer.pad_token_id,
         max_num_seqs=_max_num_seqs(cfg),
         sleeps=source.plan.sleeps,
         gpu_memory_utilization=source.plan.gpu_memory_utilization,
@@ -151,8 +151,8 @@ def ray_workers(
     spec = WorkerSpec(
         cfg=replace(cfg, inference_model=replace(cfg.inference_model, dtype=dtype)),
         source=source.model,
-        end_ids=source.end_ids,
-        pad_id=tokenizer.pad_token_id,
+        eos_token_ids=source.eos_token_ids,
+        pad_token_id=tokenizer.pad_token_id,
         max_num_seqs=_max_num_seqs(cfg),
         threads=divide_cores(cfg, source.plan, cores_to_divide(ranks), ranks)[1],
         on_gpu=on_gpu,
@@ -175,7 +175,7 @@ def _reference_actors(cfg: Config, source: Source, pool: RayPool, worker: Worker
     spec = ReferenceSpec(
         cfg=cfg,
         source=source.model,
-        pad_id=worker.pad_id,
+        pad_token_id=worker.pad_token_id,
         threads=worker.threads,
         on_gpu=worker.on_gpu,
         autocast_dtype=source.autocast_dtype,

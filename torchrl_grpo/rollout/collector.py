@@ -85,7 +85,7 @@ class RolloutCollector(CollectorInterface):
     ) -> None:
         """Give the engine other weights and count them as the next version.
 
-        Nothing proves that they arrived: training uses a ``WeightPublisher``.
+        Nothing verifies that they arrived: training uses a ``WeightPublisher``.
 
         Args:
             policy_or_weights: the model, whose adapters are merged; or parameters by the names of its
@@ -179,7 +179,7 @@ class RolloutCollector(CollectorInterface):
             scored,
             [prompt.text for prompt in prompts],
             reward_names=self.env.reward_set.names,
-            pad_id=self.tokenizer.pad_token_id,
+            pad_token_id=self.tokenizer.pad_token_id,
             seconds=seconds,
         )
 

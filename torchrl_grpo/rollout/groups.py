@@ -33,7 +33,7 @@ class Response:
         self.token_ids += more.token_ids
         self.log_probs += more.log_probs
         self.versions += [version] * len(more.token_ids)
-        self.finish_reason = None if more.finish_reason == "withdrawn" else more.finish_reason
+        self.finish_reason = None if more.finish_reason == "aborted" else more.finish_reason
 
 
 def whole(completion: Completion, version: int) -> Response:

@@ -82,7 +82,7 @@ def build_round(
     prompts: Sequence[str],
     *,
     reward_names: Sequence[str],
-    pad_id: int,
+    pad_token_id: int,
     seconds: dict[str, float],
 ) -> Round:
     """Put P scored groups of G responses together.
@@ -91,7 +91,7 @@ def build_round(
         groups: the groups, in the order of the round.
         prompts: text of each group's prompt.
         reward_names: rewards that get a place in ``("next", "reward_parts")``, in this order.
-        pad_id: token that fills the padding.
+        pad_token_id: token that fills the padding.
         seconds: see :class:`Round`.
     """
     shape = len(groups), len(groups[0].scored)
@@ -108,7 +108,7 @@ def build_round(
         torch.tensor(parts).view(*shape, -1),
         torch.tensor([group.group.group_id for group in groups])[:, None].repeat(1, shape[1]),
         [[one.versions for one in group] for group in responses],
-        pad_id,
+        pad_token_id,
     )
     under_reference = [row for group in groups for row in group.reference or ()]
     if under_reference:

@@ -20,8 +20,8 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def stopping(message: str) -> Iterator[None]:
-    """Report ``message`` to the user if memory runs out in the block.
+def stop_on_oom(message: str) -> Iterator[None]:
+    """Turn an out-of-memory error in the block into :class:`TrainingStopped` with ``message``.
 
     Args:
         message: text that says what ran and what to change.

@@ -38,8 +38,8 @@ def err() -> TextIO:
     return sys.stderr if _screen is None else _screen.err
 
 
-def is_kept_clear() -> bool:
-    """Whether libraries now write to a file instead of the screen."""
+def logs_to_file() -> bool:
+    """Whether the output of libraries now goes to a file instead of the screen."""
     return _screen is not None
 
 

@@ -33,7 +33,7 @@ from torchrl_grpo.observe.progress import Progress
 from torchrl_grpo.observe.report import SUMMARY
 from torchrl_grpo.planning import placement
 from torchrl_grpo.planning.plan import Plan
-from torchrl_grpo.planning.request import request_of
+from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.rewards.graders import CountingGrader
 from torchrl_grpo.rewards.reward_set import RewardSet
 from torchrl_grpo.rollout.buffer import GroupBuffer
@@ -110,7 +110,7 @@ def build_session(
     """
     ranks = Ranks(on_cpu=not torch.cuda.is_available()) if ranks is None else ranks
     if plan is None:
-        request = request_of(job.cfg, asynchronous=False, ranks=ranks.size)
+        request = build_request(job.cfg, asynchronous=False, ranks=ranks.size)
         plan = placement.plan(request, torch.cuda.device_count())
     with ExitStack() as opened:
         # Whatever was opened is closed if a later part fails: a sweep's next job needs the memory.
@@ -147,7 +147,7 @@ def _build(job: Job, collect: Collect, plan: Plan, ranks: Ranks, opened: ExitSta
         weights=weights,
         model=source,
         plan=plan,
-        end_ids=loading.end_token_ids(learner.model, tokenizer),
+        eos_token_ids=loading.end_token_ids(learner.model, tokenizer),
         autocast_dtype=learner.autocast_dtype,
         shares_prefix=learner.shares_prefix,
         make_engine=partial(shared_engine, learner) if plan.engine_in_each_rank else build_engine,
@@ -322,7 +322,7 @@ def build_publisher(
         learner.prober(),
         engine=engine,
         probe_prompts=probe_prompts(prompts, length=length),
-        pad_id=tokenizer.pad_token_id,
+        pad_token_id=tokenizer.pad_token_id,
         precision=precision,
         engine_dtype=engine_dtype,
         bound=cfg.inference_model.max_logprob_gap,

@@ -32,7 +32,7 @@ from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.planning.launcher import parallelism
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer, LogProbWriter, score_piece
 from torchrl_grpo.runtime.malloc import keep_freed_memory
-from torchrl_grpo.runtime.oom import stopping
+from torchrl_grpo.runtime.oom import stop_on_oom
 from torchrl_grpo.training.optimizer_step import OptimizerStep
 
 _NO_ROOM = (
@@ -75,7 +75,7 @@ class Learner:
         TrainingStopped: memory ran out.
     """
 
-    @stopping(_NO_ROOM)
+    @stop_on_oom(_NO_ROOM)
     def __init__(
         self,
         spec: LearnerSpec,
@@ -149,8 +149,8 @@ class Learner:
         self,
         source: str,
         *,
-        end_ids: Sequence[int],
-        pad_id: int,
+        eos_token_ids: Sequence[int],
+        pad_token_id: int,
         max_num_seqs: int,
         sleeps: bool,
         gpu_memory_utilization: float,
@@ -159,8 +159,8 @@ class Learner:
 
         Args:
             source: folder or hub name of the weights.
-            end_ids: see :func:`build_engine`, as for the rest.
-            pad_id: padding id.
+            eos_token_ids: see :func:`build_engine`, as for the rest.
+            pad_token_id: padding id.
             max_num_seqs: most responses decoded at a time.
             sleeps: whether the engine will be told to sleep.
             gpu_memory_utilization: share of the GPU's memory that vLLM takes.
@@ -172,8 +172,8 @@ class Learner:
             self.cfg,
             source,
             self.device,
-            end_ids=end_ids,
-            pad_id=pad_id,
+            eos_token_ids=eos_token_ids,
+            pad_token_id=pad_token_id,
             max_num_seqs=max_num_seqs,
             sleeps=sleeps,
             gpu_memory_utilization=gpu_memory_utilization,
@@ -228,7 +228,7 @@ class Learner:
 
     @torch.no_grad()
     def scale_columns(self, factor: float) -> None:
-        """Multiply every eighth column of every parameter, for the proof of publication."""
+        """Multiply every eighth column of every parameter, for the verification of publication."""
         for parameter in self.model.parameters():
             with writable(parameter) as values:
                 values[..., ::8] *= factor

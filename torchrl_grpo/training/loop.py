@@ -74,9 +74,9 @@ def collect(run: Session) -> dict[str, float]:
         run.parts.learner.advantage.without_signal,
         policy.max_refills if policy.constant_groups == "refill" else 0,
     )
-    # Check the proofs that have arrived, before training on this round: the run stops if a worker held the
-    # wrong weights.
-    run.parts.publisher.check_proofs()
+    # Verify the probe results that have arrived, before training on this round: the run stops if a worker
+    # held the wrong weights.
+    run.parts.publisher.verify_new_results()
     generating = cuda_in_use("memory/generate_cuda_gib", device)
     run.rest_engine()
     started = time.perf_counter()

@@ -20,9 +20,9 @@ from torchrl_grpo.config.schema import OptimizerConfig
 from torchrl_grpo.distributed.parallelism import reshard_after, synchronizing
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.errors import TrainingStopped
-from torchrl_grpo.objectives.aggregation import BatchTotals, totals_of
+from torchrl_grpo.objectives.aggregation import BatchTotals, count_totals
 from torchrl_grpo.objectives.loss import GroupPolicyLoss
-from torchrl_grpo.runtime.oom import stopping
+from torchrl_grpo.runtime.oom import stop_on_oom
 from torchrl_grpo.training.optimizer_backend import make_update
 
 # Low enough that the first steps are not spent on finding the scale, as with torch's 2^16.
@@ -133,7 +133,7 @@ class OptimizerStep:
         sums = self.accumulate(batch)
         loss = sums.pop("loss")
         # The first update allocates the optimizer's moments, and no smaller micro-batch can avoid that.
-        with stopping(_NO_ROOM_FOR_UPDATE):
+        with stop_on_oom(_NO_ROOM_FOR_UPDATE):
             norm = self.update.step(allowed=math.isfinite(loss))
         finite = math.isfinite(loss) and math.isfinite(norm)
         self._count(finite, loss, norm)
@@ -179,7 +179,7 @@ class OptimizerStep:
 
         Groups without a gradient are only measured, which takes a third of the time.
         """
-        totals = totals_of(batch["masks", "loss"])
+        totals = count_totals(batch["masks", "loss"])
         has_gradient = self.loss.has_gradient(batch)
         terms = [*self._measure(batch[~has_gradient], totals), *self._backward(batch[has_gradient], totals)]
         if not has_gradient.any():

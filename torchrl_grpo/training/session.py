@@ -85,15 +85,15 @@ class Session:
         self._asleep = False
 
     def begin(self) -> None:
-        """Prove that publication works, and evaluate the weights before training."""
+        """Verify that publication works, and evaluate the weights before training."""
         step = self.counters.step
-        self.outputs.progress.phase("proving that weights reach the engine")
-        proof = self.parts.publisher.prove_at_start(step)
+        self.outputs.progress.phase("verifying that weights reach the engine")
+        verified = self.parts.publisher.verify_at_start(step)
         self.speed = self._speedometer()
         for note in (
             f"this machine multiplies matrices at {self.speed.gemm_rate / 1e9:,.0f} GFLOP/s in the trainer's "
             "numbers",
-            self.parts.publisher.summary(proof),
+            self.parts.publisher.summary(verified),
             rounding_warning(
                 self.parts.learner.model,
                 self.parts.update_format,
@@ -144,7 +144,7 @@ class Session:
             self.parts.reference.mix_in(self.parts.learner.published(), self.cfg.ref_model.refresh_mix)
 
     def publish(self) -> dict[str, float]:
-        """Hand the current weights to the engine and prove that they arrived."""
+        """Send the current weights to the engine and verify that they arrived."""
         started = time.perf_counter()
         step = self.counters.step
         if self._asleep:
@@ -167,7 +167,7 @@ class Session:
         started = time.perf_counter()
         metrics = self.parts.evaluator(self.parts.engine)
         # A worker replaced during the evaluation has reported its weights before it generated.
-        self.parts.publisher.check_proofs()
+        self.parts.publisher.verify_new_results()
         return {**metrics, "time/eval_s": time.perf_counter() - started}
 
     def log(self, metrics: dict[str, float]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrl_grpo.config import Config
 from torchrl_grpo.distributed.engine_share import Answers, EngineShare
 from torchrl_grpo.inference.checksums import Checksums
-from torchrl_grpo.inference.protocol import Engine, NextTokens, Probe, Sampling
+from torchrl_grpo.inference.protocol import Engine, Probe, ProbeResult, Sampling
 from torchrl_grpo.training.learner import Learner
 
 _R = TypeVar("_R")
@@ -38,7 +38,7 @@ class SharedEngine(Engine):
         """See :meth:`Inference.generate`."""
         return self._call_all(EngineShare.generate, prompts, sampling)
 
-    def next_tokens(self, probe: Probe) -> NextTokens:
+    def next_tokens(self, probe: Probe) -> ProbeResult:
         """See :meth:`Engine.next_tokens`; each rank's engine runs the probe."""
         return self._call_all(EngineShare.next_tokens, probe)
 
@@ -102,8 +102,8 @@ def shared_engine(
     source: str,
     device: torch.device,
     *,
-    end_ids: Sequence[int],
-    pad_id: int,
+    eos_token_ids: Sequence[int],
+    pad_token_id: int,
     max_num_seqs: int,
     sleeps: bool,
     gpu_memory_utilization: float,
@@ -115,8 +115,8 @@ def shared_engine(
         cfg: configuration, which each rank has already.
         source: folder or hub name of the weights.
         device: rank 0's device.
-        end_ids: see :func:`build_engine`, as for the rest.
-        pad_id: padding id.
+        eos_token_ids: see :func:`build_engine`, as for the rest.
+        pad_token_id: padding id.
         max_num_seqs: most responses decoded at a time.
         sleeps: whether the engine will be told to sleep.
         gpu_memory_utilization: share of the GPU's memory that vLLM takes.
@@ -128,8 +128,8 @@ def shared_engine(
         Learner.share_engine,
         learner,
         source,
-        end_ids=end_ids,
-        pad_id=pad_id,
+        eos_token_ids=eos_token_ids,
+        pad_token_id=pad_token_id,
         max_num_seqs=max_num_seqs,
         sleeps=sleeps,
         gpu_memory_utilization=gpu_memory_utilization,

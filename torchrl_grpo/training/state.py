@@ -77,7 +77,7 @@ class Parts:
         collector: source of rounds.
         reference: reference model in this process; None if there is none here.
         buffer: replay buffer that holds the current round.
-        publisher: hands the weights to the engine and proves that they arrived.
+        publisher: sends the weights to the engine and verifies that they arrived.
         update_format: dtype in which a weight update must not round to zero.
         evaluator: held-out problems and their grader.
     """

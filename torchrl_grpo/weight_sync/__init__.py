@@ -1,1 +1,1 @@
-"""Hands the trainer's weights to the engines and proves that they arrived."""
+"""Sends the trainer's weights to the engines and verifies that they arrived."""

@@ -1,4 +1,4 @@
-"""Inputs of the proof of publication: the published weights, a perturbation of them, and probe prompts."""
+"""Inputs of weight verification: the published weights, a perturbation of them, and probe prompts."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Prober(Protocol):
-    """Computes the trainer's own log-probabilities for a probe."""
+class NextTokenScorer(Protocol):
+    """Computes the trainer's own log-probabilities of the next token for a probe."""
 
     def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
         """See :meth:`~torchrl_grpo.models.scoring.token_scorer.TokenScorer.next_token_log_probs`."""

@@ -8,56 +8,56 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchrl_grpo.inference.protocol import Inference, NextTokens, Probe
+from torchrl_grpo.inference.protocol import Inference, Probe, ProbeResult
 
 
 class Delivery(Protocol):
     """Weights that were sent to one engine or to several."""
 
     def wait(self) -> None:
-        """Block until every engine has taken the weights and has returned its probe result."""
+        """Block until every engine has loaded the weights and has returned its probe result."""
 
-    def answers(self) -> Iterator[NextTokens]:
+    def new_results(self) -> Iterator[ProbeResult]:
         """Probe results that have arrived and were not returned before."""
 
 
 class Transport(Protocol):
-    """Carries weights to engines. It does not judge whether they arrived."""
+    """Carries weights to engines. It does not verify that they arrived."""
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> Delivery:
         """Read all weights and send them.
 
         Args:
-            weights: names and tensors in the engine's number format; read before this returns.
+            weights: names and tensors in the engine's dtype; read before this returns.
             version: number of optimizer steps that produced these weights.
             probe: prompts for which each engine returns its likeliest next tokens with the new weights.
         """
 
 
-class Delivered:
+class CompletedDelivery:
     """A :class:`Delivery` that is complete.
 
     Args:
-        answer: the engine's probe result.
+        result: probe result of the engine.
     """
 
-    def __init__(self, answer: NextTokens) -> None:
-        self._answers = [answer]
+    def __init__(self, result: ProbeResult) -> None:
+        self._results = [result]
 
     def wait(self) -> None:
         """See :meth:`Delivery.wait`."""
 
-    def answers(self) -> Iterator[NextTokens]:
-        """See :meth:`Delivery.answers`."""
-        while self._answers:
-            yield self._answers.pop()
+    def new_results(self) -> Iterator[ProbeResult]:
+        """See :meth:`Delivery.new_results`."""
+        while self._results:
+            yield self._results.pop()
 
 
 class DirectTransport:
-    """Hands weights to one engine, which takes them before :meth:`send` returns.
+    """Passes weights to one engine, which loads them before :meth:`send` returns.
 
     Args:
-        engine: engine that takes the weights.
+        engine: engine that loads the weights.
     """
 
     def __init__(self, engine: Inference) -> None:
@@ -65,17 +65,17 @@ class DirectTransport:
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> Delivery:
         """See :meth:`Transport.send`."""
-        return Delivered(self._engine.publish(weights, version, probe))
+        return CompletedDelivery(self._engine.publish(weights, version, probe))
 
 
-def stacked(answers: Iterable[NextTokens]) -> NextTokens:
+def concatenate_results(results: Iterable[ProbeResult]) -> ProbeResult:
     """Probe results of several engines as one: their rows are concatenated."""
-    listed = list(answers)
-    before = [answer.before for answer in listed if answer.before is not None]
-    return NextTokens(
-        torch.cat([answer.token_ids for answer in listed]),
-        torch.cat([answer.log_probs for answer in listed]),
-        sum(answer.cached_tokens for answer in listed),
-        tuple(one for answer in listed for one in answer.checksums),
-        stacked(before) if len(before) == len(listed) else None,
+    listed = list(results)
+    initial = [result.initial_result for result in listed if result.initial_result is not None]
+    return ProbeResult(
+        torch.cat([result.token_ids for result in listed]),
+        torch.cat([result.log_probs for result in listed]),
+        sum(result.cached_tokens for result in listed),
+        tuple(one for result in listed for one in result.checksums),
+        concatenate_results(initial) if len(initial) == len(listed) else None,
     )

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from torchrl_grpo.errors import UserError, WorkersLost
-from torchrl_grpo.inference.protocol import NextTokens
+from torchrl_grpo.inference.protocol import ProbeResult
 from torchrl_grpo.rollout.groups import Group, ScoredGroup
 from torchrl_grpo.rollout.workers.scheduler import Call, Load, Scheduler, Task, Weights
 from torchrl_grpo.rollout.workers.types import (
@@ -264,11 +264,11 @@ class Dispatcher:
         self._allow(number, self._timeout_s)
         self._pool.call(number, command, handle)
 
-    def _loaded(self, number: int, weights: Weights, result: tuple[NextTokens, list[Group]]) -> None:
-        answer, cut = result
+    def _loaded(self, number: int, weights: Weights, result: tuple[ProbeResult, list[Group]]) -> None:
+        probe_result, cut = result
         self.scheduler.loaded(number, weights, cut)
         publication: Publication = weights.content
-        publication.proofs.put(answer)
+        publication.results_queue.put(probe_result)
         everywhere = all(worker.holds is weights for worker in self.scheduler.workers)
         if everywhere and not publication.arrived.done():
             publication.arrived.set_result(None)

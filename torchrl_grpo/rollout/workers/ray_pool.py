@@ -45,8 +45,8 @@ class WorkerSpec:
     Attributes:
         cfg: configuration of the run.
         source: folder or hub name of the model; on a cluster, a folder that every node sees.
-        end_ids: ids of the tokens that end a response.
-        pad_id: padding id.
+        eos_token_ids: ids of the tokens that end a response.
+        pad_token_id: padding id.
         max_num_seqs: largest number of responses decoded at a time.
         threads: number of CPU threads of the engine.
         on_gpu: whether the worker has a GPU.
@@ -56,8 +56,8 @@ class WorkerSpec:
 
     cfg: Config
     source: str
-    end_ids: Sequence[int]
-    pad_id: int
+    eos_token_ids: Sequence[int]
+    pad_token_id: int
     max_num_seqs: int
     threads: int
     on_gpu: bool
@@ -119,8 +119,8 @@ class RolloutActor:
             spec.cfg,
             spec.source,
             device,
-            spec.end_ids,
-            spec.pad_id,
+            spec.eos_token_ids,
+            spec.pad_token_id,
             spec.max_num_seqs,
             gpu_memory_utilization=spec.gpu_memory_utilization,
         )

@@ -36,7 +36,7 @@ class ReferenceSpec:
     Attributes:
         cfg: configuration of the run.
         source: folder or hub name of the model; on a cluster, one that every node sees.
-        pad_id: padding id.
+        pad_token_id: padding id.
         threads: number of CPU threads.
         on_gpu: whether the actor has a GPU.
         autocast_dtype: number format of the trainer.
@@ -45,7 +45,7 @@ class ReferenceSpec:
 
     cfg: Config
     source: str
-    pad_id: int
+    pad_token_id: int
     threads: int
     on_gpu: bool
     autocast_dtype: torch.dtype | None
@@ -66,12 +66,12 @@ class ReferenceScorer:
         scorer = load_reference(spec.cfg, spec.source, device, spec.autocast_dtype, spec.shares_prefix)
         # Drop the notice of a halved budget: nobody reads this process's output, and only its speed changes.
         budget = TokenBudget(token_budget(spec.cfg), spec.shares_prefix, notify=lambda text: None)
-        self._pad_id = spec.pad_id
+        self._pad_token_id = spec.pad_token_id
         self._scorer = LogProbScorer(scorer, "reference", budget)
 
     def score(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> UnderReference:
         """Return the log-probability of each token of G responses, at the sampling temperature."""
-        group = TensorDict(tokens_of([prompt], [responses], self._pad_id), [1])
+        group = TensorDict(tokens_of([prompt], [responses], self._pad_token_id), [1])
         (rows,) = self._scorer.inv(group)["log_probs", "reference"]
         return [row[: len(response)].tolist() for row, response in zip(rows, responses, strict=True)]
 

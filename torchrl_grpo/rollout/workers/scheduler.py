@@ -105,8 +105,8 @@ class Scheduler:
     Attributes:
         wanted: whether the trainer waits for a round.
         runs_ahead: whether new groups may also start while the trainer does not wait for a round. It is False
-            until the start-up proof has passed. It is always False with ``max_age=0``: results must then
-            equal those of synchronous training, so no other request may be in the engine.
+            until the start test has passed. It is always False with ``max_age=0``: results must then equal
+            those of synchronous training, so no other request may be in the engine.
     """
 
     def __init__(

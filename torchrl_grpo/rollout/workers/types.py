@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torchrl_grpo.inference.protocol import NextTokens, Probe, Sampling
+from torchrl_grpo.inference.protocol import Probe, ProbeResult, Sampling
 from torchrl_grpo.rollout.groups import Group, UnderReference
 
 
@@ -96,13 +96,14 @@ class Publication:
     Attributes:
         content: what a worker is handed.
         probe: prompts of the probe that each worker runs with the new weights.
-        proofs: probe result and checksums of each worker that has taken the weights, in the order they came.
+        results_queue: probe result and checksums of each worker that has loaded the weights, in order of
+            arrival.
         arrived: done when every worker has taken the weights.
     """
 
     content: Any
     probe: Probe
-    proofs: queue.SimpleQueue[NextTokens] = field(default_factory=queue.SimpleQueue)
+    results_queue: queue.SimpleQueue[ProbeResult] = field(default_factory=queue.SimpleQueue)
     arrived: Future[None] = field(default_factory=Future)
 
     def wait(self) -> None:
@@ -113,11 +114,11 @@ class Publication:
         """
         self.arrived.result()
 
-    def answers(self) -> Iterator[NextTokens]:
-        """Proofs that have arrived and were not returned before."""
+    def new_results(self) -> Iterator[ProbeResult]:
+        """Probe results that have arrived and were not returned before."""
         while True:
             try:
-                yield self.proofs.get_nowait()
+                yield self.results_queue.get_nowait()
             except queue.Empty:
                 return
 

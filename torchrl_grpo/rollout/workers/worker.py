@@ -13,12 +13,12 @@ from torch import Tensor
 
 from torchrl_grpo.inference.protocol import (
     Completion,
-    NextTokens,
     Probe,
+    ProbeResult,
     Request,
     Sampling,
     SteppingEngine,
-    requests_of,
+    build_requests,
 )
 from torchrl_grpo.rollout.groups import Group
 from torchrl_grpo.rollout.workers.types import Command, TakeWeights, Work
@@ -67,7 +67,7 @@ class RolloutWorker:
 
     def run(
         self, command: Command
-    ) -> WorkResult | tuple[NextTokens, list[Group]] | list[list[Completion]] | None:
+    ) -> WorkResult | tuple[ProbeResult, list[Group]] | list[list[Completion]] | None:
         """Run a command: :meth:`work`, :meth:`load` or :meth:`generate`."""
         if isinstance(command, Work):
             return self.work(command.groups, command.dropped)
@@ -115,7 +115,7 @@ class RolloutWorker:
         *,
         probe: Probe,
         give_back: bool,
-    ) -> tuple[NextTokens, list[Group]]:
+    ) -> tuple[ProbeResult, list[Group]]:
         """Take new weights between two tokens.
 
         Args:
@@ -128,12 +128,12 @@ class RolloutWorker:
             The probe result with checksums of what the engine holds, and the groups given back.
         """
         self._pause()
-        answer = self.engine.publish(weights, version, probe)
+        result = self.engine.publish(weights, version, probe)
         if give_back:
             cut, self._groups = list(self._groups.values()), {}
-            return answer, cut
+            return result, cut
         self._submit(self._groups.values())
-        return answer, []
+        return result, []
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]] | None:
         """See :meth:`Engine.generate`; running groups wait.
@@ -143,7 +143,7 @@ class RolloutWorker:
             call is short, so a call that times out means that the worker hangs.
         """
         start = self._clock()
-        requests = requests_of(prompts, sampling)
+        requests = build_requests(prompts, sampling)
         if self._answers is None:
             self._pause()
             self.engine.submit(requests)
@@ -161,7 +161,7 @@ class RolloutWorker:
         self.engine.close()
 
     def _pause(self) -> None:
-        for key, completion in self.engine.withdraw().items():
+        for key, completion in self.engine.abort_all().items():
             self._extend(key, completion)
 
     def _extend(self, key: Hashable, completion: Completion) -> None:

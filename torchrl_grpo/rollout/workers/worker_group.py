@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from torchrl_grpo.inference.protocol import Completion, Inference, NextTokens, Probe, Sampling
+from torchrl_grpo.inference.protocol import Completion, Inference, Probe, ProbeResult, Sampling
 from torchrl_grpo.rollout.workers.dispatcher import Dispatcher
 from torchrl_grpo.rollout.workers.types import Generate, Publication
-from torchrl_grpo.weight_sync.transport import stacked
+from torchrl_grpo.weight_sync.transport import concatenate_results
 
 
 class WorkerGroup(Inference):
@@ -43,11 +43,11 @@ class WorkerGroup(Inference):
         self.dispatcher.publish(publication, version)
         return publication
 
-    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> NextTokens:
-        """See :meth:`Inference.publish`; waits until every worker has answered."""
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> ProbeResult:
+        """See :meth:`Inference.publish`; waits until every worker has returned its probe result."""
         publication = self.send(weights, version, probe)
         publication.wait()
-        return stacked(publication.answers())
+        return concatenate_results(publication.new_results())
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         """See :meth:`Inference.generate`; every worker takes a share."""
