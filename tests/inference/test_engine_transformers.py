@@ -165,13 +165,13 @@ def test_an_end_token_in_the_last_place_is_a_stop() -> None:
 
 def test_next_tokens_are_the_likeliest_at_temperature_one() -> None:
     model = make_model()
-    answer = make_engine(model).next_tokens(Probe(PROMPTS, top_k=5))
-    assert answer.token_ids.shape == answer.log_probs.shape == (3, 5)
-    assert answer.cached_tokens == 0
+    result = make_engine(model).next_tokens(Probe(PROMPTS, top_k=5))
+    assert result.token_ids.shape == result.log_probs.shape == (3, 5)
+    assert result.cached_tokens == 0
     for row, prompt in enumerate(PROMPTS):
         top = torch.log_softmax(model(input_ids=torch.tensor([prompt])).logits[0, -1], -1).topk(5)
-        assert answer.token_ids[row].tolist() == top.indices.tolist()
-        torch.testing.assert_close(answer.log_probs[row], top.values, atol=1e-5, rtol=1e-5)
+        assert result.token_ids[row].tolist() == top.indices.tolist()
+        torch.testing.assert_close(result.log_probs[row], top.values, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
@@ -185,7 +185,7 @@ def test_a_float32_head_rounds_nothing_after_the_last_hidden_state(family: str) 
     assert engine.checksums() == _checksums(published)
     hidden: list[torch.Tensor] = []
     output_head(model).register_forward_pre_hook(lambda _, arguments: hidden.append(arguments[0][:, -1]))
-    answer = engine.next_tokens(Probe(PROMPTS, top_k=5))
+    result = engine.next_tokens(Probe(PROMPTS, top_k=5))
     assert hidden[0].dtype is torch.bfloat16
     logits = hidden[0].double() @ output_head(published).weight.detach().double().T
     cap = model.config.to_dict().get("final_logit_softcapping")
@@ -195,7 +195,7 @@ def test_a_float32_head_rounds_nothing_after_the_last_hidden_state(family: str) 
     )
     assert (right - rounded).abs().max() > 1e-3
     torch.testing.assert_close(
-        answer.log_probs.double(), right.gather(1, answer.token_ids), rtol=0, atol=1e-5
+        result.log_probs.double(), right.gather(1, result.token_ids), rtol=0, atol=1e-5
     )
 
 

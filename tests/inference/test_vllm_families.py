@@ -158,7 +158,7 @@ def check_head(engine: VLLMEngine, weight: Tensor) -> None:
     processor = engine._weights.model.get_submodule("logits_processor")
     hook = processor.register_forward_pre_hook(lambda _, arguments: hidden.append(arguments[1].clone()))
     engine.reset_cache()
-    answer = engine.next_tokens(Probe(PROMPTS, top_k=5))
+    result = engine.next_tokens(Probe(PROMPTS, top_k=5))
     hook.remove()
     states = torch.cat(hidden)
     assert states.dtype is torch.bfloat16 and len(states) == len(PROMPTS)
@@ -166,7 +166,7 @@ def check_head(engine: VLLMEngine, weight: Tensor) -> None:
     right, rounded = (torch.log_softmax(one.double(), -1) for one in (logits, logits.bfloat16()))
     assert (right - rounded).abs().max() > 1e-2
     torch.testing.assert_close(
-        answer.log_probs.double(), right.gather(1, answer.token_ids), rtol=0, atol=1e-3
+        result.log_probs.double(), right.gather(1, result.token_ids), rtol=0, atol=1e-3
     )
 
 
@@ -192,10 +192,10 @@ def assert_a_new_engine_is_found(model: Any, engine: KeepsAPart, cases: Cases, b
         held = dict(model.named_parameters())[name].detach().to(engine.dtype).clone()
         engine.fault = Fault(name, part, held)
         # In which published tensor two rows changed places, what vLLM read from disk does not tell.
-        swapped = "takes rows of .* in another order than from disk"
+        swapped = "loads rows of .* in another order than from disk"
         if not by_rows:
             swapped += "|assigns tensors to the wrong parameters"
-        with pytest.raises(UserError, match=swapped if part == PARTS[3] else rf"takes .* of {name};"):
+        with pytest.raises(UserError, match=swapped if part == PARTS[3] else rf"loads .* of {name};"):
             publisher.verify_at_start(1)
 
 

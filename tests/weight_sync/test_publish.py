@@ -196,11 +196,11 @@ def test_answers_are_what_counts_where_a_tensor_cannot_be_read() -> None:
         publisher.publish(2)
     # By this run's own initial difference, whatever the dtype: a bound for all would let much more pass.
     rounded = make_publisher(CannotBeRead, dtype=torch.bfloat16)
-    noise = rounded.verify_at_start(0)["publish/logprob_diff_mean"]
-    rounded.engine.off = 3 * noise + 0.01  # type: ignore[attr-defined]
-    assert 4 * noise < rounded.bound
+    initial_diff = rounded.verify_at_start(0)["publish/logprob_diff_mean"]
+    rounded.engine.off = 3 * initial_diff + 0.01  # type: ignore[attr-defined]
+    assert 4 * initial_diff < rounded.bound
     rounded.publish(1)
-    rounded.engine.off = 6 * noise + 0.01  # type: ignore[attr-defined]
+    rounded.engine.off = 6 * initial_diff + 0.01  # type: ignore[attr-defined]
     with pytest.raises(TrainingStopped, match="cannot be read back"):
         rounded.publish(2)
     raised = make_publisher(CannotBeRead, bound=0.6)

@@ -1,4 +1,4 @@
-"""One protocol, several engines that generate responses and take new weights while they run."""
+"""One protocol, several engines that generate responses and load new weights while they run."""
 
 from torchrl_grpo.inference.protocol import Completion, Engine, Probe, ProbeResult, Request, Sampling
 

@@ -34,7 +34,7 @@ class Checksums:
     """Checksums of the weights that an engine or the trainer holds.
 
     Attributes:
-        dtype: number format that the tensors were read in.
+        dtype: data type that the tensors were read in.
         values: checksums by name of the published tensor, one for each copy that the engine computes with. A
             tensor that cannot be read has none.
     """
@@ -53,7 +53,7 @@ def compute_checksums(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype)
 
     Args:
         tensors: names and tensors. Tensors with equal names are copies of one tensor.
-        dtype: number format of the tensors.
+        dtype: data type of the tensors.
     """
     return collect_checksums([(name, checksum_tensor(tensor)) for name, tensor in tensors], dtype)
 
@@ -63,7 +63,7 @@ def collect_checksums(sums: Iterable[tuple[str, Tensor]], dtype: torch.dtype) ->
 
     Args:
         sums: names and checksums, each a scalar on the device.
-        dtype: number format of the tensors.
+        dtype: data type of the tensors.
     """
     listed = list(sums)
     numbers = torch.stack([value for _, value in listed]).tolist() if listed else []

@@ -63,7 +63,7 @@ class Seen:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Seen:
-        """Record ``tensor``, which has the number format of the fingerprints."""
+        """Record ``tensor``, which has the dtype of the fingerprints."""
         if tensor.dim() < 2:
             content = tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()
             return cls(ordered_row_sums(tensor), None, content, tensor.element_size())
@@ -86,7 +86,7 @@ class Layout:
     """Locations of the published tensors in the tensors of an engine.
 
     Attributes:
-        dtype: number format of the engine.
+        dtype: data type of the engine.
         places: published tensors that each engine tensor holds, by key of the engine tensor.
         torn: names of published tensors that were found only in part: some rows, or some pieces of a vector,
             were found and others were not.
@@ -128,7 +128,7 @@ class Layout:
 def in_format(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast ``tensor`` to ``dtype``, with NaN for values that ``dtype`` cannot represent.
 
-    An engine keeps some tensors in float32 for any number format. Their values were published in ``dtype``,
+    An engine keeps some tensors in float32 for any model dtype. Their values were published in ``dtype``,
     so the cast is exact unless the engine changed them.
     """
     if tensor.dtype is dtype:
@@ -144,7 +144,7 @@ def locate_weights(
 
     Args:
         shapes: shapes of the published tensors by name.
-        dtype: number format of the fingerprints.
+        dtype: data type of the fingerprints.
         seen: records of the engine's tensors by key.
         device: device on which the fingerprints were made.
     """

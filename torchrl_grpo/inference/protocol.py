@@ -40,7 +40,7 @@ class Request:
         tokens: the prompt and the tokens of the response generated so far.
         max_new_tokens: largest number of tokens to generate.
         temperature: sampling temperature; 0 is greedy.
-        seed: seed of the tokens to generate; None takes any.
+        seed: seed of the tokens to generate; None lets the engine choose one.
         ignore_eos: whether to ignore end tokens and generate ``max_new_tokens``.
     """
 
@@ -76,7 +76,7 @@ class Probe:
     Attributes:
         prompts: token ids of N prompts.
         top_k: number K of likeliest next tokens to return.
-        shapes: shapes of all published tensors by name; engines take checksums of these.
+        shapes: shapes of all published tensors by name; engines compute checksums of these.
     """
 
     prompts: Sequence[Sequence[int]]

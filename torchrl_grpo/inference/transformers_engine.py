@@ -31,7 +31,7 @@ class TransformersEngine(SteppingEngine):
         eos_token_ids: tokens that end a response.
         pad_token_id: token that fills the left of short prompts; it is masked, so any id works.
         max_rows: largest number of responses generated at a time.
-        head_dtype: number format of the output head's products; None for the model's number format.
+        head_dtype: data type of the output head's products; None for the model's number format.
 
     Raises:
         ModelError: ``head_dtype`` is given, and the model's head is not a single matrix product.

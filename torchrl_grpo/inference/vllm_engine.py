@@ -33,8 +33,8 @@ class VLLMEngine(SteppingEngine):
     Args:
         source: folder or hub name of the model.
         device: device of the engine.
-        dtype: number format of weights and activations.
-        head_dtype: number format of the output head's products and the logits; None for ``dtype``.
+        dtype: data type of weights and activations.
+        head_dtype: data type of the output head's products and the logits; None for ``dtype``.
         max_model_len: largest number of tokens of prompt and response together.
         max_num_seqs: largest number of responses decoded at a time.
         seed: seed of the engine; requests carry their own.

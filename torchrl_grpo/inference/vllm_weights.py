@@ -49,7 +49,7 @@ class VLLMWeights:
 
     Args:
         worker: vLLM worker that holds the whole model.
-        dtype: number format of the model.
+        dtype: data type of the model.
     """
 
     def __init__(self, worker: Any, dtype: torch.dtype) -> None:
@@ -158,15 +158,15 @@ class VLLMWeights:
         seen = self._with_fingerprints(shapes, update)
         for path, module in self.model.named_modules():
             if "cpu_linear" in vars(module) and f"{path}.weight" not in seen:
-                raise _not_taken(f"nothing of {path}, whose packed copy no update renews")
+                raise _loading_error(f"nothing of {path}, whose packed copy no update renews")
         self.layout = locate_weights(shapes, self.dtype, seen, device)
         if self.layout.torn:
-            raise _not_taken(f"only a part of {self.layout.torn[0]}")
+            raise _loading_error(f"only a part of {self.layout.torn[0]}")
         # vLLM may have transformed a tensor that was not found. If another fingerprint of it changes nothing,
         # vLLM ignores the tensor.
         for name in self.layout.unreadable(shapes):
             if _equal(self._with_fingerprints(shapes, update, other=name), seen):
-                raise _not_taken(f"nothing of {name}")
+                raise _loading_error(f"nothing of {name}")
 
     def _with_fingerprints(
         self,
@@ -228,7 +228,7 @@ class VLLMWeights:
                 continue
             was = self._first[key]
             if torch.equal(was.sort().values, now.sort().values) and not torch.equal(was, now):
-                raise _not_taken(f"rows of {key} in another order than from disk")
+                raise _loading_error(f"rows of {key} in another order than from disk")
 
     def _sums_of_rows(self) -> Iterator[tuple[str, Tensor]]:
         """Yield keys and row sums of all matrices. A packed matrix is represented by some of its columns."""
@@ -319,7 +319,7 @@ def _multiplied_out(module: Any, columns: Tensor, width: int, dtype: torch.dtype
         module: layer.
         columns: indices ``[C]`` of the columns.
         width: number of columns of the matrix.
-        dtype: number format of the matrix.
+        dtype: data type of the matrix.
 
     Returns:
         The columns ``[R, C]``.
@@ -343,8 +343,8 @@ def _equal(one: Mapping[str, Seen], other: Mapping[str, Seen]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[k].rows, other[k].rows) for k in one)
 
 
-def _not_taken(what: str) -> ModelError:
+def _loading_error(what: str) -> ModelError:
     return ModelError(
-        f"inference_model.backend=vllm: of the weights that are published to it, vLLM takes {what}; "
+        f"inference_model.backend=vllm: of the published weights, vLLM loads {what}; "
         "write inference_model.backend=transformers"
     )

@@ -96,7 +96,7 @@ def cpu_has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
     Two cores reached these GFLOP/s in bfloat16 and float32: 774 and 190 on AMD with AVX512_BF16, 150 and 250
     on Intel with AVX512_BF16 but without AMX, 1 and 137 with AVX2. This function reads the CPU's flags and
-    vendor and measures nothing, so that a resumed run computes in the same number format.
+    vendor and measures nothing, so that a resumed run computes in the same dtype.
 
     Args:
         cpuinfo: path of the kernel's description of the CPU.
