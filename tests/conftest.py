@@ -26,10 +26,14 @@ os.environ.update(
     MPLBACKEND="Agg",
 )
 # Each process of `make test` has its share of the cores. With more threads than cores, threads wait for each
-# other at the end of every small product, and the suite takes twice as long. The tests' small matrices never
-# gain from more than four.
-_PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-os.environ.setdefault("OMP_NUM_THREADS", str(max(1, min(4, (os.cpu_count() or 1) // _PROCESSES))))
+# other at the end of every small product, and a test takes up to forty times as long. The tests' small matrices
+# never gain from more than four threads.
+_WORKERS = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
+_THREADS = str(max(1, min(4, (os.cpu_count() or 1) // int(_WORKERS or "1"))))
+if _WORKERS:
+    # Not a default: the process that starts the workers has chosen for itself below, and they inherit that.
+    os.environ["OMP_NUM_THREADS"] = _THREADS
+os.environ.setdefault("OMP_NUM_THREADS", _THREADS)
 
 # In a shell's background a process begins with interrupts ignored, and so would those that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
