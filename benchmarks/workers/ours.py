@@ -80,7 +80,7 @@ def _whole_step(workload: Workload) -> Callable[[], dict[str, float]]:
     cfg.env.data_path = str(folder / "questions.jsonl")
     workload.write_questions(Path(cfg.env.data_path))
     reward_set = rewards.RewardSet([(Drawn(), 1.0)])
-    grader = rewards.grader(cfg, reward_set)
+    grader = rewards.build_grader(cfg, reward_set)
     session = build_session(Job(cfg, folder / "run", data.load(cfg), reward_set, grader))
     generate = session.parts.engine.generate
     session.parts.engine.generate = lambda prompts, sampling: generate(  # type: ignore[method-assign]

@@ -110,7 +110,7 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
     cfg.inference_model.num_threads = 1
     torch.set_num_threads(1)
     reward_set = rewards.RewardSet([(Drawn(), 1.0)])
-    grader = rewards.grader(cfg, reward_set)
+    grader = rewards.build_grader(cfg, reward_set)
     token_s = generate_s / workload.response_tokens
     collect = functools.partial(_in_workers, token_s) if workers else functools.partial(_here, token_s)
     # Both sides on the CPU: what takes its time is a clock.

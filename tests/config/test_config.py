@@ -144,12 +144,12 @@ def test_key_use_finds_reads_and_only_reads(source: str, expected: bool) -> None
 def test_tables_of_the_checks_agree_with_the_code_they_speak_for() -> None:
     from torchrl_grpo.config import values
     from torchrl_grpo.data.load import DATASETS
-    from torchrl_grpo.rewards.registry import REWARDS
+    from torchrl_grpo.rewards.registry import REWARD_BUILDERS
 
     assert set(values.Dataset) == set(DATASETS)
-    assert set(values.REWARDS) == set(REWARDS)
+    assert set(values.REWARD_DATASETS) == set(REWARD_BUILDERS)
     for dataset in values.Dataset:
-        for reward, reads in values.REWARDS.items():
+        for reward, reads in values.REWARD_DATASETS.items():
             cfg = Config()
             cfg.env.dataset, cfg.reward.weights = dataset, {reward: 1.0}
             if dataset in reads:

@@ -105,11 +105,11 @@ def test_order_depends_on_seed_and_epoch_only() -> None:
     rows = [example(i) for i in range(50)]
     first, second = PromptStream(rows, seed=1), PromptStream(rows, seed=1)
     first.draw(70)
-    assert first.order(5) == second.order(5)
-    assert first.order(5) != first.order(6)
-    assert first.order(5) != PromptStream(rows, seed=2).order(5)
+    assert first.epoch_order(5) == second.epoch_order(5)
+    assert first.epoch_order(5) != first.epoch_order(6)
+    assert first.epoch_order(5) != PromptStream(rows, seed=2).epoch_order(5)
     # literal: an order that changes between versions would make old checkpoints lie
-    assert PromptStream(rows[:6], seed=0).order(0) == [0, 5, 1, 4, 3, 2]
+    assert PromptStream(rows[:6], seed=0).epoch_order(0) == [0, 5, 1, 4, 3, 2]
 
 
 @pytest.mark.parametrize("before", [0, 3, 5, 10, 13])

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs import GroupTextEnv, PromptStream
-from torchrl_grpo.envs.responses import hit_length_bound, response_texts
+from torchrl_grpo.envs.responses import is_truncated, response_texts
 
 MODES = ("text", "tokens", "history")
 BOUND = 6
@@ -257,7 +257,7 @@ def test_a_policy_that_knows_says_what_hit_the_bound(tiny: tuple[Any, Any]) -> N
 
 def test_text_alone_says_nothing_of_the_bound(tiny: tuple[Any, Any]) -> None:
     data = TensorDict({}, [2]).set(("text", "response"), NonTensorStack("a", "b"))
-    assert hit_length_bound(data, tiny[1], BOUND) == [False, False]
+    assert is_truncated(data, tiny[1], BOUND) == [False, False]
     assert response_texts(data, tiny[1], "tokens") == ["a", "b"]
 
 
@@ -266,4 +266,4 @@ def test_another_end_token_at_the_bound_is_an_end(tiny: tuple[Any, Any]) -> None
     other = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     rows = [[5, 6, other], [5, 6, 7], [5], [tokenizer.pad_token_id] * 3]
     data = lazy_stack([TensorDict({"tokens": {"response": torch.tensor(row)}}) for row in rows])
-    assert hit_length_bound(data, tokenizer, 3) == [False, True, False, False]
+    assert is_truncated(data, tokenizer, 3) == [False, True, False, False]

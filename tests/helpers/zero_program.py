@@ -19,7 +19,7 @@ from torch import Tensor
 from torchrl_grpo.distributed.parallelism import whole, writable
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.models.precision import lost_to_rounding
-from torchrl_grpo.models.shards import count_parameters, own_part
+from torchrl_grpo.models.shards import count_parameters, local_shard
 from torchrl_grpo.training.optimizer_step import OptimizerStep
 from torchrl_grpo.training.throughput import Speedometer
 
@@ -101,7 +101,7 @@ def check_looks(kind: str, ranks: Ranks) -> None:
     share = lost_to_rounding(model, torch.bfloat16, 1e-5)
     assert abs(share - lost_to_rounding(other, torch.bfloat16, 1e-5)) < 0.1
     if kind == "deepspeed_zero3":
-        held = sum(own_part(p).numel() for p in model.parameters())
+        held = sum(local_shard(p).numel() for p in model.parameters())
         assert held < 1.1 * count_parameters(other) / ranks.size + 100
         matrices = [p for p in model.parameters() if vars(p)["ds_numel"] > 1000]
         assert matrices and all(p.numel() == 0 for p in matrices), "whole where nobody uses it"

@@ -157,14 +157,14 @@ def test_what_is_kept_for_the_backward_pass_is_what_came_in() -> None:
 
 def test_it_is_taken_on_a_cpu_in_bfloat16_where_scores_fit_in_the_cache() -> None:
     (query, key, _), _ = inputs(5, 9, torch.float32)
-    assert attention.suits(query, key, torch.bfloat16)
-    assert not attention.suits(query, key, torch.float32)
-    assert not attention.suits(query[:, :, :0], key, torch.bfloat16), "nothing to attend"
+    assert attention.is_faster(query, key, torch.bfloat16)
+    assert not attention.is_faster(query, key, torch.float32)
+    assert not attention.is_faster(query[:, :, :0], key, torch.bfloat16), "nothing to attend"
     shared = HEADS // KEY_HEADS
     for S, fits in ((2**18 // (64 * shared), True), (2**18 // (64 * shared) + 1, False)):
         many = query.new_empty(1, 1, 1, D).expand(1, HEADS, 64, D)
         assert (
-            attention.suits(many, key.new_empty(1, 1, 1, D).expand(1, KEY_HEADS, S, D), torch.bfloat16)
+            attention.is_faster(many, key.new_empty(1, 1, 1, D).expand(1, KEY_HEADS, S, D), torch.bfloat16)
             == fits
         )
 

@@ -1,4 +1,4 @@
-"""Liger's head: the numbers of the head in blocks, used where it suits, dropped where they do not agree."""
+"""Liger's head: the results of the head in blocks, used if it is supported, dropped if they do not agree."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_it_computes_what_blocks_compute_with_gradients(
 
 
 @pytest.mark.parametrize(
-    ("changes", "suits"),
+    ("changes", "supported"),
     [
         ({}, True),
         ({"dtype": torch.float32}, False),
@@ -65,7 +65,7 @@ def test_it_computes_what_blocks_compute_with_gradients(
     ],
 )
 def test_it_is_taken_where_it_was_made_for(
-    changes: dict[str, Any], suits: bool, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capability, missing = changes.get("capability", (9, 0)), changes.get("missing")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -74,7 +74,7 @@ def test_it_is_taken_where_it_was_made_for(
     )
     weight: Any = SimpleNamespace(is_cuda=changes.get("is_cuda", True), device="cuda:0")
     options = HeadOptions(0.9, changes.get("softcap"), changes.get("dtype", torch.bfloat16))
-    assert fused_head.suits(weight, torch.zeros(3) if "bias" in changes else None, options) is suits
+    assert fused_head.supports(weight, torch.zeros(3) if "bias" in changes else None, options) is supported
 
 
 def numbers(scorer: TokenScorer) -> list[Tensor]:
@@ -89,7 +89,7 @@ def numbers(scorer: TokenScorer) -> list[Tensor]:
 def test_a_scorer_with_it_gives_the_numbers_of_one_without(
     family: str, bonus: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_head, "suits", lambda *_: True)
+    monkeypatch.setattr(fused_head, "supports", lambda *_: True)
     plain, fused = (TokenScorer(make_model(family), 0.7, entropy_gradient=bonus) for _ in range(2))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="train_model.fused_head")
@@ -115,7 +115,7 @@ def test_a_kernel_that_cannot_is_said_and_not_used(monkeypatch: pytest.MonkeyPat
     def fails(*_: object) -> None:
         raise CompilerError("no such instruction\nand more")
 
-    monkeypatch.setattr(fused_head, "suits", lambda *_: True)
+    monkeypatch.setattr(fused_head, "supports", lambda *_: True)
     monkeypatch.setattr(fused_head, "score_tokens", fails)
     scorer = TokenScorer(make_model())
     with pytest.warns(UserWarning, match=r"fused_head=true: .* not used \(no such instruction\)"):
@@ -127,7 +127,7 @@ def test_memory_that_runs_out_in_the_trial_is_no_fault_of_the_kernel(monkeypatch
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(fused_head, "suits", lambda *_: True)
+    monkeypatch.setattr(fused_head, "supports", lambda *_: True)
     monkeypatch.setattr(fused_head, "score_tokens", full)
     with pytest.raises(torch.OutOfMemoryError):
         TokenScorer(make_model()).fuse_head()
@@ -161,7 +161,7 @@ def test_a_kernel_with_other_numbers_is_not_used(wrong: str, monkeypatch: pytest
     def off(hidden: Tensor, targets: Tensor, weight: Tensor, options: HeadOptions) -> Any:
         return WRONG[wrong](*real(hidden, targets, weight, options), weight)
 
-    monkeypatch.setattr(fused_head, "suits", lambda *_: True)
+    monkeypatch.setattr(fused_head, "supports", lambda *_: True)
     monkeypatch.setattr(fused_head, "score_tokens", off)
     scorer = TokenScorer(make_model())
     with pytest.warns(UserWarning, match=f"its {wrong} would differ"):
@@ -177,7 +177,7 @@ def test_a_gradient_that_is_no_number_is_not_taken_for_a_small_gap(monkeypatch: 
         log_probs.register_hook(lambda gradient: gradient * torch.nan)
         return log_probs, entropy
 
-    monkeypatch.setattr(fused_head, "suits", lambda *_: True)
+    monkeypatch.setattr(fused_head, "supports", lambda *_: True)
     monkeypatch.setattr(fused_head, "score_tokens", off)
     scorer = TokenScorer(make_model())
     with pytest.warns(UserWarning, match="its gradients of states would differ by nan"):
@@ -189,7 +189,7 @@ def test_a_gradient_that_is_no_number_is_not_taken_for_a_small_gap(monkeypatch: 
 def test_policy_and_reference_round_alike(
     asked: bool, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_head, "suits", lambda *_: True)
+    monkeypatch.setattr(fused_head, "supports", lambda *_: True)
     cfg = Config()
     cfg.model.name, cfg.ref_model.dtype = str(tiny_model_dir), Dtype("float32")
     cfg.train_model.fused_head = asked

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from torchrl_grpo.config.schema import TrainModelConfig
 from torchrl_grpo.models.prepare import prepare_for_training, shares_prefix
 from torchrl_grpo.models.scoring.shared_prefix import PrefixLayout
-from torchrl_grpo.models.scoring.token_scorer import TokenScorer, TokenScores, check_head
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer, TokenScores, max_logit_error
 
 # Gemma 2 caps its attention scores, which no fused kernel does.
 SHAREABLE = [name for name in FAMILIES if not name.startswith("gemma2")]
@@ -308,7 +308,7 @@ def test_the_model_answers_as_before_where_no_layout_is_given() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_check_head_knows_these_families(family: str) -> None:
-    assert check_head(make_model(family)) < 1e-4
+    assert max_logit_error(make_model(family)) < 1e-4
 
 
 _NO_HEAD_DIM = {k: v for k, v in FAMILIES["llama"][1].items() if k != "head_dim"}
@@ -318,7 +318,7 @@ def test_check_head_sees_a_forward_that_does_more() -> None:
     model = make_model("llama")
     head = model.lm_head
     head.register_forward_hook(lambda *call: call[2] + 0.5)
-    assert check_head(model) > 0.05
+    assert max_logit_error(model) > 0.05
 
 
 # Granite divides its logits by a number, the others multiply them, Falcon-H1 and Cohere by default.
@@ -336,7 +336,7 @@ def test_logits_that_a_model_scales(kind: str, shared: bool) -> None:
     config = AutoConfig.for_model(kind, **_NO_HEAD_DIM, **SCALED[kind])
     model, batch = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), make_batch(P=2, G=2)
     prepare_for_training(model, TrainModelConfig())
-    assert check_head(model) < 1e-4
+    assert max_logit_error(model) < 1e-4
     model.zero_grad()
     expected, entropy = by_hand(model, batch, 0.7)
     weight = torch.linspace(-1, 1, expected.numel()).view_as(expected)

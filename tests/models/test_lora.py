@@ -184,7 +184,7 @@ def test_without_its_adapters_the_model_is_its_base(family: str, shared: bool) -
         TokenScorer(model, 0.7, shares_prefix=shared),
         "reference",
         no_budget(),
-        lambda: lora.adapters_off(model),
+        lambda: lora.disable_adapters(model),
     )
     with torch.no_grad():
         with_adapters = TokenScorer(model, 0.7, shares_prefix=shared)(*inputs(batch)).log_probs
@@ -202,7 +202,7 @@ def test_adapters_are_on_again_after_an_error() -> None:
     model, ids = adapted(), torch.arange(8)[None]
     with torch.no_grad():
         before = model(input_ids=ids).logits
-        with pytest.raises(RuntimeError, match="out of memory"), lora.adapters_off(model):
+        with pytest.raises(RuntimeError, match="out of memory"), lora.disable_adapters(model):
             assert not torch.equal(model(input_ids=ids).logits, before)
             raise RuntimeError("out of memory")
         assert torch.equal(model(input_ids=ids).logits, before)
@@ -241,7 +241,7 @@ def test_stirring_moves_every_matrix_and_is_taken_back_bit_for_bit() -> None:
     with pytest.raises(RuntimeError, match="in between"), lora.perturbed_adapters(model, 0.25):
         for name in lora.adapted_layers(model):
             weight = base[f"{name}.weight"]
-            merged = lora.merged(lora.adapted_layers(model)[name])
+            merged = lora.merged_weight(lora.adapted_layers(model)[name])
             assert float((merged - weight).norm() / weight.norm()) == pytest.approx(0.25, rel=1e-3)
         raise RuntimeError("in between")
     after = model.state_dict()

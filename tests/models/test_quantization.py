@@ -87,7 +87,7 @@ def test_published_weights_compute_what_the_quantized_model_computes(
         expected = TokenScorer(plain(model))(*inputs(batch)).log_probs
         torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
         base = TokenScorer(plain(quantized(folder, moved=0)))(*inputs(batch)).log_probs
-    off = LogProbScorer(TokenScorer(model), "reference", no_budget(), lambda: lora.adapters_off(model))
+    off = LogProbScorer(TokenScorer(model), "reference", no_budget(), lambda: lora.disable_adapters(model))
     torch.testing.assert_close(off.inv(batch)["log_probs", "reference"], base, atol=1e-4, rtol=1e-4)
     small, whole = make_model("llama_tied", **SHAPE), FlopCounter(model)([5], [[4]], backward=False)
     assert 1 < whole / FlopCounter(small)([5], [[4]], backward=False) < 1.3
@@ -116,12 +116,12 @@ def test_weight_verification_covers_a_quantized_base(folder: Path, monkeypatch: 
     # The base as it was before it was quantized is not what the trainer computes with.
     full = dict(make_model("llama_tied", **SHAPE).named_parameters())
     left_out = "model.layers.1.mlp.up_proj"
-    honest = lora.merged
+    honest = lora.merged_weight
     sabotaged = publisher()
     layer = lora.adapted_layers(sabotaged.model)[left_out]  # type: ignore[arg-type]
     monkeypatch.setattr(
         lora,
-        "merged",
+        "merged_weight",
         lambda one: (
             full[f"{left_out}.weight"].detach() + one.get_delta_weight("default")
             if one is layer

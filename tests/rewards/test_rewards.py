@@ -26,7 +26,7 @@ from torchrl_grpo.data import Example, load
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards import RewardSet, extract, numbers
 from torchrl_grpo.rewards.format import FormatReward
-from torchrl_grpo.rewards.gsm8k import Gsm8kReward, judge
+from torchrl_grpo.rewards.gsm8k import Gsm8kReward, grade_answer
 from torchrl_grpo.rewards.math_verify import MathVerifyReward
 from torchrl_grpo.rewards.reasoning_gym import ReasoningGymReward
 from torchrl_grpo.rewards.sandbox.pool import JobError, JobFailed, JobTimeout, WorkerPool
@@ -238,7 +238,7 @@ BOTH, NONE, FLEXIBLE = (1.0, 1.0), (0.0, 0.0), (0.0, 1.0)
     ],
 )
 def test_gsm8k(completion: str, truth: str, expected: tuple[float, float]) -> None:
-    parts = judge(completion, truth)
+    parts = grade_answer(completion, truth)
     assert (parts["strict"], parts["flexible"]) == expected
 
 
@@ -259,9 +259,9 @@ GARBAGE = [
 def test_a_megabyte_of_garbage_is_judged_in_under_a_second(piece: str) -> None:
     garbage = piece * (MEGABYTE // len(piece))
     started = time.process_time()
-    before = judge(garbage, "72")
+    before = grade_answer(garbage, "72")
     parts = FormatReward()(garbage, example())
-    after_half = judge(garbage + "\n<answer>72</answer>", "72")
+    after_half = grade_answer(garbage + "\n<answer>72</answer>", "72")
     seconds = time.process_time() - started  # two judgments: twice the second
     assert before == {"strict": 0.0, "flexible": 0.0}
     assert after_half == {"strict": 1.0, "flexible": 1.0}
@@ -270,8 +270,8 @@ def test_a_megabyte_of_garbage_is_judged_in_under_a_second(piece: str) -> None:
 
 
 def test_a_megabyte_inside_the_tags_is_no_answer() -> None:
-    assert judge(f"<answer>{'7' * MEGABYTE}</answer>", "7") == {"strict": 0.0, "flexible": 0.0}
-    assert judge(f"<answer>{'x' * MEGABYTE} 7</answer>", "7") == {"strict": 0.0, "flexible": 1.0}
+    assert grade_answer(f"<answer>{'7' * MEGABYTE}</answer>", "7") == {"strict": 0.0, "flexible": 0.0}
+    assert grade_answer(f"<answer>{'x' * MEGABYTE} 7</answer>", "7") == {"strict": 0.0, "flexible": 1.0}
 
 
 # --- format, exact match, bare number -----------------------------------------------------------------
@@ -679,7 +679,7 @@ def test_every_dataset_has_default_weights_that_pass_the_check() -> None:
 
 
 def test_the_defaults_of_gsm8k() -> None:
-    built = rewards.build(config())
+    built = rewards.build_reward_set(config())
     [scored] = built.score(["<think>a</think><answer>72</answer>"], [example()])
     assert scored.total == pytest.approx(1.1)
     assert scored.parts == {
@@ -688,7 +688,7 @@ def test_the_defaults_of_gsm8k() -> None:
     }  # fmt: skip
     [loose] = built.score(["It is 72"], [example()])
     assert (loose.total, loose.parts["gsm8k/flexible"]) == (0.0, 1.0)
-    [plain] = rewards.build(config(answer_format="plain")).score(["It is 72"], [example()])
+    [plain] = rewards.build_reward_set(config(answer_format="plain")).score(["It is 72"], [example()])
     assert plain.parts["gsm8k"] == 1.0
 
 
@@ -704,7 +704,7 @@ def test_the_defaults_of_gsm8k() -> None:
 )
 def test_bad_weights(dataset: str, weights: dict[str, float], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        rewards.build(config(dataset, weights))
+        rewards.build_reward_set(config(dataset, weights))
     for word in words:
         assert word in str(caught.value)
 
@@ -719,8 +719,8 @@ def test_reasoning_gym_is_scored_by_the_task_itself() -> None:
     cfg.eval.num_problems = 3
     problem = load(cfg).train[0]
     answer = problem.truth["entry"]["answer"]
-    built = rewards.build(cfg)
-    grader = rewards.grader(cfg, built)
+    built = rewards.build_reward_set(cfg)
+    grader = rewards.build_grader(cfg, built)
     try:
         right, wrong, wordy = built.score([f" {answer}\n", "999999", "hmm"], [problem] * 3)
         assert (right.total, wrong.total, wordy.total) == pytest.approx((1.1, 0.1, 0.0))
@@ -758,13 +758,13 @@ def test_importing_the_rewards_loads_nothing_heavy() -> None:
 
 
 def test_graders_say_what_they_measure() -> None:
-    gsm8k, jsonl = rewards.grader(config()), rewards.grader(config("jsonl"))
+    gsm8k, jsonl = rewards.build_grader(config()), rewards.build_grader(config("jsonl"))
     assert (gsm8k.primary, gsm8k.metrics) == ("flexible", ("strict", "flexible"))
     assert gsm8k.grade("It is 72", example()) == {"strict": 0.0, "flexible": 1.0}
     assert gsm8k.weights(example()) == {"strict": 1.0, "flexible": 1.0}
     assert jsonl.grade("<answer>72</answer>", example()) == {"accuracy": 1.0}
     assert jsonl.grade("72", example()) == {"accuracy": 0.0}
-    ifeval = rewards.grader(config("ifeval"))
+    ifeval = rewards.build_grader(config("ifeval"))
     assert ifeval.primary == "prompt_strict"
     assert set(ifeval.metrics) == {"prompt_strict", "prompt_loose", "instruction_strict", "instruction_loose"}
 
@@ -787,14 +787,14 @@ def test_graders_say_what_they_measure() -> None:
     ],
 )
 def test_evaluation_is_judged_as_training_is(dataset: str, weights: dict[str, float], name: str) -> None:
-    assert rewards.judge(config(dataset, weights)) == name
+    assert rewards.eval_reward_name(config(dataset, weights)) == name
 
 
 def test_the_same_rows_are_graded_the_same_whatever_reads_them() -> None:
     cfg = config("jsonl", {"math_verify": 1.0, "format": 1.0})
     cfg.reward.timeout_s = 20.0
-    built = rewards.build(cfg)
-    grader = rewards.grader(cfg, built)
+    built = rewards.build_reward_set(cfg)
+    grader = rewards.build_grader(cfg, built)
     try:
         problem = example(r"\frac{1}{2}")
         for completion in ("<think>.</think><answer>0.5</answer>", r"It is $\frac{2}{4}$.", "It is 3."):
@@ -806,7 +806,7 @@ def test_the_same_rows_are_graded_the_same_whatever_reads_them() -> None:
 
 
 def test_an_error_in_grading_is_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    grader = rewards.grader(config())
+    grader = rewards.build_grader(config())
     broken = Example("broken/1", [{"role": "user", "content": "Q"}], {})
     assert grader.grade("the completion", broken) == {"strict": 0.0, "flexible": 0.0}
     assert grader.error_count == 1

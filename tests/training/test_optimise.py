@@ -44,7 +44,7 @@ class Quadratic(nn.Module):
     def has_gradient(self, batch: TensorDict) -> Tensor:
         return torch.ones(len(batch), dtype=torch.bool)
 
-    def after_step(self, entropy: float, kl: float | None, responses: int) -> None:
+    def update_coefficients(self, entropy: float, kl: float | None, responses: int) -> None:
         pass
 
     def forward(self, batch: TensorDict, totals: BatchTotals) -> TensorDict:

@@ -63,12 +63,12 @@ def test_a_schedule_counts_with_what_it_leaves_of_the_rate() -> None:
 def test_bounds_are_where_the_weights_are() -> None:
     # Any device that is not the CPU: a bound left there cannot be added to weights on a GPU.
     model = make_model().to("meta")
-    reached = list(lora.weight_moves(model, 0.01))
+    reached = list(lora.weight_change_bounds(model, 0.01))
     assert len(reached) == len(list(model.parameters()))
-    assert all(weights.device == moves.device for weights, moves in reached)
+    assert all(weights.device == bound.device for weights, bound in reached)
     lora.add_adapters(model, LoraConfig(rank=4, alpha=4.0), seed=0)
     model = model.to_empty(device="meta")
-    assert all(weights.device == moves.device for weights, moves in lora.weight_moves(model, 0.01))
+    assert all(weights.device == bound.device for weights, bound in lora.weight_change_bounds(model, 0.01))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -77,14 +77,14 @@ def test_adapters_reach_as_far_as_their_product(family: str) -> None:
     lora.add_adapters(model, LoraConfig(rank=4, alpha=12.0), seed=0)
     own = dict(make_model(family).named_parameters())
     layers = lora.adapted_layers(model)
-    reached = list(lora.weight_moves(model, move))
+    reached = list(lora.weight_change_bounds(model, move))
     assert len(reached) == len(layers)
     with torch.no_grad():
         for layer in layers.values():
             # The largest change of any weight is that of B of the size and the signs that suit it.
             layer.lora_B["default"].weight.copy_(move * layer.lora_A["default"].weight.sign()[:, 0])
         for (name, layer), (weight, bound) in zip(layers.items(), reached, strict=True):
-            change = lora.merged(layer) - own[f"{name}.weight"]
+            change = lora.merged_weight(layer) - own[f"{name}.weight"]
             assert weight.data_ptr() == layer.get_base_layer().weight.data_ptr()
             assert bool((change.abs() <= bound.expand_as(weight) + 1e-6).all())
             first = (

@@ -89,7 +89,7 @@ def test_the_start_test_puts_base_and_adapters_back_bit_for_bit(moved: float) ->
 
 # Sabotage of the merge itself: the layer, computed the other way, must tell.
 
-honest = lora.merged
+honest = lora.merged_weight
 
 
 def forgets_the_adapter(layer: LoraLayer) -> Tensor:
@@ -140,7 +140,7 @@ def test_a_wrong_merge_is_found_before_training_even_where_the_adapter_is_still_
     kind: str, moved: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = make_publisher(moved=moved)
-    monkeypatch.setattr(lora, "merged", ALWAYS[kind](publisher.model))  # type: ignore[arg-type]
+    monkeypatch.setattr(lora, "merged_weight", ALWAYS[kind](publisher.model))  # type: ignore[arg-type]
     with pytest.raises(TrainingStopped):
         publisher.verify_at_start(0)
 
@@ -151,7 +151,7 @@ def test_a_merge_that_goes_wrong_later_is_found(kind: str, monkeypatch: pytest.M
     publisher.verify_at_start(0)
     move(publisher.model, 0.02, seed=1)
     publisher.publish(1)
-    monkeypatch.setattr(lora, "merged", ALWAYS[kind](publisher.model))  # type: ignore[arg-type]
+    monkeypatch.setattr(lora, "merged_weight", ALWAYS[kind](publisher.model))  # type: ignore[arg-type]
     with pytest.raises(TrainingStopped, match="not equal to the base matrix plus its adapter"):
         for step in range(2, 6):
             move(publisher.model, 0.02, seed=step)
@@ -162,7 +162,7 @@ def test_a_merge_that_goes_wrong_later_is_found(kind: str, monkeypatch: pytest.M
 def test_a_small_step_that_never_arrives_is_found_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     publisher = make_publisher()
     publisher.verify_at_start(0)
-    monkeypatch.setattr(lora, "merged", ALWAYS[kind](publisher.model))  # type: ignore[arg-type]
+    monkeypatch.setattr(lora, "merged_weight", ALWAYS[kind](publisher.model))  # type: ignore[arg-type]
     with pytest.raises(TrainingStopped, match="not equal to the base matrix plus its adapter"):
         for step in range(1, 40):
             move(publisher.model, 1e-5, seed=step)

@@ -24,7 +24,7 @@ from torchrl_grpo.config.values import (
     ABOVE_ZERO,
     AT_LEAST,
     AT_MOST,
-    REWARDS,
+    REWARD_DATASETS,
     VLLM_LEAST_TEMPERATURE,
     ZERO_STAGES,
 )
@@ -247,13 +247,13 @@ def _check_jsonl(cfg: Config) -> None:
 def _check_rewards(cfg: Config) -> None:
     weights = cfg.reward.weights
     for name, weight in weights.items():
-        if name not in REWARDS:
-            wrong = f"there is no reward of this name, only {', '.join(REWARDS)}"
+        if name not in REWARD_DATASETS:
+            wrong = f"there is no reward of this name, only {', '.join(REWARD_DATASETS)}"
             raise bad_value(
                 f"reward.weights.{name}", weight, wrong, "e.g. reward.weights={gsm8k: 1.0, format: 0.2}"
             )
-        if cfg.env.dataset not in REWARDS[name]:
-            able = [other for other, reads in REWARDS.items() if cfg.env.dataset in reads]
+        if cfg.env.dataset not in REWARD_DATASETS[name]:
+            able = [other for other, reads in REWARD_DATASETS.items() if cfg.env.dataset in reads]
             wrong = f"this reward cannot judge env.dataset={cfg.env.dataset}"
             raise bad_value(f"reward.weights.{name}", weight, wrong, f"a weight for one of {', '.join(able)}")
     if weights and not any(weights.values()):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torchrl_grpo.config.derived import kl_start, needs_reference, optim_batch_size
+from torchrl_grpo.config.derived import initial_kl_coef, needs_reference, optim_batch_size
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.values import SURROGATE_OPTIONS
 
@@ -90,7 +90,7 @@ def _check_unread(cfg: Config) -> None:
         for name in names:
             value, default = vars(policy)[name], defaults[name]
             if not on and value != default:
-                if name == "kl_horizon" and kl_start(policy) == 0:
+                if name == "kl_horizon" and initial_kl_coef(policy) == 0:
                     # policy.kl_target scales the coefficient, so the coefficient must not be 0.
                     switch = f"policy.init_kl_coeff=0.1 {switch}"
                 works = show(_accepted(name, value, cfg))
@@ -115,7 +115,7 @@ def _accepted(name: str, value: Any, cfg: Config) -> Any:
 
 def _check_coefficients(cfg: Config) -> None:
     policy = cfg.policy
-    if policy.kl_target is not None and kl_start(policy) == 0:
+    if policy.kl_target is not None and initial_kl_coef(policy) == 0:
         wrong = "can only scale a coefficient, and that starts at 0"
         good = f"policy.init_kl_coeff=0.1 policy.kl_target={policy.kl_target}"
         raise bad_value("policy.kl_target", policy.kl_target, wrong, good)
@@ -198,7 +198,7 @@ def _check_maxent(cfg: Config) -> None:
     if policy.reward_combination == "apart":
         wrong = "maxent takes one utility a response"
         raise bad_value("policy.reward_combination", "apart", wrong, "policy.reward_combination=together")
-    if policy.tau + kl_start(policy) <= 0:
+    if policy.tau + initial_kl_coef(policy) <= 0:
         wrong = "with policy.kl_coef=0 the best response would take all, divided by 0"
         raise bad_value("policy.tau", policy.tau, wrong, "policy.tau=0.1")
     if policy.q_epsilon * cfg.env.repeats > 1:

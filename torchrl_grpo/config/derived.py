@@ -76,14 +76,14 @@ def token_budget(cfg: Config) -> int:
     return cfg.train.max_tokens_per_microbatch or max(TOKENS, cfg.inference_model.max_model_len)
 
 
-def kl_start(policy: PolicyConfig) -> float:
+def initial_kl_coef(policy: PolicyConfig) -> float:
     """Return the KL coefficient at the start of a run."""
     return policy.kl_coef if policy.init_kl_coeff is None else policy.init_kl_coeff
 
 
 def needs_reference(policy: PolicyConfig) -> bool:
     """Return whether anything reads the reference model's log-probabilities."""
-    return kl_start(policy) != 0 or policy.kl_target is not None
+    return initial_kl_coef(policy) != 0 or policy.kl_target is not None
 
 
 def num_devices(section: TrainModelConfig | RefModelConfig | InferenceModelConfig) -> int:

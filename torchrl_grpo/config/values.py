@@ -46,7 +46,7 @@ ZERO_STAGES = {"deepspeed_zero2": 2, "deepspeed_zero3": 3}
 
 # Reward -> the datasets whose ground truths it can read. A test compares this table with rewards/registry.py.
 _ANSWERS = ("gsm8k", "math", "jsonl")
-REWARDS: dict[str, tuple[str, ...]] = {
+REWARD_DATASETS: dict[str, tuple[str, ...]] = {
     "gsm8k": _ANSWERS,
     "format": tuple(Dataset),
     "math_verify": _ANSWERS,

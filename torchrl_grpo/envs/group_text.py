@@ -19,7 +19,7 @@ from torchrl.envs import EnvBase
 
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import check_length, check_lengths, render
-from torchrl_grpo.envs.responses import INPUT_MODES, hit_length_bound, response_texts
+from torchrl_grpo.envs.responses import INPUT_MODES, is_truncated, response_texts
 from torchrl_grpo.envs.stream import PromptStream
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ class Prompt:
     """A problem as a model reads it.
 
     Attributes:
-        number: position among all problems drawn since the run began; it names the group of its responses.
+        group_id: id of the group of its responses: position among all problems drawn since the run began.
         example: the problem.
         text: rendered prompt.
         token_ids: token ids of ``text``, not padded.
     """
 
-    number: int
+    group_id: int
     example: Example
     text: str
     token_ids: list[int]
@@ -59,15 +59,15 @@ class GroupTextEnv(EnvBase):
     ``step`` reads the policy's responses (:mod:`~torchrl_grpo.envs.responses`) and removes special tokens
     from their ends, because stock policies decode them. It writes ``("next", "reward")`` and
     ``("next", "reward_parts", <name>)``, float32 ``[P, G, 1]``. A part without a value for a response is NaN.
-    ``done`` is always True. ``truncated`` is True if the length bound ended the response, as far as the
-    policy's tokens show. Otherwise ``terminated`` is True.
+    ``done`` is always True. ``truncated`` is True if the response reached the maximum length, as far as the
+    policy's tokens show. ``terminated`` is its negation.
 
     All entries of the batch end in the same step, so ``LLMCollector`` always yields completed trajectories.
-    Its option ``yield_completed_trajectories`` is for entries that end at different times. It does not
-    support a batch of two dimensions.
+    Its option ``yield_completed_trajectories`` is for entries that end at different times. The option does
+    not support a batch of two dimensions.
 
-    ``reset`` and ``step`` are :meth:`draw` and :meth:`score` with TensorDicts around them. The collectors
-    here call these two directly, because they have token ids already and need the rewards as they are.
+    ``reset`` and ``step`` wrap :meth:`draw` and :meth:`score` in TensorDicts. This package's collectors call
+    these two methods directly, because they have token ids already and need the :class:`Scored` objects.
 
     Attributes:
         prompts: the P prompts that the last reset drew.
@@ -89,7 +89,7 @@ class GroupTextEnv(EnvBase):
         device: device of the tensors; None for TorchRL's default.
         input_mode: input of the policy, and the form of its response: ``text``, ``tokens`` or ``history``, as
             in TorchRL's wrappers.
-        max_new_tokens: length bound of a response in tokens, for ``truncated``. Without it, ``truncated``
+        max_new_tokens: maximum length of a response in tokens, for ``truncated``. Without it, ``truncated``
             depends on the end token only.
 
     Raises:
@@ -189,12 +189,12 @@ class GroupTextEnv(EnvBase):
             if chosen is not None and not chosen.all():
                 raise RuntimeError("GroupTextEnv resets whole batches; set every entry of _reset to True.")
         self.prompts = self.draw()
-        return self._observe([[0.0] * self.batch_size.numel()] * len(self.part_names))
+        return self._make_observation([[0.0] * self.batch_size.numel()] * len(self.part_names))
 
-    def _render(self, number: int, example: Example) -> Prompt:
+    def _render(self, group_id: int, example: Example) -> Prompt:
         text, ids = render(self.tokenizer, example.messages, self.chat_template)
         check_length(example, len(ids), self.max_prompt_tokens)
-        return Prompt(number, example, text, ids)
+        return Prompt(group_id, example, text, ids)
 
     def draw(self) -> list[Prompt]:
         """Draw the next P prompts of the stream.
@@ -206,22 +206,22 @@ class GroupTextEnv(EnvBase):
         examples = self.stream.draw(self.batch_size[0])
         return [self._render(first + offset, example) for offset, example in enumerate(examples)]
 
-    def prompt(self, number: int) -> Prompt:
-        """Render the prompt of group ``number``, whether or not it has been drawn yet.
+    def prompt(self, group_id: int) -> Prompt:
+        """Render the prompt of group ``group_id``, whether or not it has been drawn yet.
 
         Raises:
             DataError: the prompt is longer than ``max_prompt_tokens``.
         """
-        return self._render(number, self.stream.at(number))
+        return self._render(group_id, self.stream.at(group_id))
 
     def score(self, texts: Sequence[str], examples: Sequence[Example]) -> list[Scored]:
         """Score one response to each of ``examples``, without the special tokens at its end."""
-        return list(self.reward_set.score([self._without_end(text) for text in texts], examples))
+        return list(self.reward_set.score([self._strip_special_tokens(text) for text in texts], examples))
 
-    def _observe(self, parts: Sequence[Sequence[float]]) -> TensorDictBase:
+    def _make_observation(self, parts: Sequence[Sequence[float]]) -> TensorDictBase:
         """Build the observation of the current examples with the given values of the reward parts."""
         repeats = self.batch_size[1]
-        groups = torch.tensor([prompt.number for prompt in self.prompts])
+        groups = torch.tensor([prompt.group_id for prompt in self.prompts])
         observation = TensorDict(
             {
                 "text": {"prompt": self._repeat_text([prompt.text for prompt in self.prompts])},
@@ -273,24 +273,24 @@ class GroupTextEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         group_id = tensordict.get("group_id", None)
-        first = self.prompts[0].number if self.prompts else 0
+        first = self.prompts[0].group_id if self.prompts else 0
         if group_id is not None and int(group_id[0, 0]) != first:
             raise RuntimeError(
                 f"These answers belong to group {int(group_id[0, 0])}, but the last reset started group "
                 f"{first}; call step before the next reset."
             )
-        truths = [prompt.example for prompt in self.prompts for _ in range(self.batch_size[1])]
-        found = self.score(response_texts(tensordict, self.tokenizer, self.input_mode), truths)
-        parts = [[scored.parts.get(name, math.nan) for scored in found] for name in self.part_names]
-        result = self._observe(parts)
-        result["reward"] = self._column([scored.total for scored in found])
-        cut_off = hit_length_bound(tensordict, self.tokenizer, self.max_new_tokens)
-        truncated = torch.tensor(cut_off, device=self.device).view(*self.batch_size, 1)
+        examples = [prompt.example for prompt in self.prompts for _ in range(self.batch_size[1])]
+        scores = self.score(response_texts(tensordict, self.tokenizer, self.input_mode), examples)
+        parts = [[scored.parts.get(name, math.nan) for scored in scores] for name in self.part_names]
+        result = self._make_observation(parts)
+        result["reward"] = self._column([scored.total for scored in scores])
+        flags = is_truncated(tensordict, self.tokenizer, self.max_new_tokens)
+        truncated = torch.tensor(flags, device=self.device).view(*self.batch_size, 1)
         result["done"] = torch.ones_like(truncated)
         result["terminated"], result["truncated"] = ~truncated, truncated
         return result
 
-    def _without_end(self, text: str) -> str:
+    def _strip_special_tokens(self, text: str) -> str:
         """Remove the special tokens at the end of a response."""
         special = tuple(token for token in self.tokenizer.all_special_tokens if token)
         while text.endswith(special):

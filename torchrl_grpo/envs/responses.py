@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 INPUT_MODES = ("text", "tokens", "history")
 
-# Optional entry of a policy that knows which responses the length bound ended: bool, [P, G] or [P, G, 1].
-HIT_BOUND = "hit_length_bound"
+# Optional entry of a policy that knows which responses are truncated: bool, [P, G] or [P, G, 1].
+HIT_LENGTH_BOUND_KEY = "hit_length_bound"
 
 
 def response_texts(
@@ -20,10 +20,15 @@ def response_texts(
 ) -> list[str]:
     """Return the text of every response, in the order of the batch. It may end with special tokens.
 
-    In mode ``text`` the source is ``("text", "response")``. In the other modes the source is
-    ``("tokens", "response")``, decoded: in mode ``history`` the wrappers cut their text in the wrong place if
-    a prompt is padded or contains a pad token. If that entry is missing, the other of the two is used. If
-    both are missing, the source is the last message of ``("history", "response")``.
+    The first entry that exists is used:
+
+    * mode ``text``: ``("text", "response")``; ``("tokens", "response")``, decoded; the last message of
+      ``("history", "response")``;
+    * modes ``tokens`` and ``history``: ``("tokens", "response")``, decoded; ``("text", "response")``; the
+      last message of ``("history", "response")``.
+
+    In mode ``history`` tokens come first, because the wrappers cut their text in the wrong place if a prompt
+    is padded or contains a pad token.
 
     Args:
         tensordict: output of the policy, of any batch size.
@@ -77,22 +82,23 @@ def response_rows(tensordict: TensorDictBase) -> list[list[int]] | None:
     return None if rows is None else [row.tolist() for row in rows]
 
 
-def hit_length_bound(
+def is_truncated(
     tensordict: TensorDictBase, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int | None
 ) -> list[bool]:
-    """Return whether the length bound ended each response, in the order of the batch.
+    """Return whether each response was truncated at the maximum length, in the order of the batch.
 
-    A policy may write the result itself as :data:`HIT_BOUND`. Otherwise ``("tokens", "response")`` shows it:
-    the bound ended a response that has the full length and does not end in a special token. If there is only
-    text, the result is False.
+    A policy may write the result itself as :data:`HIT_LENGTH_BOUND_KEY`. Otherwise it is read from
+    ``("tokens", "response")``: a response was truncated if it has the maximum length and does not end in a
+    special token. If there is only text, the result is False.
 
     Args:
         tensordict: output of the policy, of any batch size.
         tokenizer: tokenizer whose special tokens end a response.
-        max_new_tokens: length bound in tokens. With None, the bound ended every response without an end
-            token. If the policy strips the end token together with the padding, the result is then False.
+        max_new_tokens: maximum length in tokens. With None, every response without an end token counts as
+            truncated, unless the policy strips end tokens together with the padding: then the result is
+            False.
     """
-    known = tensordict.get(HIT_BOUND, None)
+    known = tensordict.get(HIT_LENGTH_BOUND_KEY, None)
     if known is not None:
         return [bool(value) for value in known.flatten().tolist()]
     rows = response_rows(tensordict)

@@ -36,10 +36,10 @@ class PromptStream:
         self.shuffle = shuffle
         self.epoch = 0
         self.position = 0
-        self._order = self.order(0)
-        self._orders: dict[int, list[int]] = {}
+        self._current_order = self.epoch_order(0)
+        self._order_cache: dict[int, list[int]] = {}
 
-    def order(self, epoch: int) -> list[int]:
+    def epoch_order(self, epoch: int) -> list[int]:
         """Return the indices of the examples in the order of an epoch."""
         rows = list(range(len(self.examples)))
         if self.shuffle:
@@ -60,13 +60,13 @@ class PromptStream:
     def at(self, number: int) -> Example:
         """Return the example of draw ``number``, counted from 0 at the start of the run. Thread-safe."""
         epoch, position = self.epoch_of(number), number % len(self.examples)
-        rows = self._orders.get(epoch)
+        rows = self._order_cache.get(epoch)
         if rows is None:
-            rows = self.order(epoch)
+            rows = self.epoch_order(epoch)
             # Replace the dictionary instead of changing it, because several threads read it. Groups in flight
-            # belong to two epochs at most times, so only neighboring epochs are kept.
-            near = {known: kept for known, kept in self._orders.items() if abs(known - epoch) <= 1}
-            self._orders = {**near, epoch: rows}
+            # almost always belong to at most two epochs, so only neighboring epochs are kept.
+            near = {known: kept for known, kept in self._order_cache.items() if abs(known - epoch) <= 1}
+            self._order_cache = {**near, epoch: rows}
         return self.examples[rows[position]]
 
     def draw(self, count: int) -> list[Example]:
@@ -75,8 +75,8 @@ class PromptStream:
         while len(drawn) < count:
             if self.position == len(self.examples):
                 self.epoch, self.position = self.epoch + 1, 0
-                self._order = self.order(self.epoch)
-            rows = self._order[self.position : self.position + count - len(drawn)]
+                self._current_order = self.epoch_order(self.epoch)
+            rows = self._current_order[self.position : self.position + count - len(drawn)]
             self.position += len(rows)
             drawn += [self.examples[row] for row in rows]
         return drawn
@@ -99,4 +99,4 @@ class PromptStream:
                 "original run, or start a new run with resume=null."
             )
         self.epoch, self.position = epoch, position
-        self._order = self.order(epoch)
+        self._current_order = self.epoch_order(epoch)

@@ -19,7 +19,7 @@ from torchrl_grpo.inference.layout import in_format
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
 from torchrl_grpo.models.precision import choose_kernels
 from torchrl_grpo.models.scoring.padding import pad_left
-from torchrl_grpo.models.scoring.token_scorer import multiply_head_in
+from torchrl_grpo.models.scoring.token_scorer import set_head_compute_dtype
 from torchrl_grpo.planning.workload import MAX_ROWS
 
 
@@ -48,7 +48,7 @@ class TransformersEngine(SteppingEngine):
         choose_kernels()
         if head_dtype is not None:
             try:
-                multiply_head_in(model, head_dtype)
+                set_head_compute_dtype(model, head_dtype)
             except ValueError as error:
                 raise ModelError(
                     f"inference_model.head_dtype={str(head_dtype).removeprefix('torch.')}: "

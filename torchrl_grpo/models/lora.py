@@ -25,8 +25,8 @@ from torchrl_grpo.config.checks_lora import ALL_LINEAR
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.schema import LoraConfig
 from torchrl_grpo.errors import CheckpointError
-from torchrl_grpo.models.quantization import is_quantized, plain_weight
-from torchrl_grpo.models.shards import own_part
+from torchrl_grpo.models.quantization import dequantized_weight, is_quantized
+from torchrl_grpo.models.shards import local_shard
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -113,17 +113,17 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         owner, _, leaf = name.rpartition(".")
         outer = owner.removesuffix(".base_layer")
         if outer != owner and leaf == "weight":
-            yield f"{outer}.weight", merged(layers[outer])
+            yield f"{outer}.weight", merged_weight(layers[outer])
         elif is_quantized(parameter):
-            yield name, plain_weight(model.get_submodule(owner))
+            yield name, dequantized_weight(model.get_submodule(owner))
         else:
             yield f"{outer}.{leaf}" if outer else name, parameter.detach()
 
 
-def merged(layer: LoraLayer) -> Tensor:
+def merged_weight(layer: LoraLayer) -> Tensor:
     """Return ``W + s B A`` of one layer as a new float32 tensor in the layout of ``W``."""
     delta: Tensor = layer.get_delta_weight(_ADAPTER)
-    return delta.add_(plain_weight(layer.get_base_layer()))
+    return delta.add_(dequantized_weight(layer.get_base_layer()))
 
 
 @torch.no_grad()
@@ -132,7 +132,7 @@ def merge_error(layer: LoraLayer, matrix: Tensor) -> float:
 
     The expected output is computed without the product of ``A`` and ``B``: ``W v + s B (A v)``.
     """
-    weight = plain_weight(layer.get_base_layer()).float()
+    weight = dequantized_weight(layer.get_base_layer()).float()
     down, up = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
     generator = torch.Generator(weight.device).manual_seed(0)
     v = torch.randn(down.shape[1], generator=generator, device=weight.device)
@@ -143,29 +143,29 @@ def merge_error(layer: LoraLayer, matrix: Tensor) -> float:
 
 
 @torch.no_grad()
-def weight_moves(model: nn.Module, move: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """Bound the change of the published weights after a small change of the trained weights.
+def weight_change_bounds(model: nn.Module, delta: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield upper bounds of the change of published weights after a small change of trained weights.
 
     Args:
         model: model with or without adapters.
-        move: absolute change of each trained weight.
+        delta: absolute change of each trained weight.
 
     Yields:
         A parameter, or a matrix ``W`` with an adapter, and a bound of its change that broadcasts to its
-        shape. The bound is ``move`` without adapters, and ``s move sum_r |A_ri|`` with adapters, because
+        shape. The bound is ``delta`` without adapters, and ``s delta sum_r |A_ri|`` with adapters, because
         ``B`` starts at zero.
     """
     layers = adapted_layers(model)
     if not layers:
-        for parameter in map(own_part, model.parameters()):
-            yield parameter, torch.tensor(move, device=parameter.device)
+        for parameter in map(local_shard, model.parameters()):
+            yield parameter, torch.tensor(delta, device=parameter.device)
     for layer in layers.values():
-        bound = layer.scaling[_ADAPTER] * move * layer.lora_A[_ADAPTER].weight.abs().sum(0)
-        yield plain_weight(layer.get_base_layer()), bound[:, None] if layer.fan_in_fan_out else bound
+        bound = layer.scaling[_ADAPTER] * delta * layer.lora_A[_ADAPTER].weight.abs().sum(0)
+        yield dequantized_weight(layer.get_base_layer()), bound[:, None] if layer.fan_in_fan_out else bound
 
 
 @contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Disable the adapters of ``model`` inside the context, so that it computes as its base model."""
     layers = adapted_layers(model).values()
     for layer in layers:
@@ -196,7 +196,7 @@ def perturbed_adapters(model: nn.Module, share: float) -> Iterator[None]:
             for layer, weight in kept:
                 before = weight.clone()
                 weight.copy_(torch.randn(weight.shape, generator=generator))
-                base = plain_weight(layer.get_base_layer()).float()
+                base = dequantized_weight(layer.get_base_layer()).float()
                 size = share * base.norm() / layer.get_delta_weight(_ADAPTER).norm()
                 weight.mul_(size).add_(before)
         yield

@@ -58,8 +58,8 @@ def choose_kernels() -> None:
 
 
 @torch.no_grad()
-def lost_to_rounding(model: nn.Module, dtype: torch.dtype, move: float) -> float:
-    """Return the fraction of weights that round to the same number in ``dtype`` after a change by ``move``.
+def lost_to_rounding(model: nn.Module, dtype: torch.dtype, delta: float) -> float:
+    """Return the fraction of weights that round to the same number in ``dtype`` after a change by ``delta``.
 
     Trained weights are float32. A computation in 16 bits (autocast, an engine) sees a change only if it is
     larger than half the distance between two numbers, which for bfloat16 is at least 1/512 of the weight.
@@ -69,11 +69,11 @@ def lost_to_rounding(model: nn.Module, dtype: torch.dtype, move: float) -> float
         model: model of which every 16th weight is sampled. With adapters, their base matrices are sampled.
             With sharded weights, this rank's shard is sampled.
         dtype: dtype of the computation.
-        move: absolute change of each trained weight.
+        delta: absolute change of each trained weight.
     """
     lost = total = 0
-    for matrix, bound in lora.weight_moves(model, move):
-        weights, moves = matrix.flatten()[::16].float(), bound.expand_as(matrix).flatten()[::16]
-        lost += int(((weights + moves).to(dtype) == (weights - moves).to(dtype)).sum())
+    for matrix, bound in lora.weight_change_bounds(model, delta):
+        weights, changes = matrix.flatten()[::16].float(), bound.expand_as(matrix).flatten()[::16]
+        lost += int(((weights + changes).to(dtype) == (weights - changes).to(dtype)).sum())
         total += weights.numel()
     return lost / total

@@ -14,7 +14,7 @@ from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models.precision import resolve_autocast
 from torchrl_grpo.models.quantization import keep_packing
 from torchrl_grpo.models.scoring import trial
-from torchrl_grpo.models.scoring.token_scorer import TokenScorer, check_head, warn_about_prefix
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer, max_logit_error, warn_about_prefix
 from torchrl_grpo.models.scoring.upcast import Upcast
 from torchrl_grpo.runtime.oom import ran_out_of_memory
 
@@ -41,7 +41,7 @@ def prepare_for_training(model: PreTrainedModel, cfg: TrainModelConfig) -> None:
         _set_attention(model, cfg)
     try:
         with trial.conditions(model):
-            diff = trial.largest_difference(model, lambda: torch.tensor(check_head(model)))
+            diff = trial.largest_difference(model, lambda: torch.tensor(max_logit_error(model)))
     except _UNSUPPORTED as error:
         raise ModelError(f"{type(model).__name__}: {error}; choose another model.name") from error
     if not diff <= trial.TOLERANCE:

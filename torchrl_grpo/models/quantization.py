@@ -38,7 +38,7 @@ def is_quantized(parameter: Tensor) -> bool:
     return not parameter.is_floating_point()
 
 
-def plain_weight(layer: nn.Module) -> Tensor:
+def dequantized_weight(layer: nn.Module) -> Tensor:
     """Return the weight of a layer, detached. A quantized weight is dequantized to a new tensor."""
     from peft.utils.integrations import dequantize_module_weight
 

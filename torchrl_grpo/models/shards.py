@@ -12,7 +12,7 @@ def in_zero_shards(parameter: Tensor) -> bool:
     return hasattr(parameter, "ds_id")
 
 
-def own_part(parameter: Tensor) -> Tensor:
+def local_shard(parameter: Tensor) -> Tensor:
     """Return this rank's shard of a parameter, detached. DeepSpeed's shards are flat vectors."""
     if isinstance(parameter, DTensor):
         return parameter.to_local().detach()

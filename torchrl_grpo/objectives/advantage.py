@@ -25,24 +25,24 @@ def shape_rewards(rewards: Tensor, shift: float, scale: float, clip: float | Non
     return shaped if clip is None else shaped.clamp(-clip, clip)
 
 
-def overlong_penalty(lengths: Tensor, longest: int, buffer: int) -> Tensor:
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     """DAPO's soft penalty for long responses (arXiv 2503.14476, eq. 13), between -1 and 0.
 
-    It is 0 up to ``longest - buffer`` tokens, and falls linearly to -1 at ``longest``.
+    It is 0 up to ``max_length - buffer`` tokens, and falls linearly to -1 at ``max_length``.
 
     Args:
         lengths: lengths of the responses in tokens, any shape.
-        longest: length bound of a response in tokens.
-        buffer: number of tokens before the bound over which the penalty grows.
+        max_length: maximum length of a response in tokens.
+        buffer: number of tokens before the maximum over which the penalty grows.
 
     Returns:
         Penalties of the shape of ``lengths``.
     """
-    return ((longest - buffer - lengths) / buffer).clamp(-1.0, 0.0)
+    return ((max_length - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
 def group_advantage(
-    rewards: Tensor, std: str, eps: float, leave_one_out: bool = False, offset: float = 0.0
+    rewards: Tensor, std_mode: str, eps: float, leave_one_out: bool = False, offset: float = 0.0
 ) -> Tensor:
     """``A_i = (r_i - b_i) / (s + eps)`` within each group (GRPO, arXiv 2402.03300, sec. 4.1.2).
 
@@ -51,9 +51,9 @@ def group_advantage(
 
     Args:
         rewards: ``[P, G]``, one group per row.
-        std: name of ``s``. ``population`` and ``unbiased`` are the group's standard deviation, divided by G
-            or G - 1; ``batch`` is the unbiased standard deviation of all given rewards; ``none`` does not
-            divide (Dr. GRPO, 2503.20783, sec. 3.2).
+        std_mode: choice of ``s``. ``population`` and ``unbiased`` are the group's standard deviation, divided
+            by G or G - 1; ``batch`` is the unbiased standard deviation of all given rewards; ``none`` does
+            not divide (Dr. GRPO, 2503.20783, sec. 3.2).
         eps: number added to the standard deviation.
         leave_one_out: whether the baseline is the mean of the other rewards.
         offset: see :func:`is_constant`.
@@ -62,24 +62,29 @@ def group_advantage(
         Advantages ``[P, G]``. They are exactly zero for a group of equal rewards, see :func:`is_constant`.
 
     Raises:
-        ValueError: ``std`` is unknown.
+        ValueError: ``std_mode`` is unknown.
     """
     samples = rewards.shape[-1]
     centered = rewards - rewards.mean(-1, keepdim=True)
     if leave_one_out:
         centered = centered * samples / (samples - 1)
-    if std == "batch":
+    if std_mode == "batch":
         centered = centered / (rewards.std() + eps)
-    elif std in ("population", "unbiased"):
-        centered = centered / (rewards.std(-1, keepdim=True, correction=int(std == "unbiased")) + eps)
-    elif std != "none":
-        raise ValueError(f"advantage std {std!r} is none of population, unbiased, batch, none")
+    elif std_mode in ("population", "unbiased"):
+        centered = centered / (rewards.std(-1, keepdim=True, correction=int(std_mode == "unbiased")) + eps)
+    elif std_mode != "none":
+        raise ValueError(f"advantage std {std_mode!r} is none of population, unbiased, batch, none")
     # Equal floats can differ from their mean in the last bit, and a tiny std would magnify that difference.
     return centered.masked_fill(is_constant(rewards, offset)[:, None], 0.0)
 
 
 def decoupled_advantage(
-    rewards: Tensor, weights: Sequence[float], std: str, eps: float, leave_one_out: bool, offset: float = 0.0
+    rewards: Tensor,
+    weights: Sequence[float],
+    std_mode: str,
+    eps: float,
+    leave_one_out: bool,
+    offset: float = 0.0,
 ) -> Tensor:
     """Normalize each reward within its group, and the weighted sum over the batch.
 
@@ -88,7 +93,7 @@ def decoupled_advantage(
     Args:
         rewards: ``[P, G, K]``.
         weights: weights of the K rewards.
-        std: see :func:`group_advantage`.
+        std_mode: see :func:`group_advantage`.
         eps: see :func:`group_advantage`.
         leave_one_out: see :func:`group_advantage`.
         offset: offset of each reward, see :func:`is_constant`.
@@ -100,7 +105,7 @@ def decoupled_advantage(
     total = torch.zeros_like(rewards[..., 0])
     size = torch.zeros_like(total)
     for reward, weight in zip(rewards.unbind(-1), weights, strict=True):
-        term = weight * group_advantage(reward, std, eps, leave_one_out, offset)
+        term = weight * group_advantage(reward, std_mode, eps, leave_one_out, offset)
         total += term
         size += term.abs()
     # Rewards that cancel out leave a rounding error, which an equally small standard deviation would magnify.
@@ -142,7 +147,7 @@ class GroupAdvantage(Transform):
         cfg: configuration of the objective.
         kl: coefficient of the KL divergence to the reference.
         reward_weights: weights of the K rewards in ``reward_parts``.
-        max_new_tokens: length bound of a response in tokens.
+        max_new_tokens: maximum length of a response in tokens.
     """
 
     def __init__(
@@ -164,35 +169,35 @@ class GroupAdvantage(Transform):
         With ``policy.reward_combination=apart``, each reward with a weight other than 0 must be equal.
         """
         if self.cfg.reward_combination == "together":
-            return is_constant(self._shape(tensordict["next", "reward"].squeeze(-1)), self._offset)
-        parts = self._shape(tensordict["next", "reward_parts"]).unbind(-1)
+            return is_constant(self._shape_rewards(tensordict["next", "reward"].squeeze(-1)), self._offset)
+        parts = self._shape_rewards(tensordict["next", "reward_parts"]).unbind(-1)
         counting = [part for part, weight in zip(parts, self.reward_weights, strict=True) if weight != 0]
         return torch.stack([is_constant(part, self._offset) for part in counting]).all(0)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         cfg, mask = self.cfg, tensordict["masks", "response"]
-        added = self._overlong(tensordict)
+        penalty = self._overlong(tensordict)
         if cfg.kl_in == "reward" and self.kl.in_use:
-            added = added - self.kl.value * self._divergence(tensordict)
+            penalty = penalty - self.kl.value * self._divergence(tensordict)
         if cfg.reward_combination == "apart":
-            advantage = self._apart(tensordict, added)
+            advantage = self._decoupled(tensordict, penalty)
         else:
-            rewards = self._shape(tensordict["next", "reward"].squeeze(-1)) + added
-            advantage = self._together(tensordict, rewards)
-        kept = mask
+            rewards = self._shape_rewards(tensordict["next", "reward"].squeeze(-1)) + penalty
+            advantage = self._from_sum(tensordict, rewards)
+        loss_mask = mask
         if cfg.overlong == "mask":
-            kept = kept & ~tensordict["truncated"]
+            loss_mask = loss_mask & ~tensordict["truncated"]
         if cfg.constant_groups != "keep":
-            kept = kept & ~self.without_signal(tensordict)[:, None, None]
-        tensordict.set(("masks", "loss"), kept)
+            loss_mask = loss_mask & ~self.without_signal(tensordict)[:, None, None]
+        tensordict.set(("masks", "loss"), loss_mask)
         return tensordict.set("advantage", advantage.unsqueeze(-1))
 
-    def _shape(self, rewards: Tensor) -> Tensor:
+    def _shape_rewards(self, rewards: Tensor) -> Tensor:
         return shape_rewards(rewards, self.cfg.reward_shift, self.cfg.reward_scale, self.cfg.reward_clip)
 
     @property
     def _offset(self) -> float:
-        """The constant that :meth:`_shape` adds."""
+        """The constant that :meth:`_shape_rewards` adds."""
         return self.cfg.reward_shift * self.cfg.reward_scale
 
     def _overlong(self, tensordict: TensorDictBase) -> Tensor:
@@ -211,17 +216,19 @@ class GroupAdvantage(Transform):
         )
         return per_token.masked_fill(~tensordict["masks", "response"], 0.0).sum(-1)
 
-    def _together(self, tensordict: TensorDictBase, rewards: Tensor) -> Tensor:
+    def _from_sum(self, tensordict: TensorDictBase, rewards: Tensor) -> Tensor:
         cfg = self.cfg
         if cfg.advantage_estimator == "maxent":
             return self._maxent(tensordict, rewards)
         leave_one_out = cfg.advantage_estimator == "leave_one_out"
         return group_advantage(rewards, cfg.advantage_std, cfg.advantage_eps, leave_one_out, self._offset)
 
-    def _apart(self, tensordict: TensorDictBase, added: Tensor) -> Tensor:
+    def _decoupled(self, tensordict: TensorDictBase, penalty: Tensor) -> Tensor:
         cfg = self.cfg
         # Penalties are a separate reward of weight 1.
-        rewards = torch.cat([self._shape(tensordict["next", "reward_parts"]), added.unsqueeze(-1)], -1)
+        rewards = torch.cat(
+            [self._shape_rewards(tensordict["next", "reward_parts"]), penalty.unsqueeze(-1)], -1
+        )
         weights = (*self.reward_weights, 1.0)
         leave_one_out = cfg.advantage_estimator == "leave_one_out"
         return decoupled_advantage(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-from torchrl_grpo.config.derived import kl_start
+from torchrl_grpo.config.derived import initial_kl_coef
 from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.objectives.advantage import GroupAdvantage
 from torchrl_grpo.objectives.coefficients import EntropyCoefficient, KLCoefficient
@@ -34,7 +34,7 @@ def build_objective(
         max_new_tokens: length bound of a response in tokens.
         proximal_given: see :class:`GroupPolicyLoss`.
     """
-    kl = KLCoefficient(kl_start(cfg), cfg.kl_target, cfg.kl_horizon)
+    kl = KLCoefficient(initial_kl_coef(cfg), cfg.kl_target, cfg.kl_horizon)
     entropy = EntropyCoefficient(
         cfg.entropy_coef, cfg.entropy_target, cfg.entropy_delta, cfg.entropy_coef_max
     )

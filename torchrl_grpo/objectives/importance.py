@@ -7,7 +7,7 @@ from torch import Tensor
 from torchrl_grpo.objectives.surrogates import exp_bounded
 
 
-def at_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
+def aggregate_log_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     """Aggregate per-token log-ratios to the level of the objective.
 
     ``token`` returns them unchanged. ``sequence`` puts their mean over the response at each of its tokens,
@@ -51,7 +51,7 @@ def correction_weights(
             weights.
         mask: ``[P, G, T]`` bool, True for tokens that the loss counts.
         kind: ``truncate`` or ``mask``.
-        level: see :func:`at_level`.
+        level: see :func:`aggregate_log_ratio`.
         cap: largest weight.
         floor: smallest weight that ``mask`` keeps.
 
@@ -61,7 +61,7 @@ def correction_weights(
     Raises:
         ValueError: ``kind`` is unknown.
     """
-    weights = exp_bounded(at_level(log_ratio, mask, level)).detach()
+    weights = exp_bounded(aggregate_log_ratio(log_ratio, mask, level)).detach()
     if kind == "truncate":
         return weights.clamp(max=cap)
     if kind == "mask":

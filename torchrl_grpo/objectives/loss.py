@@ -12,12 +12,12 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
-from torchrl_grpo.config.derived import kl_start
+from torchrl_grpo.config.derived import initial_kl_coef
 from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.objectives import actors
 from torchrl_grpo.objectives.aggregation import BatchTotals, count_totals, token_weights
 from torchrl_grpo.objectives.coefficients import EntropyCoefficient, KLCoefficient
-from torchrl_grpo.objectives.importance import at_level, correction_weights
+from torchrl_grpo.objectives.importance import aggregate_log_ratio, correction_weights
 from torchrl_grpo.objectives.kl import kl_estimate
 from torchrl_grpo.objectives.surrogates import SURROGATES, Bounds, exp_bounded
 
@@ -108,7 +108,7 @@ class GroupPolicyLoss(LossModule):
         # Not registered as a submodule: it wraps the actor, whose parameters would appear twice.
         self.__dict__["_network"] = None
         self.cfg = cfg
-        self.kl = KLCoefficient(kl_start(cfg), cfg.kl_target, cfg.kl_horizon) if kl is None else kl
+        self.kl = KLCoefficient(initial_kl_coef(cfg), cfg.kl_target, cfg.kl_horizon) if kl is None else kl
         self.entropy = (
             EntropyCoefficient(cfg.entropy_coef, cfg.entropy_target, cfg.entropy_delta, cfg.entropy_coef_max)
             if entropy is None
@@ -191,15 +191,15 @@ class GroupPolicyLoss(LossModule):
             ValueError: the actor gives no log-probabilities, or no entropy although the bonus needs it.
         """
         keys = self.tensor_keys
-        new, entropy = self._score(tensordict)
+        log_probs, entropy = self._score(tensordict)
 
         def get(key: NestedKey) -> Tensor:
             value: Tensor = tensordict.get(key)
-            return value.to(new.device)
+            return value.to(log_probs.device)
 
         mask = get(keys.loss_mask)
         totals = count_totals(mask) if totals is None else totals
-        weights = token_weights(mask, self.cfg.aggregation, totals, self.constant_length, new.dtype)
+        weights = token_weights(mask, self.cfg.aggregation, totals, self.constant_length, log_probs.dtype)
 
         def mean(values: Tensor) -> Tensor:
             return values.masked_fill(~mask, 0.0).sum() / totals.tokens
@@ -207,29 +207,29 @@ class GroupPolicyLoss(LossModule):
         def loss(values: Tensor) -> Tensor:
             return (values.masked_fill(~mask, 0.0) * weights).sum()
 
-        def log_probs(key: NestedKey) -> Tensor:
+        def masked(key: NestedKey) -> Tensor:
             # Values in the padding must not enter a product of the backward pass.
             return get(key).masked_fill(~mask, 0.0)
 
-        sampled = log_probs(keys.sample_log_prob)
+        sampled = masked(keys.sample_log_prob)
         proximal = sampled
         if self.cfg.proximal == "trainer":
             given = self.proximal_given
-            proximal = log_probs(keys.proximal_log_prob) if given else new.detach().masked_fill(~mask, 0.0)
+            proximal = masked(keys.proximal_log_prob) if given else log_probs.detach().masked_fill(~mask, 0.0)
         objective, clipped = self._surrogate(
-            at_level(new - proximal, mask, self.cfg.ratio),
-            new,
+            aggregate_log_ratio(log_probs - proximal, mask, self.cfg.ratio),
+            log_probs,
             get(keys.advantage),
             self.bounds,
             **self.cfg.surrogate_args,
         )
-        out = self._metrics(new.detach(), sampled, mean)
+        out = self._metrics(log_probs.detach(), sampled, mean)
         if self.cfg.proximal == "trainer":
             mismatch = self._metrics(proximal, sampled, mean)
             out |= {f"mismatch_{name}": mismatch[name] for name in ("kl_approx", "ratio", "ratio_squared")}
         if entropy is not None:
             out["entropy"] = mean(entropy.detach())
-        out["clip_fraction"] = mean(torch.zeros_like(new) if clipped is None else clipped.float())
+        out["clip_fraction"] = mean(torch.zeros_like(log_probs) if clipped is None else clipped.float())
         if self.cfg.correction != "none":
             correction = self._correction(proximal - sampled, mask)
             objective = objective * correction
@@ -237,12 +237,14 @@ class GroupPolicyLoss(LossModule):
             out["correction_zero"] = mean((correction == 0).float())
         out["loss_objective"] = -loss(objective)
         if self.kl.in_use:
-            kl = kl_estimate(new, log_probs(keys.ref_log_prob), self.cfg.kl_estimator)
+            kl = kl_estimate(log_probs, masked(keys.ref_log_prob), self.cfg.kl_estimator)
             out["kl_ref"] = mean(kl.detach())
             if self.cfg.kl_in == "loss":
                 out["loss_kl"] = self.kl.value * loss(kl)
         if self.cfg.kl_inference_coef != 0:
-            out["loss_kl_inference"] = self.cfg.kl_inference_coef * loss(kl_estimate(new, sampled, "k3"))
+            out["loss_kl_inference"] = self.cfg.kl_inference_coef * loss(
+                kl_estimate(log_probs, sampled, "k3")
+            )
         if self.entropy.in_use:
             if entropy is None:
                 raise ValueError(
@@ -287,12 +289,14 @@ class GroupPolicyLoss(LossModule):
         nonzero = tensordict.get(self.tensor_keys.advantage).ne(0).flatten(1).any(1)
         return torch.ones_like(nonzero) if other_terms else nonzero
 
-    def _metrics(self, new: Tensor, sampled: Tensor, mean: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        log_ratio = new - sampled
+    def _metrics(
+        self, log_probs: Tensor, sampled: Tensor, mean: Callable[[Tensor], Tensor]
+    ) -> dict[str, Tensor]:
+        log_ratio = log_probs - sampled
         # Double precision, because the effective sample size compares the squared mean with the mean square.
         ratio = exp_bounded(log_ratio).double()
         return {
-            "kl_approx": mean(kl_estimate(sampled, new, "k3")),
+            "kl_approx": mean(kl_estimate(sampled, log_probs, "k3")),
             "ratio": mean(ratio),
             "ratio_squared": mean(ratio.square()),
             "logprob_diff": mean(log_ratio.abs()),
@@ -308,7 +312,7 @@ class GroupPolicyLoss(LossModule):
             floor=self.cfg.correction_floor,
         )
 
-    def after_step(self, entropy: float, kl: float | None, responses: int) -> None:
+    def update_coefficients(self, entropy: float, kl: float | None, responses: int) -> None:
         """Update the coefficients with the means over the tokens of an optimizer step, in nats."""
         self.entropy.update(entropy)
         if kl is not None:

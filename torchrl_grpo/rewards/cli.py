@@ -27,7 +27,7 @@ from torchrl_grpo.data import DATASETS, Example
 from torchrl_grpo.data.columns import text
 from torchrl_grpo.data.sources import Row, read_file
 from torchrl_grpo.errors import ConfigError, DataError, UserError
-from torchrl_grpo.rewards.registry import build, check_weights
+from torchrl_grpo.rewards.registry import build_reward_set, check_weights
 from torchrl_grpo.rewards.types import Scored
 
 _BATCH = 64
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         completions, examples = _examples(rows, cfg.env)
         means = _Means()
         with contextlib.ExitStack() as stack:
-            rewards = build(cfg)
+            rewards = build_reward_set(cfg)
             stack.callback(rewards.close)
             output = stack.enter_context(_output(args.output))
             source = "stdin" if args.input == "-" else args.input

@@ -1,4 +1,4 @@
-"""Graders judge completions in evaluation."""
+"""Graders of completions in evaluation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.rewards.gsm8k import judge
+from torchrl_grpo.rewards.gsm8k import grade_answer
 from torchrl_grpo.rewards.reward_set import close_all, excerpt
 from torchrl_grpo.rewards.types import Grader, Reward
 
@@ -22,7 +22,7 @@ class Gsm8kGrader:
 
     def grade(self, completion: str, example: Example) -> dict[str, float]:
         """Return ``strict`` and ``flexible``, each 0 or 1."""
-        return judge(completion, example.truth["answer"])
+        return grade_answer(completion, example.truth["answer"])
 
     def weights(self, example: Example) -> dict[str, float]:
         """Return weight 1 for both metrics."""

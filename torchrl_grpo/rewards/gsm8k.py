@@ -30,7 +30,7 @@ def flexible_number(completion: str) -> Fraction | None:
     return numbers.last(completion) if value is None else value
 
 
-def judge(completion: str, truth: str) -> dict[str, float]:
+def grade_answer(completion: str, truth: str) -> dict[str, float]:
     """Judge a completion by strict and flexible extraction.
 
     Args:
@@ -64,7 +64,7 @@ class Gsm8kReward:
 
     def __call__(self, completion: str, example: Example) -> dict[str, float]:
         """Return ``score``, ``strict`` and ``flexible``, each 0 or 1."""
-        parts = judge(completion, example.truth["answer"])
+        parts = grade_answer(completion, example.truth["answer"])
         return {"score": parts[self._score], **parts}
 
 

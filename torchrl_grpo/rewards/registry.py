@@ -28,11 +28,11 @@ DEFAULT_WEIGHTS: dict[str, dict[str, float]] = {
 
 
 def _gsm8k(cfg: Config) -> Reward:
-    # A prompt that asks for tags expects them. Without tags, the number may be anywhere.
+    # If the prompt requests tags, they are required. Otherwise the number may be anywhere.
     return Gsm8kReward("strict" if cfg.env.answer_format == "tags" else "flexible")
 
 
-REWARDS: dict[str, Callable[[Config], Reward]] = {
+REWARD_BUILDERS: dict[str, Callable[[Config], Reward]] = {
     "gsm8k": _gsm8k,
     "format": lambda cfg: FormatReward(),
     "math_verify": lambda cfg: MathVerifyReward(cfg.reward.timeout_s, cfg.reward.workers),
@@ -61,16 +61,17 @@ def check_weights(cfg: Config) -> dict[str, float]:
     """
     weights = cfg.reward.weights or DEFAULT_WEIGHTS[cfg.env.dataset]
     for name, weight in weights.items():
-        if name not in REWARDS:
+        if name not in REWARD_BUILDERS:
             raise ConfigError(
-                f"reward.weights.{name}={weight!r}: no such reward; write one of: {', '.join(REWARDS)}"
+                f"reward.weights.{name}={weight!r}: no such reward; write one of: "
+                f"{', '.join(REWARD_BUILDERS)}"
             )
         if not math.isfinite(weight):
             raise ConfigError(f"reward.weights.{name}={weight!r} is not a finite number; write e.g. 1.0")
-        if cfg.env.dataset not in (reads := values.REWARDS[name]):
+        if cfg.env.dataset not in (supported := values.REWARD_DATASETS[name]):
             raise ConfigError(
                 f"reward.weights.{name}: this reward cannot judge env.dataset={cfg.env.dataset}; it supports "
-                f"{', '.join(reads)}. Write e.g. reward.weights={DEFAULT_WEIGHTS[cfg.env.dataset]}"
+                f"{', '.join(supported)}. Write e.g. reward.weights={DEFAULT_WEIGHTS[cfg.env.dataset]}"
             )
     if not any(weights.values()):
         raise ConfigError(
@@ -79,7 +80,7 @@ def check_weights(cfg: Config) -> dict[str, float]:
     return dict(weights)
 
 
-def build(cfg: Config) -> RewardSet:
+def build_reward_set(cfg: Config) -> RewardSet:
     """Build the rewards of a run. Some start worker processes, so the caller must close the result.
 
     Args:
@@ -91,13 +92,13 @@ def build(cfg: Config) -> RewardSet:
     Raises:
         ConfigError: see :func:`check_weights`.
     """
-    pairs = [(REWARDS[name](cfg), weight) for name, weight in check_weights(cfg).items()]
+    pairs = [(REWARD_BUILDERS[name](cfg), weight) for name, weight in check_weights(cfg).items()]
     return RewardSet(pairs, cfg.reward.on_error, cfg.reward.workers)
 
 
-#: Rewards that judge correctness, so that one of them can grade the evaluation.
-JUDGES = ("gsm8k", "math_verify", "exact_match", "reasoning_gym", "ifeval")
-_OWN_JUDGE = {
+#: Rewards of correctness, which can also grade the evaluation.
+CORRECTNESS_REWARDS = ("gsm8k", "math_verify", "exact_match", "reasoning_gym", "ifeval")
+_DEFAULT_EVAL_REWARD = {
     "gsm8k": "gsm8k",
     "math": "math_verify",
     "reasoning_gym": "reasoning_gym",
@@ -106,25 +107,27 @@ _OWN_JUDGE = {
 }
 
 
-def judge(cfg: Config) -> str:
+def eval_reward_name(cfg: Config) -> str:
     """Return the name of the reward that grades the evaluation.
 
-    It is the judge (:data:`JUDGES`) with the largest positive weight. If several judges share that weight,
-    the data set's own judge wins, or else the first of them. If no judge has a positive weight, it is the
-    data set's own judge.
+    It is the correctness reward (:data:`CORRECTNESS_REWARDS`) with the largest positive weight. In a tie, the
+    data set's default is chosen if it is among the tied rewards, and the first of them otherwise. If no
+    correctness reward has a positive weight, it is the data set's default.
 
     Args:
         cfg: configuration; ``reward.weights`` and ``env.dataset`` are read.
     """
     weights = cfg.reward.weights or DEFAULT_WEIGHTS[cfg.env.dataset]
-    own = _OWN_JUDGE[cfg.env.dataset]
-    rewarded = {name: weight for name, weight in weights.items() if name in JUDGES and weight > 0}
+    default = _DEFAULT_EVAL_REWARD[cfg.env.dataset]
+    rewarded = {
+        name: weight for name, weight in weights.items() if name in CORRECTNESS_REWARDS and weight > 0
+    }
     heaviest = [name for name, weight in rewarded.items() if weight == max(rewarded.values())]
-    return own if own in heaviest or not heaviest else heaviest[0]
+    return default if default in heaviest or not heaviest else heaviest[0]
 
 
-def grader(cfg: Config, shared: RewardSet | None = None) -> CountingGrader:
-    """Build the grader that :func:`judge` chooses. It may start worker processes, so the caller closes it.
+def build_grader(cfg: Config, shared: RewardSet | None = None) -> CountingGrader:
+    """Build the grader that :func:`eval_reward_name` names. The caller must close it: it may start processes.
 
     Args:
         cfg: configuration; ``env.dataset``, ``env.answer_format`` and ``reward`` are read.
@@ -135,12 +138,12 @@ def grader(cfg: Config, shared: RewardSet | None = None) -> CountingGrader:
         A grader that counts its errors.
     """
     inner: Grader
-    name = judge(cfg)
+    name = eval_reward_name(cfg)
     if name == "gsm8k":
         inner = Gsm8kGrader()
     elif name == "ifeval":
         inner = IFEvalGrader()
     else:
         reward = shared.get(name) if shared is not None else None
-        inner = AccuracyGrader(reward or REWARDS[name](cfg), owned=reward is None)
+        inner = AccuracyGrader(reward or REWARD_BUILDERS[name](cfg), owned=reward is None)
     return CountingGrader(inner)

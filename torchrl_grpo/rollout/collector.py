@@ -167,7 +167,7 @@ class RolloutCollector(CollectorInterface):
         generated = self._clock()
         version = self.engine.policy_version
         groups = [
-            Group(prompt.number, prompt.token_ids, seed, [whole(one, version) for one in group])
+            Group(prompt.group_id, prompt.token_ids, seed, [whole(one, version) for one in group])
             for prompt, seed, group in zip(prompts, seeds, completions, strict=True)
         ]
         examples = [prompt.example for prompt in prompts]

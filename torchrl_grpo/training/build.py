@@ -258,7 +258,7 @@ def build_reference(
             learner.shares_prefix,
             head_dtype=learner.scorer.head_dtype,
         )
-        off = partial(lora.adapters_off, policy)
+        off = partial(lora.disable_adapters, policy)
         return LogProbScorer(scorer, "reference", learner.make_budget(), off)
     (scorer, budget), *others = (
         (

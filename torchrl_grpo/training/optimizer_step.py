@@ -157,7 +157,7 @@ class OptimizerStep:
             **({"optimizer/loss_scale": self.scaler.get_scale()} if self.scaler.is_enabled() else {}),
         }
         if finite:
-            self.loss.after_step(sums["entropy"], sums.get("kl_ref"), responses)
+            self.loss.update_coefficients(sums["entropy"], sums.get("kl_ref"), responses)
         return metrics
 
     def _advance_schedule(self) -> None:

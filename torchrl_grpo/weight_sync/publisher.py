@@ -317,7 +317,7 @@ class WeightPublisher:
         layers = lora.adapted_layers(self.model) if isinstance(self.model, nn.Module) else {}
         stale, wrong = [], []
         for path, layer in layers.items():
-            name, matrix = f"{path}.weight", lora.merged(layer)
+            name, matrix = f"{path}.weight", lora.merged_weight(layer)
             if published.values[name] != (checksum(matrix.to(self.engine_dtype)),):
                 stale.append(name)
             elif not lora.merge_error(layer, matrix) <= _MERGE_ERROR:

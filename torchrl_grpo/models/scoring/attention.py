@@ -22,8 +22,10 @@ from torch import Tensor
 _BLOCK_ELEMENTS = 2**18
 
 
-def suits(query: Tensor, key: Tensor, dtype: torch.dtype) -> bool:
-    """Whether :func:`attend` suits ``[B, H, T, D]`` queries and ``[B, K, S, D]`` keys, cast to ``dtype``.
+def is_faster(query: Tensor, key: Tensor, dtype: torch.dtype) -> bool:
+    """Whether :func:`attend` is faster than PyTorch's kernel for operands that are cast to ``dtype``.
+
+    ``query`` is ``[B, H, T, D]`` and ``key`` is ``[B, K, S, D]``.
 
     If the scores of one key head do not fit in the cache, PyTorch's kernel is as fast and needs less memory.
     """

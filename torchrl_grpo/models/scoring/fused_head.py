@@ -28,7 +28,7 @@ _TRIED = 2100
 _TOLERANCE = 0.03
 
 
-def suits(weight: Tensor, bias: Tensor | None, options: HeadOptions) -> bool:
+def supports(weight: Tensor, bias: Tensor | None, options: HeadOptions) -> bool:
     """Whether Liger's kernel is installed and supports this head.
 
     Args:
@@ -66,7 +66,7 @@ def score_tokens(
     return -surprise, (entropy if options.entropy_gradient else entropy.detach()).float()
 
 
-def why_not(weight: Tensor, options: HeadOptions) -> str | None:
+def failure_reason(weight: Tensor, options: HeadOptions) -> str | None:
     """Compare the kernel with the head in blocks on random states.
 
     Args:

@@ -42,7 +42,7 @@ class HeadOptions(NamedTuple):
     scale: float = 1.0
 
 
-def finished_logits(product: Tensor, options: HeadOptions) -> Tensor:
+def postprocess_logits(product: Tensor, options: HeadOptions) -> Tensor:
     """Return float32 logits at temperature 1 from ``hidden @ weight.T + bias``."""
     logits = product.float() * options.scale
     return logits if options.softcap is None else options.softcap * torch.tanh(logits / options.softcap)

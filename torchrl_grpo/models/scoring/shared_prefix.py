@@ -270,7 +270,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     """Attention of ``[B, H, T, D]`` queries, causal if there is no mask."""
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    if attention.suits(query, key, dtype):
+    if attention.is_faster(query, key, dtype):
         return attention.attend(query.to(dtype), key.to(dtype), value.to(dtype), mask, scaling)
     shared = query.shape[1] // key.shape[1]
     if shared > 1 and query.is_cuda:

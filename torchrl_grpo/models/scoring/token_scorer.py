@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from torchrl_grpo.models.precision import autocast
 from torchrl_grpo.models.scoring import fused_head, shared_prefix
-from torchrl_grpo.models.scoring.head import HeadOptions, finished_logits, score_tokens
+from torchrl_grpo.models.scoring.head import HeadOptions, postprocess_logits, score_tokens
 
 # Configuration keys of factors that models apply to their logits after the output head.
 _FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
@@ -101,7 +101,7 @@ class TokenScorer(nn.Module):
                 layout = shared_prefix.PrefixLayout(prompt, prompt_mask, response, response_mask)
                 hidden = shared_prefix.hidden_states(backbone(self.model), layout)
             else:
-                hidden = self._hidden_plain(prompt, prompt_mask, response, response_mask)
+                hidden = self._hidden_states_unshared(prompt, prompt_mask, response, response_mask)
         log_probs, entropy = self._score(hidden, response[response_mask])
         zeros = torch.zeros(response.shape, device=device)
         return TokenScores(
@@ -125,7 +125,9 @@ class TokenScorer(nn.Module):
         logits = _logits(self.model, output.last_hidden_state[:, -1], self._head_options())
         return F.log_softmax(logits, dim=-1)
 
-    def _hidden_plain(self, prompt: Tensor, prompt_mask: Tensor, response: Tensor, mask: Tensor) -> Tensor:
+    def _hidden_states_unshared(
+        self, prompt: Tensor, prompt_mask: Tensor, response: Tensor, mask: Tensor
+    ) -> Tensor:
         """Compute hidden states ``[M, H]`` of response tokens, with one copy of the prompt per response."""
         (P, L), (_, G, T) = prompt.shape, response.shape
         ids = torch.cat([prompt.repeat_interleave(G, 0), response.reshape(P * G, T)], dim=1)
@@ -152,16 +154,16 @@ class TokenScorer(nn.Module):
         return HeadOptions(self.temperature, softcap, dtype, self.entropy_gradient, scale)
 
     def fuse_head(self) -> None:
-        """Use Liger's fused kernel for the head if it suits. Warn if it fails or gives wrong numbers."""
+        """Use Liger's fused kernel if it supports this head. Warn if it fails or its results are wrong."""
         head, options = output_head(self.model), self._head_options()
-        if not fused_head.suits(head.weight, head.bias, options):
+        if not fused_head.supports(head.weight, head.bias, options):
             return
-        why = fused_head.why_not(head.weight, options)
-        self.fused_head = why is None
-        if why is not None:
+        reason = fused_head.failure_reason(head.weight, options)
+        self.fused_head = reason is None
+        if reason is not None:
             warnings.warn(
-                f"train_model.fused_head=true: Liger's kernel is not used ({why}); the head is computed in "
-                "blocks",
+                f"train_model.fused_head=true: Liger's kernel is not used ({reason}); the head is computed "
+                "in blocks",
                 stacklevel=2,
             )
 
@@ -176,13 +178,13 @@ def backbone(model: PreTrainedModel) -> nn.Module:
     Raises:
         ValueError: the backbone is not a separate module.
     """
-    found: nn.Module = model.base_model
-    if found is model:
-        # Llama 4's text model declares a base that only its model for images has.
-        found = dict(model.named_children()).get("model", model)
-    if found is model:
+    base: nn.Module = model.base_model
+    if base is model:
+        # Llama 4's text-only model names a base module that only its multimodal model has.
+        base = dict(model.named_children()).get("model", model)
+    if base is model:
         raise ValueError("its backbone is not a separate module")
-    return found
+    return base
 
 
 def output_head(model: PreTrainedModel) -> nn.Linear:
@@ -210,7 +212,7 @@ class _CastHead(nn.Linear):
         return F.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
 
 
-def multiply_head_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def set_head_compute_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Make the model's own forward pass compute its logits in ``dtype``, including scale and cap.
 
     Parameters, their names and their ties do not change.
@@ -231,7 +233,7 @@ def _softcap(model: PreTrainedModel) -> float | None:
 
 
 def _scale(model: PreTrainedModel) -> float:
-    """Return the factor of the logits before a cap. :func:`check_head` verifies it."""
+    """Return the factor of the logits before a cap. :func:`max_logit_error` verifies it."""
     config = model.config.get_text_config()
     settings = config.to_dict()
     scale = 1.0
@@ -248,10 +250,10 @@ def _logits(model: PreTrainedModel, hidden: Tensor, options: HeadOptions) -> Ten
     weight = head.weight
     if options.dtype.itemsize > weight.dtype.itemsize:
         bias = None if head.bias is None else head.bias.to(options.dtype)
-        return finished_logits(F.linear(hidden.to(options.dtype), weight.to(options.dtype), bias), options)
+        return postprocess_logits(F.linear(hidden.to(options.dtype), weight.to(options.dtype), bias), options)
     # Call the module, whose hooks gather sharded weights.
     with autocast(options.dtype if options.dtype != weight.dtype else None, weight.device):
-        return finished_logits(head(hidden.to(weight.dtype)), options)
+        return postprocess_logits(head(hidden.to(weight.dtype)), options)
 
 
 def _can_share_prefix(model: PreTrainedModel) -> bool:
@@ -270,7 +272,7 @@ def warn_about_prefix(model: PreTrainedModel, reason: str) -> None:
     )
 
 
-def check_head(model: PreTrainedModel) -> float:
+def max_logit_error(model: PreTrainedModel) -> float:
     """Return the largest difference of the model's own logits and those of :class:`TokenScorer`.
 
     It is measured on a few tokens, and detects a model whose forward pass does more than backbone, head,
@@ -287,5 +289,5 @@ def check_head(model: PreTrainedModel) -> float:
         hidden = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
         options = HeadOptions(softcap=_softcap(model), dtype=head.weight.dtype, scale=_scale(model))
         # The same computation as in scoring. Calling the head may do more.
-        ours = finished_logits(F.linear(hidden.to(options.dtype), head.weight, head.bias), options)
+        ours = postprocess_logits(F.linear(hidden.to(options.dtype), head.weight, head.bias), options)
     return float((own - ours).abs().max())
