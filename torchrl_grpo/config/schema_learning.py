@@ -127,7 +127,7 @@ class PolicyConfig:
     init_kl_coeff: float | None = key(None, "Initial coefficient if kl_target adapts it; null takes kl_coef.")
     kl_target: float | None = key(
         None,
-        "KL divergence, in nats per token, that the coefficient is adapted to hold; null keeps the "
+        "Target KL divergence, in nats per token, to which the coefficient is adapted; null keeps the "
         "coefficient constant.",
     )
     kl_horizon: int = key(10_000, "Responses over which the adapted coefficient may change by about a fifth.")
@@ -148,9 +148,9 @@ class PolicyConfig:
     entropy_coef_max: float = key(1.0, "Largest weight of the entropy bonus, if entropy_target is set.")
     proximal: Proximal = key(
         Proximal.auto,
-        "Log-probabilities in the denominator of ratios: of the engine; of the trainer when a round comes "
-        "in; or auto, the trainer's if rounds may be older than that (grpo-async.py with "
-        "collector.max_policy_age above 0), else the engine's.",
+        "Log-probabilities in the denominator of ratios: engine (at sampling time), trainer (when a round is "
+        "received, before any step on it) or auto. auto takes the trainer's for grpo-async.py with "
+        "collector.max_policy_age above 0, and the engine's otherwise.",
     )
     correction: Correction = key(
         Correction.none,
@@ -218,8 +218,8 @@ class TrainModelConfig:
     head_dtype: HeadDtype = key(
         HeadDtype.auto,
         "Number format of the output head, of the reference too: auto computes it like all other products, "
-        "float32 computes its logits and their gradients in float32 under mixed precision too. Log- "
-        "probabilities then agree better with an engine whose head does the same "
+        "float32 computes its logits and their gradients in float32 under mixed precision too. "
+        "Log-probabilities then agree better with an engine whose head does the same "
         "(inference_model.head_dtype, docs/step.md).",
     )
     gradient_checkpointing: bool = key(
@@ -293,9 +293,7 @@ class InferenceModelConfig:
     num_devices: int | str = key(
         "auto",
         "Devices that generate, a number or auto, with one engine on each. Without a GPU, engines share the "
-        "cores. Several engines are Ray workers in both scripts; so is one vLLM engine beside several "
-        "training ranks or with a GPU of its own. With auto and transformers, each training rank of grpo.py "
-        "generates its share, unless a GPU is left for an engine.",
+        "cores. docs/devices.md says which process each engine runs in.",
     )
     devices: list[int] | None = key(None, "Numbers of the GPUs, e.g. [1]; null lets the planner choose.")
     dtype: Dtype = key(
