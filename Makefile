@@ -29,7 +29,7 @@ test-fast: setup-dev  ## Run the tests that start no real engine and take second
 bench: setup-dev  ## Compare with TRL and TorchRL side by side (hours; ARGS="trl-64 --pairs 2" is a part)
 	$(PY) -m benchmarks $(ARGS)
 
-lint: setup-dev  ## Check style (ruff), formatting (ruff format), types (mypy), imports between rooms (import-linter) and spelling (codespell)
+lint: setup-dev  ## Check style (ruff), formatting (ruff format), types (mypy), imports between subpackages (import-linter) and spelling (codespell)
 	$(PY) -m ruff check $(CHECKED)
 	$(PY) -m ruff format --check $(CHECKED)
 	$(PY) -m mypy

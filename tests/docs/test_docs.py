@@ -245,9 +245,7 @@ def test_the_bounds_of_weight_verification_are_those_of_the_code() -> None:
             numbers = [ast.literal_eval(value) for value in node.value.values]
             values[ast.unparse(node.targets[0])] = dict(zip(names, numbers, strict=True))
     text = " ".join((ROOT / "docs" / "step.md").read_text().split())
-    said = re.search(
-        r"mean at the start and ([\d.]+) \(float32\), ([\d.]+) \(float16\) or ([\d.]+) nats", text
-    )
+    said = re.search(r"at least ([\d.]+) nats in float32, ([\d.]+) in float16 and ([\d.]+) in bfloat16", text)
     assert said is not None
     formats = ("float32", "float16", "bfloat16")
     assert dict(zip(formats, map(float, said.groups()), strict=True)) == values["_MIN_BOUND"]

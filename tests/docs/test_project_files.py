@@ -401,11 +401,11 @@ def test_the_site_has_every_page_and_every_room(repo_root: Path) -> None:
     outside |= {"benchmarks/RESULTS.md", "sota-implementations/grpo/README.md"}
     assert named == pages | outside
     package = repo_root / "torchrl_grpo"
-    rooms = {path.name for path in package.iterdir() if (path / "__init__.py").is_file()} | {"errors"}
+    subpackages = {path.name for path in package.iterdir() if (path / "__init__.py").is_file()} | {"errors"}
     reference = {path.stem for path in (repo_root / "docs" / "api").glob("*.md")} - {"README"}
-    assert reference == rooms
-    for room in rooms:
-        assert f"::: torchrl_grpo.{room}\n" in (repo_root / "docs" / "api" / f"{room}.md").read_text()
+    assert reference == subpackages
+    for name in subpackages:
+        assert f"::: torchrl_grpo.{name}\n" in (repo_root / "docs" / "api" / f"{name}.md").read_text()
 
 
 def test_tiny_model_is_a_function_of_its_seed(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -432,7 +432,11 @@ def test_tiny_tokenizer_round_trips_and_has_a_chat_template(tiny_model_dir: Path
     ("module", "added", "broken"),
     [
         ("config/values.py", None, None),
-        ("config/values.py", "import torchrl_grpo.training.loop", "Rooms import only rooms below them"),
+        (
+            "config/values.py",
+            "import torchrl_grpo.training.loop",
+            "Subpackages import only subpackages below them",
+        ),
         ("data/latex.py", "import torch", "What is read before a run starts imports no torch"),
         (
             "objectives/kl.py",
