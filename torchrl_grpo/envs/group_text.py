@@ -59,8 +59,8 @@ class GroupTextEnv(EnvBase):
     ``step`` reads the policy's responses (:mod:`~torchrl_grpo.envs.responses`) and removes special tokens
     from their ends, because stock policies decode them. It writes ``("next", "reward")`` and
     ``("next", "reward_parts", <name>)``, float32 ``[P, G, 1]``. A part without a value for a response is NaN.
-    ``done`` is always True. ``truncated`` is True if the response was cut off at the maximum length, as far as
-    the policy's tokens show. ``terminated`` is its negation.
+    ``done`` is always True. ``truncated`` is True if the response was cut off at the maximum length, as far
+    as the policy's tokens show. ``terminated`` is its negation.
 
     All entries of the batch end in the same step, so ``LLMCollector`` always yields completed trajectories.
     Its option ``yield_completed_trajectories`` is for entries that end at different times. The option does

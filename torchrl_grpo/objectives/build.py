@@ -31,7 +31,7 @@ def build_objective(
         actor: module that scores responses with the trained model, of any kind that :class:`GroupPolicyLoss`
             accepts.
         reward_weights: weights of the rewards in ``("next", "reward_parts")``.
-        max_new_tokens: length bound of a response in tokens.
+        max_new_tokens: maximum length of a response in tokens.
         proximal_given: see :class:`GroupPolicyLoss`.
     """
     kl = KLCoefficient(initial_kl_coef(cfg), cfg.kl_target, cfg.kl_horizon)

@@ -36,7 +36,7 @@ class AccuracyGrader:
     """``accuracy``: 1 if a reward gives its full score of 1, else 0.
 
     Args:
-        reward: reward that judges. It must return a plain number.
+        reward: reward that grades. It must return a plain number.
         owned: whether closing the grader closes the reward.
     """
 

@@ -56,7 +56,7 @@ def check_weights(cfg: Config) -> dict[str, float]:
         Reward name -> weight. The data set's defaults if the configuration gives none.
 
     Raises:
-        ConfigError: a name is unknown, a weight is not finite, a reward cannot judge the data set, or all
+        ConfigError: a name is unknown, a weight is not finite, a reward does not support the data set, or all
             weights are 0.
     """
     weights = cfg.reward.weights or DEFAULT_WEIGHTS[cfg.env.dataset]
