@@ -26,8 +26,8 @@ os.environ.update(
     MPLBACKEND="Agg",
 )
 # Each process of `make test` has its share of the cores. With more threads than cores, threads wait for each
-# other at the end of every small product, and a test takes up to forty times as long. The tests' small matrices
-# never gain from more than four threads.
+# other at the end of every small product, and a test takes up to forty times as long. The small matrices of
+# tests never gain from more than four threads.
 _WORKERS = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
 _THREADS = str(max(1, min(4, (os.cpu_count() or 1) // int(_WORKERS or "1"))))
 if _WORKERS:
