@@ -13,7 +13,7 @@ import psutil
 
 from benchmarks.workers.overlap import random_model
 from benchmarks.workload import Workload
-from torchrl_grpo.rollout.workers.ray_pool import inherited
+from torchrl_grpo.rollout.workers.ray_pool import temporary_env
 from torchrl_grpo.tools.processes import check, newest_step, started
 
 _MIB = 2**20
@@ -35,7 +35,10 @@ def watch(work: Workload, steps: int) -> list[dict[str, float]]:
     points: list[dict[str, float]] = []
     argv = _argv(work, model, questions, steps)
     # Always on the CPU, because two workers and a trainer would need three GPUs.
-    with inherited({"CUDA_VISIBLE_DEVICES": ""}), started(folder / "run", argv, "grpo-async.py") as process:
+    with (
+        temporary_env({"CUDA_VISIBLE_DEVICES": ""}),
+        started(folder / "run", argv, "grpo-async.py") as process,
+    ):
         trainer = psutil.Process(process.pid)
         while process.poll() is None:
             with contextlib.suppress(psutil.NoSuchProcess):

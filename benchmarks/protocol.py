@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.waking import touch_memory
 from benchmarks.workload import Workload, settle
-from torchrl_grpo.planning.cores import WAITING
+from torchrl_grpo.planning.cores import PASSIVE_WAIT_ENV
 
 # Environment variable with the pipe for answers. Stdout is not used, because libraries print to it.
 _ANSWERS = "BENCH_ANSWERS"
@@ -69,7 +69,7 @@ class Worker:
     def __init__(self, name: str, workload: Workload) -> None:
         self.name = name
         # The same for all workers: spinning threads of one would slow the others down.
-        environment = {**os.environ, **WAITING, "TOKENIZERS_PARALLELISM": "false"}
+        environment = {**os.environ, **PASSIVE_WAIT_ENV, "TOKENIZERS_PARALLELISM": "false"}
         # Only one GPU, because libraries use several in different ways.
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         reading, writing = os.pipe()

@@ -76,7 +76,7 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
     buffer = GroupBuffer(P, P, [advantage], 0)
 
     def step() -> dict[str, float]:
-        buffer.refill(batch.clone())
+        buffer.replace_contents(batch.clone())
         ready = buffer.sample()
         before = _set_back(device)
         started = time.perf_counter()

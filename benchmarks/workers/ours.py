@@ -167,7 +167,7 @@ def _training_phase(workload: Workload) -> Callable[[], dict[str, float]]:
         # Advantages are part of training here, as they are of the other libraries' loss step.
         fresh = batch.clone()
         started = time.perf_counter()
-        buffer.refill(fresh)
+        buffer.replace_contents(fresh)
         optimize(buffer.sample())
         settle()
         return {"train": time.perf_counter() - started}

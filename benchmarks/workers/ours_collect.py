@@ -95,7 +95,7 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
 
     def step() -> dict[str, float]:
         started = time.perf_counter()
-        buffer.refill(collector.rollout().groups)
+        buffer.replace_contents(collector.rollout().groups)
         buffer.sample()
         return {"collect": time.perf_counter() - started}
 

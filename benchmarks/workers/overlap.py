@@ -69,8 +69,8 @@ class _Actor(RolloutActor):
 
     token_s = 0.0
 
-    def engine(self, spec: WorkerSpec) -> SteppingEngine:
-        return _Timed(super().engine(spec), self.token_s)
+    def make_engine(self, spec: WorkerSpec) -> SteppingEngine:
+        return _Timed(super().make_engine(spec), self.token_s)
 
 
 def random_model(folder: Path, source: str) -> Path:
@@ -143,7 +143,7 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
 
 
 def _here(token_s: float, cfg: Any, source: Any, env: Any, tokenizer: Any) -> collections.Collection:
-    engine, collector = collections.one_engine(cfg, source, env, tokenizer)
+    engine, collector = collections.build_single_engine(cfg, source, env, tokenizer)
     assert isinstance(engine, SteppingEngine) and isinstance(collector, RolloutCollector)
     collector.engine = _Timed(engine, token_s)
     return collector.engine, collector
@@ -156,7 +156,7 @@ def _in_workers(token_s: float, cfg: Any, source: Any, env: Any, tokenizer: Any)
     )
     count = num_devices(cfg.inference_model)
     pool = RayPool(cfg, spec, count=count, actor=actor)
-    return collections.with_workers(cfg, env, tokenizer, pool, count, pool.ship)
+    return collections.with_workers(cfg, env, tokenizer, pool, count, pool.put_weights)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torchrl_grpo.planning.placement import plan
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.preflight import with_proximal
 from torchrl_grpo.planning.request import build_request
-from torchrl_grpo.rollout.round import ages
+from torchrl_grpo.rollout.round import staleness_metrics
 
 
 def config(**changes: object) -> Config:
@@ -184,7 +184,7 @@ def test_ages_are_counted_in_rounds() -> None:
         },
         [2],
     )
-    assert ages(groups, step=8, steps_per_round=4) == {
+    assert staleness_metrics(groups, step=8, steps_per_round=4) == {
         "policy/age_mean": 0.5,
         "policy/age_max": 1,
         "policy/age_0": 0.5,

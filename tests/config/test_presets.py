@@ -369,7 +369,7 @@ def test_with_rewards_apart_a_group_has_a_signal_if_one_reward_has() -> None:
     scorer = FixedScorer(batch["log_probs", "response"])
     for combination, flat in (("apart", [False, True, True]), ("together", [True, True, True])):
         _, advantage = make_objective(scorer, weights=weights, reward_combination=combination)
-        assert advantage.without_signal(batch).tolist() == flat
+        assert advantage.no_signal_mask(batch).tolist() == flat
 
 
 @pytest.mark.parametrize("combination", ["together", "apart"])
@@ -389,7 +389,7 @@ def test_rounding_that_a_shift_uncovers_is_no_signal(combination: str) -> None:
         FixedScorer(batch["log_probs", "response"]), reward_combination=combination, **keys
     )
     written = advantage.inv(batch)
-    assert advantage.without_signal(batch).tolist() == [True, False]
+    assert advantage.no_signal_mask(batch).tolist() == [True, False]
     assert not written["advantage"][0].any() and written["advantage"][1].all()
     assert not written["masks", "loss"][0].any()
 
@@ -401,7 +401,7 @@ def test_a_length_penalty_is_no_signal() -> None:
         FixedScorer(batch["log_probs", "response"]), overlong="penalise", constant_groups="drop"
     )
     written = advantage.inv(batch)
-    assert advantage.without_signal(batch).tolist() == [True, False]
+    assert advantage.no_signal_mask(batch).tolist() == [True, False]
     assert written["advantage"][0].any() and not written["masks", "loss"][0].any()
     assert torch.equal(written["masks", "loss"][1], batch["masks", "response"][1])
 

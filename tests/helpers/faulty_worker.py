@@ -20,7 +20,7 @@ from torchrl_grpo.inference.protocol import (
 )
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.rollout.workers.ray_pool import RayPool, RolloutActor, WorkerSpec
-from torchrl_grpo.rollout.workers.types import TakeWeights
+from torchrl_grpo.rollout.workers.types import LoadWeightsCommand
 
 
 class KeepsAPart(Faulty, TransformersEngine):
@@ -37,8 +37,8 @@ class Plant:
 class FaultyActor(RolloutActor):
     """A worker whose engine can be told to take weights with a fault."""
 
-    def engine(self, spec: WorkerSpec) -> SteppingEngine:
-        made = super().engine(spec)
+    def make_engine(self, spec: WorkerSpec) -> SteppingEngine:
+        made = super().make_engine(spec)
         made.__class__ = KeepsAPart
         return made
 
@@ -72,7 +72,9 @@ class OneWorker(Inference):
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> ProbeResult:
         fault = self.on_the_way
         sent = weights if fault is None else ((n, fault.applied(n, t)) for n, t in weights)
-        result, _ = self._call(TakeWeights(self.pool.ship(sent), version, probe, give_back=False))
+        result, _ = self._call(
+            LoadWeightsCommand(self.pool.put_weights(sent), version, probe, return_interrupted=False)
+        )
         assert isinstance(result, ProbeResult)
         return result
 

@@ -23,17 +23,17 @@ from torchrl_grpo.inference.protocol import SteppingEngine
 from torchrl_grpo.rollout import build
 from torchrl_grpo.rollout.groups import Group
 from torchrl_grpo.rollout.workers.reference_actors import ReferenceScorer, ReferenceSpec
-from torchrl_grpo.rollout.workers.types import Command, Generate, TakeWeights, Work
+from torchrl_grpo.rollout.workers.types import Command, GenerateForEval, GenerateGroups, LoadWeightsCommand
 from torchrl_grpo.rollout.workers.worker import RolloutWorker
 
 _BUILDING = threading.Lock()
 # Names of commands, as a fault is told them.
-_NAMES = {Work: "work", TakeWeights: "load", Generate: "generate"}
+_NAMES = {GenerateGroups: "work", LoadWeightsCommand: "load", GenerateForEval: "generate"}
 
 Fault = Callable[[int, str, int], None]
 
 
-def ship(weights: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+def put_weights(weights: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     return [(name, tensor.clone()) for name, tensor in weights]
 
 
@@ -118,7 +118,7 @@ class LocalPool:
 class LocalReference:
     """What stands in for ``ReferenceActors``: a thread."""
 
-    def __init__(self, cfg: Config, source: build.Source, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, cfg: Config, source: build.EngineSource, tokenizer: PreTrainedTokenizerBase) -> None:
         threads = torch.get_num_threads()
         form = source.autocast_dtype, source.shares_prefix
         spec = ReferenceSpec(cfg, source.model, tokenizer.pad_token_id, threads, False, *form)
@@ -132,15 +132,17 @@ class LocalReference:
     def deadline(self) -> float:
         return math.inf
 
-    def give_up_on_silent(self) -> None:
+    def restart_timed_out(self) -> None:
         """A thread cannot be ended."""
 
 
-def collect_locally(pools: list[LocalPool], engine_type: Any = None, **options: Any) -> build.Collect:
-    """What stands in for ``build.ray_workers``; every pool made is appended to ``pools``."""
+def collect_locally(
+    pools: list[LocalPool], engine_type: Any = None, **options: Any
+) -> build.CollectorFactory:
+    """What stands in for ``build.build_ray_workers``; every pool made is appended to ``pools``."""
 
     def collect(
-        cfg: Config, source: build.Source, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
+        cfg: Config, source: build.EngineSource, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
     ) -> build.Collection:
         def engine() -> SteppingEngine:
             made = build_engine(
@@ -152,6 +154,6 @@ def collect_locally(pools: list[LocalPool], engine_type: Any = None, **options: 
 
         pools.append(LocalPool(engine, cfg, **options))
         reference = LocalReference(cfg, source, tokenizer) if source.plan.reference_actors else None
-        return build.with_workers(cfg, env, tokenizer, pools[-1], source.plan.workers, ship, reference)
+        return build.with_workers(cfg, env, tokenizer, pools[-1], source.plan.workers, put_weights, reference)
 
     return collect

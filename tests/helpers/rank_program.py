@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchrl_grpo.batch.micro_batches import TokenBudget
 from torchrl_grpo.config.schema import OptimizerConfig
-from torchrl_grpo.distributed.parallelism import distribute, reshard_after, whole
+from torchrl_grpo.distributed.parallelism import distribute, full_tensor, reshard_after
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.aggregation import count_totals
@@ -106,8 +106,8 @@ def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
     step.update.drop_gradients()
     held = {name: p for name, p in model.named_parameters()}
     metrics = [step(batch), step(batch_of(case, step=2))]
-    weights = {name: whole(p).clone() for name, p in model.named_parameters()}
-    stale = [name for name, p in held.items() if not torch.equal(whole(p), weights[name])]
+    weights = {name: full_tensor(p).clone() for name, p in model.named_parameters()}
+    stale = [name for name, p in held.items() if not torch.equal(full_tensor(p), weights[name])]
     state = step.state_dict()
     with torch.no_grad(), reshard_after(step.network):
         probe = _probe(step, batch)
@@ -163,7 +163,7 @@ def kept_of_weights(ranks: Ranks) -> float:
 
 def _gradient(parameter: torch.nn.Parameter) -> Tensor:
     if parameter.grad is not None:
-        return whole(parameter.grad)
+        return full_tensor(parameter.grad)
     from deepspeed.utils import safe_get_full_grad
 
     gradient: Tensor = safe_get_full_grad(parameter)

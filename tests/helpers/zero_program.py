@@ -16,7 +16,7 @@ import torch
 from rank_program import CASES, CPU, batch_of, build, measure_all
 from torch import Tensor
 
-from torchrl_grpo.distributed.parallelism import whole, writable
+from torchrl_grpo.distributed.parallelism import full_tensor, writable
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.models.precision import lost_to_rounding
 from torchrl_grpo.models.shards import count_parameters, local_shard
@@ -25,7 +25,7 @@ from torchrl_grpo.training.throughput import Speedometer
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: whole(p).clone() for name, p in model.named_parameters()}
+    return {name: full_tensor(p).clone() for name, p in model.named_parameters()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

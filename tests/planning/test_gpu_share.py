@@ -32,7 +32,7 @@ def test_share(gpus: int, asked: float | None, share: float, monkeypatch: pytest
         raise Enough
 
     def pool(cfg: Config, spec: ray_pool.WorkerSpec, *count: int, **others: int) -> None:
-        ray_pool.RolloutActor().engine(spec)
+        ray_pool.RolloutActor().make_engine(spec)
 
     monkeypatch.setattr(checks, "cuda_device_present", lambda: True)
     monkeypatch.setattr(vllm_engine, "VLLMEngine", engine)
@@ -41,8 +41,8 @@ def test_share(gpus: int, asked: float | None, share: float, monkeypatch: pytest
     cfg.inference_model.dtype = Dtype("bfloat16")
     cfg.inference_model.gpu_memory_utilization = asked
     plan = placement.plan(build_request(cfg, asynchronous=False), gpus)
-    source = build.Source("weights", "model", plan, [2], torch.bfloat16, True)
-    collect: Any = build.workers_in_turn if plan.own_process else build.one_engine
+    source = build.EngineSource("weights", "model", plan, [2], torch.bfloat16, True)
+    collect: Any = build.build_synchronous_workers if plan.own_process else build.build_single_engine
     with pytest.raises(Enough):
         collect(cfg, source, None, SimpleNamespace(pad_token_id=0))
     assert taken == [share]

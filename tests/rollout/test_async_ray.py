@@ -122,14 +122,14 @@ def test_what_a_node_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
     freed = "RAY_free_objects_period_milliseconds"
     monkeypatch.delenv(freed, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    assert ray_pool.of_nodes([]) == {freed: "10"}
-    assert ray_pool.of_nodes([1]) == {freed: "10", "CUDA_VISIBLE_DEVICES": "7"}
-    with ray_pool.inherited(ray_pool.of_nodes([1, 0])):
+    assert ray_pool.cluster_env([]) == {freed: "10"}
+    assert ray_pool.cluster_env([1]) == {freed: "10", "CUDA_VISIBLE_DEVICES": "7"}
+    with ray_pool.temporary_env(ray_pool.cluster_env([1, 0])):
         assert os.environ[freed] == "10" and os.environ["CUDA_VISIBLE_DEVICES"] == "7,4"
     assert freed not in os.environ and os.environ["CUDA_VISIBLE_DEVICES"] == "4,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv(freed, "1000")
-    assert ray_pool.of_nodes([2]) == {freed: "1000", "CUDA_VISIBLE_DEVICES": "2"}
+    assert ray_pool.cluster_env([2]) == {freed: "1000", "CUDA_VISIBLE_DEVICES": "2"}
 
 
 def test_a_run_that_stops_with_an_error_leaves_a_checkpoint_and_nothing_else(

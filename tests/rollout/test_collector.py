@@ -16,7 +16,7 @@ from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs import GroupTextEnv, PromptStream
 from torchrl_grpo.inference import Completion, Sampling
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
-from torchrl_grpo.rewards.types import Scored
+from torchrl_grpo.rewards.types import ResponseScore
 from torchrl_grpo.rollout.collector import RolloutCollector
 from torchrl_grpo.runtime.rng import derive_seed
 
@@ -28,9 +28,9 @@ class LengthReward:
 
     names = ("length",)
 
-    def score(self, completions: Sequence[str], examples: Sequence[Example]) -> list[Scored]:
+    def score(self, completions: Sequence[str], examples: Sequence[Example]) -> list[ResponseScore]:
         return [
-            Scored(float(len(text)), {"length": float(len(text))}, {} if text else {"length": "empty"})
+            ResponseScore(float(len(text)), {"length": float(len(text))}, {} if text else {"length": "empty"})
             for text in completions
         ]
 
@@ -91,7 +91,11 @@ def make(tiny_model_dir: Path) -> Any:
 
 
 def assert_same_rounds(one: Any, other: Any) -> None:
-    assert (one.prompts, one.responses, one.parts) == (other.prompts, other.responses, other.parts)
+    assert (one.prompts, one.responses, one.rewards_by_name) == (
+        other.prompts,
+        other.responses,
+        other.rewards_by_name,
+    )
     for key in one.groups.keys(True, True):
         assert torch.equal(one.groups[key], other.groups[key]), key
 
@@ -100,7 +104,7 @@ def test_iterating_yields_rounds_until_the_turns_are_used(make: Any) -> None:
     collector = make(turns=3 * P * G)
     collector.start()
     rounds = list(collector)
-    assert len(rounds) == 3 and collector.rounds == 3
+    assert len(rounds) == 3 and collector.rounds_sampled == 3
     assert collector.dialog_turns_per_batch == P * G
     assert list(collector) == [], "the turns are used up"
     collector.shutdown()
@@ -123,7 +127,7 @@ def test_a_round_holds_what_was_sampled(make: Any) -> None:
             ids = groups["tokens", "response"][p, s][groups["masks", "response"][p, s]]
             assert collector.tokenizer.decode(ids, skip_special_tokens=True) == round_.responses[p][s]
             assert float(groups["next", "reward"][p, s]) == len(round_.responses[p][s])
-            assert round_.parts[p * G + s] == {"length": len(round_.responses[p][s])}
+            assert round_.rewards_by_name[p * G + s] == {"length": len(round_.responses[p][s])}
     assert round_.seconds == {"time/generate_s": 1, "time/score_s": 1}
     assert collector.rollout().groups["group_id"].tolist() == [[2] * G, [3] * G]
 

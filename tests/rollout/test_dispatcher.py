@@ -53,7 +53,12 @@ def score(group: Group) -> ScoredGroup:
 
 def make_dispatcher(pool: Pool, timeout_s: float = 60.0) -> Dispatcher:
     scheduler = Scheduler(
-        StalenessTracker(1, 0, 5), 1, 2, lambda number: ([1], number), wait_for_running=False, give_back=False
+        StalenessTracker(1, 0, 5),
+        1,
+        2,
+        lambda number: ([1], number),
+        wait_for_running=False,
+        return_interrupted=False,
     )
     return Dispatcher(scheduler, pool, score=score, timeout_s=timeout_s, max_restarts=0)
 
@@ -70,7 +75,7 @@ def test_what_is_asked_behind_a_failure_is_done_all_the_same() -> None:
         entered.set()
         gate.wait(60)
 
-    holder = threading.Thread(target=made.ask, args=(hold,))
+    holder = threading.Thread(target=made.run_in_thread, args=(hold,))
     holder.start()
     assert entered.wait(60)
     # While the thread is held, the failure waits in its inbox, and what is asked stands behind it.
@@ -80,7 +85,7 @@ def test_what_is_asked_behind_a_failure_is_done_all_the_same() -> None:
 
     def ask() -> None:
         asked.set()
-        answers.append(made.ask(lambda: "asked"))
+        answers.append(made.run_in_thread(lambda: "asked"))
 
     asker = threading.Thread(target=ask)
     asker.start()
@@ -90,7 +95,7 @@ def test_what_is_asked_behind_a_failure_is_done_all_the_same() -> None:
     asker.join(60)
     assert answers == ["asked"]
     with pytest.raises(WorkersLost, match="device lost"):
-        made.take(again=False)
+        made.wait_for_round(is_refill=False)
     made.close()
 
 
@@ -114,14 +119,14 @@ def test_every_sampled_token_is_counted_once_however_often_a_response_is_cut() -
     finished: list[Group] = []
     begun, left_out = wanted, 0
     for version in itertools.count(1):
-        turn = worker.work(begun, [])
+        turn = worker.generate_groups(begun, [])
         counted += turn.tokens
         finished += turn.finished
         if len(finished) == 2:
             break
-        _, cut = worker.load(weights, version, probe=Probe([[5, 9]], 1), give_back=True)
+        _, cut = worker.load(weights, version, probe=Probe([[5, 9]], 1), return_interrupted=True)
         # The third group is not wanted any more once it has been cut.
-        left_out += sum(group.tokens for group in cut if group.group_id == 2)
+        left_out += sum(group.num_tokens for group in cut if group.group_id == 2)
         begun = [group for group in cut if group.group_id != 2]
-    assert left_out > 0 and counted == sum(group.tokens for group in finished) + left_out
+    assert left_out > 0 and counted == sum(group.num_tokens for group in finished) + left_out
     assert max(len(set(one.versions)) for group in finished for one in group.responses) > 3

@@ -45,7 +45,7 @@ def pools(config: Config, monkeypatch: pytest.MonkeyPatch) -> list[LocalPool]:
     config.collector.max_policy_age = 2
     config.eval.num_problems = config.eval.frequency = 0
     found: list[LocalPool] = []
-    monkeypatch.setattr(build, "ray_workers", collect_locally(found))
+    monkeypatch.setattr(build, "build_ray_workers", collect_locally(found))
     return found
 
 
@@ -96,8 +96,8 @@ def test_groups_come_with_what_the_trainer_would_have_found(
     rounds: list[Round] = []
     rollout = AsyncCollector.rollout
 
-    def kept(self: AsyncCollector, again: bool = False) -> Round:
-        rounds.append(rollout(self, again))
+    def kept(self: AsyncCollector, is_refill: bool = False) -> Round:
+        rounds.append(rollout(self, is_refill))
         return rounds[-1]
 
     monkeypatch.setattr(AsyncCollector, "rollout", kept)
@@ -204,8 +204,8 @@ def three(monkeypatch: pytest.MonkeyPatch) -> tuple[ReferenceActors, list[Remote
     fake = SimpleNamespace(remote=lambda _: next(made), get=lambda refs, timeout: None, kill=kill)
     monkeypatch.setattr(reference_actors, "ray", fake)
     monkeypatch.setattr(reference_actors, "time", clock)
-    monkeypatch.setattr(reference_actors, "report", lambda actor, done: actor.calls.append(done))
-    pool = SimpleNamespace(place_of_another=lambda number: None)
+    monkeypatch.setattr(reference_actors, "call_when_done", lambda actor, done: actor.calls.append(done))
+    pool = SimpleNamespace(extra_actor_placement=lambda number: None)
     cfg = Config()
     spec = ReferenceSpec(cfg, "", 0, 1, False, None, True)
     return ReferenceActors(pool, spec, 3, limit_s=10.0), actors, clock  # type: ignore[arg-type]
@@ -227,7 +227,7 @@ def test_one_of_three_that_hangs_is_started_again(
             actor.calls.pop(0)([[0.5]])
         reference.score(group)
     assert (reference.deadline(), [actor.kills for actor in actors]) == (110.0, [0, 0, 0])
-    reference.give_up_on_silent()
+    reference.restart_timed_out()
     assert [actor.kills for actor in actors] == [1, 0, 0]
     assert reference.deadline() > clock.now, "it has time to start"
 

@@ -22,7 +22,7 @@ class Rounds:
         self.plan = plan
         self.asked = 0
 
-    def rollout(self, again: bool = False) -> Round:
+    def rollout(self, is_refill: bool = False) -> Round:
         number, signals = self.asked, self.plan[self.asked]
         self.asked += 1
         size = len(signals)
@@ -77,7 +77,9 @@ def test_rounds_are_filled_in_order(plan: list[str], limit: int, names: list[str
     assert source.asked == 1 + refills
     # Everything that belongs to a group has come along with it.
     assert round_.responses == [[f"{name}.0", f"{name}.1"] for name in names]
-    assert [part["name"] for part in round_.parts] == [f"{name}.{s}" for name in names for s in range(2)]  # type: ignore[comparison-overlap]
+    assert [part["name"] for part in round_.rewards_by_name] == [
+        f"{name}.{s}" for name in names for s in range(2)
+    ]  # type: ignore[comparison-overlap]
     numbers = [10 * int(name[0]) + int(name[2]) for name in names]
     assert round_.groups["group_id"][:, 0].tolist() == numbers
     assert round_.groups["tokens", "prompt"][:, -1].tolist() == numbers

@@ -93,7 +93,7 @@ def epoch(buffer: GroupBuffer, batches: int = 4) -> list[int]:
 
 def test_each_group_exactly_once_an_epoch_and_reshuffled() -> None:
     buffer = make_buffer()
-    buffer.refill(make_batch(P=8, G=2))
+    buffer.replace_contents(make_batch(P=8, G=2))
     orders = [epoch(buffer) for _ in range(6)]
     assert all(sorted(order) == list(range(8)) for order in orders)
     assert len({tuple(order) for order in orders}) > 1
@@ -101,7 +101,7 @@ def test_each_group_exactly_once_an_epoch_and_reshuffled() -> None:
 
 def test_a_group_comes_back_as_it_went_in() -> None:
     buffer, groups = make_buffer(groups_per_batch=8), make_batch(P=8, G=2)
-    buffer.refill(groups)
+    buffer.replace_contents(groups)
     sample = buffer.sample()
     for row in sample.unbind(0):
         original = groups[int(row["group_id"][0])]
@@ -116,17 +116,17 @@ def test_refill_replaces_even_in_the_middle_of_an_epoch() -> None:
     buffer = make_buffer()
     first, second = make_batch(P=8, G=2), make_batch(P=8, G=2, seed=1)
     second["group_id"] += 100
-    buffer.refill(first)
+    buffer.replace_contents(first)
     epoch(buffer, batches=1)
-    buffer.refill(second)
+    buffer.replace_contents(second)
     assert sorted(epoch(buffer)) == list(range(100, 108))
 
 
 def test_rounds_of_different_size_and_width() -> None:
     buffer = make_buffer()
-    buffer.refill(make_batch(P=8, G=2, L=3, T=3))
+    buffer.replace_contents(make_batch(P=8, G=2, L=3, T=3))
     epoch(buffer)
-    buffer.refill(make_batch(P=4, G=2, L=9, T=12))
+    buffer.replace_contents(make_batch(P=4, G=2, L=9, T=12))
     assert sorted(epoch(buffer, batches=2)) == list(range(4))
     assert buffer.contents()["tokens", "response"].shape == (4, 2, 12)
 
@@ -136,7 +136,7 @@ def test_the_order_depends_on_the_seed_and_on_nothing_else() -> None:
     for seed in (0, 0, 1):
         torch.rand(3)
         buffer = make_buffer(seed=seed)
-        buffer.refill(make_batch(P=8, G=2))
+        buffer.replace_contents(make_batch(P=8, G=2))
         before = torch.get_rng_state()
         orders.append(epoch(buffer) + epoch(buffer))
         assert torch.equal(torch.get_rng_state(), before)
@@ -146,7 +146,7 @@ def test_the_order_depends_on_the_seed_and_on_nothing_else() -> None:
 @pytest.mark.parametrize("sampled", [0, 1, 3, 4, 5])
 def test_the_state_goes_through_a_file_and_continues_with_the_same_samples(sampled: int) -> None:
     buffer = make_buffer(transforms=[CountingTransform()])
-    buffer.refill(make_batch(P=8, G=2))
+    buffer.replace_contents(make_batch(P=8, G=2))
     epoch(buffer, sampled)
     file = io.BytesIO()
     torch.save(buffer.state_dict(), file)
@@ -163,7 +163,7 @@ def test_the_state_goes_through_a_file_and_continues_with_the_same_samples(sampl
     assert torch.equal(resumed.contents()["advantage"], buffer.contents()["advantage"])
     # And the next round's order as well.
     for one in (buffer, resumed):
-        one.refill(make_batch(P=8, G=2))
+        one.replace_contents(make_batch(P=8, G=2))
     assert epoch(buffer) == epoch(resumed)
 
 
@@ -171,7 +171,7 @@ def test_an_empty_buffer_has_a_state_too() -> None:
     buffer, resumed = make_buffer(), make_buffer(seed=5)
     resumed.load_state_dict(buffer.state_dict())
     for one in (buffer, resumed):
-        one.refill(make_batch(P=8, G=2))
+        one.replace_contents(make_batch(P=8, G=2))
     assert epoch(buffer) == epoch(resumed)
 
 
@@ -198,7 +198,7 @@ def test_write_transforms_run_in_the_order_given_once_a_round() -> None:
     buffer = GroupBuffer(
         8, 4, [LogProbScorer(scorer, "reference", TokenBudget(40, True, print)), advantage, counting], 0
     )
-    buffer.refill(groups)
+    buffer.replace_contents(groups)
     with torch.no_grad():
         reference = scorer(*(groups[k] for k in _SCORED)).log_probs
     held = buffer.contents()
@@ -269,7 +269,7 @@ def test_the_buffer_does_not_list_the_reference_model() -> None:
 
 def test_the_buffer_samples_whole_groups() -> None:
     buffer = make_buffer(groups_per_batch=3)
-    buffer.refill(make_batch(P=6, G=4))
+    buffer.replace_contents(make_batch(P=6, G=4))
     sample: TensorDict = buffer.sample()
     assert sample.batch_size == (3,)
     assert (sample["group_id"] == sample["group_id"][:, :1]).all()

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from torchrl_grpo.inference.protocol import Completion, Sampling
 from torchrl_grpo.rollout.groups import Group, Response
-from torchrl_grpo.rollout.workers.scheduler import Call, Load, Scheduler, Task, Weights
+from torchrl_grpo.rollout.workers.scheduler import Call, LoadWeights, PublishedWeights, Scheduler, Task
 from torchrl_grpo.rollout.workers.staleness import StalenessTracker
-from torchrl_grpo.rollout.workers.types import Generate, Work
+from torchrl_grpo.rollout.workers.types import GenerateForEval, GenerateGroups
 
 LENGTH = 4
 
@@ -34,7 +34,7 @@ class Plan:
     trainer: float
     death: float
     drain: bool
-    give_back: bool
+    return_interrupted: bool
     refill: float = 0.0
 
 
@@ -64,7 +64,7 @@ class Simulation:
             2,
             lambda number: ([number], number),
             wait_for_running=plan.drain,
-            give_back=plan.give_back,
+            return_interrupted=plan.return_interrupted,
         )
         self.outcome = Outcome(self.tracker)
         self.accepted: dict[int, Group] = {}
@@ -86,7 +86,7 @@ class Simulation:
         for number in range(self.plan.workers):
             self.later(self.random.random(), ("start", number, self.lives[number]))
         self.publish()
-        self.scheduler.runs_ahead = self.plan.max_age > 0
+        self.scheduler.may_run_ahead = self.plan.max_age > 0
         self.want()
         while len(self.outcome.trained) < self.plan.rounds * self.plan.groups_per_round:
             assert self.events, "a deadlock: nobody will ever do anything"
@@ -108,7 +108,7 @@ class Simulation:
                 self.later(self.random.random(), ("die", number, self.lives[number]))
             else:
                 # A worker gets copies of its groups.
-                given = copy.deepcopy(call) if isinstance(call, Work) else call
+                given = copy.deepcopy(call) if isinstance(call, GenerateGroups) else call
                 self.later(speed * self.random.random(), ("done", number, self.lives[number], given))
 
     def handle(self, kind: str, number: int, life: int, *rest: object) -> None:
@@ -118,35 +118,37 @@ class Simulation:
             self.want()
             return
         if kind == "flat":
-            self.tracker.reopen()
+            self.tracker.undo_take()
             self.want()
             return
         if life != self.lives[number]:
             return
         if kind == "start":
-            self.scheduler.started(number)
+            self.scheduler.on_worker_started(number)
         elif kind == "die":
             self.outcome.deaths += 1
             self.lives[number] += 1
             self.held[number] = {}
-            self.scheduler.lost(number)
+            self.scheduler.on_worker_lost(number)
             self.later(self.random.random(), ("start", number, self.lives[number]))
         else:
             (call,) = rest
             self.done(number, call)  # type: ignore[arg-type]
 
     def done(self, number: int, call: Call) -> None:
-        if isinstance(call, Load):
-            cut = list(self.held[number].values()) if self.plan.give_back else []
-            if self.plan.give_back:
+        if isinstance(call, LoadWeights):
+            cut = list(self.held[number].values()) if self.plan.return_interrupted else []
+            if self.plan.return_interrupted:
                 self.held[number] = {}
             self.version[number] = call.weights.version
             newest = self.scheduler.newest
             # The simulated trainer never publishes while a load is under way unless it did so before.
             weights = newest if newest is not None and newest.version == call.weights.version else None
-            self.scheduler.loaded(number, weights or Weights(-1, call.weights.version, None), cut)
+            self.scheduler.on_weights_loaded(
+                number, weights or PublishedWeights(-1, call.weights.version, None), cut
+            )
             return
-        assert isinstance(call, Work)
+        assert isinstance(call, GenerateGroups)
         self.held[number] |= {group.group_id: group for group in call.groups}
         for gone in call.dropped:
             self.held[number].pop(gone, None)
@@ -155,11 +157,11 @@ class Simulation:
         ]
         for group in finished:
             del self.held[number][group.group_id]
-        for group in self.scheduler.worked(number, finished):
-            oldest = group.oldest
-            assert oldest is not None
+        for group in self.scheduler.on_groups_generated(number, finished):
+            oldest_version = group.oldest_version
+            assert oldest_version is not None
             if group.group_id in self.tracker.running:
-                self.tracker.accept(group.group_id, oldest)
+                self.tracker.accept(group.group_id, oldest_version)
                 self.accepted[group.group_id] = group
 
     def advance(self, group: Group, version: int) -> bool:
@@ -167,14 +169,14 @@ class Simulation:
             more = self.random.randint(0, LENGTH - len(response.token_ids))
             whole = len(response.token_ids) + more == LENGTH
             response.extend(Completion([1] * more, [0.0] * more, "stop" if whole else "aborted"), version)
-        return group.whole
+        return group.is_finished
 
     def publish(self) -> None:
         newest = self.scheduler.newest
-        self.scheduler.publish(Weights(0 if newest is None else newest.number + 1, self.step, None))
+        self.scheduler.publish(PublishedWeights(0 if newest is None else newest.number + 1, self.step, None))
 
     def want(self) -> None:
-        self.waiting = self.scheduler.wanted = True
+        self.waiting = self.scheduler.round_requested = True
 
     def hand_out(self) -> None:
         if not self.waiting:
@@ -185,14 +187,14 @@ class Simulation:
         if chosen is None:
             return
         groups = [self.accepted.pop(number) for number in chosen]
-        self.waiting = self.scheduler.wanted = False
+        self.waiting = self.scheduler.round_requested = False
         if self.random.random() < self.plan.refill:
             # Workers bring groups while the trainer looks for a signal in these.
             self.later(self.plan.trainer * self.random.random(), ("flat", 0, 0))
             return
         for group in groups:
             versions = [version for one in group.responses for version in one.versions]
-            assert group.whole and len(versions) == 2 * LENGTH
+            assert group.is_finished and len(versions) == 2 * LENGTH
             self.outcome.mixed += len(set(versions)) > 1
             self.outcome.ages.append((self.step - min(versions)) // self.plan.steps_per_round)
             self.outcome.trained.append(group.group_id)
@@ -203,9 +205,9 @@ class Simulation:
 
     def check_books(self) -> None:
         books = self.tracker
-        assert books.issued == books.trained + books.dropped_age + books.dropped_filter + books.left
+        assert books.issued == books.trained + books.dropped_age + books.dropped_filter + books.outstanding
         assert set(books.accepted) == set(self.accepted)
-        assert books.left <= (books.max_age + 1) * books.groups_per_round
+        assert books.outstanding <= (books.max_age + 1) * books.groups_per_round
 
 
 plans = st.builds(
@@ -220,7 +222,7 @@ plans = st.builds(
     trainer=st.sampled_from([0.01, 1.0, 10.0]),
     death=st.sampled_from([0.0, 0.0, 0.05, 0.3]),
     drain=st.booleans(),
-    give_back=st.booleans(),
+    return_interrupted=st.booleans(),
     refill=st.sampled_from([0.0, 0.3]),
 )
 
@@ -233,7 +235,7 @@ def test_nothing_older_than_the_bound_is_trained_on_and_the_books_add_up(plan: P
     assert len(set(outcome.trained)) == len(outcome.trained), "no group is trained on twice"
     books = outcome.tracker
     assert books.trained == plan.rounds * plan.groups_per_round
-    assert books.issued == books.trained + books.dropped_age + books.dropped_filter + books.left
+    assert books.issued == books.trained + books.dropped_age + books.dropped_filter + books.outstanding
 
 
 @pytest.mark.parametrize("drain", [True, False])
@@ -267,86 +269,88 @@ def test_cut_responses_go_on_with_the_tokens_they_have_on_any_worker() -> None:
 
 
 def scheduler_of(**changes: bool) -> Scheduler:
-    options = {"wait_for_running": True, "give_back": False, **changes}
+    options = {"wait_for_running": True, "return_interrupted": False, **changes}
     scheduler = Scheduler(StalenessTracker(2, 1, 5), 1, 2, lambda number: ([number], number), **options)
-    scheduler.started(0)
-    scheduler.publish(Weights(0, 0, "first"))
+    scheduler.on_worker_started(0)
+    scheduler.publish(PublishedWeights(0, 0, "first"))
     call = scheduler.next_call(0)
     assert scheduler.newest is not None
-    assert call == Load(scheduler.newest, options["give_back"])
-    scheduler.loaded(0, scheduler.newest, [])
+    assert call == LoadWeights(scheduler.newest, options["return_interrupted"])
+    scheduler.on_weights_loaded(0, scheduler.newest, [])
     return scheduler
 
 
 def test_nothing_is_begun_before_it_may_and_each_worker_does_one_thing_at_a_time() -> None:
     scheduler = scheduler_of()
     assert scheduler.next_call(0) is None
-    scheduler.wanted = True
+    scheduler.round_requested = True
     call = scheduler.next_call(0)
-    assert isinstance(call, Work) and [group.group_id for group in call.groups] == [0, 1]
+    assert isinstance(call, GenerateGroups) and [group.group_id for group in call.groups] == [0, 1]
     assert scheduler.next_call(0) is None
 
 
 def test_draining_weights_wait_for_running_groups_and_tasks_wait_for_weights() -> None:
     scheduler = scheduler_of()
-    scheduler.runs_ahead = True
+    scheduler.may_run_ahead = True
     scheduler.next_call(0)
-    scheduler.publish(Weights(1, 1, "second"))
+    scheduler.publish(PublishedWeights(1, 1, "second"))
     got: list[str] = []
-    asked = Generate([[1]], Sampling(1, 4, 0.0))
+    asked = GenerateForEval([[1]], Sampling(1, 4, 0.0))
     scheduler.workers[0].tasks.append(Task(asked, got.append))
-    assert scheduler.worked(0, []) == []
-    assert scheduler.next_call(0) == Work([], []), "running groups go on, no new ones are begun"
+    assert scheduler.on_groups_generated(0, []) == []
+    assert scheduler.next_call(0) == GenerateGroups([], []), "running groups go on, no new ones are begun"
     running = list(scheduler.workers[0].running.values())
-    assert scheduler.worked(0, running) == running
-    assert scheduler.next_call(0) == Load(Weights(1, 1, "second"), False)
+    assert scheduler.on_groups_generated(0, running) == running
+    assert scheduler.next_call(0) == LoadWeights(PublishedWeights(1, 1, "second"), False)
     assert scheduler.newest is not None
-    scheduler.loaded(0, scheduler.newest, [])
+    scheduler.on_weights_loaded(0, scheduler.newest, [])
     assert scheduler.next_call(0) == asked
-    scheduler.lost(0)
-    scheduler.started(0)
-    assert scheduler.next_call(0) == Load(Weights(1, 1, "second"), False), "a new worker has no weights"
-    scheduler.loaded(0, scheduler.newest, [])
+    scheduler.on_worker_lost(0)
+    scheduler.on_worker_started(0)
+    assert scheduler.next_call(0) == LoadWeights(PublishedWeights(1, 1, "second"), False), (
+        "a new worker has no weights"
+    )
+    scheduler.on_weights_loaded(0, scheduler.newest, [])
     assert scheduler.next_call(0) == asked, "and is asked again"
-    scheduler.ran_task(0, "answer")
+    scheduler.on_task_done(0, "answer")
     assert got == ["answer"]
 
 
 def test_weights_in_flight_come_at_once() -> None:
     scheduler = scheduler_of(wait_for_running=False)
-    scheduler.wanted = True
+    scheduler.round_requested = True
     scheduler.next_call(0)
-    scheduler.publish(Weights(1, 1, "second"))
-    scheduler.worked(0, [])
-    assert scheduler.next_call(0) == Load(Weights(1, 1, "second"), False)
+    scheduler.publish(PublishedWeights(1, 1, "second"))
+    scheduler.on_groups_generated(0, [])
+    assert scheduler.next_call(0) == LoadWeights(PublishedWeights(1, 1, "second"), False)
 
 
 def test_a_resumed_tracker_goes_on_with_the_same_counts() -> None:
     tracker = StalenessTracker(2, 1, 5)
     for number in range(4):
-        assert tracker.issue() == number
+        assert tracker.register_group() == number
         tracker.start(number, 0)
     for number in range(3):
         tracker.accept(number, 0)
     assert tracker.take() == [0, 1] and tracker.take() is None
     again = StalenessTracker(2, 1, 5)
     again.load_state_dict(tracker.state_dict())
-    assert again.figures() == tracker.figures() and again.running == {3: None} and again.accepted == {2: 0}
-    assert tracker.room(0) == 2 * 2 - 2 - 2 and tracker.room(1) == 2
+    assert again.counts() == tracker.counts() and again.running == {3: None} and again.accepted == {2: 0}
+    assert tracker.num_admissible(0) == 2 * 2 - 2 - 2 and tracker.num_admissible(1) == 2
 
 
-def test_what_comes_while_a_round_may_be_reopened_is_kept_for_it() -> None:
+def test_what_comes_while_a_round_may_be_refilled_is_kept_for_it() -> None:
     tracker = StalenessTracker(1, 0, 5)
     for number in range(2):
-        tracker.issue()
+        tracker.register_group()
         tracker.start(number, 0)
     tracker.accept(0, 0)
     assert tracker.take() == [0]
     # Too old for the next round, but not for the one that is taken again.
     tracker.accept(1, 0)
-    tracker.reopen()
+    tracker.undo_take()
     assert tracker.expire() == [] and tracker.take() == [1]
-    assert tracker.figures() == {"issued": 2, "trained": 1, "dropped_age": 0, "dropped_filter": 1, "left": 0}
+    assert tracker.counts() == {"issued": 2, "trained": 1, "dropped_age": 0, "dropped_filter": 1, "left": 0}
 
 
 def test_a_response_knows_the_version_behind_each_of_its_tokens() -> None:
@@ -356,5 +360,5 @@ def test_a_response_knows_the_version_behind_each_of_its_tokens() -> None:
     response.extend(Completion([5], [-0.3], "stop"), 6)
     group = Group(0, [9], 0, [response, Response()])
     assert response.versions == [3, 3, 6] and response.finish_reason == "stop"
-    assert group.oldest == 3 and not group.whole and group.tokens == 3
+    assert group.oldest_version == 3 and not group.is_finished and group.num_tokens == 3
     assert Group.from_state_dict(group.state_dict()) == group

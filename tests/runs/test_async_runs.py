@@ -131,13 +131,13 @@ def test_responses_that_new_weights_cut_keep_their_log_probs_and_know_their_vers
     from torchrl_grpo.rollout import buffer
 
     seen: list[Any] = []
-    honest = buffer.GroupBuffer.refill
+    honest = buffer.GroupBuffer.replace_contents
 
     def watched(self: buffer.GroupBuffer, batch: Any) -> None:
         seen.append(batch.clone())
         honest(self, batch)
 
-    monkeypatch.setattr(buffer.GroupBuffer, "refill", watched)
+    monkeypatch.setattr(buffer.GroupBuffer, "replace_contents", watched)
     train(
         "run",
         {"delay": 0.03},
@@ -385,7 +385,7 @@ def test_no_more_copies_of_the_weights_are_held_than_there_are_workers_and_two(
         if number == 0 and method == "load" and len(most) > 2:
             time.sleep(1.0)
 
-    monkeypatch.setattr(local_pool, "ship", watched)
+    monkeypatch.setattr(local_pool, "put_weights", watched)
     train(
         "run",
         {"fault": slow},

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[LocalPool]:
     """Workers are threads; what was started."""
     found: list[LocalPool] = []
-    monkeypatch.setattr(build, "ray_workers", collect_locally(found))
+    monkeypatch.setattr(build, "build_ray_workers", collect_locally(found))
     return found
 
 
@@ -130,7 +130,7 @@ def test_what_dead_workers_had_begun_is_begun_anew_by_one_engine(
                 # The other worker's share of the round is there by then, or is not.
                 raise RuntimeError("device lost")
 
-    monkeypatch.setattr(build, "ray_workers", collect_locally([], fault=dies))
+    monkeypatch.setattr(build, "build_ray_workers", collect_locally([], fault=dies))
     with pytest.raises(WorkersLost, match="device lost"):
         train("run", collector__max_restarts=0, inference_model__num_devices=2)
     steps = sorted(int(path.name) for path in (tmp_path / "run/checkpoints").iterdir())

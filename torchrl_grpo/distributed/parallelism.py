@@ -111,7 +111,7 @@ def sharded(network: object) -> bool:
     return isinstance(network, FSDPModule) or (isinstance(network, ZeroNetwork) and network.stage == 3)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor of which ``tensor`` may be a shard, without its gradient history.
 
     Every rank must call this.

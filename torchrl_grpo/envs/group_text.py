@@ -25,7 +25,7 @@ from torchrl_grpo.envs.stream import PromptStream
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from torchrl_grpo.rewards import RewardSet, Scored
+    from torchrl_grpo.rewards import ResponseScore, RewardSet
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class GroupTextEnv(EnvBase):
         """
         return self._render(group_id, self.stream.at(group_id))
 
-    def score(self, texts: Sequence[str], examples: Sequence[Example]) -> list[Scored]:
+    def score(self, texts: Sequence[str], examples: Sequence[Example]) -> list[ResponseScore]:
         """Score one response to each of ``examples``, without the special tokens at its end."""
         return list(self.reward_set.score([self._strip_special_tokens(text) for text in texts], examples))
 

@@ -163,7 +163,7 @@ class GroupAdvantage(Transform):
         """Return the batch unchanged: the transform acts on writing only."""
         return tensordict
 
-    def without_signal(self, tensordict: TensorDictBase) -> Tensor:
+    def no_signal_mask(self, tensordict: TensorDictBase) -> Tensor:
         """Return ``[P]`` bool, True for groups whose responses all have the same reward, before any penalty.
 
         With ``policy.reward_combination=apart``, each reward with a weight other than 0 must be equal.
@@ -188,7 +188,7 @@ class GroupAdvantage(Transform):
         if cfg.overlong == "mask":
             loss_mask = loss_mask & ~tensordict["truncated"]
         if cfg.constant_groups != "keep":
-            loss_mask = loss_mask & ~self.without_signal(tensordict)[:, None, None]
+            loss_mask = loss_mask & ~self.no_signal_mask(tensordict)[:, None, None]
         tensordict.set(("masks", "loss"), loss_mask)
         return tensordict.set("advantage", advantage.unsqueeze(-1))
 

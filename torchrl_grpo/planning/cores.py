@@ -12,7 +12,7 @@ from torchrl_grpo.planning.plan import Plan
 # machine: with another job beside it, a step took 3 to 6 times as long. Threads that sleep at once wake too
 # late for the many small products of decoding, which took a third longer. This number of spins, some
 # microseconds, avoids both (docs/speed.md).
-WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+PASSIVE_WAIT_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 
 
 def allowed_cores() -> int:

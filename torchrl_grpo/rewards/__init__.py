@@ -15,15 +15,15 @@ from torchrl_grpo.rewards.registry import (
     eval_reward_name,
 )
 from torchrl_grpo.rewards.reward_set import RewardSet
-from torchrl_grpo.rewards.types import Grader, Reward, Scored
+from torchrl_grpo.rewards.types import Grader, ResponseScore, Reward
 
 __all__ = [
     "DEFAULT_WEIGHTS",
     "REWARD_BUILDERS",
     "Grader",
+    "ResponseScore",
     "Reward",
     "RewardSet",
-    "Scored",
     "build_grader",
     "build_reward_set",
     "check_weights",

@@ -28,7 +28,7 @@ from torchrl_grpo.data.columns import text
 from torchrl_grpo.data.sources import Row, read_file
 from torchrl_grpo.errors import ConfigError, DataError, UserError
 from torchrl_grpo.rewards.registry import build_reward_set, check_weights
-from torchrl_grpo.rewards.types import Scored
+from torchrl_grpo.rewards.types import ResponseScore
 
 _BATCH = 64
 
@@ -76,7 +76,7 @@ class _Means:
         self._values: dict[str, list[float]] = {"total": []}
         self._errors: Counter[str] = Counter()
 
-    def add(self, scored: Scored) -> None:
+    def add(self, scored: ResponseScore) -> None:
         for name, value in {"total": scored.total, **scored.parts}.items():
             self._values.setdefault(name, []).append(value)
         self._errors.update(scored.errors.keys())

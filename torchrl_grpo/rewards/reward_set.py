@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.rewards.types import Reward, Scored
+from torchrl_grpo.rewards.types import ResponseScore, Reward
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class RewardSet:
         """Return the reward of that name, or None. This set still owns and closes it."""
         return next((reward for reward, _ in self._rewards if reward.name == name), None)
 
-    def score(self, completions: Sequence[str], examples: Sequence[Example]) -> list[Scored]:
+    def score(self, completions: Sequence[str], examples: Sequence[Example]) -> list[ResponseScore]:
         """Score each completion against its own example.
 
         Args:
@@ -76,7 +76,7 @@ class RewardSet:
         for reward, _ in self._rewards:
             close_all([reward])
 
-    def _score(self, completion: str, example: Example) -> Scored:
+    def _score(self, completion: str, example: Example) -> ResponseScore:
         total = size = 0.0
         parts: dict[str, float] = {}
         errors: dict[str, str] = {}
@@ -94,7 +94,7 @@ class RewardSet:
         # Rewards that cancel out leave a rounding error, which could be the only difference in a group.
         if abs(total) < len(self._rewards) * sys.float_info.epsilon * size:
             total = 0.0
-        return Scored(total, parts, errors)
+        return ResponseScore(total, parts, errors)
 
     def _report(self, name: str, message: str, completion: str, example: Example) -> None:
         with self._lock:

@@ -67,7 +67,7 @@ class Grader(Protocol):
 
 
 @dataclass(frozen=True)
-class Scored:
+class ResponseScore:
     """The score of a completion.
 
     Attributes:

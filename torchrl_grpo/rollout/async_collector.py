@@ -11,18 +11,18 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.inference.protocol import Probe
-from torchrl_grpo.rewards.types import Scored
+from torchrl_grpo.rewards.types import ResponseScore
 from torchrl_grpo.rollout.groups import Group, ScoredGroup
 from torchrl_grpo.rollout.interface import CollectorInterface
 from torchrl_grpo.rollout.round import Round, build_round, score_groups
-from torchrl_grpo.rollout.workers.staleness import started_with
+from torchrl_grpo.rollout.workers.staleness import wrong_script_error
 from torchrl_grpo.rollout.workers.types import Publication
 from torchrl_grpo.rollout.workers.worker_group import WorkerGroup
 from torchrl_grpo.runtime.rng import group_seed
 
 
 class GroupScorer:
-    """Prompts and rewards of single groups, named by their number.
+    """Provides the prompts of single groups by number, and computes their rewards.
 
     Args:
         env: problems and rewards.
@@ -49,13 +49,13 @@ class AsyncCollector(CollectorInterface):
     """Collects rounds of P x G responses from a group of workers, with calls of TorchRL's ``LLMCollector``.
 
     Those are in :mod:`~torchrl_grpo.rollout.interface`. There is no ``update_policy_weights_``: workers
-    take weights through :meth:`send` alone, whose probe results show that they arrived. There is no
-    ``set_seed``: workers run ahead on the seed they began with.
+    take weights through :meth:`send` alone, which returns what is needed to verify them. There is no
+    ``set_seed``, because workers run ahead with the seed with which they started.
 
     Args:
         env: problems and rewards, batch size ``[P, G]``.
         worker_group: workers that generate.
-        tokenizer: tokenizer of the model; only its padding id is read.
+        tokenizer: tokenizer of the model; only its padding id is used.
         total_dialog_turns: responses after which iteration ends.
         clock: function that returns seconds.
     """
@@ -90,13 +90,13 @@ class AsyncCollector(CollectorInterface):
         return self.worker_group.policy_version
 
     def start(self) -> None:
-        """From now on workers run ahead of the trainer, as far as the bound on staleness lets them."""
+        """Let workers run ahead of the trainer from now on, as far as the staleness bound allows."""
         ahead = self._tracker.max_age > 0
 
         def begin() -> None:
-            self._dispatcher.scheduler.runs_ahead = ahead
+            self._dispatcher.scheduler.may_run_ahead = ahead
 
-        self._dispatcher.ask(begin)
+        self._dispatcher.run_in_thread(begin)
 
     def shutdown(self) -> None:
         """End the workers."""
@@ -106,22 +106,22 @@ class AsyncCollector(CollectorInterface):
         while self._tracker.trained * self.env.batch_size[1] < self.total_dialog_turns:
             yield self.rollout()
 
-    def rollout(self, again: bool = False) -> Round:
+    def rollout(self, is_refill: bool = False) -> Round:
         """Wait for a round.
 
         Args:
-            again: whether this round refills the previous one, which held too few groups with a signal
+            is_refill: whether the round completes the previous one, which had too few groups with a signal
                 (dynamic sampling). It then does not count as a training round.
 
         Raises:
             WorkersLost: workers failed too often.
         """
         start = self._clock()
-        taken = self._dispatcher.take(again)
+        groups = self._dispatcher.wait_for_round(is_refill)
         self._waited += self._clock() - start
         return build_round(
-            taken,
-            [self.env.prompt(group.group.group_id).text for group in taken],
+            groups,
+            [self.env.prompt(group.group.group_id).text for group in groups],
             reward_names=self.env.reward_set.names,
             pad_token_id=self.tokenizer.pad_token_id,
             seconds={"time/wait_s": self._clock() - start},
@@ -130,7 +130,7 @@ class AsyncCollector(CollectorInterface):
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> Publication:
         """Send weights to the workers: see :meth:`~torchrl_grpo.weight_sync.transport.Transport.send`.
 
-        With a staleness bound of zero this also waits until every worker has taken them: nothing can be
+        With a staleness bound of zero this also waits until every worker has loaded them: nothing can be
         generated before that.
         """
         publication = self.worker_group.send(weights, version, probe)
@@ -138,8 +138,8 @@ class AsyncCollector(CollectorInterface):
             publication.wait()
         return publication
 
-    def figures(self, round_: Round) -> dict[str, float]:
-        """Metrics of what the workers did since the last call, for whichever rounds."""
+    def round_metrics(self, round_: Round) -> dict[str, float]:
+        """Metrics of the workers' activity since the last call, for any round."""
         before, stats = self._since[1], self._worker_stats()
         span = max(self._clock() - self._since[0], 1e-9)
         self._since = (self._clock(), stats)
@@ -171,9 +171,9 @@ class AsyncCollector(CollectorInterface):
             "queue": len(self._tracker.accepted),
         }
 
-    def account(self) -> dict[str, Any]:
-        """Entries of ``summary.json``: what became of every group of the run."""
-        groups = self._dispatcher.ask(self._tracker.figures)
+    def summary_entries(self) -> dict[str, Any]:
+        """Entries of ``summary.json``: counts of what happened to the groups of the run."""
+        groups = self._dispatcher.run_in_thread(self._tracker.counts)
         return {
             "dialog_turns": (groups["trained"] + groups["dropped_filter"]) * self.env.batch_size[1],
             "groups": groups,
@@ -188,7 +188,7 @@ class AsyncCollector(CollectorInterface):
                 {
                     "group": one.group.state_dict(),
                     "texts": one.texts,
-                    "scored": [[score.total, dict(score.parts), dict(score.errors)] for score in one.scored],
+                    "scored": [[score.total, dict(score.parts), dict(score.errors)] for score in one.scores],
                     "reference": one.reference,
                 }
                 for _, one in sorted(self._dispatcher.accepted.items())
@@ -196,7 +196,7 @@ class AsyncCollector(CollectorInterface):
             restarts = self._dispatcher.stats.restarts
             return {"ledger": self._tracker.state_dict(), "accepted": accepted, "restarts": restarts}
 
-        return self._dispatcher.ask(read)
+        return self._dispatcher.run_in_thread(read)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a :meth:`state_dict`; with ``max_policy_age=0`` also from one of ``grpo.py``.
@@ -206,17 +206,17 @@ class AsyncCollector(CollectorInterface):
                 round.
         """
         if "ledger" not in state:
-            state = self._of_one_engine(state)
+            state = self._from_sync_state(state)
         elif self._tracker.max_age == 0 < self._age_in(state["ledger"]):
             # grpo.py with workers, whose collector.max_policy_age is not read.
-            raise started_with("grpo-async.py")
+            raise wrong_script_error("grpo-async.py")
         elif self._tracker.max_age > 0 == self._age_in(state["ledger"]):
-            raise started_with("grpo.py")
+            raise wrong_script_error("grpo.py")
         accepted = [
             ScoredGroup(
                 Group.from_state_dict(one["group"]),
                 one["texts"],
-                [Scored(*score) for score in one["scored"]],
+                [ResponseScore(*score) for score in one["scored"]],
                 one.get("reference"),
             )
             for one in state["accepted"]
@@ -229,7 +229,7 @@ class AsyncCollector(CollectorInterface):
             self._dispatcher.accepted = {one.group.group_id: one for one in accepted}
             self._dispatcher.scheduler.reissue(list(self._tracker.running))
 
-        self._dispatcher.ask(write)
+        self._dispatcher.run_in_thread(write)
 
     def _complete(self, accepted: list[ScoredGroup]) -> None:
         """Add or drop reference scores: another process may score now than when the groups were saved."""
@@ -240,17 +240,17 @@ class AsyncCollector(CollectorInterface):
                 one.reference = None
             return
         missing = [one for one in accepted if one.reference is None]
-        asked = self._dispatcher.ask(lambda: [reference.score(one.group) for one in missing])
-        for one, answer in zip(missing, asked, strict=True):
-            one.reference = answer.result()
+        futures = self._dispatcher.run_in_thread(lambda: [reference.score(one.group) for one in missing])
+        for one, future in zip(missing, futures, strict=True):
+            one.reference = future.result()
 
     def _age_in(self, counts: dict[str, Any]) -> int:
         """The staleness bound that the counts were kept under; older checkpoints lack it."""
         return int(counts.get("max_age", self._tracker.max_age))
 
-    def _of_one_engine(self, state: dict[str, int]) -> dict[str, Any]:
+    def _from_sync_state(self, state: dict[str, int]) -> dict[str, Any]:
         if self._tracker.max_age > 0:
-            raise started_with("grpo.py")
+            raise wrong_script_error("grpo.py")
         size, rounds = self.env.batch_size[0], state["rounds"]
         taken = state["taken"]
         counts = {

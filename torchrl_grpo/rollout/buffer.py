@@ -18,8 +18,8 @@ class GroupBuffer:
     """Holds one round of groups and hands them out in optimizer batches, each group once an epoch.
 
     Args:
-        capacity: most groups held.
-        groups_per_batch: groups in an optimizer batch.
+        capacity: largest number of groups held.
+        groups_per_batch: number of groups in an optimizer batch.
         write_transforms: transforms of each round on its way in, in this order.
         seed: seed of the order within an epoch.
     """
@@ -38,11 +38,8 @@ class GroupBuffer:
         for transform in reversed(write_transforms):
             self.buffer.append_transform(transform)
 
-    def refill(self, groups: TensorDictBase) -> None:
-        """Replace the contents by ``groups`` ``[P]`` (see :mod:`~torchrl_grpo.batch.schema`).
-
-        This has nothing to do with ``policy.constant_groups=refill``.
-        """
+    def replace_contents(self, groups: TensorDictBase) -> None:
+        """Replace the contents by ``groups`` ``[P]`` (see :mod:`~torchrl_grpo.batch.schema`)."""
         self.buffer.empty()
         self.buffer.extend(groups)
 
@@ -62,7 +59,7 @@ class GroupBuffer:
         return {"groups": held, "sampler": dict(sampler), "generator": self.buffer._rng.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where :meth:`state_dict` was taken."""
+        """Restore the state returned by :meth:`state_dict`."""
         self.buffer.empty()
         groups = [TensorDict(group, []).unflatten_keys("/") for group in state["groups"]]
         if groups:

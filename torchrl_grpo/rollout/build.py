@@ -26,7 +26,7 @@ from torchrl_grpo.rollout.collector import RolloutCollector
 from torchrl_grpo.rollout.workers.dispatcher import START_LIMIT_S, Dispatcher
 from torchrl_grpo.rollout.workers.scheduler import Scheduler
 from torchrl_grpo.rollout.workers.staleness import StalenessTracker
-from torchrl_grpo.rollout.workers.types import Pool, Reference
+from torchrl_grpo.rollout.workers.types import Pool, ReferenceClient
 from torchrl_grpo.rollout.workers.worker_group import WorkerGroup
 from torchrl_grpo.runtime import rank_env
 
@@ -59,18 +59,19 @@ class MakeEngine(Protocol):
 
 
 @dataclass(frozen=True)
-class Source:
-    """What engines are built from.
+class EngineSource:
+    """Model, devices and options from which engines are built.
 
     Attributes:
         weights: folder or hub name of the model, or a checkpoint's copy of it.
         model: folder or hub name of the model. A worker may start long after that checkpoint was removed, and
             is given weights before it samples.
-        plan: who runs where.
+        plan: plan of the devices.
         eos_token_ids: tokens that end a response.
-        autocast_dtype: the trainer's number format, for a reference model in processes of its own.
-        shares_prefix: whether the trainer runs a prompt once per group; the reference does the same.
-        make_engine: makes an engine in this process: :func:`build_engine`, or a part of it on each rank.
+        autocast_dtype: dtype of the trainer's autocast, for a reference model in separate processes.
+        shares_prefix: whether the trainer computes a prompt once per group; the reference does the same.
+        make_engine: function that builds an engine in this process: :func:`build_engine`, or one that builds
+            a part of the engine on each rank.
     """
 
     weights: str
@@ -83,29 +84,30 @@ class Source:
 
     @property
     def device(self) -> torch.device:
-        """Of an engine, as its own process names it."""
+        """Device of an engine, as its own process names it."""
         return torch.device(self.plan.engine_device)
 
 
-# Puts a run's collection together: one_engine, ray_workers, or workers_in_turn.
-Collect = Callable[[Config, Source, GroupTextEnv, PreTrainedTokenizerBase], Collection]
+# Builds the engine or worker group of a run, and its collector: build_single_engine, build_ray_workers or
+# build_synchronous_workers.
+CollectorFactory = Callable[[Config, EngineSource, GroupTextEnv, PreTrainedTokenizerBase], Collection]
 
 
-def collection_for(plan: Plan) -> Collect:
-    """Which of the functions below builds the collection of a plan."""
+def collection_for(plan: Plan) -> CollectorFactory:
+    """Return the function that builds the collection of a plan."""
     if not plan.own_process:
-        return one_engine
-    return ray_workers if plan.asynchronous else workers_in_turn
+        return build_single_engine
+    return build_ray_workers if plan.asynchronous else build_synchronous_workers
 
 
 def _max_num_seqs(cfg: Config) -> int:
     return max(cfg.env.num_envs * cfg.env.repeats, _MIN_SEQS)
 
 
-def one_engine(
-    cfg: Config, source: Source, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
+def build_single_engine(
+    cfg: Config, source: EngineSource, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
 ) -> Collection:
-    """An engine in this process, or in each rank's, which generates when a round is asked for."""
+    """Build an engine in this process, or in that of each rank. It generates when a round is requested."""
     engine = source.make_engine(
         cfg,
         source.weights,
@@ -129,18 +131,18 @@ def one_engine(
     return engine, collector
 
 
-def workers_in_turn(
-    cfg: Config, source: Source, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
+def build_synchronous_workers(
+    cfg: Config, source: EngineSource, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
 ) -> Collection:
-    """The same workers for ``grpo.py``, with a staleness bound of zero as with one engine."""
+    """Build workers on Ray for ``grpo.py``, with a staleness bound of zero as with a single engine."""
     in_turn = replace(cfg.collector, max_policy_age=0, partial_rollout=False)
-    return ray_workers(replace(cfg, collector=in_turn), source, env, tokenizer)
+    return build_ray_workers(replace(cfg, collector=in_turn), source, env, tokenizer)
 
 
-def ray_workers(
-    cfg: Config, source: Source, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
+def build_ray_workers(
+    cfg: Config, source: EngineSource, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
 ) -> Collection:
-    """Workers on Ray, which generate all the time, as far ahead as ``collector.max_policy_age`` lets them."""
+    """Build workers on Ray, which run ahead of the trainer as far as ``collector.max_policy_age`` allows."""
     from torchrl_grpo.rollout.workers.ray_pool import RayPool, WorkerSpec
 
     assert source.plan.own_process, "workers see their own GPU as the first one"
@@ -159,17 +161,19 @@ def ray_workers(
         gpus=source.plan.worker_gpus,
         gpu_memory_utilization=source.plan.gpu_memory_utilization,
     )
-    others = source.plan.reference_actors
-    pool = RayPool(cfg, spec, count=count, others=others)
+    num_extra_actors = source.plan.reference_actors
+    pool = RayPool(cfg, spec, count=count, num_extra_actors=num_extra_actors)
     try:
-        reference = _reference_actors(cfg, source, pool, spec) if others else None
+        reference = _reference_actors(cfg, source, pool, spec) if num_extra_actors else None
     except BaseException:
         pool.close()
         raise
-    return with_workers(cfg, env, tokenizer, pool, count, pool.ship, reference)
+    return with_workers(cfg, env, tokenizer, pool, count, pool.put_weights, reference)
 
 
-def _reference_actors(cfg: Config, source: Source, pool: RayPool, worker: WorkerSpec) -> ReferenceActors:
+def _reference_actors(
+    cfg: Config, source: EngineSource, pool: RayPool, worker: WorkerSpec
+) -> ReferenceActors:
     from torchrl_grpo.rollout.workers.reference_actors import ReferenceActors, ReferenceSpec
 
     spec = ReferenceSpec(
@@ -191,10 +195,10 @@ def with_workers(
     tokenizer: PreTrainedTokenizerBase,
     pool: Pool,
     count: int,
-    ship: Callable[[Iterable[tuple[str, Tensor]]], object],
-    reference: Reference | None = None,
+    put_weights: Callable[[Iterable[tuple[str, Tensor]]], object],
+    reference: ReferenceClient | None = None,
 ) -> Collection:
-    """A group of workers on ``pool``, and what collects from it.
+    """Build a group of workers on ``pool``, and its collector.
 
     Args:
         cfg: the run's configuration.
@@ -202,7 +206,7 @@ def with_workers(
         tokenizer: tokenizer of the model.
         pool: pool of the workers.
         count: number of workers.
-        ship: see :class:`WorkerGroup`.
+        put_weights: see :class:`WorkerGroup`.
         reference: see :class:`Dispatcher`.
     """
     scorer = GroupScorer(env, tokenizer, cfg.seed)
@@ -215,7 +219,7 @@ def with_workers(
         cfg.env.repeats,
         scorer.prompt_of,
         wait_for_running=cfg.collector.weight_update == "drain",
-        give_back=cfg.collector.partial_rollout,
+        return_interrupted=cfg.collector.partial_rollout,
     )
     dispatcher = Dispatcher(
         scheduler,
@@ -223,8 +227,8 @@ def with_workers(
         score=scorer.score,
         timeout_s=cfg.collector.timeout_s,
         max_restarts=cfg.collector.max_restarts,
-        refills=cfg.policy.constant_groups == "refill",
+        may_refill=cfg.policy.constant_groups == "refill",
         reference=reference,
     )
-    worker_group = WorkerGroup(dispatcher, ship)
+    worker_group = WorkerGroup(dispatcher, put_weights)
     return worker_group, AsyncCollector(env, worker_group, tokenizer, total_dialog_turns=total_turns(cfg))

@@ -12,21 +12,21 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.inference.protocol import Engine, Probe, Sampling
 from torchrl_grpo.models.lora import merged_weights
-from torchrl_grpo.rollout.groups import Group, whole
+from torchrl_grpo.rollout.groups import Group, response_from_completion
 from torchrl_grpo.rollout.interface import CollectorInterface
 from torchrl_grpo.rollout.round import Round, build_round, score_groups
-from torchrl_grpo.rollout.workers.staleness import started_with
+from torchrl_grpo.rollout.workers.staleness import wrong_script_error
 from torchrl_grpo.runtime.rng import group_seed
 from torchrl_grpo.weight_sync.transport import Delivery, DirectTransport
 
 
 class RolloutCollector(CollectorInterface):
-    """Collects rounds of P x G responses, with the calls of TorchRL's ``LLMCollector`` that make sense here.
+    """Collects rounds of P x G responses, with a part of the API of TorchRL's ``LLMCollector``.
 
-    Iterating yields a :class:`Round`; :mod:`~torchrl_grpo.rollout.interface` has the rest and says what is
-    left out. It does not subclass ``LLMCollector`` for two reasons. The engine's token ids and their
-    log-probabilities must reach the loss as they were sampled, which text that is tokenized again does not
-    ensure. And a round of finished groups has to be a function of weights and seed, also after a refill or a
+    Iterating yields a :class:`Round`. See :mod:`~torchrl_grpo.rollout.interface` for the remaining methods
+    and the omitted ones. It does not subclass ``LLMCollector`` for two reasons. Token ids and
+    log-probabilities must reach the loss exactly as sampled; decoding and re-tokenizing would not guarantee
+    this. And a round of finished groups has to be a function of weights and seed, also after a refill or a
     resumption.
 
     Args:
@@ -36,7 +36,7 @@ class RolloutCollector(CollectorInterface):
         max_new_tokens: length bound of a response.
         temperature: sampling temperature.
         total_dialog_turns: responses after which iteration ends.
-        seed: seed of the sampling; a round's seeds depend on it and the round's number alone.
+        seed: seed of the sampling; a round's seeds depend only on it and on the round's number.
         clock: function that returns seconds, for the two timings of a round.
     """
 
@@ -59,7 +59,7 @@ class RolloutCollector(CollectorInterface):
         self.temperature = temperature
         self.total_dialog_turns = total_dialog_turns
         self.seed = seed
-        self.rounds = self.taken = 0
+        self.rounds_sampled = self.rounds_trained = 0
         self._clock = clock
 
     @property
@@ -85,7 +85,7 @@ class RolloutCollector(CollectorInterface):
     ) -> None:
         """Give the engine other weights and count them as the next version.
 
-        Nothing verifies that they arrived: training uses a ``WeightPublisher``.
+        The update is not verified. Training uses ``WeightPublisher`` instead.
 
         Args:
             policy_or_weights: the model, whose adapters are merged; or parameters by the names of its
@@ -116,46 +116,46 @@ class RolloutCollector(CollectorInterface):
             static_seed: return ``seed`` itself.
 
         Returns:
-            A seed for whatever is seeded next.
+            The next seed, as in TorchRL's ``set_seed``.
         """
         following: int = self.env.set_seed(seed, static_seed=static_seed)
         self.seed = seed
-        self.rounds = self.taken = 0
+        self.rounds_sampled = self.rounds_trained = 0
         self._tensordicts = None
         return following
 
-    def figures(self, round_: Round) -> dict[str, float]:
-        """Speeds at which the round was collected."""
+    def round_metrics(self, round_: Round) -> dict[str, float]:
+        """Throughput metrics of the round."""
         seconds, tokens = round_.seconds, round_.response_tokens
         return {
             "throughput/generated_tokens_per_s": tokens / seconds["time/generate_s"],
             "throughput/scored_tokens_per_s": tokens / seconds["time/score_s"],
         }
 
-    def account(self) -> dict[str, Any]:
+    def summary_entries(self) -> dict[str, Any]:
         """Entries of ``summary.json``."""
-        return {"dialog_turns": self.rounds * self.dialog_turns_per_batch}
+        return {"dialog_turns": self.rounds_sampled * self.dialog_turns_per_batch}
 
     def start(self) -> None:
-        """Nothing runs in the background: collection happens when the next round is asked for."""
+        """Do nothing: the synchronous collector has no background work."""
 
     def shutdown(self) -> None:
         """Close the engine."""
         self.engine.close()
 
     def __iter__(self) -> Iterator[Round]:
-        while self.rounds * self.dialog_turns_per_batch < self.total_dialog_turns:
+        while self.rounds_sampled * self.dialog_turns_per_batch < self.total_dialog_turns:
             yield self.rollout()
 
-    def rollout(self, again: bool = False) -> Round:
+    def rollout(self, is_refill: bool = False) -> Round:
         """Collect one round.
 
         Args:
-            again: whether this round refills the previous one, which held too few groups with a signal
+            is_refill: whether the round completes the previous one, which had too few groups with a signal
                 (dynamic sampling). It then does not count as a training round.
         """
-        # Cached states are right, but they come from other batches, and rounding depends on the batch.
-        # Starting empty makes a round a function of weights and seed, whatever ran before.
+        # Cached key/value states are valid, but their rounding depends on the batch in which they were
+        # computed. With an empty cache, a round is a function of weights and seed, whatever ran before.
         self.engine.reset_cache()
         prompts = self.env.draw()
         start = self._clock()
@@ -167,14 +167,19 @@ class RolloutCollector(CollectorInterface):
         generated = self._clock()
         version = self.engine.policy_version
         groups = [
-            Group(prompt.group_id, prompt.token_ids, seed, [whole(one, version) for one in group])
+            Group(
+                prompt.group_id,
+                prompt.token_ids,
+                seed,
+                [response_from_completion(one, version) for one in group],
+            )
             for prompt, seed, group in zip(prompts, seeds, completions, strict=True)
         ]
         examples = [prompt.example for prompt in prompts]
         scored = score_groups(self.env, self.tokenizer, groups=groups, examples=examples)
         seconds = {"time/generate_s": generated - start, "time/score_s": self._clock() - generated}
-        self.rounds += 1
-        self.taken += not again
+        self.rounds_sampled += 1
+        self.rounds_trained += not is_refill
         return build_round(
             scored,
             [prompt.text for prompt in prompts],
@@ -184,12 +189,12 @@ class RolloutCollector(CollectorInterface):
         )
 
     def _seeds(self, count: int) -> list[int]:
-        first = self.rounds * count
+        first = self.rounds_sampled * count
         return [group_seed(self.seed, first + prompt, count) for prompt in range(count)]
 
     def state_dict(self) -> dict[str, int]:
         """Rounds sampled, training rounds (refills not counted), and the position in the data."""
-        return {"rounds": self.rounds, "taken": self.taken, **self.env.stream.state_dict()}
+        return {"rounds": self.rounds_sampled, "taken": self.rounds_trained, **self.env.stream.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a :meth:`state_dict` of this collector, or of an asynchronous one with
@@ -199,20 +204,20 @@ class RolloutCollector(CollectorInterface):
             CheckpointError: the state is of a run of ``grpo-async.py`` that ran ahead.
         """
         if "ledger" in state:
-            state = self._of_workers(state["ledger"])
-        self.rounds, self.taken = state["rounds"], state["taken"]
+            state = self._from_async_state(state["ledger"])
+        self.rounds_sampled, self.rounds_trained = state["rounds"], state["taken"]
         self.env.stream.load_state_dict({"epoch": state["epoch"], "position": state["position"]})
 
-    def _of_workers(self, counts: dict[str, Any]) -> dict[str, int]:
+    def _from_async_state(self, tracker_state: dict[str, Any]) -> dict[str, int]:
         # Older checkpoints lack max_age.
-        if counts.get("max_age") != 0:
-            raise started_with("grpo-async.py")
+        if tracker_state.get("max_age") != 0:
+            raise wrong_script_error("grpo-async.py")
         # Groups that had started but had not reached the trainer are sampled again.
-        used = counts["trained"] + counts["dropped_filter"]
+        used = tracker_state["trained"] + tracker_state["dropped_filter"]
         epoch, position = divmod(used, len(self.env.stream.examples))
         return {
             "rounds": used // self.env.batch_size[0],
-            "taken": counts["taken"],
+            "taken": tracker_state["taken"],
             "epoch": epoch,
             "position": position,
         }

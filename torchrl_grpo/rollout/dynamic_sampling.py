@@ -1,4 +1,4 @@
-"""Dynamic sampling: rounds are collected until enough groups can teach something."""
+"""Dynamic sampling: collects rounds until enough groups have rewards that differ."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from torchrl_grpo.rollout.round import Round
 class Collector(Protocol):
     """Collects rounds."""
 
-    def rollout(self, again: bool = False) -> Round:
-        """The next round. With ``again`` it refills the previous one, and is no training round of its own."""
+    def rollout(self, is_refill: bool = False) -> Round:
+        """Collect a round.
+
+        Args:
+            is_refill: whether the round completes the previous one. It then does not count as a training
+                round.
+        """
 
 
 def collect_with_signal(
-    collector: Collector, without_signal: Callable[[TensorDict], Tensor], max_refills: int
+    collector: Collector, no_signal_mask: Callable[[TensorDict], Tensor], max_refills: int
 ) -> tuple[Round, dict[str, float]]:
     """Collect a round, and further ones until it is full of groups whose rewards differ (DAPO, arXiv
     2503.14476, eq. 11).
@@ -30,8 +35,9 @@ def collect_with_signal(
 
     Args:
         collector: collector of the rounds.
-        without_signal: ``[P]`` bool of a round's groups.
-        max_refills: further rounds at most; 0 takes the first as it is.
+        no_signal_mask: function that returns ``[P]`` bool for the groups of a round, True for groups without
+            a signal.
+        max_refills: largest number of further rounds; 0 returns the first round unchanged.
 
     Returns:
         One round of the usual size, and the metric ``rollout/refills`` unless ``max_refills`` is 0.
@@ -40,23 +46,26 @@ def collect_with_signal(
     if max_refills == 0:
         return rounds[0], {}
     size = len(rounds[0].prompts)
-    found: list[tuple[int, int]] = []
-    spare: list[tuple[int, int]] = []
+    informative: list[tuple[int, int]] = []
+    constant: list[tuple[int, int]] = []
 
-    def sort(number: int) -> None:
-        for group, flat in enumerate(without_signal(rounds[number].groups).tolist()):
-            (spare if flat else found).append((number, group))
+    def classify(number: int) -> None:
+        for group, is_constant in enumerate(no_signal_mask(rounds[number].groups).tolist()):
+            (constant if is_constant else informative).append((number, group))
 
-    sort(0)
-    while len(found) < size and len(rounds) <= max_refills:
-        rounds.append(collector.rollout(again=True))
-        sort(len(rounds) - 1)
-    chosen = (found + spare)[:size]
-    return _pick(rounds, chosen), {"rollout/refills": len(rounds) - 1}
+    classify(0)
+    while len(informative) < size and len(rounds) <= max_refills:
+        rounds.append(collector.rollout(is_refill=True))
+        classify(len(rounds) - 1)
+    chosen = (informative + constant)[:size]
+    return _assemble_round(rounds, chosen), {"rollout/refills": len(rounds) - 1}
 
 
-def _pick(rounds: Sequence[Round], chosen: Sequence[tuple[int, int]]) -> Round:
-    """One round of the groups named by round and position. Its sums are those of all rounds together."""
+def _assemble_round(rounds: Sequence[Round], chosen: Sequence[tuple[int, int]]) -> Round:
+    """Assemble a round from groups given as (round, position).
+
+    Token counts, error counts and times are summed over all rounds.
+    """
     samples = rounds[0].groups["group_id"].shape[1]
 
     responses = [
@@ -66,7 +75,7 @@ def _pick(rounds: Sequence[Round], chosen: Sequence[tuple[int, int]]) -> Round:
         groups=collate([rounds[number].groups[group] for number, group in chosen]),
         prompts=[rounds[number].prompts[group] for number, group in chosen],
         responses=[rounds[number].responses[group] for number, group in chosen],
-        parts=[rounds[number].parts[row] for number, row in responses],
+        rewards_by_name=[rounds[number].rewards_by_name[row] for number, row in responses],
         errors=[rounds[number].errors[row] for number, row in responses],
         response_tokens=sum(one.response_tokens for one in rounds),
         error_count=sum(one.error_count for one in rounds),

@@ -1,4 +1,4 @@
-"""A group from its first token to its rewards: one prompt and its responses, finished or not."""
+"""Data classes of a group: a prompt with its responses, unfinished, finished or scored."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchrl_grpo.inference.protocol import Completion
-from torchrl_grpo.rewards.types import Scored
+from torchrl_grpo.rewards.types import ResponseScore
 
 # Log-probabilities of each token of G responses under the reference model.
-UnderReference = list[list[float]]
+ReferenceLogProbs = list[list[float]]
 
 
 @dataclass
@@ -36,8 +36,8 @@ class Response:
         self.finish_reason = None if more.finish_reason == "aborted" else more.finish_reason
 
 
-def whole(completion: Completion, version: int) -> Response:
-    """The response in ``completion``, which weights of ``version`` have generated as a whole."""
+def response_from_completion(completion: Completion, version: int) -> Response:
+    """Return a response whose tokens were all generated with weights of ``version``."""
     response = Response()
     response.extend(completion, version)
     return response
@@ -60,18 +60,18 @@ class Group:
     responses: list[Response]
 
     @property
-    def whole(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether every response has ended."""
         return all(response.finish_reason is not None for response in self.responses)
 
     @property
-    def oldest(self) -> int | None:
+    def oldest_version(self) -> int | None:
         """The smallest version among all tokens; None before the first token."""
         return min((min(one.versions) for one in self.responses if one.versions), default=None)
 
     @property
-    def tokens(self) -> int:
-        """Response tokens so far."""
+    def num_tokens(self) -> int:
+        """Number of response tokens so far."""
         return sum(len(response.token_ids) for response in self.responses)
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,12 +91,12 @@ class ScoredGroup:
     Attributes:
         group: the responses.
         texts: texts of the responses.
-        scored: rewards of the G responses.
+        scores: rewards of the G responses.
         reference: log-probabilities of its tokens under the reference model, where that has processes of its
             own; G lists.
     """
 
     group: Group
     texts: list[str]
-    scored: list[Scored]
-    reference: UnderReference | None = None
+    scores: list[ResponseScore]
+    reference: ReferenceLogProbs | None = None

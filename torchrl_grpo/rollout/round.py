@@ -1,4 +1,4 @@
-"""From finished groups to a round: one path for both collectors, and what is logged of a round."""
+"""Builds a round from finished groups, for both collectors, and computes what is logged about it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,16 @@ from torchrl_grpo.inference.protocol import Completion
 from torchrl_grpo.models.scoring.padding import pad_right
 from torchrl_grpo.rollout.groups import Group, ScoredGroup
 
-_NAMES = ("prompt", "response", "reward", "rewards", "advantage", "policy_version", "errors", "group_id")
+_ROLLOUT_FIELDS = (
+    "prompt",
+    "response",
+    "reward",
+    "rewards",
+    "advantage",
+    "policy_version",
+    "errors",
+    "group_id",
+)
 
 
 @dataclass
@@ -30,10 +39,10 @@ class Round:
         groups: see :mod:`torchrl_grpo.batch.schema`.
         prompts: texts of P prompts.
         responses: texts of G responses for each prompt.
-        parts: rewards by name: P x G dictionaries, group by group.
+        rewards_by_name: rewards by name: P x G dictionaries, group by group.
         errors: reward errors by name: P x G dictionaries, group by group.
-        response_tokens: tokens of all responses, including rounds discarded because their groups had no
-            signal, but not groups dropped for their age.
+        response_tokens: number of response tokens. Refill rounds and the groups discarded from them are
+            included; groups dropped as too old are not.
         error_count: reward errors of the same responses.
         seconds: time that the trainer spent on the round, as metrics of its phases.
     """
@@ -41,7 +50,7 @@ class Round:
     groups: TensorDict
     prompts: list[str]
     responses: list[list[str]]
-    parts: list[dict[str, float]]
+    rewards_by_name: list[dict[str, float]]
     errors: list[dict[str, str]]
     response_tokens: int
     error_count: int
@@ -68,13 +77,13 @@ def score_groups(
     problems = [
         example for group, example in zip(groups, examples, strict=True) for _ in range(len(group.responses))
     ]
-    scored = env.score(texts, problems)
-    found, start = [], 0
+    scores = env.score(texts, problems)
+    scored_groups, start = [], 0
     for group in groups:
         end = start + len(group.responses)
-        found.append(ScoredGroup(group, texts[start:end], scored[start:end]))
+        scored_groups.append(ScoredGroup(group, texts[start:end], scores[start:end]))
         start = end
-    return found
+    return scored_groups
 
 
 def build_round(
@@ -94,45 +103,45 @@ def build_round(
         pad_token_id: token that fills the padding.
         seconds: see :class:`Round`.
     """
-    shape = len(groups), len(groups[0].scored)
-    scored = [one for group in groups for one in group.scored]
+    shape = len(groups), len(groups[0].scores)
+    scores = [one for group in groups for one in group.scores]
     responses = [group.group.responses for group in groups]
-    parts = [[one.parts.get(name, math.nan) for name in reward_names] for one in scored]
+    components = [[one.parts.get(name, math.nan) for name in reward_names] for one in scores]
     batch = build_batch(
         [group.group.prompt for group in groups],
         [
             [Completion(one.token_ids, one.log_probs, str(one.finish_reason)) for one in group]
             for group in responses
         ],
-        torch.tensor([one.total for one in scored]).view(*shape, 1),
-        torch.tensor(parts).view(*shape, -1),
+        torch.tensor([one.total for one in scores]).view(*shape, 1),
+        torch.tensor(components).view(*shape, -1),
         torch.tensor([group.group.group_id for group in groups])[:, None].repeat(1, shape[1]),
         [[one.versions for one in group] for group in responses],
         pad_token_id,
     )
-    under_reference = [row for group in groups for row in group.reference or ()]
-    if under_reference:
-        padded, _ = pad_right(under_reference, 0.0, torch.float32)
+    reference_log_probs = [row for group in groups for row in group.reference or ()]
+    if reference_log_probs:
+        padded, _ = pad_right(reference_log_probs, 0.0, torch.float32)
         batch["log_probs", "reference"] = padded.view_as(batch["log_probs", "response"])
     return Round(
         groups=batch,
         prompts=list(prompts),
         responses=[group.texts for group in groups],
-        parts=[dict(one.parts) for one in scored],
-        errors=[dict(one.errors) for one in scored],
+        rewards_by_name=[dict(one.parts) for one in scores],
+        errors=[dict(one.errors) for one in scores],
         response_tokens=int(batch["masks", "response"].sum()),
-        error_count=sum(len(one.errors) for one in scored),
+        error_count=sum(len(one.errors) for one in scores),
         seconds=seconds,
     )
 
 
-def ages(groups: TensorDict, step: int, steps_per_round: int) -> dict[str, float]:
-    """How old the policy of each response was when its round came to the trainer.
+def staleness_metrics(groups: TensorDict, step: int, steps_per_round: int) -> dict[str, float]:
+    """Return the staleness metrics of a round when the trainer receives it.
 
     Args:
         groups: ``[P]``, see :mod:`torchrl_grpo.batch.schema`.
-        step: optimizer steps done before the round.
-        steps_per_round: what a round counts for: an age of 1 is one round.
+        step: number of optimizer steps before the round.
+        steps_per_round: number of optimizer steps per round; ages are measured in rounds.
 
     Returns:
         ``policy/age_mean`` and ``policy/age_max`` of the oldest token of each response, ``policy/age_<n>``
@@ -140,13 +149,13 @@ def ages(groups: TensorDict, step: int, steps_per_round: int) -> dict[str, float
     """
     oldest = groups["policy_version"].flatten().tolist()
     newest = groups["newest_policy_version"].flatten().tolist()
-    found = [step // steps_per_round - version // steps_per_round for version in oldest]
-    counts = Counter(found)
+    ages = [step // steps_per_round - version // steps_per_round for version in oldest]
+    counts = Counter(ages)
     return {
-        "policy/age_mean": sum(found) / len(found),
-        "policy/age_max": max(found),
-        **{f"policy/age_{age}": counts[age] / len(found) for age in sorted(counts)},
-        "policy/mixed": sum(a != b for a, b in zip(oldest, newest, strict=True)) / len(found),
+        "policy/age_mean": sum(ages) / len(ages),
+        "policy/age_max": max(ages),
+        **{f"policy/age_{age}": counts[age] / len(ages) for age in sorted(counts)},
+        "policy/mixed": sum(a != b for a, b in zip(oldest, newest, strict=True)) / len(ages),
     }
 
 
@@ -155,18 +164,18 @@ def rollout_rows(round_: Round, groups: TensorDictBase) -> list[dict[str, Any]]:
 
     Args:
         round_: texts, named rewards and their errors.
-        groups: the same responses as they stand in the buffer, advantages included.
+        groups: the same groups from the buffer, with advantages.
     """
     samples = groups["advantage"].shape[1]
     columns = zip(
         [text for text in round_.prompts for _ in range(samples)],
         [text for group in round_.responses for text in group],
         groups["next", "reward"].flatten().tolist(),
-        round_.parts,
+        round_.rewards_by_name,
         groups["advantage"].flatten().tolist(),
         groups["policy_version"].flatten().tolist(),
         round_.errors,
         groups["group_id"].flatten().tolist(),
         strict=True,
     )
-    return [dict(zip(_NAMES, column, strict=True)) for column in columns]
+    return [dict(zip(_ROLLOUT_FIELDS, column, strict=True)) for column in columns]

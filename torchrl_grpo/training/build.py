@@ -37,7 +37,7 @@ from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.rewards.graders import CountingGrader
 from torchrl_grpo.rewards.reward_set import RewardSet
 from torchrl_grpo.rollout.buffer import GroupBuffer
-from torchrl_grpo.rollout.build import Collect, Source, one_engine
+from torchrl_grpo.rollout.build import CollectorFactory, EngineSource, build_single_engine
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.rng import derive_seed
@@ -95,7 +95,11 @@ class Notices:
 
 
 def build_session(
-    job: Job, *, collect: Collect = one_engine, plan: Plan | None = None, ranks: Ranks | None = None
+    job: Job,
+    *,
+    collect: CollectorFactory = build_single_engine,
+    plan: Plan | None = None,
+    ranks: Ranks | None = None,
 ) -> Session:
     """Build a session; on the other training ranks :func:`~torchrl_grpo.training.job.follow` builds the rest.
 
@@ -117,7 +121,7 @@ def build_session(
         return _build(job, collect, plan, ranks, opened)
 
 
-def _build(job: Job, collect: Collect, plan: Plan, ranks: Ranks, opened: ExitStack) -> Session:
+def _build(job: Job, collect: CollectorFactory, plan: Plan, ranks: Ranks, opened: ExitStack) -> Session:
     cfg, resume_from, notices = job.cfg, job.resume_from, Notices()
     seed_everything(cfg.seed)
     source = loading.resolve(cfg.model)
@@ -143,7 +147,7 @@ def _build(job: Job, collect: Collect, plan: Plan, ranks: Ranks, opened: ExitSta
         # The other ranks build their learners from the same specification.
         ranks.broadcast_object((spec, plan, screen.log_file()))
         learner = Learner(spec, torch.device(plan.train_device), ranks=ranks, notify=notices)
-    engine_source = Source(
+    engine_source = EngineSource(
         weights=weights,
         model=source,
         plan=plan,

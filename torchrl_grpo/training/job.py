@@ -18,7 +18,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import ZERO_STAGES
 from torchrl_grpo.errors import CheckpointError, TrainingStopped, WorkersLost
 from torchrl_grpo.planning import launcher, preflight
-from torchrl_grpo.planning.cores import WAITING
+from torchrl_grpo.planning.cores import PASSIVE_WAIT_ENV
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.rewards.graders import CountingGrader
 from torchrl_grpo.runtime import rank_env, screen
@@ -166,7 +166,7 @@ def _train(
                     raise CheckpointError(f"{lost}; and {error}") from lost
                 raise
         last = read_jsonl(run_dir / METRICS)[-1]
-        figures, seconds = session.figures(), session.state.seconds()
+        extras, seconds = session.summary_entries(), session.state.seconds()
         peak_memory_gib = session.state.peak_memory_gib()
     finally:
         ranks.release()
@@ -181,7 +181,7 @@ def _train(
         steps=session.counters.step,
         seconds=seconds,
         peak_memory_gib=peak_memory_gib,
-        extras=figures,
+        extras=extras,
         any_signal=session.counters.any_signal,
         stream=screen.out(),
     )
@@ -194,5 +194,5 @@ def _prepare_process(cfg: Config | None) -> None:
         cfg is not None and launcher.parallelism(cfg) in ZERO_STAGES,
         cfg is not None and cfg.train_model.quantization != "none",
     )
-    if not WAITING.keys() & os.environ.keys():
-        os.environ.update(WAITING)
+    if not PASSIVE_WAIT_ENV.keys() & os.environ.keys():
+        os.environ.update(PASSIVE_WAIT_ENV)

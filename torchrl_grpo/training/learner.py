@@ -19,7 +19,7 @@ from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import optim_batch_size, rounds, steps_per_round, token_budget
 from torchrl_grpo.distributed.engine_share import EngineShare
-from torchrl_grpo.distributed.parallelism import distribute, reshard_after, sharded, whole, writable
+from torchrl_grpo.distributed.parallelism import distribute, full_tensor, reshard_after, sharded, writable
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.build import build_engine
@@ -224,7 +224,7 @@ class Learner:
 
     def weight(self, name: str) -> Tensor:
         """A parameter of the model, gathered."""
-        return whole(self.model.get_parameter(name))
+        return full_tensor(self.model.get_parameter(name))
 
     @torch.no_grad()
     def scale_columns(self, factor: float) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torchrl_grpo.objectives.advantage import is_constant
 from torchrl_grpo.observe.stats import cuda_in_use, peak_cuda_gib, peak_memory_gib
 from torchrl_grpo.rollout.dynamic_sampling import collect_with_signal
-from torchrl_grpo.rollout.round import Round, ages
+from torchrl_grpo.rollout.round import Round, staleness_metrics
 from torchrl_grpo.training.session import Session
 from torchrl_grpo.training.throughput import rest_of
 
@@ -71,7 +71,7 @@ def collect(run: Session) -> dict[str, float]:
     policy, device = run.cfg.policy, run.parts.learner.device
     round_, refill = collect_with_signal(
         run.parts.collector,
-        run.parts.learner.advantage.without_signal,
+        run.parts.learner.advantage.no_signal_mask,
         policy.max_refills if policy.constant_groups == "refill" else 0,
     )
     # Verify the probe results that have arrived, before training on this round: the run stops if a worker
@@ -81,7 +81,7 @@ def collect(run: Session) -> dict[str, float]:
     run.rest_engine()
     started = time.perf_counter()
     # Log-probabilities under other models and advantages are computed as the buffer takes the groups.
-    run.parts.buffer.refill(round_.groups)
+    run.parts.buffer.replace_contents(round_.groups)
     prepared = time.perf_counter() - started
     run.counters.steps_left_in_round = run.schedule.steps_per_round
     run.write_rollouts(round_)
@@ -106,7 +106,7 @@ def describe(run: Session, round_: Round) -> dict[str, float]:
     lengths = groups["masks", "response"].sum(-1).float()
     run.counters.response_tokens += round_.response_tokens
     run.counters.reward_errors += round_.error_count
-    run.counters.any_signal |= not bool(run.parts.learner.advantage.without_signal(groups).all())
+    run.counters.any_signal |= not bool(run.parts.learner.advantage.no_signal_mask(groups).all())
     metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(correction=0)),
@@ -117,12 +117,12 @@ def describe(run: Session, round_: Round) -> dict[str, float]:
         "response/length_max": float(lengths.max()),
         "response/truncated": float(groups["truncated"].float().mean()),
         "policy/version": int(groups["policy_version"].min()),
-        **ages(groups, run.counters.step, run.schedule.steps_per_round),
+        **staleness_metrics(groups, run.counters.step, run.schedule.steps_per_round),
         "data/epoch": run.parts.collector.env.stream.epoch_of(int(groups["group_id"].max())),
         **round_.seconds,
-        **run.parts.collector.figures(round_),
+        **run.parts.collector.round_metrics(round_),
     }
-    for name in sorted({name for parts in round_.parts for name in parts}):
-        values = [parts[name] for parts in round_.parts if name in parts]
+    for name in sorted({name for parts in round_.rewards_by_name for name in parts}):
+        values = [parts[name] for parts in round_.rewards_by_name if name in parts]
         metrics[f"reward/{name}"] = sum(values) / len(values)
     return metrics

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchrl_grpo.distributed.deepspeed import ZeroNetwork, ZeroUpdate
-from torchrl_grpo.distributed.parallelism import shard_like, whole
+from torchrl_grpo.distributed.parallelism import full_tensor, shard_like
 
 
 class Update(Protocol):
@@ -82,7 +82,7 @@ class TorchUpdate:
 
     def step(self, allowed: bool) -> float:
         self._scaler.unscale_(self._optimizer)
-        norm = float(whole(nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)))
+        norm = float(full_tensor(nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)))
         if allowed and math.isfinite(norm):
             self._scaler.step(self._optimizer)
         return norm
@@ -96,10 +96,10 @@ class TorchUpdate:
         for index, entry in found["state"].items():
             for name, value in entry.items():
                 if keep:
-                    moments.setdefault(index, {})[name] = whole(value).cpu()
+                    moments.setdefault(index, {})[name] = full_tensor(value).cpu()
                 elif isinstance(value, DTensor):
                     # The rank that keeps it cannot gather it alone.
-                    whole(value)
+                    full_tensor(value)
         return {**found, "state": moments}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:

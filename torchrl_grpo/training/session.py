@@ -196,7 +196,7 @@ class Session:
             else None,
         )
 
-    def figures(self) -> dict[str, Any]:
+    def summary_entries(self) -> dict[str, Any]:
         """Entries of ``summary.json`` beside accuracy, steps, time and memory."""
         return {
             "eval_problems": len(self.parts.evaluator.examples),
@@ -204,7 +204,7 @@ class Session:
             "reward_errors": self.counters.reward_errors,
             "skipped_steps": self.parts.learner.optimize.skipped,
             "peak_cuda_memory_gib": self.state.peak_cuda_gib(),
-            **self.parts.collector.account(),
+            **self.parts.collector.summary_entries(),
         }
 
     def close(self) -> None:

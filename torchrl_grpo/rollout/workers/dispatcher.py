@@ -1,8 +1,7 @@
 """The thread between trainer and workers: it calls workers, scores their groups and replaces dead workers.
 
 All bookkeeping happens in this one thread. The thread waits on one queue for replies of workers, for scores
-and for requests of the trainer. It polls nothing. The only timeouts are those of processes that do not
-answer.
+and for requests of the trainer. It does not poll. Timeouts only detect processes that do not respond.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from typing import Any, TypeVar
 from torchrl_grpo.errors import UserError, WorkersLost
 from torchrl_grpo.inference.protocol import ProbeResult
 from torchrl_grpo.rollout.groups import Group, ScoredGroup
-from torchrl_grpo.rollout.workers.scheduler import Call, Load, Scheduler, Task, Weights
+from torchrl_grpo.rollout.workers.scheduler import Call, LoadWeights, PublishedWeights, Scheduler, Task
 from torchrl_grpo.rollout.workers.types import (
     Command,
-    Generate,
+    GenerateForEval,
+    GenerateGroups,
+    LoadWeightsCommand,
     Pool,
     Publication,
-    Reference,
-    TakeWeights,
-    Work,
+    ReferenceClient,
     WorkerStats,
 )
 
@@ -48,9 +47,10 @@ class Dispatcher:
         timeout_s: number of seconds after which a silent worker counts as dead. A start may take at least
             :data:`START_LIMIT_S`.
         max_restarts: number of workers that this process replaces before it fails.
-        refills: whether a round may be taken again. Groups that are too late for the next round are then
-            kept, because the current round may still need them.
-        reference: reference model in separate processes; None if it is unused or the trainer holds it.
+        may_refill: whether the trainer may ask for a refill of the current round. Groups that are too old for
+            the next round are then kept, because a refill may use them.
+        reference: client of the reference model in separate processes. None if the model is unused or the
+            trainer holds it.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Dispatcher:
         score: Callable[[Group], ScoredGroup],
         timeout_s: float,
         max_restarts: int,
-        refills: bool = False,
-        reference: Reference | None = None,
+        may_refill: bool = False,
+        reference: ReferenceClient | None = None,
     ) -> None:
         count = len(scheduler.workers)
         self.scheduler = scheduler
@@ -73,88 +73,89 @@ class Dispatcher:
         self._timeout_s = timeout_s
         self._max_restarts = max_restarts
         self._restarts = 0
-        self._refills = refills
+        self._may_refill = may_refill
         self.reference = reference
         self._starting: Future[None] | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="rewards")
-        self._lives = [0] * count
+        self._incarnations = [0] * count
         # By worker: deadline by the monotonic clock, and the number of seconds allowed.
         self._deadlines: dict[int, tuple[float, float]] = {}
-        self._taker: Future[list[ScoredGroup]] | None = None
-        self._open: set[Future[Any]] = set()
+        self._round_future: Future[list[ScoredGroup]] | None = None
+        self._pending_futures: set[Future[Any]] = set()
         self._error: BaseException | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="dispatcher", daemon=True)
 
     def start(self) -> None:
         """Start the thread and every worker, and block until all workers can be called."""
-        ready: Future[None] = self._promise()
+        ready: Future[None] = self._new_future()
         self._inbox.put(lambda: self._start_all(ready))
         self._thread.start()
         ready.result()
 
-    def ask(self, question: Callable[[], _T]) -> _T:
-        """Run ``question`` in the dispatcher's thread and return its result.
+    def run_in_thread(self, function: Callable[[], _T]) -> _T:
+        """Run ``function`` in the dispatcher's thread and return its result.
 
-        If the thread has failed, ``question`` runs in the calling thread.
+        If the thread has failed, ``function`` runs in the calling thread.
 
         Raises:
             WorkersLost: workers failed too often.
             UserError: a worker reported an error at the start that the user can fix.
         """
-        answer: Future[_T] = self._promise()
+        future: Future[_T] = self._new_future()
         begun = False
 
         def run() -> None:
             nonlocal begun
             begun = True
-            answer.set_result(question())
+            future.set_result(function())
 
         self._inbox.put(run)
         try:
-            return answer.result()
+            return future.result()
         except BaseException as error:
             if begun or error is not self._error:
                 raise
-            # The thread ends without running the question. Nothing else uses the tracker any more, so this
+            # The thread ends without running the function. Nothing else uses the tracker any more, so this
             # thread may access it, for example to save its state.
             self._thread.join()
-            return question()
+            return function()
 
-    def take(self, again: bool) -> list[ScoredGroup]:
+    def wait_for_round(self, is_refill: bool) -> list[ScoredGroup]:
         """Wait for the next round and return its groups in the order of their numbers.
 
         Args:
-            again: whether this round replaces the one taken last.
+            is_refill: whether the round completes the previous one.
 
         Raises:
-            UserError: a worker failed, see :meth:`ask`.
+            UserError: a worker failed, see :meth:`run_in_thread`.
         """
-        if again:
+        if is_refill:
             # Use a separate call, because the tracker must record it even if no worker is left.
-            self.ask(self.scheduler.tracker.reopen)
-        taken: Future[list[ScoredGroup]] = self._promise()
-        self._inbox.put(lambda: self._want(taken))
-        return taken.result()
+            self.run_in_thread(self.scheduler.tracker.undo_take)
+        future: Future[list[ScoredGroup]] = self._new_future()
+        self._inbox.put(lambda: self._request_round(future))
+        return future.result()
 
     def publish(self, publication: Publication, version: int) -> None:
         """Send weights to all workers without waiting for them."""
 
         def post() -> None:
-            before = self.scheduler.newest
-            self.scheduler.publish(Weights(0 if before is None else before.number + 1, version, publication))
-            if before is not None:
+            previous = self.scheduler.newest
+            number = 0 if previous is None else previous.number + 1
+            self.scheduler.publish(PublishedWeights(number, version, publication))
+            if previous is not None:
                 # No worker gets the older weights any more, so free their memory in the object store.
-                before.content.content = None
-                before.content.arrived.cancel()
+                previous.publication.content = None
+                previous.publication.all_loaded_future.cancel()
 
-        self._watch(publication.arrived)
+        self._watch(publication.all_loaded_future)
         self._inbox.put(post)
 
-    def tasks(self, jobs: Sequence[Generate]) -> list[Any]:
+    def run_tasks(self, jobs: Sequence[GenerateForEval]) -> list[Any]:
         """Run job i on worker i with the newest weights, and wait for all results."""
-        results: list[Future[Any]] = [self._promise() for _ in jobs]
+        results: list[Future[Any]] = [self._new_future() for _ in jobs]
 
         def post() -> None:
             for worker, job, result in zip(self.scheduler.workers, jobs, results, strict=False):
@@ -176,37 +177,37 @@ class Dispatcher:
         self._pool.close()
         self._scorer.shutdown(cancel_futures=True)
 
-    def _promise(self) -> Future[Any]:
+    def _new_future(self) -> Future[Any]:
         future: Future[Any] = Future()
         self._watch(future)
         return future
 
     def _watch(self, future: Future[Any]) -> None:
         """Fail this future if the thread ends with an error."""
-        self._open.add(future)
-        future.add_done_callback(self._open.discard)
+        self._pending_futures.add(future)
+        future.add_done_callback(self._pending_futures.discard)
         if self._error is not None:
             _fail(future, self._error)
 
     def _run(self) -> None:
         while not self._stopping:
             try:
-                self._turn()
+                self._process_next_event()
             except BaseException as error:  # noqa: BLE001  raised again in the waiting thread
                 self._error = error
-                for future in list(self._open):
+                for future in list(self._pending_futures):
                     _fail(future, error)
                 return
 
-    def _turn(self) -> None:
+    def _process_next_event(self) -> None:
         deadline = math.inf if self.reference is None else self.reference.deadline()
         deadline = min(deadline, *(until for until, _ in self._deadlines.values()), math.inf)
         try:
             wait = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
             self._inbox.get(timeout=wait)()
         except queue.Empty:
-            self._give_up_on_silent()
-        self._hand_out()
+            self._fail_timed_out()
+        self._deliver_round()
         for number in range(len(self.scheduler.workers)):
             call = self.scheduler.next_call(number)
             if call is not None:
@@ -215,35 +216,35 @@ class Dispatcher:
     def _start_all(self, ready: Future[None]) -> None:
         self._starting = ready
         for number in range(len(self.scheduler.workers)):
-            self._begin(number)
+            self._start_worker(number)
 
-    def _begin(self, number: int) -> None:
-        self._lives[number] += 1
-        self._allow(number, max(START_LIMIT_S, self._timeout_s))
-        self._pool.start(number, self._posting(number, lambda _: self._started(number)))
+    def _start_worker(self, number: int) -> None:
+        self._incarnations[number] += 1
+        self._set_deadline(number, max(START_LIMIT_S, self._timeout_s))
+        self._pool.start(number, self._make_callback(number, lambda _: self._on_worker_started(number)))
 
-    def _allow(self, number: int, seconds: float) -> None:
+    def _set_deadline(self, number: int, seconds: float) -> None:
         self._deadlines[number] = time.monotonic() + seconds, seconds
 
-    def _started(self, number: int) -> None:
-        self.scheduler.started(number)
+    def _on_worker_started(self, number: int) -> None:
+        self.scheduler.on_worker_started(number)
         if self._starting is not None and all(worker.ready for worker in self.scheduler.workers):
             self._starting.set_result(None)
             self._starting = None
 
-    def _posting(self, number: int, handle: Callable[[Any], None]) -> Callable[[Any], None]:
+    def _make_callback(self, number: int, handle: Callable[[Any], None]) -> Callable[[Any], None]:
         """Return a callback that passes a result to ``handle`` in the dispatcher's thread.
 
         The thread ignores the result if its worker has been replaced since.
         """
-        life = self._lives[number]
+        incarnation = self._incarnations[number]
 
         def receive(result: Any) -> None:
-            if self._lives[number] != life:
+            if self._incarnations[number] != incarnation:
                 return
             del self._deadlines[number]
             if isinstance(result, BaseException):
-                self._failed(number, result)
+                self._on_worker_failed(number, result)
             else:
                 handle(result)
 
@@ -251,49 +252,55 @@ class Dispatcher:
 
     def _send(self, number: int, call: Call) -> None:
         command: Command
-        if isinstance(call, Load):
-            weights, publication = call.weights, call.weights.content
-            command = TakeWeights(publication.content, weights.version, publication.probe, call.give_back)
-            handle = self._posting(number, lambda result: self._loaded(number, weights, result))
-        elif isinstance(call, Work):
+        if isinstance(call, LoadWeights):
+            weights, publication = call.weights, call.weights.publication
+            command = LoadWeightsCommand(
+                publication.content, weights.version, publication.probe, call.return_interrupted
+            )
+            handle = self._make_callback(
+                number, lambda result: self._on_weights_loaded(number, weights, result)
+            )
+        elif isinstance(call, GenerateGroups):
             command = call
-            handle = self._posting(number, lambda turn: self._worked(number, turn))
+            handle = self._make_callback(number, lambda result: self._on_groups_generated(number, result))
         else:
             command = call
-            handle = self._posting(number, lambda result: self.scheduler.ran_task(number, result))
-        self._allow(number, self._timeout_s)
+            handle = self._make_callback(number, lambda result: self.scheduler.on_task_done(number, result))
+        self._set_deadline(number, self._timeout_s)
         self._pool.call(number, command, handle)
 
-    def _loaded(self, number: int, weights: Weights, result: tuple[ProbeResult, list[Group]]) -> None:
-        probe_result, cut = result
-        self.scheduler.loaded(number, weights, cut)
-        publication: Publication = weights.content
+    def _on_weights_loaded(
+        self, number: int, weights: PublishedWeights, result: tuple[ProbeResult, list[Group]]
+    ) -> None:
+        probe_result, interrupted = result
+        self.scheduler.on_weights_loaded(number, weights, interrupted)
+        publication: Publication = weights.publication
         publication.results_queue.put(probe_result)
-        everywhere = all(worker.holds is weights for worker in self.scheduler.workers)
-        if everywhere and not publication.arrived.done():
-            publication.arrived.set_result(None)
+        all_loaded = all(worker.loaded_weights is weights for worker in self.scheduler.workers)
+        if all_loaded and not publication.all_loaded_future.done():
+            publication.all_loaded_future.set_result(None)
 
-    def _worked(self, number: int, turn: Any) -> None:
-        self.stats.tokens[number] += turn.tokens
-        self.stats.seconds[number] += turn.seconds
-        for group in self.scheduler.worked(number, turn.finished):
-            self._begin_to_score(group)
+    def _on_groups_generated(self, number: int, result: Any) -> None:
+        self.stats.tokens[number] += result.tokens
+        self.stats.seconds[number] += result.seconds
+        for group in self.scheduler.on_groups_generated(number, result.finished):
+            self._start_scoring(group)
 
-    def _begin_to_score(self, group: Group) -> None:
-        asked: Future[Any] = Future()
+    def _start_scoring(self, group: Group) -> None:
+        reference_future: Future[Any] = Future()
         if self.reference is None:
-            asked.set_result(None)
+            reference_future.set_result(None)
         else:
-            asked = self.reference.score(group)
-        rewarded = self._scorer.submit(self._timed_score, group)
-        rewarded.add_done_callback(
-            lambda done: self._inbox.put(lambda: self._rewarded(*done.result(), asked))
+            reference_future = self.reference.score(group)
+        reward_future = self._scorer.submit(self._timed_score, group)
+        reward_future.add_done_callback(
+            lambda future: self._inbox.put(lambda: self._on_rewarded(*future.result(), reference_future))
         )
 
-    def _rewarded(self, scored: ScoredGroup, seconds: float, asked: Future[Any]) -> None:
+    def _on_rewarded(self, scored: ScoredGroup, seconds: float, reference_future: Future[Any]) -> None:
         self.stats.score_seconds += seconds
-        asked.add_done_callback(
-            lambda done: self._inbox.put(lambda: self._accept(replace(scored, reference=done.result())))
+        reference_future.add_done_callback(
+            lambda future: self._inbox.put(lambda: self._accept(replace(scored, reference=future.result())))
         )
 
     def _timed_score(self, group: Group) -> tuple[ScoredGroup, float]:
@@ -301,28 +308,28 @@ class Dispatcher:
         return self._score(group), time.perf_counter() - start
 
     def _accept(self, scored: ScoredGroup) -> None:
-        number, oldest = scored.group.group_id, scored.group.oldest
+        number, oldest_version = scored.group.group_id, scored.group.oldest_version
         # A group dropped while it was scored is no longer in the tracker.
         if number in self.scheduler.tracker.running:
-            assert oldest is not None
-            self.scheduler.tracker.accept(number, oldest)
+            assert oldest_version is not None
+            self.scheduler.tracker.accept(number, oldest_version)
             self.accepted[number] = scored
 
-    def _want(self, taken: Future[list[ScoredGroup]]) -> None:
-        self._taker = taken
-        self.scheduler.wanted = True
+    def _request_round(self, future: Future[list[ScoredGroup]]) -> None:
+        self._round_future = future
+        self.scheduler.round_requested = True
 
-    def _hand_out(self) -> None:
-        if self._taker is None:
+    def _deliver_round(self) -> None:
+        if self._round_future is None:
             return
         self._expire()
         chosen = self.scheduler.tracker.take()
         if chosen is None:
             return
-        self.scheduler.wanted = False
-        taker, self._taker = self._taker, None
-        taker.set_result([self.accepted.pop(number) for number in chosen])
-        if not self._refills:
+        self.scheduler.round_requested = False
+        future, self._round_future = self._round_future, None
+        future.set_result([self.accepted.pop(number) for number in chosen])
+        if not self._may_refill:
             # Groups that were recent enough for this round may be too old for the next one.
             self._expire()
 
@@ -330,30 +337,30 @@ class Dispatcher:
         for number in self.scheduler.expire():
             self.accepted.pop(number, None)
 
-    def _give_up_on_silent(self) -> None:
+    def _fail_timed_out(self) -> None:
         now = time.monotonic()
         if self.reference is not None:
-            self.reference.give_up_on_silent()
+            self.reference.restart_timed_out()
         for number, (until, allowed) in list(self._deadlines.items()):
             if until <= now:
                 del self._deadlines[number]
-                self._failed(number, TimeoutError(f"no answer within {allowed:g} s"))
+                self._on_worker_failed(number, TimeoutError(f"no answer within {allowed:g} s"))
 
-    def _failed(self, number: int, error: BaseException) -> None:
+    def _on_worker_failed(self, number: int, error: BaseException) -> None:
         if isinstance(error, UserError) and self._starting is not None:
             raise error
         self._pool.kill(number)
-        self.scheduler.lost(number)
+        self.scheduler.on_worker_lost(number)
         self.stats.restarts += 1
         self._restarts += 1
         if self._restarts > self._max_restarts:
             raise WorkersLost(
                 f"rollout worker {number} failed ({_first_line(error)}), and "
                 f"collector.max_restarts={self._max_restarts} workers have been replaced already; fix the "
-                "cause and go on with resume=auto (without a checkpoint start again), or raise "
+                "cause and resume with resume=auto (or start a new run if there is no checkpoint), or raise "
                 "collector.max_restarts or collector.timeout_s"
             ) from error
-        self._begin(number)
+        self._start_worker(number)
 
 
 def _fail(future: Future[Any], error: BaseException) -> None:

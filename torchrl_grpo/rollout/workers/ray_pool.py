@@ -27,15 +27,15 @@ from torch import Tensor
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.protocol import SteppingEngine
-from torchrl_grpo.planning.cores import WAITING
+from torchrl_grpo.planning.cores import PASSIVE_WAIT_ENV
 from torchrl_grpo.planning.plan import SHARED_GPU
-from torchrl_grpo.rollout.workers.types import Command, TakeWeights
+from torchrl_grpo.rollout.workers.types import Command, LoadWeightsCommand
 
 _PLACEMENT_LIMIT_S = 60.0
 # Ray frees unused objects once a second by default. With short steps, several copies of the weights
 # accumulate in that time, so a cluster started here frees them more often. The environment variable takes
 # precedence.
-_FREED_AFTER = "RAY_free_objects_period_milliseconds"
+_FREE_PERIOD_VAR = "RAY_free_objects_period_milliseconds"
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class WorkerSpec:
     gpu_memory_utilization: float = SHARED_GPU
 
 
-# Weights by name, each as bytes, number format and shape. Ray transfers this form without a copy.
-Shipped = dict[str, tuple[numpy.ndarray, torch.dtype, tuple[int, ...]]]
+# Weights by name, each as bytes, dtype and shape. Ray transfers this form without a copy.
+PackedWeights = dict[str, tuple[numpy.ndarray, torch.dtype, tuple[int, ...]]]
 
 
-def pack(weights: Iterable[tuple[str, Tensor]]) -> Shipped:
+def pack(weights: Iterable[tuple[str, Tensor]]) -> PackedWeights:
     """Convert weights to arrays of bytes, which hold any number format.
 
     Contiguous tensors on the CPU are not copied.
@@ -84,9 +84,9 @@ def pack(weights: Iterable[tuple[str, Tensor]]) -> Shipped:
     }
 
 
-def unpack(shipped: Shipped) -> Iterator[tuple[str, Tensor]]:
+def unpack(packed: PackedWeights) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and weights that :func:`pack` was given."""
-    for name, (content, dtype, shape) in shipped.items():
+    for name, (content, dtype, shape) in packed.items():
         # Copy, because torch warns about tensors in the read-only memory of the object store.
         yield name, torch.from_numpy(content.copy()).view(dtype).view(shape)
 
@@ -107,10 +107,10 @@ class RolloutActor:
             keep_freed_memory()
         options = spec.cfg.inference_model
         self.worker = RolloutWorker(
-            self.engine(spec), options.max_new_tokens, options.temperature, time.perf_counter
+            self.make_engine(spec), options.max_new_tokens, options.temperature, time.perf_counter
         )
 
-    def engine(self, spec: WorkerSpec) -> SteppingEngine:
+    def make_engine(self, spec: WorkerSpec) -> SteppingEngine:
         """Build the engine that the configuration selects."""
         from torchrl_grpo.inference.build import build_engine
 
@@ -125,16 +125,16 @@ class RolloutActor:
             gpu_memory_utilization=spec.gpu_memory_utilization,
         )
 
-    def load(self, shipped: Shipped, command: TakeWeights) -> Any:
+    def load(self, packed: PackedWeights, command: LoadWeightsCommand) -> Any:
         """Run ``command`` with these weights.
 
-        Ray resolves an object reference only if the reference itself is an argument, so ``shipped`` is not
+        Ray resolves an object reference only if the reference itself is an argument, so ``packed`` is not
         part of ``command``.
         """
-        return self.worker.run(replace(command, content=unpack(shipped)))
+        return self.worker.run(replace(command, content=unpack(packed)))
 
     def run(self, command: Command) -> Any:
-        """Run any command except :class:`TakeWeights`. See :meth:`RolloutWorker.run`."""
+        """Run any command except :class:`LoadWeightsCommand`. See :meth:`RolloutWorker.run`."""
         return self.worker.run(command)
 
 
@@ -146,7 +146,7 @@ class RayPool:
         spec: specification of every worker.
         count: number of workers.
         actor: class of the workers.
-        others: number of additional processes, each with the same resources as a worker.
+        num_extra_actors: number of additional processes, each with the same resources as a worker.
 
     Raises:
         ConfigError: the cluster cannot be reached, or it cannot hold so many workers.
@@ -159,33 +159,33 @@ class RayPool:
         *,
         count: int,
         actor: type[RolloutActor] = RolloutActor,
-        others: int = 0,
+        num_extra_actors: int = 0,
     ) -> None:
-        places = count + others
+        num_bundles = count + num_extra_actors
         self._spec = spec
         self._actor = actor
         # False if an earlier part of this process connected to Ray. The pool then keeps the connection open.
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
-            _connect(cfg, places, spec.gpus)
+            _connect(cfg, num_bundles, spec.gpus)
         bundle = {"CPU": 1.0, **({"GPU": 1.0} if spec.on_gpu else {})}
         self._actors: list[Any] = [None] * count
         self._group: Any = None
-        there = ray.cluster_resources()
+        cluster = ray.cluster_resources()
         try:
-            if any(there.get(name, 0.0) < amount * places for name, amount in bundle.items()):
-                raise GetTimeoutError("waiting for it would be in vain")
-            self._group = placement_group([bundle] * places, strategy=cfg.ray.placement.upper())
+            if any(cluster.get(name, 0.0) < amount * num_bundles for name, amount in bundle.items()):
+                raise GetTimeoutError("the cluster has too few resources in total")
+            self._group = placement_group([bundle] * num_bundles, strategy=cfg.ray.placement.upper())
             # Wait a while, because another job may free its resources soon.
             ray.get(self._group.ready(), timeout=_PLACEMENT_LIMIT_S)
         except GetTimeoutError as error:
             self.close()
-            beside = f" and {others} of the reference model" if others else ""
-            fewer = "inference_model.num_devices" + (" or ref_model.num_devices" if others else "")
+            beside = f" and {num_extra_actors} of the reference model" if num_extra_actors else ""
+            fewer = "inference_model.num_devices" + (" or ref_model.num_devices" if num_extra_actors else "")
             raise ConfigError(
                 f"inference_model.num_devices={count}: {count} workers{beside} with {bundle} each do not fit "
-                f"into the Ray cluster, whose total is {_total(there, 'CPU')} and {_total(there, 'GPU')}; "
-                f"lower {fewer}, or add nodes"
+                f"into the Ray cluster, whose total is {_total(cluster, 'CPU')} and "
+                f"{_total(cluster, 'GPU')}; lower {fewer}, or add nodes"
             ) from error
 
     def start(self, number: int, done: Callable[[Any], None]) -> None:
@@ -197,25 +197,25 @@ class RayPool:
                 num_cpus=1,
                 num_gpus=1 if spec.on_gpu else 0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, number),
-                runtime_env={"env_vars": variables(spec.threads)},
+                runtime_env={"env_vars": worker_env(spec.threads)},
             )
             .remote()
         )
-        report(self._actors[number].setup.remote(spec), done)
+        call_when_done(self._actors[number].setup.remote(spec), done)
 
-    def place_of_another(self, number: int) -> PlacementGroupSchedulingStrategy:
-        """Return the placement of additional process ``number``, which ends with the pool."""
+    def extra_actor_placement(self, number: int) -> PlacementGroupSchedulingStrategy:
+        """Return the placement of an additional process, which ends with the pool."""
         return PlacementGroupSchedulingStrategy(self._group, len(self._actors) + number)
 
     def call(self, number: int, command: Command, done: Callable[[Any], None]) -> None:
         """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
         actor = self._actors[number]
-        if isinstance(command, TakeWeights):
-            report(actor.load.remote(command.content, replace(command, content=None)), done)
+        if isinstance(command, LoadWeightsCommand):
+            call_when_done(actor.load.remote(command.content, replace(command, content=None)), done)
         else:
-            report(actor.run.remote(command), done)
+            call_when_done(actor.run.remote(command), done)
 
-    def ship(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
+    def put_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
         """Put weights into the object store, which keeps one copy per node for any number of workers."""
         return ray.put(pack(weights))
 
@@ -239,11 +239,11 @@ def _total(resources: dict[str, float], name: str) -> str:
     return f"{resources.get(name, 0.0):g} {name}"
 
 
-def variables(threads: int) -> dict[str, str]:
+def worker_env(threads: int) -> dict[str, str]:
     """Return the environment of a process that computes on ``threads`` cores beside the trainer."""
     return {
         "OMP_NUM_THREADS": str(threads),
-        **WAITING,
+        **PASSIVE_WAIT_ENV,
         # The process is no training rank but inherits the environment of one, so reset its variables.
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -253,7 +253,7 @@ def variables(threads: int) -> dict[str, str]:
     }
 
 
-def report(ref: Any, done: Callable[[Any], None]) -> None:
+def call_when_done(ref: Any, done: Callable[[Any], None]) -> None:
     """Call ``done`` from any thread with the result or the error of an actor's call."""
 
     def finished(future: Any) -> None:
@@ -273,7 +273,7 @@ def _connect(cfg: Config, count: int, gpus: Sequence[int]) -> None:
     quiet["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(_import_path())}}
     if address is None:
         # Every worker occupies one CPU slot, so offer enough slots even if there are fewer cores.
-        with inherited(of_nodes(gpus)):
+        with temporary_env(cluster_env(gpus)):
             ray.init(
                 address="local",
                 num_cpus=max(count, os.cpu_count() or 1),
@@ -283,7 +283,7 @@ def _connect(cfg: Config, count: int, gpus: Sequence[int]) -> None:
             )
         return
     try:
-        _knock(address)
+        _check_reachable(address)
         ray.init(address=address, **quiet)
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -292,7 +292,7 @@ def _connect(cfg: Config, count: int, gpus: Sequence[int]) -> None:
         ) from error
 
 
-def _knock(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Fail fast: ``ray.init`` retries an unreachable HOST:PORT for minutes.
 
     Raises:
@@ -303,12 +303,12 @@ def _knock(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=10).close()
 
 
-def of_nodes(gpus: Sequence[int]) -> dict[str, str]:
+def cluster_env(gpus: Sequence[int]) -> dict[str, str]:
     """Return the environment for a Ray cluster that is started here.
 
     Ray assigns the GPUs that its node process sees, so the environment lists only ``gpus``.
     """
-    found = {_FREED_AFTER: os.environ.get(_FREED_AFTER, "10")}
+    found = {_FREE_PERIOD_VAR: os.environ.get(_FREE_PERIOD_VAR, "10")}
     if gpus:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = seen.split(",") if seen else None
@@ -317,8 +317,8 @@ def of_nodes(gpus: Sequence[int]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def inherited(variables: dict[str, str]) -> Iterator[None]:
-    """Add variables to the environment of processes that are started inside this context."""
+def temporary_env(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables inside this context; processes started there inherit them."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -333,5 +333,5 @@ def inherited(variables: dict[str, str]) -> Iterator[None]:
 
 def _import_path() -> list[str]:
     root = str(Path(__file__).resolve().parents[3])
-    there = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return [root, *(entry for entry in there if entry and entry != root)]
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [root, *(entry for entry in inherited if entry and entry != root)]

@@ -24,9 +24,9 @@ from torchrl_grpo.batch.schema import tokens_of
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import token_budget
 from torchrl_grpo.errors import WorkersLost
-from torchrl_grpo.rollout.groups import Group, UnderReference
+from torchrl_grpo.rollout.groups import Group, ReferenceLogProbs
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
-from torchrl_grpo.rollout.workers.ray_pool import RayPool, report, variables
+from torchrl_grpo.rollout.workers.ray_pool import RayPool, call_when_done, worker_env
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ReferenceScorer:
         self._pad_token_id = spec.pad_token_id
         self._scorer = LogProbScorer(scorer, "reference", budget)
 
-    def score(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> UnderReference:
+    def score(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> ReferenceLogProbs:
         """Return the log-probability of each token of G responses, at the sampling temperature."""
         group = TensorDict(tokens_of([prompt], [responses], self._pad_token_id), [1])
         (rows,) = self._scorer.inv(group)["log_probs", "reference"]
@@ -97,10 +97,10 @@ class ReferenceActors:
             .options(
                 num_cpus=1,
                 num_gpus=1 if spec.on_gpu else 0,
-                scheduling_strategy=pool.place_of_another(number),
+                scheduling_strategy=pool.extra_actor_placement(number),
                 max_restarts=restarts,
                 max_task_retries=restarts,
-                runtime_env={"env_vars": variables(spec.threads)},
+                runtime_env={"env_vars": worker_env(spec.threads)},
             )
             .remote(spec)
             for number in range(count)
@@ -118,9 +118,9 @@ class ReferenceActors:
                 f"({_cause(error)})"
             ) from error
 
-    def score(self, group: Group) -> Future[UnderReference]:
-        """See :class:`~torchrl_grpo.rollout.workers.types.Reference`."""
-        found: Future[UnderReference] = Future()
+    def score(self, group: Group) -> Future[ReferenceLogProbs]:
+        """See :class:`~torchrl_grpo.rollout.workers.types.ReferenceClient`."""
+        future: Future[ReferenceLogProbs] = Future()
         with self._lock:
             number = min(range(len(self._actors)), key=self._unanswered.__getitem__)
             if self._unanswered[number] == 0:
@@ -133,21 +133,21 @@ class ReferenceActors:
                 waits = self._unanswered[number] > 0
                 self._deadlines[number] = time.monotonic() + self._limit_s if waits else math.inf
             if isinstance(result, BaseException):
-                found.set_exception(_lost(result))
+                future.set_exception(_lost(result))
             else:
-                found.set_result(result)
+                future.set_result(result)
 
         responses = [response.token_ids for response in group.responses]
-        report(self._actors[number].score.remote(group.prompt, responses), receive)
-        return found
+        call_when_done(self._actors[number].score.remote(group.prompt, responses), receive)
+        return future
 
     def deadline(self) -> float:
-        """See :class:`~torchrl_grpo.rollout.workers.types.Reference`."""
+        """See :class:`~torchrl_grpo.rollout.workers.types.ReferenceClient`."""
         with self._lock:
             return min(self._deadlines)
 
-    def give_up_on_silent(self) -> None:
-        """See :class:`~torchrl_grpo.rollout.workers.types.Reference`."""
+    def restart_timed_out(self) -> None:
+        """See :class:`~torchrl_grpo.rollout.workers.types.ReferenceClient`."""
         now = time.monotonic()
         with self._lock:
             silent = [number for number, deadline in enumerate(self._deadlines) if deadline <= now]

@@ -1,16 +1,16 @@
 """Which worker does what next: pure bookkeeping, without threads, clocks or Ray.
 
-Each worker has one call under way at most. When a call comes back, or the trainer has asked for something,
-:meth:`Scheduler.next_call` says what the worker does next:
+Each worker runs at most one call. When a call returns or the trainer makes a request,
+:meth:`Scheduler.next_call` chooses what the worker does next, in this order:
 
-1. new weights, as soon as it may take them: at once with ``weight_update="in_flight"`` or with partial
-   rollouts; once its running groups have finished with ``"drain"``, and meanwhile it gets no new ones;
-2. what the trainer waits for: a probe, or a share of an evaluation;
-3. groups: interrupted or reissued ones first, then new ones while the tracker has room for its weights;
-4. nothing.
+1. Load new weights. With ``weight_update="in_flight"`` or partial rollouts, the worker does this immediately.
+   With ``"drain"``, it first finishes its running groups and gets no new ones.
+2. Generate the worker's share of an evaluation, if the trainer waits for one.
+3. Generate groups: first interrupted or reissued ones, then new ones if the tracker admits them.
+4. Nothing.
 
-A call to take new weights is a :class:`Load` here. The dispatcher turns it into the command ``TakeWeights``,
-which the worker runs. ``Work`` and ``Generate`` are the same in both.
+The dispatcher turns a :class:`LoadWeights` into the command ``LoadWeightsCommand``, which the worker runs.
+``GenerateGroups`` and ``GenerateForEval`` are commands themselves.
 """
 
 from __future__ import annotations
@@ -22,68 +22,68 @@ from typing import Any
 
 from torchrl_grpo.rollout.groups import Group, Response
 from torchrl_grpo.rollout.workers.staleness import StalenessTracker
-from torchrl_grpo.rollout.workers.types import Generate, Work
+from torchrl_grpo.rollout.workers.types import GenerateForEval, GenerateGroups
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Weights that workers are to take.
+class PublishedWeights:
+    """A version of the weights that was published to the workers.
 
     Attributes:
         number: number of the publication; later ones have larger numbers.
         version: number of optimizer steps that produced these weights.
-        content: the publication that the workers take.
+        publication: the update that carries the weights to the workers.
     """
 
     number: int
     version: int
-    content: Any
+    publication: Any
 
 
 @dataclass
 class Task:
-    """A command whose result the trainer waits for from one worker, with the newest weights.
+    """A command that one worker runs with the newest weights, while the trainer waits for its result.
 
     Attributes:
-        command: what the worker runs.
+        command: command to run.
         deliver: function that takes the result.
     """
 
-    command: Generate
+    command: GenerateForEval
     deliver: Callable[[Any], None]
 
 
 @dataclass(frozen=True)
-class Load:
-    """Call: take new weights.
+class LoadWeights:
+    """Call: load new weights.
 
     Attributes:
         weights: the weights.
-        give_back: whether interrupted groups come back to the scheduler.
+        return_interrupted: whether the worker returns interrupted groups to the scheduler.
     """
 
-    weights: Weights
-    give_back: bool
+    weights: PublishedWeights
+    return_interrupted: bool
 
 
-Call = Load | Work | Generate
+Call = LoadWeights | GenerateGroups | GenerateForEval
 
 
 @dataclass
 class WorkerState:
-    """What is known of one worker.
+    """The scheduler's record of one worker.
 
     Attributes:
-        ready: it has started and can be called.
-        holds: the weights it has; None right after its start.
-        running: its groups, as they were handed to it.
-        dropped: groups it need not go on with.
+        ready: whether the worker has started and can be called.
+        loaded_weights: newest weights that it has loaded; None right after its start.
+        running: its groups, in the state in which they were assigned.
+        dropped: numbers of groups that the worker should stop generating.
         tasks: commands whose results the trainer waits for.
-        call: the call it runs now; None if it is idle.
+        call: current call; None if the worker is idle.
     """
 
     ready: bool = False
-    holds: Weights | None = None
+    loaded_weights: PublishedWeights | None = None
     running: dict[int, Group] = field(default_factory=dict)
     dropped: list[int] = field(default_factory=list)
     tasks: deque[Task] = field(default_factory=deque)
@@ -94,19 +94,19 @@ class Scheduler:
     """Hands groups and weights to workers.
 
     Args:
-        tracker: bounds the number of groups.
+        tracker: tracker that bounds the number of groups.
         num_workers: number of workers.
         num_samples: G, number of responses in a group.
         prompt_of: function that maps a group number to its prompt and seed.
         wait_for_running: whether weights wait until a worker's groups have finished, as with ``drain``.
-        give_back: whether groups interrupted by new weights go back into the queue, so that any worker
-            continues them.
+        return_interrupted: whether groups interrupted by new weights go back into the queue, so that any
+            worker may continue them.
 
     Attributes:
-        wanted: whether the trainer waits for a round.
-        runs_ahead: whether new groups may also start while the trainer does not wait for a round. It is False
-            until the start test has passed. It is always False with ``max_age=0``: results must then equal
-            those of synchronous training, so no other request may be in the engine.
+        round_requested: whether the trainer waits for a round.
+        may_run_ahead: whether new groups may also start while the trainer does not wait for a round. It is
+            False until the weights have been verified at the start. It is always False with ``max_age=0``:
+            results must then equal those of synchronous training, so no other request may be in the engine.
     """
 
     def __init__(
@@ -117,19 +117,19 @@ class Scheduler:
         prompt_of: Callable[[int], tuple[list[int], int]],
         *,
         wait_for_running: bool,
-        give_back: bool,
+        return_interrupted: bool,
     ) -> None:
         self.tracker = tracker
         self.workers = [WorkerState() for _ in range(num_workers)]
-        self.wanted = False
-        self.runs_ahead = False
-        self.newest: Weights | None = None
+        self.round_requested = False
+        self.may_run_ahead = False
+        self.newest: PublishedWeights | None = None
         self._samples = num_samples
         self._prompt_of = prompt_of
-        self._wait_for_running = wait_for_running and not give_back
-        self._give_back = give_back
+        self._wait_for_running = wait_for_running and not return_interrupted
+        self._return_interrupted = return_interrupted
         # Groups of a round are spread evenly: a worker with more would make the others wait.
-        self._per_worker = -(-tracker.groups_per_round // num_workers)
+        self._max_groups_per_worker = -(-tracker.groups_per_round // num_workers)
         # Groups that have started but have no worker now: interrupted by new weights, or lost with a worker.
         self._queue: dict[int, Group] = {}
 
@@ -141,30 +141,32 @@ class Scheduler:
         worker.call = self._choose(worker, self.newest)
         return worker.call
 
-    def _choose(self, worker: WorkerState, newest: Weights) -> Call | None:
-        current = worker.holds is newest
+    def _choose(self, worker: WorkerState, newest: PublishedWeights) -> Call | None:
+        current = worker.loaded_weights is newest
         if not current and not (self._wait_for_running and worker.running):
-            return Load(newest, self._give_back)
+            return LoadWeights(newest, self._return_interrupted)
         if current and worker.tasks:
             return worker.tasks[0].command
         begun = list(self._admit(worker)) if current else []
         if not (begun or worker.running or worker.dropped):
             return None
         dropped, worker.dropped = worker.dropped, []
-        return Work(begun, dropped)
+        return GenerateGroups(begun, dropped)
 
     def _admit(self, worker: WorkerState) -> Iterator[Group]:
-        assert worker.holds is not None
-        version = worker.holds.version
-        while len(worker.running) < self._per_worker and (self.wanted or self.runs_ahead):
+        assert worker.loaded_weights is not None
+        version = worker.loaded_weights.version
+        while len(worker.running) < self._max_groups_per_worker and (
+            self.round_requested or self.may_run_ahead
+        ):
             if self._queue:
                 group = self._queue.pop(min(self._queue))
-            elif self.tracker.room(version) > 0:
-                group = self._new_group(self.tracker.issue())
+            elif self.tracker.num_admissible(version) > 0:
+                group = self._new_group(self.tracker.register_group())
             else:
                 return
-            oldest = group.oldest
-            self.tracker.start(group.group_id, version if oldest is None else oldest)
+            oldest_version = group.oldest_version
+            self.tracker.start(group.group_id, version if oldest_version is None else oldest_version)
             worker.running[group.group_id] = group
             yield group
 
@@ -172,28 +174,28 @@ class Scheduler:
         prompt, seed = self._prompt_of(number)
         return Group(number, prompt, seed, [Response() for _ in range(self._samples)])
 
-    def worked(self, number: int, finished: list[Group]) -> list[Group]:
-        """Record the groups that ``work`` finished; return those that are still wanted."""
+    def on_groups_generated(self, number: int, finished: list[Group]) -> list[Group]:
+        """Record the groups that a worker has finished; return those that were not dropped."""
         worker = self.workers[number]
         worker.call = None
         return [group for group in finished if worker.running.pop(group.group_id, None) is not None]
 
-    def loaded(self, number: int, weights: Weights, cut: list[Group]) -> None:
-        """Record that worker ``number`` has taken ``weights`` and has returned ``cut``.
+    def on_weights_loaded(self, number: int, weights: PublishedWeights, interrupted: list[Group]) -> None:
+        """Record that worker ``number`` has loaded ``weights`` and has returned ``interrupted``.
 
         Args:
             number: the worker.
             weights: the weights that it holds now.
-            cut: the groups that it was interrupted in; empty if it continues them.
+            interrupted: groups that the worker gave up; empty if it continues them.
         """
         worker = self.workers[number]
         worker.call = None
-        worker.holds = weights
-        for group in cut:
+        worker.loaded_weights = weights
+        for group in interrupted:
             if worker.running.pop(group.group_id, None) is not None:
                 self._queue[group.group_id] = group
 
-    def ran_task(self, number: int, result: Any) -> None:
+    def on_task_done(self, number: int, result: Any) -> None:
         """Record the result of a task; None keeps the task queued for another call."""
         worker = self.workers[number]
         worker.call = None
@@ -201,21 +203,21 @@ class Scheduler:
             return
         worker.tasks.popleft().deliver(result)
 
-    def lost(self, number: int) -> None:
-        """Worker ``number`` is gone with all it held; its groups are reissued as they were handed to it."""
+    def on_worker_lost(self, number: int) -> None:
+        """Record the loss of a worker. Its groups restart from the state in which they were assigned."""
         worker = self.workers[number]
         for group in worker.running.values():
-            if group.oldest is None:
+            if group.oldest_version is None:
                 self.tracker.restart(group.group_id)
             self._queue[group.group_id] = group
         # The next worker of this number repeats the tasks that the trainer waits for.
         self.workers[number] = WorkerState(tasks=worker.tasks)
 
-    def started(self, number: int) -> None:
+    def on_worker_started(self, number: int) -> None:
         """Record that worker ``number`` can be called."""
         self.workers[number].ready = True
 
-    def publish(self, weights: Weights) -> None:
+    def publish(self, weights: PublishedWeights) -> None:
         """Make ``weights`` those that every worker must hold."""
         self.newest = weights
 

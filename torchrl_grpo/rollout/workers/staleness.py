@@ -1,4 +1,4 @@
-"""How many groups may be unfinished or waiting, and what became of each.
+"""Bounds the number of groups in flight (staleness control) and counts what happens to each group.
 
 Staleness is bounded where groups are admitted, as in AReaL (arXiv 2505.24298, sec. 5.1, eq. 3), and once more
 where they are taken for training.
@@ -21,7 +21,7 @@ until weights of version r are there: synchronous training. With r = n / B for n
 both sides gives AReaL's n + running + accepted < (v + S + 1) B.
 
 A group that takes longer than all others may still miss its last round. It is then dropped, and counted:
-:meth:`StalenessTracker.take` hands nothing out that is older than S, whatever happened before.
+:meth:`StalenessTracker.take` never returns a group older than S.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from typing import Any
 from torchrl_grpo.errors import CheckpointError
 
 
-def started_with(script: str) -> CheckpointError:
-    """Error for a checkpoint that only ``script`` can continue."""
+def wrong_script_error(script: str) -> CheckpointError:
+    """Return the error for a checkpoint that only ``script`` can continue."""
     return CheckpointError(
         f"resume: this run was started with {script}; resume it with {script}, or start a new run from its "
         "weights with model.name=RUN/checkpoints/STEP/model and without resume"
@@ -43,29 +43,29 @@ def started_with(script: str) -> CheckpointError:
 
 @dataclass
 class StalenessTracker:
-    """Counts of the groups of a run: issued = trained + dropped_age + dropped_filter + left.
+    """Counts of the groups of a run: issued = trained + dropped_age + dropped_filter + outstanding.
 
     Attributes:
         groups_per_round: B.
         max_age: S, in rounds.
         rounds: rounds of the whole run; no more groups are issued than they can use.
         steps_per_round: optimizer steps that a round is trained for; a version counts optimizer steps.
-        taken: r.
+        rounds_taken: r.
         issued: groups that have begun, each counted once however often it starts again.
         trained: groups handed to the trainer.
         dropped_age: groups thrown away because they were, or would have been, too old.
         dropped_filter: groups handed to the trainer beyond those trained, because a round had too few groups
             with a signal.
-        running: unfinished groups by number, whether a worker has them or not. The value is the smallest
-            version of the group in rounds; None until a worker begins to sample it.
-        accepted: finished groups that wait for the trainer, with the same value.
+        running: group number -> policy version (in rounds) of the group's oldest token. It is None until a
+            worker starts to sample the group. Groups that wait for a worker are included.
+        accepted: the same mapping for finished groups that wait for the trainer.
     """
 
     groups_per_round: int
     max_age: int
     rounds: int
     steps_per_round: int = 1
-    taken: int = 0
+    rounds_taken: int = 0
     issued: int = 0
     trained: int = 0
     dropped_age: int = 0
@@ -74,7 +74,7 @@ class StalenessTracker:
     accepted: dict[int, int] = field(default_factory=dict)
 
     @property
-    def left(self) -> int:
+    def outstanding(self) -> int:
         """Groups running or accepted."""
         return len(self.running) + len(self.accepted)
 
@@ -82,13 +82,13 @@ class StalenessTracker:
         """A version of the weights, given in optimizer steps, in whole rounds."""
         return version // self.steps_per_round
 
-    def room(self, version: int) -> int:
-        """Groups that a worker with weights of ``version`` (optimizer steps) may begin."""
-        rounds = min(self.in_rounds(version) + self.max_age + 1, self.rounds) - self.taken
-        return rounds * self.groups_per_round - self.left
+    def num_admissible(self, version: int) -> int:
+        """Number of new groups that a worker with weights of ``version`` (optimizer steps) may begin."""
+        rounds = min(self.in_rounds(version) + self.max_age + 1, self.rounds) - self.rounds_taken
+        return rounds * self.groups_per_round - self.outstanding
 
-    def issue(self) -> int:
-        """Begin a new group; returns its number."""
+    def register_group(self) -> int:
+        """Register a new group and return its number."""
         number = self.issued
         self.issued += 1
         self.running[number] = None
@@ -104,13 +104,13 @@ class StalenessTracker:
 
     def too_old(self, version_in_rounds: int | None) -> bool:
         """Whether the next round to be taken is too late for this version."""
-        return version_in_rounds is not None and self.taken - version_in_rounds > self.max_age
+        return version_in_rounds is not None and self.rounds_taken - version_in_rounds > self.max_age
 
     def accept(self, group_id: int, version: int) -> None:
         """A group has finished; ``version`` is its oldest token's.
 
         A group that is too old for the next round is kept here; :meth:`expire` drops it later. The last round
-        may still be reopened (see :meth:`reopen`), and the group may be fresh enough for that round.
+        may still be refilled (see :meth:`undo_take`), and the group may be fresh enough for that round.
         """
         del self.running[group_id]
         self.accepted[group_id] = self.in_rounds(version)
@@ -135,39 +135,40 @@ class StalenessTracker:
         chosen = sorted(oldest_first[: self.groups_per_round])
         for number in chosen:
             del self.accepted[number]
-        self.taken += 1
+        self.rounds_taken += 1
         self.trained += len(chosen)
         return chosen
 
-    def reopen(self) -> None:
+    def undo_take(self) -> None:
         """Do not count the round taken last: it had too few groups with a signal; the next completes it."""
-        self.taken -= 1
+        self.rounds_taken -= 1
         self.trained -= self.groups_per_round
         self.dropped_filter += self.groups_per_round
 
-    def figures(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """The counts as entries of ``summary.json``."""
         return {
             "issued": self.issued,
             "trained": self.trained,
             "dropped_age": self.dropped_age,
             "dropped_filter": self.dropped_filter,
-            "left": self.left,
+            "left": self.outstanding,
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Counts, and the versions of accepted groups; running ones start again."""
         return {
-            "taken": self.taken,
-            **{name: count for name, count in self.figures().items() if name != "left"},
+            "taken": self.rounds_taken,
+            **{name: count for name, count in self.counts().items() if name != "left"},
             "max_age": self.max_age,
             "running": sorted(self.running),
             "accepted": dict(self.accepted),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
-        for name in ("taken", "issued", "trained", "dropped_age", "dropped_filter"):
+        """Restore the state returned by :meth:`state_dict`."""
+        self.rounds_taken = state["taken"]
+        for name in ("issued", "trained", "dropped_age", "dropped_filter"):
             setattr(self, name, state[name])
         self.running = dict.fromkeys(state["running"])
         self.accepted = dict(state["accepted"])

@@ -9,29 +9,29 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torchrl_grpo.inference.protocol import Probe, ProbeResult, Sampling
-from torchrl_grpo.rollout.groups import Group, UnderReference
+from torchrl_grpo.rollout.groups import Group, ReferenceLogProbs
 
 
-class Reference(Protocol):
-    """The reference model in processes of its own. Called from the dispatcher's thread only."""
+class ReferenceClient(Protocol):
+    """Client of the reference model in separate processes. Only the dispatcher's thread calls it."""
 
-    def score(self, group: Group) -> Future[UnderReference]:
+    def score(self, group: Group) -> Future[ReferenceLogProbs]:
         """Start scoring a finished group; the future gets its log-probabilities, or WorkersLost."""
 
     def deadline(self) -> float:
         """Next deadline by the monotonic clock; infinite if no request is open."""
 
-    def give_up_on_silent(self) -> None:
+    def restart_timed_out(self) -> None:
         """Restart timed-out processes and resend their requests."""
 
 
 @dataclass(frozen=True)
-class Work:
+class GenerateGroups:
     """Command: generate until a group has finished or half a second is over.
 
     Attributes:
         groups: groups to take on: new ones, or interrupted ones to be continued.
-        dropped: numbers of groups that nobody wants any more.
+        dropped: numbers of groups that the worker should stop generating.
     """
 
     groups: Sequence[Group]
@@ -39,27 +39,27 @@ class Work:
 
 
 @dataclass(frozen=True)
-class TakeWeights:
-    """Command to a worker: take new weights between two tokens, and return a probe result.
+class LoadWeightsCommand:
+    """Command: load new weights between two tokens, and return a probe result.
 
-    The scheduler's ``Load`` becomes this command when the worker is called.
+    The dispatcher makes it from the scheduler's ``LoadWeights``.
 
     Attributes:
-        content: weights, as the pool ships them.
+        content: weights, in the form in which the pool transfers them.
         version: number of optimizer steps that produced these weights.
         probe: prompts of the probe.
-        give_back: whether to return the groups that are interrupted, in place of continuing them.
+        return_interrupted: whether to return the groups that are interrupted, in place of continuing them.
     """
 
     content: Any
     version: int
     probe: Probe
-    give_back: bool
+    return_interrupted: bool
 
 
 @dataclass(frozen=True)
-class Generate:
-    """Command: answer prompts beside the groups, for an evaluation.
+class GenerateForEval:
+    """Command: generate responses to prompts that belong to no group, for an evaluation.
 
     Attributes:
         prompts: token ids of each prompt.
@@ -70,11 +70,11 @@ class Generate:
     sampling: Sampling
 
 
-Command = Work | TakeWeights | Generate
+Command = GenerateGroups | LoadWeightsCommand | GenerateForEval
 
 
 class Pool(Protocol):
-    """Where workers live. ``done`` is called from any thread, with a result or an exception."""
+    """Starts, calls and ends workers. ``done`` gets a result or an exception, and may run in any thread."""
 
     def start(self, number: int, done: Callable[[Any], None]) -> None:
         """Start worker ``number``, in place of an earlier one."""
@@ -86,33 +86,35 @@ class Pool(Protocol):
         """End worker ``number`` at once; an open call may stay unanswered."""
 
     def close(self) -> None:
-        """End all workers in good order."""
+        """Shut all workers down cleanly."""
 
 
 @dataclass
 class Publication:
-    """Weights on their way to the workers: a :class:`~torchrl_grpo.weight_sync.transport.Delivery`.
+    """A weight update in progress, sent to all workers.
+
+    It is a :class:`~torchrl_grpo.weight_sync.transport.Delivery`.
 
     Attributes:
-        content: what a worker is handed.
+        content: weights, in the form in which the pool transfers them; None once newer ones are published.
         probe: prompts of the probe that each worker runs with the new weights.
         results_queue: probe result and checksums of each worker that has loaded the weights, in order of
             arrival.
-        arrived: done when every worker has taken the weights.
+        all_loaded_future: future that is done when every worker has loaded the weights.
     """
 
     content: Any
     probe: Probe
     results_queue: queue.SimpleQueue[ProbeResult] = field(default_factory=queue.SimpleQueue)
-    arrived: Future[None] = field(default_factory=Future)
+    all_loaded_future: Future[None] = field(default_factory=Future)
 
     def wait(self) -> None:
-        """Block until every worker has taken the weights.
+        """Block until every worker has loaded the weights.
 
         Raises:
             WorkersLost: workers failed too often.
         """
-        self.arrived.result()
+        self.all_loaded_future.result()
 
     def new_results(self) -> Iterator[ProbeResult]:
         """Probe results that have arrived and were not returned before."""

@@ -21,20 +21,22 @@ from torchrl_grpo.inference.protocol import (
     build_requests,
 )
 from torchrl_grpo.rollout.groups import Group
-from torchrl_grpo.rollout.workers.types import Command, TakeWeights, Work
+from torchrl_grpo.rollout.workers.types import Command, GenerateGroups, LoadWeightsCommand
 from torchrl_grpo.runtime.rng import derive_seed
 
-# Longest call to work(), in seconds. It ends earlier if a group finishes. New weights never wait much longer.
-MAX_WORK_S = 0.5
+# Longest duration of a call that generates, in seconds. A call that generates groups ends earlier if one
+# finishes. New weights never wait much longer.
+MAX_CALL_S = 0.5
 
 
 @dataclass
-class WorkResult:
-    """Result of one call to :meth:`RolloutWorker.work`.
+class GroupsResult:
+    """Result of one call to :meth:`RolloutWorker.generate_groups`.
 
     Attributes:
         finished: groups that have finished.
-        tokens: tokens sampled since the call before, including those of interrupted and of dropped responses.
+        tokens: number of tokens sampled since the previous call, including those of interrupted and of
+            dropped responses.
         seconds: duration of the call.
     """
 
@@ -67,22 +69,25 @@ class RolloutWorker:
 
     def run(
         self, command: Command
-    ) -> WorkResult | tuple[ProbeResult, list[Group]] | list[list[Completion]] | None:
-        """Run a command: :meth:`work`, :meth:`load` or :meth:`generate`."""
-        if isinstance(command, Work):
-            return self.work(command.groups, command.dropped)
-        if isinstance(command, TakeWeights):
+    ) -> GroupsResult | tuple[ProbeResult, list[Group]] | list[list[Completion]] | None:
+        """Run a command: :meth:`generate_groups`, :meth:`load` or :meth:`generate`."""
+        if isinstance(command, GenerateGroups):
+            return self.generate_groups(command.groups, command.dropped)
+        if isinstance(command, LoadWeightsCommand):
             return self.load(
-                command.content, command.version, probe=command.probe, give_back=command.give_back
+                command.content,
+                command.version,
+                probe=command.probe,
+                return_interrupted=command.return_interrupted,
             )
         return self.generate(command.prompts, command.sampling)
 
-    def work(self, groups: Sequence[Group], dropped: Sequence[int]) -> WorkResult:
+    def generate_groups(self, groups: Sequence[Group], dropped: Sequence[int]) -> GroupsResult:
         """Take on ``groups``, forget ``dropped``, and generate until a group ends or half a second is over.
 
         Args:
             groups: new groups, or interrupted ones to be continued.
-            dropped: numbers of groups that nobody wants any more.
+            dropped: numbers of groups to stop generating.
         """
         start = self._clock()
         if dropped:
@@ -97,11 +102,11 @@ class RolloutWorker:
                 self.engine.reset_cache()
             self._groups |= {group.group_id: group for group in groups}
             self._submit(groups)
-        result = WorkResult()
-        while self._groups and not result.finished and self._clock() - start < MAX_WORK_S:
+        result = GroupsResult()
+        while self._groups and not result.finished and self._clock() - start < MAX_CALL_S:
             for key, completion in self.engine.step():
                 self._extend(key, completion)
-            result.finished = [group for group in self._groups.values() if group.whole]
+            result.finished = [group for group in self._groups.values() if group.is_finished]
         for group in result.finished:
             del self._groups[group.group_id]
         result.tokens, self._sampled = self._sampled, 0
@@ -114,7 +119,7 @@ class RolloutWorker:
         version: int,
         *,
         probe: Probe,
-        give_back: bool,
+        return_interrupted: bool,
     ) -> tuple[ProbeResult, list[Group]]:
         """Take new weights between two tokens.
 
@@ -122,16 +127,16 @@ class RolloutWorker:
             weights: names and tensors of the whole model.
             version: number of optimizer steps that produced these weights.
             probe: see :meth:`Engine.publish`.
-            give_back: return the groups that are interrupted, and do not continue them here.
+            return_interrupted: whether to return the groups that are interrupted, and not continue them here.
 
         Returns:
-            The probe result with checksums of what the engine holds, and the groups given back.
+            The probe result with checksums of what the engine holds, and the groups that are returned.
         """
         self._pause()
         result = self.engine.publish(weights, version, probe)
-        if give_back:
-            cut, self._groups = list(self._groups.values()), {}
-            return result, cut
+        if return_interrupted:
+            interrupted, self._groups = list(self._groups.values()), {}
+            return result, interrupted
         self._submit(self._groups.values())
         return result, []
 
@@ -148,7 +153,7 @@ class RolloutWorker:
             self._pause()
             self.engine.submit(requests)
             self._answers = {}
-        while len(self._answers) < len(requests) and self._clock() - start < MAX_WORK_S:
+        while len(self._answers) < len(requests) and self._clock() - start < MAX_CALL_S:
             self._answers.update(self.engine.step())
         if len(self._answers) < len(requests):
             return None

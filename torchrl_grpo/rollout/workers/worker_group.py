@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchrl_grpo.inference.protocol import Completion, Inference, Probe, ProbeResult, Sampling
 from torchrl_grpo.rollout.workers.dispatcher import Dispatcher
-from torchrl_grpo.rollout.workers.types import Generate, Publication
+from torchrl_grpo.rollout.workers.types import GenerateForEval, Publication
 from torchrl_grpo.weight_sync.transport import concatenate_results
 
 
@@ -17,15 +17,15 @@ class WorkerGroup(Inference):
     """Workers behind a dispatcher.
 
     Args:
-        dispatcher: calls them; started here and closed with the group.
-        ship: makes what a worker is handed out of weights, once for all workers.
+        dispatcher: dispatcher that calls them; started here and closed with the group.
+        put_weights: function that converts weights to the form that the pool transfers, once for all workers.
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, ship: Callable[[Iterable[tuple[str, Tensor]]], object]
+        self, dispatcher: Dispatcher, put_weights: Callable[[Iterable[tuple[str, Tensor]]], object]
     ) -> None:
         self.dispatcher = dispatcher
-        self._ship = ship
+        self._put_weights = put_weights
         try:
             dispatcher.start()
         except BaseException:
@@ -34,12 +34,12 @@ class WorkerGroup(Inference):
 
     @property
     def size(self) -> int:
-        """Workers."""
+        """Number of workers."""
         return len(self.dispatcher.scheduler.workers)
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> Publication:
         """Send weights to every worker; they are copied now, so the caller's may change at once."""
-        publication = Publication(self._ship(weights), probe)
+        publication = Publication(self._put_weights(weights), probe)
         self.dispatcher.publish(publication, version)
         return publication
 
@@ -57,8 +57,8 @@ class WorkerGroup(Inference):
             chosen = slice(start, start + share)
             seeds = None if sampling.seeds is None else sampling.seeds[chosen]
             part = dataclasses.replace(sampling, seeds=seeds)
-            jobs.append(Generate(list(prompts[chosen]), part))
-        return [group for part in self.dispatcher.tasks(jobs) for group in part]
+            jobs.append(GenerateForEval(list(prompts[chosen]), part))
+        return [group for part in self.dispatcher.run_tasks(jobs) for group in part]
 
     def close(self) -> None:
         """See :meth:`Inference.close`."""
