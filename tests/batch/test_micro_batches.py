@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, equal_pieces, first_fit_decreasing
+from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, first_fit_decreasing, split_evenly
 from torchrl_grpo.batch.schema import token_counts
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
@@ -25,7 +25,7 @@ def pieces_of(batch: TensorDict, budget: TokenBudget, **options: Any) -> list[Mi
 
 
 def cost_of(batch: TensorDict, micro: MicroBatch, shares: bool) -> int:
-    piece = micro.of(batch)
+    piece = micro.select(batch)
     prompt, response = piece["masks", "prompt"].sum(-1), piece["masks", "response"].sum(-1)
     return int(response.sum() + (prompt if shares else prompt * response.shape[1]).sum())
 
@@ -67,7 +67,7 @@ def test_a_micro_batch_is_as_narrow_as_its_tokens() -> None:
     batch = make_batch(P=4, G=3, L=9, T=8)
     prompts, responses = token_counts(batch)
     for rows in ([0], [1, 2], [3]):
-        piece = MicroBatch(tuple(rows), slice(None)).of(batch)
+        piece = MicroBatch(tuple(rows), slice(None)).select(batch)
         assert piece["tokens", "prompt"].shape[1] == max(prompts[row] for row in rows)
         assert piece["tokens", "response"].shape[2] == max(max(responses[row]) for row in rows)
         for place, row in enumerate(rows):
@@ -78,7 +78,7 @@ def test_a_micro_batch_is_as_narrow_as_its_tokens() -> None:
 
 def test_equal_pieces_are_cut_further_by_the_budget() -> None:
     batch = make_batch(P=4, G=4)
-    halves = equal_pieces(4, 4, 2, 4)
+    halves = split_evenly(4, 4, 2, 4)
     assert [piece.rows for piece in pieces_of(batch, TokenBudget(10**6, True, print), pieces=halves)] == [
         (0, 1),
         (2, 3),
@@ -110,7 +110,7 @@ def test_the_budget_changes_no_gradient(tokens: int) -> None:
         model.zero_grad()
 
         def backward(micro: MicroBatch) -> float:
-            terms = loss(micro.of(batch), totals=totals)
+            terms = loss(micro.select(batch), totals=totals)
             total = sum(value for name, value in terms.items() if name.startswith("loss_"))
             total.backward()
             return float(total.detach())

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.parsing import keys
-from torchrl_grpo.config.resume import may_change
+from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.config.values import AnswerFormat, Autocast, Backend, Dtype, OverlongPrompts
 from torchrl_grpo.data import Example
 from torchrl_grpo.envs.chat import check_length
@@ -62,7 +62,7 @@ def test_what_is_saved_is_loaded(run_dir: Path) -> None:
         "model/model.safetensors",
         "trainer.pt",
     }
-    assert checkpoint.damage(folder) is None
+    assert checkpoint.find_damage(folder) is None
     loaded = checkpoint.load_state(folder)
     assert loaded["plain"] == [1, 2.5, None, "text", (3, 4)]
     assert torch.equal(loaded["tensors"]["a"], tensors["a"])
@@ -89,10 +89,10 @@ def test_after_resuming_an_earlier_one_the_later_ones_are_set_aside(run_dir: Pat
         save(run_dir, step, branch="old")
     for _ in range(2):  # a second time, the name it is set aside under is taken
         with pytest.warns(UserWarning, match="10 is later than the step resumed and is kept as 10.set-aside"):
-            checkpoint.set_aside_after(run_dir, 5)
+            checkpoint.rename_checkpoints_after(run_dir, 5)
         save(run_dir, 10, keep=9, branch="again")
     with pytest.warns(UserWarning, match="set-aside"):
-        checkpoint.set_aside_after(run_dir, 5)
+        checkpoint.rename_checkpoints_after(run_dir, 5)
     newest = save(run_dir, 6, keep=keep, branch="new")
     assert steps(run_dir) == ["10.set-aside", *(["5", "6"][-keep:])]
     assert checkpoint.find(run_dir, "auto") == newest
@@ -112,7 +112,7 @@ def test_a_write_that_fails_harms_no_older_checkpoint(run_dir: Path) -> None:
 
     save(run_dir, 5, value=1)
     for step in (5, 10):
-        with pytest.raises(CheckpointError, match=r"No space left on device; the disk took 0\.00") as raised:
+        with pytest.raises(CheckpointError, match=r"No space left on device; 0\.00 GiB") as raised:
             checkpoint.save(run_dir, step, cfg=Config(), write_model=fail, state={}, keep=1)
         assert f"checkpoints/{step}: " in str(raised.value) and f"resume={run_dir}" in str(raised.value)
         found = checkpoint.find(run_dir, "auto")
@@ -136,7 +136,7 @@ def test_what_a_killed_write_left_gets_into_no_checkpoint(run_dir: Path) -> None
     leftover.write_text("x")
     folder = save(run_dir, 10, keep=1)
     assert not (folder / "model" / "leftover").exists()
-    assert checkpoint.damage(folder) is None
+    assert checkpoint.find_damage(folder) is None
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_file_that_the_system_cuts_off_is_one_clear_message(
             checkpoint.save(run_dir, 10, cfg=Config(), write_model=write, state=state, keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert steps(run_dir) == ["5"] and checkpoint.damage(run_dir / "checkpoints" / "5") is None
+    assert steps(run_dir) == ["5"] and checkpoint.find_damage(run_dir / "checkpoints" / "5") is None
 
 
 def test_leftovers_of_a_killed_process_are_ignored_and_cleaned(run_dir: Path) -> None:
@@ -342,7 +342,7 @@ def test_a_run_that_a_long_prompt_has_ended_goes_on_with_such_prompts_cut(run_di
         ["env.overlong_prompts"] * 2,
         ["inference_model.max_model_len", "inference_model.max_new_tokens"],
     ]
-    assert all(may_change(key, "error") for key in keys[0])
+    assert all(is_changeable_on_resume(key, "error") for key in keys[0])
 
 
 def messages_that_end_runs() -> list[tuple[str, str]]:
@@ -384,9 +384,9 @@ def test_what_a_stopped_run_is_told_to_change_may_change_or_is_said_to_take_a_ne
             if text.startswith(f"{key}=") and text.count(key) == 1:
                 continue  # what the message is about
             advised[key] = place
-            assert may_change(key) or (key in OF_A_NEW_RUN and "new run" in text), (place, key)
+            assert is_changeable_on_resume(key) or (key in OF_A_NEW_RUN and "new run" in text), (place, key)
     assert {*OF_A_NEW_RUN, "inference_model.max_logprob_gap", "train_model.parallelism"} <= {*advised}
-    assert not any(map(may_change, OF_A_NEW_RUN))
+    assert not any(map(is_changeable_on_resume, OF_A_NEW_RUN))
 
 
 @pytest.mark.parametrize(

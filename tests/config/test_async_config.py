@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import validate
 from torchrl_grpo.config.checks_schedule import check_async, check_sync
-from torchrl_grpo.config.derived import length, rounds, steps_per_round, with_turns
+from torchrl_grpo.config.derived import describe_length, rounds, steps_per_round, with_total_turns
 from torchrl_grpo.config.values import ConstantGroups, Proximal
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning.cores import divide_cores
@@ -146,21 +146,21 @@ def test_rounds_and_steps() -> None:
 )
 def test_epochs_are_as_many_rounds_as_ask_every_problem(epochs: float, problems: int, expected: int) -> None:
     cfg = config(train__total_dialog_turns=None, train__num_epochs=epochs)
-    whole = with_turns(cfg, problems)
+    whole = with_total_turns(cfg, problems)
     validate(whole)
     assert rounds(whole) == expected
     assert whole.train.total_dialog_turns == expected * 64 and whole.train.num_epochs is None
     assert cfg.train.num_epochs == epochs, "what was asked for stays as it was"
-    said = length(cfg, problems)
+    said = describe_length(cfg, problems)
     assert f"{expected} rounds of 8 problems x 8 samples" in said
     # Refills draw further problems, and nobody knows how many.
     cfg.policy.constant_groups = ConstantGroups("refill")
-    assert length(cfg, problems) == f"{said}, and more for refills" and said.endswith(" problems")
+    assert describe_length(cfg, problems) == f"{said}, and more for refills" and said.endswith(" problems")
 
 
 def test_a_length_in_samples_stays() -> None:
     cfg = config()
-    assert with_turns(cfg, 3) is cfg
+    assert with_total_turns(cfg, 3) is cfg
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from rank_runs import (
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
-from torchrl_grpo.batch.micro_batches import divide
+from torchrl_grpo.batch.micro_batches import partition_balanced
 from torchrl_grpo.distributed import launch
 
 pytestmark = pytest.mark.slow
@@ -115,7 +115,7 @@ def test_moments_are_kept_by_the_rank_that_saves_them_and_loaded_in_parts(
     ],
 )
 def test_groups_are_divided_by_cost(costs: list[int], ranks: int, loads: list[int]) -> None:
-    shares = divide(costs, ranks)
+    shares = partition_balanced(costs, ranks)
     assert [sum(costs[row] for row in rows) for rows in shares] == loads
     assert sorted(row for rows in shares for row in rows) == list(range(len(costs)))
     assert shares == [sorted(rows) for rows in shares]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchrl_grpo.config.parsing import keys
-from torchrl_grpo.config.resume import FREE_FROM, FREE_KEYS, may_change
+from torchrl_grpo.config.resume import FREE_FROM, FREE_KEYS, is_changeable_on_resume
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -175,7 +175,9 @@ def test_no_comment_says_that_a_run_is_resumed_with_the_same_value_of_a_free_key
             section = "" if value.strip() else f"{name}."
         if "resumed" in comment:
             seen.add(f"{section}{name}")
-            assert ("resumed with the same" in comment) is not may_change(f"{section}{name}"), comment
+            assert ("resumed with the same" in comment) is not is_changeable_on_resume(f"{section}{name}"), (
+                comment
+            )
         comment = ""
     assert "inference_model.engine_args" in seen
 

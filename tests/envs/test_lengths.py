@@ -52,23 +52,23 @@ OTHER = LONG.replace("word0", "bird0")
 def test_what_fits_and_what_is_an_error_pass_as_they_are(tokenizer: PreTrainedTokenizerBase) -> None:
     cfg = settings("error", 10)
     given = problems(cfg, [LONG, "short"], [OTHER])
-    assert lengths.fit(given, tokenizer, cfg) == (given, None)
+    assert lengths.handle_overlong_prompts(given, tokenizer, cfg) == (given, None)
     for how in ("drop", "truncate_left"):
         cfg = settings(how, max(tokens(tokenizer, cfg, question) for question in (LONG, OTHER)))
-        assert lengths.fit(given, tokenizer, cfg) == (given, None)
+        assert lengths.handle_overlong_prompts(given, tokenizer, cfg) == (given, None)
 
 
 def test_problems_with_long_prompts_are_left_out_and_counted(tokenizer: PreTrainedTokenizerBase) -> None:
     cfg = settings("drop", tokens(tokenizer, Config(), LONG) - 1)
     given = problems(cfg, ["one", LONG, "two", LONG + " more"], ["three", LONG + " and more"])
-    found, note = lengths.fit(given, tokenizer, cfg)
+    found, note = lengths.handle_overlong_prompts(given, tokenizer, cfg)
     assert [one.id for one in found.train] == ["train/1", "train/3"]
     assert [one.id for one in found.held_out] == ["test/1"]
     assert note is not None and "2 of 4 training problems and 1 of 2 held-out ones are left out" in note
     with pytest.raises(DataError, match=r"all 1 problems to evaluate on .*max_model_len"):
-        lengths.fit(problems(cfg, ["one"], [LONG]), tokenizer, cfg)
+        lengths.handle_overlong_prompts(problems(cfg, ["one"], [LONG]), tokenizer, cfg)
     with pytest.raises(DataError, match="all 1 problems to train on"):
-        lengths.fit(problems(cfg, [LONG], []), tokenizer, cfg)
+        lengths.handle_overlong_prompts(problems(cfg, [LONG], []), tokenizer, cfg)
 
 
 @pytest.mark.parametrize("how", ["truncate_left", "truncate_right", "truncate_middle"])
@@ -77,7 +77,7 @@ def test_only_the_question_is_cut(tokenizer: PreTrainedTokenizerBase, how: str) 
     bound = tokens(tokenizer, cfg, LONG) - 40
     cfg.inference_model.max_model_len += bound
     given = problems(cfg, ["short", LONG], [OTHER + " and more"])
-    found, note = lengths.fit(given, tokenizer, cfg)
+    found, note = lengths.handle_overlong_prompts(given, tokenizer, cfg)
     assert note is not None and "1 of 2 training problems and 1 of 1 held-out ones are cut" in note
     assert found.train[0] == given.train[0]
     for one in (found.train[1], found.held_out[0]):
@@ -98,17 +98,19 @@ def test_only_the_question_is_cut(tokenizer: PreTrainedTokenizerBase, how: str) 
 def test_the_request_for_tags_stays(tokenizer: PreTrainedTokenizerBase) -> None:
     cfg = settings("truncate_right", 0)
     cfg.inference_model.max_model_len += tokens(tokenizer, cfg, "") + 30
-    found, _ = lengths.fit(problems(cfg, [LONG], []), tokenizer, cfg)
+    found, _ = lengths.handle_overlong_prompts(problems(cfg, [LONG], []), tokenizer, cfg)
     content = found.train[0].messages[-1]["content"]
     assert content.startswith("word0") and content.endswith("between <answer> and </answer>.")
     cfg.inference_model.max_model_len = tokens(tokenizer, cfg, "") + 5
     with pytest.raises(DataError, match=r"train/1 has \d+ tokens without its question.* in a new run"):
-        lengths.fit(problems(cfg, [LONG], []), tokenizer, cfg)
+        lengths.handle_overlong_prompts(problems(cfg, [LONG], []), tokenizer, cfg)
 
 
 def test_questions_that_become_equal_are_not_trained_on(tokenizer: PreTrainedTokenizerBase) -> None:
     cfg = settings("truncate_right", tokens(tokenizer, Config(), LONG))
-    found, _ = lengths.fit(problems(cfg, ["one", LONG + " yes"], [LONG + " no!"]), tokenizer, cfg)
+    found, _ = lengths.handle_overlong_prompts(
+        problems(cfg, ["one", LONG + " yes"], [LONG + " no!"]), tokenizer, cfg
+    )
     assert [one.id for one in found.train] == ["train/1"]
 
 
@@ -116,13 +118,13 @@ def test_generated_problems_are_cut_when_they_are_drawn(tokenizer: PreTrainedTok
     cfg = settings("truncate_right", tokens(tokenizer, Config(), LONG) - 20)
     given = problems(cfg, ["one", LONG], [])
     lazy = dataclasses.replace(given, train=tuple(given.train))
-    found, note = lengths.fit(lazy, tokenizer, cfg)
+    found, note = lengths.handle_overlong_prompts(lazy, tokenizer, cfg)
     assert note is None and len(found.train) == 2 and found.train[0] == given.train[0]
     assert len(render(tokenizer, found.train[1].messages)[1]) <= tokens(tokenizer, cfg, LONG) - 20
     assert found.train[:2] == [found.train[0], found.train[1]]
     # Nobody knows how many they will be.
     held_out = problems(cfg, [], ["one", LONG]).held_out
-    _, note = lengths.fit(dataclasses.replace(lazy, held_out=held_out), tokenizer, cfg)
+    _, note = lengths.handle_overlong_prompts(dataclasses.replace(lazy, held_out=held_out), tokenizer, cfg)
     assert note is not None and "1 of 2 held-out problems are cut" in note
     assert "training problems are cut when they are drawn" in note and "0 of" not in note
 

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from torchrl_grpo.batch.micro_batches import TokenBudget, equal_pieces
+from torchrl_grpo.batch.micro_batches import TokenBudget, split_evenly
 from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.models.scoring.token_scorer import TokenScores
 from torchrl_grpo.objectives.advantage import GroupAdvantage
@@ -129,7 +129,7 @@ def no_budget() -> TokenBudget:
 def split(batch: TensorDict, groups: int, pieces: int) -> list[TensorDict]:
     """The equal pieces of a batch of ``groups`` groups."""
     samples = batch["tokens", "response"].shape[1]
-    return [piece.of(batch) for piece in equal_pieces(len(batch), samples, pieces, groups)]
+    return [piece.select(batch) for piece in split_evenly(len(batch), samples, pieces, groups)]
 
 
 class FixedScorer(nn.Module):

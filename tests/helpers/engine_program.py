@@ -1,5 +1,5 @@
-"""What each training rank of tests/training/test_shared_engine.py runs: its share of an engine, driven by
-rank 0; and an interrupt of all ranks in the middle of a collective call.
+"""What each training rank of tests/training/test_data_parallel_engine.py runs: its share of an engine, driven
+by rank 0; and an interrupt of all ranks in the middle of a collective call.
 
 RANK=0 WORLD_SIZE=2 ... python tests/helpers/engine_program.py OUTPUT
 """
@@ -17,13 +17,13 @@ import torch
 from batches import make_model
 from torch import Tensor
 
-from torchrl_grpo.distributed.engine_share import EngineShare
+from torchrl_grpo.distributed.rank_engine import RankEngine
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference.protocol import Completion, Probe, Sampling
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
-from torchrl_grpo.training.shared_engine import SharedEngine
+from torchrl_grpo.training.data_parallel_engine import DataParallelEngine
 from torchrl_grpo.weight_sync.probe import named_weights
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
@@ -59,7 +59,7 @@ class Member:
     """What a rank holds, in the place of a learner."""
 
     ranks: Ranks
-    engine: EngineShare
+    engine: RankEngine
     own: Noting
     arrived: list[int] = field(default_factory=list)
 
@@ -99,12 +99,12 @@ def main(output: Path) -> None:
         for parameter in own.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
     engine = Noting(own)
-    member = Member(here, EngineShare(engine, here, CPU), engine)
+    member = Member(here, RankEngine(engine, here, CPU), engine)
     if not here.is_main:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         here.follow(member)
         return
-    shared = SharedEngine(member)  # type: ignore[arg-type]
+    shared = DataParallelEngine(member)  # type: ignore[arg-type]
     new = make_model("llama")
     alone = Noting(make_model("llama"))
     probe = Probe(PROMPTS[:3], 4, {name: tuple(tensor.shape) for name, tensor in named_weights(new)})

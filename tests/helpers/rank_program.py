@@ -74,7 +74,7 @@ def build(case: str, kind: str, ranks: Ranks) -> tuple[OptimizerStep, torch.nn.M
     )
     network = distribute(scorer, kind, ranks.size, CPU)
     loss, _ = make_objective(scorer, **policy)
-    loss.score_through(network)
+    loss.set_network(network)
     step = OptimizerStep(
         model,
         loss,
@@ -102,8 +102,8 @@ def measure(case: str, kind: str, ranks: Ranks) -> dict[str, Any]:
     storages = {p.grad.untyped_storage()._cdata for p in model.parameters() if p.grad is not None}
     gradients = {name: _gradient(p).clone() for name, p in model.named_parameters()}
     # Refused, which changes nothing and drops them.
-    step.update.step(allowed=False)
-    step.update.drop_gradients()
+    step.backend.step(apply=False)
+    step.backend.zero_grad()
     held = {name: p for name, p in model.named_parameters()}
     metrics = [step(batch), step(batch_of(case, step=2))]
     weights = {name: full_tensor(p).clone() for name, p in model.named_parameters()}

@@ -21,7 +21,7 @@ from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.models.precision import lost_to_rounding
 from torchrl_grpo.models.shards import count_parameters, local_shard
 from torchrl_grpo.training.optimizer_step import OptimizerStep
-from torchrl_grpo.training.throughput import Speedometer
+from torchrl_grpo.training.throughput import ThroughputMeter
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -94,8 +94,8 @@ def check_looks(kind: str, ranks: Ranks) -> None:
     _, model = build("llama", kind, ranks)
     _, other = by_hand("llama", steps=0)
     assert count_parameters(model) == other.num_parameters()
-    ours = Speedometer(model, CPU, torch.float32, ranks.size)
-    theirs = Speedometer(other, CPU, torch.float32)
+    ours = ThroughputMeter(model, CPU, torch.float32, ranks.size)
+    theirs = ThroughputMeter(other, CPU, torch.float32)
     assert ours._parameters == theirs._parameters
     assert ours._operations([5], [[3, 4]], backward=True) == theirs._operations([5], [[3, 4]], backward=True)
     share = lost_to_rounding(model, torch.bfloat16, 1e-5)

@@ -124,7 +124,7 @@ def test_a_network_that_several_ranks_hold_adds_no_parameters(
     loss = GroupPolicyLoss(TokenScorer(model))
     names = [name for name, _ in loss.named_parameters()]
     held = Held(loss.actor_network)
-    loss.score_through(held)
+    loss.set_network(held)
     loss(batch)
     assert held.calls == 1
     assert [name for name, _ in loss.named_parameters()] == names

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from torchrl_grpo.config import Config, checks, checks_schedule, parse
-from torchrl_grpo.config.resume import may_change
+from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.shape import ModelShape
 from torchrl_grpo.planning import preflight
@@ -212,7 +212,11 @@ def test_a_run_that_is_resumed_is_told_only_what_it_may_change(
     for one in found:
         change, new = one.removeprefix("in a new run "), one.startswith("in a new run ")
         # Of a run that goes on every key is one that it may change; of a new one none has to be.
-        assert new or "resume" not in words or all(may_change(word.split("=")[0]) for word in change.split())
+        assert (
+            new
+            or "resume" not in words
+            or all(is_changeable_on_resume(word.split("=")[0]) for word in change.split())
+        )
         planned(f"{words} {change} {'resume=null' if new else ''}", False, there)
 
 

@@ -235,7 +235,9 @@ def test_mixing_moves_every_weight_by_its_share(share: float) -> None:
     before = [p.detach().clone() for p in reference.parameters()]
     copied = copy.deepcopy(reference)
     others = [(TokenScorer(copied), no_budget())]
-    LogProbScorer(TokenScorer(reference), "reference", no_budget(), others=others).mix_in(policy, share)
+    LogProbScorer(TokenScorer(reference), "reference", no_budget(), others=others).interpolate_toward(
+        policy, share
+    )
     for model in (reference, copied):
         for old, new, other in zip(before, model.parameters(), policy.parameters(), strict=True):
             torch.testing.assert_close(new, (1 - share) * old + share * other)

@@ -252,14 +252,14 @@ def test_a_run_that_was_started_otherwise_is_named_with_its_words(workplace: Pat
         folder, "--config-name", "grpo_ifeval", "env.system_prompt='Be brief.'", "optimizer.lr=2e-5"
     )
     words = """grpo.py --config-name=grpo_ifeval 'env.system_prompt='"'"'Be brief.'"'"'' optimizer.lr=2e-5"""
-    assert run_folder.words_of(folder) == words
+    assert run_folder.launch_command(folder) == words
     assert checkpoint.how_to_continue(folder).endswith(f"the run was started with: {words}")
     cfg.optimizer.lr = 1e-5
     with pytest.raises(
-        CheckpointError, match=r"was started with optimizer\.lr=2e-05 \(its words were"
+        CheckpointError, match=r"was started with optimizer\.lr=2e-05 \(its command was"
     ) as raised:
         checkpoint.check_same_run(folder / "checkpoints" / "4", cfg)
-    assert f"(its words were {words})" in str(raised.value)
+    assert f"(its command was {words})" in str(raised.value)
 
 
 def test_the_folder_of_further_configurations_belongs_to_the_words(workplace: Path) -> None:
@@ -267,7 +267,7 @@ def test_the_folder_of_further_configurations_belongs_to_the_words(workplace: Pa
     (workplace / "mine" / "my_run.yaml").write_text("defaults: [grpo_gsm8k, _self_]\noptimizer: {lr: 3e-5}\n")
     assert started(workplace / "run", "--config-dir=mine", "--config-name=my_run").optimizer.lr == 3e-5
     words = f"grpo.py --config-name=my_run --config-dir={workplace / 'mine'}"
-    assert run_folder.words_of(workplace / "run") == words
+    assert run_folder.launch_command(workplace / "run") == words
 
 
 def test_another_tree_of_configurations_and_words_for_hydra_belong_to_the_words(workplace: Path) -> None:
@@ -275,7 +275,7 @@ def test_another_tree_of_configurations_and_words_for_hydra_belong_to_the_words(
     more = ("--config-path=mine", "hydra.verbose=true", "optimizer.lr=3e-5")
     assert started(workplace / "run", *more).optimizer.lr == 3e-5
     words = f"grpo.py --config-name=grpo_gsm8k --config-path={workplace / 'mine'} hydra.verbose=true"
-    assert run_folder.words_of(workplace / "run") == f"{words} optimizer.lr=3e-5"
+    assert run_folder.launch_command(workplace / "run") == f"{words} optimizer.lr=3e-5"
 
 
 @pytest.mark.parametrize(
@@ -291,10 +291,10 @@ def test_another_tree_of_configurations_and_words_for_hydra_belong_to_the_words(
 def test_a_run_whose_words_were_lost_is_resumed_all_the_same(workplace: Path, name: str, text: bytes) -> None:
     folder = workplace / "run"
     started(folder)
-    assert run_folder.words_of(folder) == "grpo.py --config-name=grpo_gsm8k"
+    assert run_folder.launch_command(folder) == "grpo.py --config-name=grpo_gsm8k"
     (folder / ".hydra" / name).write_bytes(text)
-    assert run_folder.words_of(folder) == run_folder.words_of(workplace / "nowhere") == ""
-    assert checkpoint.how_to_continue(folder).endswith("with the words that the run was started with")
+    assert run_folder.launch_command(folder) == run_folder.launch_command(workplace / "nowhere") == ""
+    assert checkpoint.how_to_continue(folder).endswith("repeat the arguments of the original command")
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -349,8 +349,8 @@ def test_dry_run_reads_sizes_alone_of_a_checkpoint(
     size = one.stat().st_size
     one.write_bytes(bytes(size))
     assert call("resume=run", "dry_run=true") == 0
-    assert checkpoint.damage(one.parent, contents=False) is None
-    assert "checksum" in str(checkpoint.damage(one.parent))
+    assert checkpoint.find_damage(one.parent, verify_checksums=False) is None
+    assert "checksum" in str(checkpoint.find_damage(one.parent))
     one.write_bytes(bytes(size - 1))
     assert call("resume=run", "dry_run=true") == 2
     assert "no undamaged checkpoint" in capsys.readouterr().err

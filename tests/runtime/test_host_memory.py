@@ -44,7 +44,7 @@ def test_memory_that_was_freed_is_not_fetched_from_the_kernel_again() -> None:
 
 _GIVEN_BACK = """
 import torch
-from torchrl_grpo.runtime.malloc import give_back_freed_memory, keep_freed_memory
+from torchrl_grpo.runtime.malloc import release_freed_memory, keep_freed_memory
 def memory_gib():
     lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
     return int(lines["VmRSS"].split()[0]) / 2**20
@@ -54,7 +54,7 @@ kept = tensors[::16]
 full = memory_gib()
 del tensors
 freed = memory_gib()
-give_back_freed_memory()
+release_freed_memory()
 print(full, freed, memory_gib())
 """
 

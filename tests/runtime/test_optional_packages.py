@@ -65,12 +65,12 @@ def test_deepspeed_is_imported_without_a_word() -> None:
 def test_a_launcher_that_started_too_few_is_spoken_of(
     words: str, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_words_of_parent", words.split)
-    assert launch.left_alone() is None, "no launcher"
+    monkeypatch.setattr(launch, "_parent_argv", words.split)
+    assert launch.missing_ranks_warning() is None, "no launcher"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    said = launch.left_alone()
+    said = launch.missing_ranks_warning()
     assert (said is None) == (asked == 1)
     if said is not None:
         assert f"asked for {asked} processes" in said and f"train_model.num_devices={asked}" in said
         monkeypatch.setenv("WORLD_SIZE", "2")
-        assert launch.left_alone() is None
+        assert launch.missing_ranks_warning() is None

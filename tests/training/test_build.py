@@ -12,7 +12,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.observe import loggers
 from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
-from torchrl_grpo.training.build import Notices
+from torchrl_grpo.training.build import MessageQueue
 from torchrl_grpo.training.job import run
 
 
@@ -41,12 +41,12 @@ def test_what_was_opened_is_closed_when_a_later_part_fails(
     assert closed == ["RolloutWriter", "MetricsWriter", "TransformersEngine"]
 
 
-def test_notices_wait_for_the_progress_bar_in_their_order() -> None:
-    notices = Notices()
+def test_messages_wait_for_the_progress_bar_in_their_order() -> None:
+    messages = MessageQueue()
     shown: list[str] = []
-    notices("first")
-    notices(None)
-    notices("second")
-    notices.show_with(shown.append)
-    notices("third")
+    messages("first")
+    messages(None)
+    messages("second")
+    messages.attach(shown.append)
+    messages("third")
     assert shown == ["first", "second", "third"]

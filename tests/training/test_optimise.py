@@ -16,14 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchrl_grpo.batch.micro_batches import TokenBudget
 from torchrl_grpo.config.schema import OptimizerConfig
-from torchrl_grpo.config.values import Schedule
+from torchrl_grpo.config.values import LRSchedule
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.aggregation import BatchTotals, count_totals
 from torchrl_grpo.objectives.coefficients import EntropyCoefficient, KLCoefficient
 from torchrl_grpo.training.optimizer_step import (
     OptimizerStep,
-    _effective_share,
+    _normalized_ess,
     learning_rate_factor,
     parameter_groups,
 )
@@ -148,13 +148,13 @@ def test_a_gradient_below_the_bound_is_not_scaled() -> None:
     ],
 )
 def test_schedules(schedule: str, warmup: int, ratio: float, expected: list[float]) -> None:
-    cfg = OptimizerConfig(schedule=Schedule(schedule), warmup_steps=warmup, min_lr_ratio=ratio)
+    cfg = OptimizerConfig(schedule=LRSchedule(schedule), warmup_steps=warmup, min_lr_ratio=ratio)
     assert [learning_rate_factor(step, 8, cfg) for step in range(8)] == pytest.approx(expected)
     assert learning_rate_factor(50, 8, cfg) == pytest.approx(1.0 if schedule == "constant" else ratio)
 
 
 def test_warm_up_longer_than_the_run_never_leaves_the_ramp() -> None:
-    cfg = OptimizerConfig(schedule=Schedule("cosine"), warmup_steps=20)
+    cfg = OptimizerConfig(schedule=LRSchedule("cosine"), warmup_steps=20)
     factors = [learning_rate_factor(step, 8, cfg) for step in range(9)]
     assert factors == sorted(factors) and factors[0] > 0 and factors[-1] < 0.5
 
@@ -172,7 +172,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
 def test_a_decay_ends_in_the_last_step_and_never_in_a_step_at_rate_0(
     steps: int, warmup: int, schedule: str
 ) -> None:
-    cfg = OptimizerConfig(schedule=Schedule(schedule), warmup_steps=warmup, min_lr_ratio=0.25)
+    cfg = OptimizerConfig(schedule=LRSchedule(schedule), warmup_steps=warmup, min_lr_ratio=0.25)
     factors = [learning_rate_factor(step, steps, cfg) for step in range(steps)]
     # One step after warm-up is both the first and the last; it has the whole rate.
     assert factors[-1] == pytest.approx(0.25 if steps - warmup > 1 else 1.0)
@@ -234,14 +234,14 @@ def test_the_effective_sample_size_is_never_above_1(pieces: int) -> None:
         # All ratios are equal, to rounding of the log-probabilities.
         exact = sums["ratio"] ** 2 / sums["ratio_squared"]
         assert exact == pytest.approx(1.0, abs=1e-12)
-        found.append(_effective_share(sums["ratio"], sums["ratio_squared"]))
+        found.append(_normalized_ess(sums["ratio"], sums["ratio_squared"]))
     assert max(found) <= 1.0 and min(found) > 1 - 1e-12
 
 
 def test_the_effective_sample_size_of_ratios_that_differ() -> None:
-    assert _effective_share(1.0, 1.0 - 1e-9) == 1.0
-    assert _effective_share(0.5, 0.5) == 0.5
-    assert math.isnan(_effective_share(0.0, 0.0)) and math.isnan(_effective_share(math.nan, 1.0))
+    assert _normalized_ess(1.0, 1.0 - 1e-9) == 1.0
+    assert _normalized_ess(0.5, 0.5) == 0.5
+    assert math.isnan(_normalized_ess(0.0, 0.0)) and math.isnan(_normalized_ess(math.nan, 1.0))
 
 
 def real_step(**changes: Any) -> tuple[nn.Module, OptimizerStep]:

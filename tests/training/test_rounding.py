@@ -8,7 +8,7 @@ from batches import make_model
 from torch import nn
 
 from torchrl_grpo.config.schema import LoraConfig, OptimizerConfig
-from torchrl_grpo.config.values import Schedule
+from torchrl_grpo.config.values import LRSchedule
 from torchrl_grpo.models import lora
 from torchrl_grpo.models.precision import lost_to_rounding
 from torchrl_grpo.training.rounding_check import rounding_warning
@@ -53,10 +53,10 @@ def test_a_run_of_lost_updates_is_told_of_and_no_other(
 def test_a_schedule_counts_with_what_it_leaves_of_the_rate() -> None:
     # 300 steps of 1e-5 move a weight by 3e-3 and, on the way down to zero, by half of it.
     model = _model([1.25, 1.5, 1.625, 1.75])
-    constant = OptimizerConfig(lr=1.6e-5, schedule=Schedule("constant"))
+    constant = OptimizerConfig(lr=1.6e-5, schedule=LRSchedule("constant"))
     assert rounding_warning(model, torch.bfloat16, constant, 300) is None
     assert rounding_warning(
-        model, torch.bfloat16, OptimizerConfig(lr=1.6e-5, schedule=Schedule("linear")), 300
+        model, torch.bfloat16, OptimizerConfig(lr=1.6e-5, schedule=LRSchedule("linear")), 300
     )
 
 

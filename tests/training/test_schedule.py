@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.training.schedule import Schedule
+from torchrl_grpo.training.schedule import RunSchedule
 
-SCHEDULE = Schedule(steps_per_round=2, total_steps=12, publish_every=2)
+SCHEDULE = RunSchedule(steps_per_round=2, total_steps=12, publish_every=2)
 
 
 def steps(due: object, end: int = 12) -> list[int]:
     return [step for step in range(1, end + 1) if due(step)]  # type: ignore[operator]
 
 
-def publications(schedule: Schedule) -> list[int]:
+def publications(schedule: RunSchedule) -> list[int]:
     per_round = schedule.steps_per_round
-    return steps(lambda step: schedule.publication(step, -step % per_round))
+    return steps(lambda step: schedule.is_publication_due(step, -step % per_round))
 
 
 def test_a_configuration_gives_the_schedule() -> None:
@@ -26,13 +26,13 @@ def test_a_configuration_gives_the_schedule() -> None:
     cfg.env.num_envs, cfg.env.repeats = 4, 4
     cfg.train.epochs, cfg.train.optim_batch_size, cfg.train.total_dialog_turns = 2, 8, 64
     cfg.train.checkpoint_frequency, cfg.eval.frequency, cfg.ref_model.refresh_frequency = 5, 3, 7
-    found = Schedule.of(cfg)
+    found = RunSchedule.from_config(cfg)
     # 4 rounds of 16 samples, each trained on twice in batches of 8.
     assert (found.steps_per_round, found.total_steps, found.publish_every) == (4, 16, 4)
     assert (found.evaluate_every, found.checkpoint_every, found.refresh_every) == (3, 5, 7)
     cfg.train.weight_update_frequency = 3
     cfg.eval.num_problems = 0
-    found = Schedule.of(cfg)
+    found = RunSchedule.from_config(cfg)
     assert (found.publish_every, found.evaluates) == (3, False)
 
 
@@ -41,14 +41,14 @@ def test_evaluations_and_checkpoints_come_at_their_interval_and_at_the_end(
     interval: int, expected: list[int]
 ) -> None:
     schedule = replace(SCHEDULE, evaluate_every=interval, checkpoint_every=interval)
-    assert steps(schedule.evaluation) == steps(schedule.checkpoint) == expected
-    assert steps(replace(schedule, evaluates=False).evaluation) == []
+    assert steps(schedule.is_evaluation_due) == steps(schedule.is_checkpoint_due) == expected
+    assert steps(replace(schedule, evaluates=False).is_evaluation_due) == []
 
 
 def test_the_evaluation_at_the_start_comes_before_the_first_step_only() -> None:
-    assert SCHEDULE.evaluation_at_start(0) and not SCHEDULE.evaluation_at_start(1)
-    assert not replace(SCHEDULE, evaluates=False).evaluation_at_start(0)
-    assert not replace(SCHEDULE, evaluates_at_start=False).evaluation_at_start(0)
+    assert SCHEDULE.is_initial_evaluation_due(0) and not SCHEDULE.is_initial_evaluation_due(1)
+    assert not replace(SCHEDULE, evaluates=False).is_initial_evaluation_due(0)
+    assert not replace(SCHEDULE, evaluates_at_start=False).is_initial_evaluation_due(0)
 
 
 def test_weights_are_published_at_their_interval_and_before_an_evaluation() -> None:
@@ -69,9 +69,9 @@ def test_a_checkpoint_needs_a_publication_only_if_none_comes_before_the_next_rou
 
 
 def test_the_reference_is_refreshed_at_its_interval_and_never_for_zero() -> None:
-    assert steps(SCHEDULE.reference_refresh) == []
-    assert steps(replace(SCHEDULE, refresh_every=5).reference_refresh) == [5, 10]
+    assert steps(SCHEDULE.is_reference_refresh_due) == []
+    assert steps(replace(SCHEDULE, refresh_every=5).is_reference_refresh_due) == [5, 10]
 
 
 def test_a_run_ends_with_its_last_step() -> None:
-    assert steps(SCHEDULE.finished, end=13) == [12, 13]
+    assert steps(SCHEDULE.is_finished, end=13) == [12, 13]

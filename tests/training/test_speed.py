@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchrl_grpo.batch.schema import token_counts
 from torchrl_grpo.models.flops import FlopCounter, gemm_rate
-from torchrl_grpo.training.throughput import Speedometer, rest_of
+from torchrl_grpo.training.throughput import ThroughputMeter, unattributed_seconds
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "gpt2", "phi", "gemma"])
@@ -66,9 +66,9 @@ def test_a_rate_is_one_of_a_machine() -> None:
 
 def test_groups_that_are_only_measured_count_a_third() -> None:
     model, batch = make_model(), make_batch(P=2, G=3)
-    speed = Speedometer(model, torch.device("cpu"), torch.float32)
+    speed = ThroughputMeter(model, torch.device("cpu"), torch.float32)
     every, none = torch.tensor([True, True]), torch.tensor([False, False])
-    full, forward = (speed.trained(batch, moves, 2.0) for moves in (every, none))
+    full, forward = (speed.training_metrics(batch, moves, 2.0) for moves in (every, none))
     prompts, responses = token_counts(batch)
     assert full["throughput/trained_tokens_per_s"] == (sum(prompts) + sum(map(sum, responses))) / 2
     assert full["throughput/train_flops_per_s"] == pytest.approx(3 * forward["throughput/train_flops_per_s"])
@@ -78,4 +78,4 @@ def test_groups_that_are_only_measured_count_a_third() -> None:
 
 def test_what_no_phase_took_is_the_rest() -> None:
     metrics = {"time/step_s": 10.0, "time/generate_s": 3.0, "time/train_s": 5.0, "time/eval_s": 1.5}
-    assert rest_of(metrics) == 0.5
+    assert unattributed_seconds(metrics) == 0.5

@@ -32,7 +32,7 @@ class MicroBatch:
     rows: tuple[int, ...]
     samples: slice
 
-    def of(self, batch: TensorDictBase) -> TensorDictBase:
+    def select(self, batch: TensorDictBase) -> TensorDictBase:
         """Return this piece of ``batch``, trimmed to its longest prompt and response."""
         piece = batch[list(self.rows)]
         if self.samples != slice(None):
@@ -63,22 +63,22 @@ class TokenBudget:
     def run(
         self,
         batch: TensorDictBase,
-        work: Callable[[MicroBatch], T],
+        process: Callable[[MicroBatch], T],
         undo: Callable[[], None],
         pieces: Iterable[MicroBatch] | None = None,
     ) -> list[T]:
-        """Call ``work`` on every micro-batch of ``batch``.
+        """Call ``process`` on every micro-batch of ``batch``.
 
         When memory runs out, ``undo`` is called, the budget is halved, and all micro-batches start again.
 
         Args:
             batch: groups as in :mod:`~torchrl_grpo.batch.schema`.
-            work: function of one micro-batch.
-            undo: function that reverts all effects of ``work``.
-            pieces: pieces that are cut further if they exceed the budget; None for the whole batch.
+            process: function of one micro-batch.
+            undo: function that reverts all effects of ``process``.
+            pieces: pieces that are split further if they exceed the budget; None for the whole batch.
 
         Returns:
-            The results of ``work``, one per micro-batch.
+            The results of ``process``, one per micro-batch.
 
         Raises:
             TrainingStopped: a single sequence exceeds the budget, or does not fit in memory.
@@ -86,11 +86,11 @@ class TokenBudget:
         whole = [MicroBatch(tuple(range(len(batch))), slice(None))] if pieces is None else list(pieces)
         prompts, responses = token_counts(batch)
         while True:
-            micro_batches = self.cut(batch, whole)
+            micro_batches = self.split(batch, whole)
             results: list[T] = []
             try:
                 for one in micro_batches:
-                    results.append(work(one))
+                    results.append(process(one))
                 return results
             except (RuntimeError, MemoryError) as error:
                 if not ran_out_of_memory(error):
@@ -102,14 +102,14 @@ class TokenBudget:
             clear_device_cache(garbage_collection=True)
             self._halve(failed, prompts, responses)
 
-    def cut(self, batch: TensorDictBase, pieces: Iterable[MicroBatch]) -> list[MicroBatch]:
-        """Cut ``pieces`` of ``batch`` further if they exceed the budget.
+    def split(self, batch: TensorDictBase, pieces: Iterable[MicroBatch]) -> list[MicroBatch]:
+        """Split ``pieces`` of ``batch`` further if they exceed the budget.
 
         Raises:
             TrainingStopped: a single sequence exceeds the budget.
         """
         prompts, responses = token_counts(batch)
-        return [small for piece in pieces for small in self._cut(piece, prompts, responses, self.tokens)]
+        return [small for piece in pieces for small in self._split(piece, prompts, responses, self.tokens)]
 
     def costs(self, batch: TensorDictBase) -> list[int]:
         """Return the cost of each group of ``batch`` in tokens."""
@@ -117,10 +117,10 @@ class TokenBudget:
         return [self._cost(MicroBatch((row,), slice(None)), prompts, responses) for row in range(len(batch))]
 
     @contextmanager
-    def named_when_exceeded(self) -> Iterator[None]:
-        """Turn an out-of-memory error into one that names the key to change.
+    def explain_oom(self) -> Iterator[None]:
+        """Convert an out-of-memory error to one that names the key to change.
 
-        Several ranks use it, because a single rank cannot start again on its own.
+        Use this instead of :meth:`run` with several ranks, because one rank cannot retry on its own.
 
         Raises:
             TrainingStopped: memory ran out.
@@ -146,22 +146,22 @@ class TokenBudget:
             f"at most {self.tokens} tokens (train.max_tokens_per_microbatch) or a single sequence"
         )
 
-    def _cut(
+    def _split(
         self, piece: MicroBatch, prompts: Sequence[int], responses: Sequence[Sequence[int]], budget: int
     ) -> list[MicroBatch]:
         costs = {row: self._cost(MicroBatch((row,), piece.samples), prompts, responses) for row in piece.rows}
         small = {row: cost for row, cost in costs.items() if cost <= budget}
         packed = [MicroBatch(rows, piece.samples) for rows in first_fit_decreasing(small, budget)]
         for row in (row for row in costs if row not in small):
-            packed += self._cut_group(row, piece.samples, prompts[row], responses[row], budget)
+            packed += self._split_group(row, piece.samples, prompts[row], responses[row], budget)
         return packed
 
-    def _cut_group(
+    def _split_group(
         self, row: int, samples: slice, prompt: int, responses: Sequence[int], budget: int
     ) -> list[MicroBatch]:
-        """Cut a group over the budget into runs of consecutive responses, each with the prompt."""
+        """Split a group over the budget into runs of consecutive responses, each with the prompt."""
         first, stop, _ = samples.indices(len(responses))
-        cuts, cost = [first], prompt
+        starts, cost = [first], prompt
         for sample in range(first, stop):
             tokens = responses[sample]
             # Only the configured budget is a hard limit. A halved one still allows single sequences.
@@ -172,11 +172,11 @@ class TokenBudget:
                     f"train.max_tokens_per_microbatch={prompt + tokens} or more, or a lower "
                     "inference_model.max_new_tokens in a new run"
                 )
-            if sample > cuts[-1] and cost + tokens > budget:
-                cuts.append(sample)
+            if sample > starts[-1] and cost + tokens > budget:
+                starts.append(sample)
                 cost = prompt
             cost += tokens if self.shares_prefix else prompt + tokens
-        return [MicroBatch((row,), slice(a, b)) for a, b in zip(cuts, [*cuts[1:], stop], strict=True)]
+        return [MicroBatch((row,), slice(a, b)) for a, b in zip(starts, [*starts[1:], stop], strict=True)]
 
     def _cost(self, piece: MicroBatch, prompts: Sequence[int], responses: Sequence[Sequence[int]]) -> int:
         cost = 0
@@ -220,8 +220,8 @@ def first_fit_decreasing(costs: dict[int, int], budget: int) -> list[tuple[int, 
     return [tuple(sorted(rows)) for rows in bins]
 
 
-def equal_pieces(groups: int, samples: int, pieces: int, full_groups: int) -> list[MicroBatch]:
-    """Cut a batch into pieces of equal size, between groups and, for many pieces, also within groups.
+def split_evenly(groups: int, samples: int, pieces: int, full_groups: int) -> list[MicroBatch]:
+    """Split a batch into pieces of equal size, between groups and, for many pieces, also within groups.
 
     Args:
         groups: number of groups in this batch. A smaller batch has fewer pieces of the same size.
@@ -244,7 +244,7 @@ def equal_pieces(groups: int, samples: int, pieces: int, full_groups: int) -> li
     ]
 
 
-def divide(costs: Sequence[int], shares: int) -> list[list[int]]:
+def partition_balanced(costs: Sequence[int], shares: int) -> list[list[int]]:
     """Divide rows into shares of about equal cost, for several workers.
 
     The algorithm is longest-processing-time-first. The largest share is at most 4/3 of the optimum (Graham
@@ -257,10 +257,10 @@ def divide(costs: Sequence[int], shares: int) -> list[list[int]]:
     Returns:
         The rows of each share in ascending order.
     """
-    found: list[list[int]] = [[] for _ in range(shares)]
+    rows: list[list[int]] = [[] for _ in range(shares)]
     loads = [0] * shares
     for row in sorted(range(len(costs)), key=lambda row: (-costs[row], row)):
         least = min(range(shares), key=lambda share: (loads[share], share))
-        found[least].append(row)
+        rows[least].append(row)
         loads[least] += costs[row]
-    return [sorted(rows) for rows in found]
+    return [sorted(share) for share in rows]

@@ -25,14 +25,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torchrl_grpo.checkpoints.run_dir import MANIFEST, words_of
+from torchrl_grpo.checkpoints.run_dir import MANIFEST, launch_command
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.resume import may_change
+from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.errors import CheckpointError
-from torchrl_grpo.runtime.disk_full import says_no_room
+from torchrl_grpo.runtime.disk_full import is_disk_full_error
 
-_ASIDE = ".writing-"
-_DOOMED = ".removing-"
+_TMP_PREFIX = ".writing-"
+_REMOVING_PREFIX = ".removing-"
 _TRAINER = "trainer.pt"
 _CONFIG = "config.yaml"
 
@@ -68,25 +68,25 @@ def save(
         CheckpointError: the disk is full.
     """
     root = run_dir / "checkpoints"
-    aside = root / f"{_ASIDE}{step}"
-    shutil.rmtree(aside, ignore_errors=True)
+    tmp_dir = root / f"{_TMP_PREFIX}{step}"
+    shutil.rmtree(tmp_dir, ignore_errors=True)
     writers = {"model": write_model, **({"merged": write_merged} if write_merged is not None else {})}
-    with _or_nothing(run_dir, aside):
-        _fill(aside, step, cfg, writers, state)
+    with _cleanup_on_error(run_dir, tmp_dir):
+        _fill(tmp_dir, step, cfg, writers, state)
     target = root / str(step)
-    replaced = _doomed(target) if target.exists() else None
-    aside.rename(target)
+    replaced = _rename_for_removal(target) if target.exists() else None
+    tmp_dir.rename(target)
     _flush(root)
     if replaced is not None:
         shutil.rmtree(replaced)
     # Count only up to this step, so that a later checkpoint cannot displace the one just written.
-    for old in [folder for folder in _complete(root) if int(folder.name) <= step][:-keep]:
-        shutil.rmtree(_doomed(old))
+    for old in [folder for folder in _step_dirs(root) if int(folder.name) <= step][:-keep]:
+        shutil.rmtree(_rename_for_removal(old))
     return target
 
 
 @contextmanager
-def _or_nothing(run_dir: Path, aside: Path) -> Iterator[None]:
+def _cleanup_on_error(run_dir: Path, tmp_dir: Path) -> Iterator[None]:
     """Remove the partial checkpoint after an error.
 
     Raises:
@@ -95,57 +95,59 @@ def _or_nothing(run_dir: Path, aside: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        written = sum(path.stat().st_size for path in aside.rglob("*") if path.is_file()) / 2**30
-        room = shutil.disk_usage(run_dir).free / 2**30
-        shutil.rmtree(aside, ignore_errors=True)
-        if not says_no_room(error):
+        written = sum(path.stat().st_size for path in tmp_dir.rglob("*") if path.is_file()) / 2**30
+        free = shutil.disk_usage(run_dir).free / 2**30
+        shutil.rmtree(tmp_dir, ignore_errors=True)
+        if not is_disk_full_error(error):
             raise
         raise CheckpointError(
-            f"{aside.with_name(aside.name.removeprefix(_ASIDE))}: the checkpoint could not be written "
-            f"({error}; the disk took {written:.2f} GiB of it and has room for {room:.2f}); make room: "
-            f"{how_to_continue(run_dir)}"
+            f"{tmp_dir.with_name(tmp_dir.name.removeprefix(_TMP_PREFIX))}: the checkpoint could not be "
+            f"written ({error}; {written:.2f} GiB were written and {free:.2f} GiB are free); "
+            f"free disk space: {how_to_continue(run_dir)}"
         ) from error
 
 
 def _fill(
-    aside: Path, step: int, cfg: Config, writers: dict[str, Callable[[Path], None]], state: dict[str, Any]
+    tmp_dir: Path, step: int, cfg: Config, writers: dict[str, Callable[[Path], None]], state: dict[str, Any]
 ) -> None:
-    """Write a checkpoint into the folder ``aside`` and flush it to the disk, with the manifest last."""
+    """Write a checkpoint into the folder ``tmp_dir`` and flush it to the disk, with the manifest last."""
     import torch
     from omegaconf import OmegaConf
 
     for name, write in writers.items():
-        (aside / name).mkdir(parents=True)
-        write(aside / name)
-    torch.save(state, aside / _TRAINER)
-    OmegaConf.save(OmegaConf.create(asdict(cfg)), aside / _CONFIG)
-    files = sorted(path for path in aside.rglob("*") if path.is_file())
+        (tmp_dir / name).mkdir(parents=True)
+        write(tmp_dir / name)
+    torch.save(state, tmp_dir / _TRAINER)
+    OmegaConf.save(OmegaConf.create(asdict(cfg)), tmp_dir / _CONFIG)
+    files = sorted(path for path in tmp_dir.rglob("*") if path.is_file())
     entries = {
-        str(path.relative_to(aside)): {"bytes": path.stat().st_size, "crc32": _crc32(path)} for path in files
+        str(path.relative_to(tmp_dir)): {"bytes": path.stat().st_size, "crc32": _crc32(path)}
+        for path in files
     }
     for path in files:
         _flush(path)
-    (aside / MANIFEST).write_text(json.dumps({"step": step, "files": entries}, indent=1))
-    for path in (aside / MANIFEST, *(aside / name for name in writers), aside):
+    (tmp_dir / MANIFEST).write_text(json.dumps({"step": step, "files": entries}, indent=1))
+    for path in (tmp_dir / MANIFEST, *(tmp_dir / name for name in writers), tmp_dir):
         _flush(path)
 
 
 def clean(run_dir: Path) -> None:
     """Remove partial checkpoints that a killed process left behind, and rename those that are complete."""
     for leftover in list((run_dir / "checkpoints").glob(".*-*")):
-        target = leftover.with_name(leftover.name.removeprefix(_ASIDE))
-        if target != leftover and not target.exists() and damage(leftover) is None:
+        target = leftover.with_name(leftover.name.removeprefix(_TMP_PREFIX))
+        if target != leftover and not target.exists() and find_damage(leftover) is None:
             leftover.rename(target)
-        elif leftover.name.startswith((_ASIDE, _DOOMED)):
+        elif leftover.name.startswith((_TMP_PREFIX, _REMOVING_PREFIX)):
             shutil.rmtree(leftover)
 
 
-def set_aside_after(run_dir: Path, step: int) -> None:
-    """Rename the checkpoints later than ``step``, because a run resumed at ``step`` writes them again.
+def rename_checkpoints_after(run_dir: Path, step: int) -> None:
+    """Rename the checkpoints later than ``step``.
 
-    Otherwise a later ``resume=auto`` would continue from them and skip steps whose metrics were removed.
+    A run that is resumed at ``step`` repeats the later steps. A later ``resume=auto`` must not continue from
+    the old checkpoints, because the metrics of their steps were removed.
     """
-    for folder in _complete(run_dir / "checkpoints"):
+    for folder in _step_dirs(run_dir / "checkpoints"):
         if int(folder.name) > step:
             target = folder.with_name(f"{folder.name}.set-aside")
             if target.exists():
@@ -156,7 +158,7 @@ def set_aside_after(run_dir: Path, step: int) -> None:
             )
 
 
-def find(run_dir: Path, resume: str, contents: bool = True) -> Path:
+def find(run_dir: Path, resume: str, verify_checksums: bool = True) -> Path:
     """Find the checkpoint that ``resume`` selects: the one it names, or else the newest undamaged one.
 
     This function does not import torch, so a run that cannot be resumed fails at once.
@@ -164,21 +166,21 @@ def find(run_dir: Path, resume: str, contents: bool = True) -> Path:
     Args:
         run_dir: folder of the run.
         resume: ``auto``, or a path to the run, to its checkpoints folder, or to one checkpoint.
-        contents: whether to check every byte, see :func:`damage`.
+        verify_checksums: whether to check every byte, see :func:`find_damage`.
 
     Raises:
         CheckpointError: the named checkpoint is damaged, or the run has no undamaged checkpoint.
     """
     named = Path(resume)
     if resume != "auto" and named.parent.name == "checkpoints":
-        reason = damage(named, contents)
+        reason = find_damage(named, verify_checksums)
         if reason is not None:
             raise CheckpointError(
                 f"resume={resume}: {reason}; name another checkpoint, or write resume={run_dir}"
             )
         return named
-    for folder in reversed(_complete(run_dir / "checkpoints")):
-        reason = damage(folder, contents)
+    for folder in reversed(_step_dirs(run_dir / "checkpoints")):
+        reason = find_damage(folder, verify_checksums)
         if reason is None:
             return folder
         warnings.warn(f"{folder} is skipped: {reason}", stacklevel=2)
@@ -189,19 +191,21 @@ def find(run_dir: Path, resume: str, contents: bool = True) -> Path:
 
 def how_to_continue(run_dir: Path) -> str:
     """Return one line that says how to continue an interrupted run."""
-    if _complete(run_dir / "checkpoints"):
-        words = "with the words that the run was started with"
-        which = f": {known}" if (known := words_of(run_dir)) else ""
-        return f"resume={run_dir.resolve()} continues from its last checkpoint, {words}{which}"
+    if _step_dirs(run_dir / "checkpoints"):
+        command = f": {known}" if (known := launch_command(run_dir)) else ""
+        return (
+            f"resume={run_dir.resolve()} continues from its last checkpoint; "
+            f"repeat the arguments of the original command{command}"
+        )
     return f"{run_dir.resolve()} has no checkpoint yet to continue from"
 
 
-def damage(folder: Path, contents: bool = True) -> str | None:
+def find_damage(folder: Path, verify_checksums: bool = True) -> str | None:
     """Describe the damage of a checkpoint; return None if it is undamaged.
 
     Args:
         folder: folder of the checkpoint.
-        contents: whether to check every byte. If false, only the sizes of the files are checked.
+        verify_checksums: whether to check every byte. If false, only the sizes of the files are checked.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -214,7 +218,7 @@ def damage(folder: Path, contents: bool = True) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes instead of {size}"
-        if contents and _crc32(path) != crc32:
+        if verify_checksums and _crc32(path) != crc32:
             return f"{name} has another checksum than when it was written"
     return None
 
@@ -232,13 +236,13 @@ def check_same_run(folder: Path, cfg: Config) -> None:
     from omegaconf import OmegaConf
 
     saved = OmegaConf.to_container(OmegaConf.load(folder / _CONFIG))
-    for key, before, now in _differences(_completed(saved, asdict(Config())), asdict(cfg)):
-        if not may_change(key, before):
+    for key, before, now in _differences(_with_defaults(saved, asdict(Config())), asdict(cfg)):
+        if not is_changeable_on_resume(key, before):
             weights = folder / ("merged" if (folder / "merged").is_dir() else "model")
             run_dir = folder.parent.parent
-            which = f" (its words were {known})" if (known := words_of(run_dir)) else ""
+            command = f" (its command was {known})" if (known := launch_command(run_dir)) else ""
             raise CheckpointError(
-                f"{key}={now}: the run in {run_dir} was started with {key}={before}{which}; "
+                f"{key}={now}: the run in {run_dir} was started with {key}={before}{command}; "
                 "resume with that, or start a new run from its weights with "
                 f"model.name={weights} and without resume"
             )
@@ -250,7 +254,7 @@ def load_state(folder: Path) -> dict[str, Any]:
     Returns:
         Plain values, and tensors that are mapped from the file and read on access. Several ranks of a machine
         share the pages of the file, so no rank holds the optimizer moments of others. Copy each tensor that
-        must outlive the file with :func:`in_memory`.
+        must outlive the file with :func:`clone_tensors`.
     """
     import torch
 
@@ -258,37 +262,37 @@ def load_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def in_memory(state: Any) -> Any:
+def clone_tensors(state: Any) -> Any:
     """Copy the result of :func:`load_state`, or a part of it, from the file into memory."""
     import torch
 
     if isinstance(state, torch.Tensor):
         return state.detach().clone()
     if isinstance(state, dict):
-        return {key: in_memory(value) for key, value in state.items()}
-    return type(state)(map(in_memory, state)) if isinstance(state, list | tuple) else state
+        return {key: clone_tensors(value) for key, value in state.items()}
+    return type(state)(map(clone_tensors, state)) if isinstance(state, list | tuple) else state
 
 
-def _complete(root: Path) -> list[Path]:
+def _step_dirs(root: Path) -> list[Path]:
     found = [path for path in root.glob("*") if path.name.isdigit() and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name))
 
 
-def _doomed(folder: Path) -> Path:
+def _rename_for_removal(folder: Path) -> Path:
     """Rename a folder before its removal, so that a kill leaves nothing that looks complete."""
-    doomed = folder.with_name(f"{_DOOMED}{folder.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    return folder.rename(doomed)
+    target = folder.with_name(f"{_REMOVING_PREFIX}{folder.name}")
+    shutil.rmtree(target, ignore_errors=True)
+    return folder.rename(target)
 
 
-def _completed(saved: Any, defaults: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(saved: Any, defaults: dict[str, Any]) -> dict[str, Any]:
     """Add the defaults of keys that did not exist when the configuration was saved."""
     found = dict(saved)
     for key, default in defaults.items():
         if key not in found:
             found[key] = default
         elif isinstance(default, dict) and isinstance(found[key], dict):
-            found[key] = _completed(found[key], default)
+            found[key] = _with_defaults(found[key], default)
     return found
 
 

@@ -103,20 +103,20 @@ def folder_to_resume(resume: str, chosen: Path | None, outputs: Path = Path("out
     return folder
 
 
-def words_of(run_dir: Path) -> str:
+def launch_command(run_dir: Path) -> str:
     """Return the script and arguments that started a run, from Hydra's record; empty without a record."""
     record = run_dir / ".hydra"
     try:
         hydra = yaml.safe_load((record / "hydra.yaml").read_text(encoding="utf-8"))["hydra"]
-        words = [f"{hydra['job']['name']}.py", f"--config-name={hydra['job']['config_name']}"]
+        command = [f"{hydra['job']['name']}.py", f"--config-name={hydra['job']['config_name']}"]
         for one in hydra["runtime"]["config_sources"]:
             if one["provider"] == "command-line":
-                words.append(f"--config-dir={one['path']}")
+                command.append(f"--config-dir={one['path']}")
             elif one["provider"] == "main" and Path(one["path"]) != config_dir():
-                words.append(f"--config-path={one['path']}")
-        words += [word for word in hydra["overrides"]["hydra"] if word.partition("=")[0] not in _OF_A_JOB]
-        words += yaml.safe_load((record / "overrides.yaml").read_text(encoding="utf-8"))
-        return shlex.join(words)
+                command.append(f"--config-path={one['path']}")
+        command += [word for word in hydra["overrides"]["hydra"] if word.partition("=")[0] not in _OF_A_JOB]
+        command += yaml.safe_load((record / "overrides.yaml").read_text(encoding="utf-8"))
+        return shlex.join(command)
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         # The result is part of other messages, so an incomplete record must not raise an error here.
         return ""

@@ -225,7 +225,7 @@ class _Command:
             return
         if ranks > 1 and not rank_env.launched():
             raise SystemExit(launch.launch(self.words, ranks))
-        if (warning := launch.left_alone()) is not None:
+        if (warning := launch.missing_ranks_warning()) is not None:
             sys.stderr.write(f"{warning}\n")
         extra, undo = self._folder(job, configs)
         name = Path(sys.argv[0]).stem or "grpo"
@@ -254,7 +254,7 @@ class _Command:
             from torchrl_grpo.checkpoints import checkpoint
             from torchrl_grpo.observe import report
 
-            found = checkpoint.find(folder, str(cfg.resume), contents=False)
+            found = checkpoint.find(folder, str(cfg.resume), verify_checksums=False)
             checkpoint.check_same_run(found, preflight.with_proximal(cfg, self.asynchronous))
             ended = report.of_ended_run(folder, int(found.name)) is not None
             nothing = ", where it has ended: nothing is left to do" if ended else ""
@@ -265,7 +265,7 @@ class _Command:
             from torchrl_grpo.config import derived
 
             dropped = ", less what is left out" if cfg.env.overlong_prompts == "drop" else ""
-            sys.stdout.write(f"{derived.length(cfg, len(data.load(cfg).train))}{dropped}\n")
+            sys.stdout.write(f"{derived.describe_length(cfg, len(data.load(cfg).train))}{dropped}\n")
 
     def _to_resume(self, cfg: Config, job: Job) -> Path | None:
         if cfg.resume is None:

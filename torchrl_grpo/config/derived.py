@@ -28,7 +28,7 @@ def steps_per_round(cfg: Config) -> int:
     return cfg.train.epochs * cfg.env.num_envs * cfg.env.repeats // optim_batch_size(cfg)
 
 
-def with_turns(cfg: Config, problems: int) -> Config:
+def with_total_turns(cfg: Config, problems: int) -> Config:
     """Convert ``train.num_epochs`` of a configuration to ``train.total_dialog_turns``.
 
     Args:
@@ -49,19 +49,19 @@ def with_turns(cfg: Config, problems: int) -> Config:
 
 
 def total_turns(cfg: Config) -> int:
-    """Return the samples of the whole run for a configuration returned by :func:`with_turns`."""
-    assert cfg.train.total_dialog_turns is not None, "a length in epochs needs the data: with_turns()"
+    """Return the samples of the whole run for a configuration from :func:`with_total_turns`."""
+    assert cfg.train.total_dialog_turns is not None, "a length in epochs needs the data: with_total_turns()"
     return cfg.train.total_dialog_turns
 
 
 def rounds(cfg: Config) -> int:
-    """Return the collection rounds of the whole run for a configuration returned by :func:`with_turns`."""
+    """Return the collection rounds of the whole run for a configuration from :func:`with_total_turns`."""
     return total_turns(cfg) // (cfg.env.num_envs * cfg.env.repeats)
 
 
-def length(cfg: Config, problems: int) -> str:
+def describe_length(cfg: Config, problems: int) -> str:
     """Return a line that describes the length of a run."""
-    whole = with_turns(cfg, problems)
+    whole = with_total_turns(cfg, problems)
     epochs = rounds(whole) * cfg.env.num_envs / problems
     refilled = ", and more for refills" if cfg.policy.constant_groups == "refill" else ""
     return (

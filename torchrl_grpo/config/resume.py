@@ -56,7 +56,7 @@ FREE_KEYS = (
 FREE_FROM = {"env.overlong_prompts": "error"}
 
 
-def may_change(key: str, before: Any = None) -> bool:
+def is_changeable_on_resume(key: str, before: Any = None) -> bool:
     """Return whether a resumed run may have another value of a key.
 
     Args:

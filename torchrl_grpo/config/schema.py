@@ -20,9 +20,9 @@ from torchrl_grpo.config.schema_learning import (
 from torchrl_grpo.config.values import (
     AnswerFormat,
     Dataset,
+    LRSchedule,
     OverlongPrompts,
     Placement,
-    Schedule,
     WeightUpdate,
 )
 
@@ -212,8 +212,8 @@ class OptimizerConfig:
     betas: list[float] = key([0.9, 0.999], "AdamW's two averaging factors.")
     eps: float = key(1e-8, "AdamW's epsilon.")
     max_grad_norm: float = key(1.0, "Norm to which larger gradients are scaled down.")
-    schedule: Schedule = key(
-        Schedule.constant,
+    schedule: LRSchedule = key(
+        LRSchedule.constant,
         "Learning rate after warm-up: constant, or a linear or cosine decay to min_lr_ratio.",
     )
     warmup_steps: int = key(0, "Optimizer steps over which the learning rate rises linearly to lr.")

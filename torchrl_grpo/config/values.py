@@ -32,7 +32,7 @@ Quantization = StrEnum("Quantization", ["none", "nf4"])
 Backend = StrEnum("Backend", ["vllm", "transformers"])
 WeightUpdate = StrEnum("WeightUpdate", ["drain", "in_flight"])
 Placement = StrEnum("Placement", ["pack", "spread"])
-Schedule = StrEnum("Schedule", ["constant", "linear", "cosine"])
+LRSchedule = StrEnum("LRSchedule", ["constant", "linear", "cosine"])
 
 # Surrogate -> its options and their defaults. A test compares this table with objectives/surrogates.py.
 SURROGATE_OPTIONS: dict[str, dict[str, float]] = {

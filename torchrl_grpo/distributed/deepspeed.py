@@ -30,7 +30,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ZeroNetwork(nn.Module):
-    """Module that the loss calls in place of ``scorer``, usable once :class:`ZeroUpdate` has set its engine.
+    """Module that the loss calls in place of ``scorer``, usable once :class:`ZeroBackend` has set its engine.
 
     Args:
         scorer: scorer of the model.
@@ -53,8 +53,8 @@ class ZeroNetwork(nn.Module):
         return self.engine(*arguments)
 
 
-class ZeroUpdate:
-    """Performs an :class:`~torchrl_grpo.training.optimizer_backend.Update` with DeepSpeed's engine.
+class ZeroBackend:
+    """:class:`~torchrl_grpo.training.optimizer_backend.OptimizerBackend` that uses DeepSpeed's engine.
 
     Args:
         optimizer: torch optimizer of the whole parameters. DeepSpeed replaces them with this rank's part.
@@ -79,13 +79,13 @@ class ZeroUpdate:
         self._engine.set_gradient_accumulation_boundary(True)
         self.backward(0.0 * idle())
 
-    def step(self, allowed: bool) -> float:
-        if not allowed:
+    def step(self, apply: bool) -> float:
+        if not apply:
             self._spoil()
         self._engine.step()
         return float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else math.inf
 
-    def drop_gradients(self) -> None:
+    def zero_grad(self) -> None:
         """Do nothing: the engine drops the gradients in its step."""
 
     def _spoil(self) -> None:

@@ -33,7 +33,7 @@ _CAUSES = {
 }
 # Time limit for an interrupted rank 0 to finish the current work and to shut down. A step of a large model,
 # or a round of long responses, takes minutes.
-_FAREWELL_S = 600
+_SHUTDOWN_TIMEOUT_S = 600
 
 
 def ranks_wanted(configs: Sequence[Config]) -> int:
@@ -57,29 +57,28 @@ def ranks_wanted(configs: Sequence[Config]) -> int:
     return counts[0]
 
 
-def left_alone() -> str | None:
+def missing_ranks_warning() -> str | None:
     """Return a warning if a launcher should have started several ranks but started only this process.
 
-    Without a GPU, ``accelerate launch --num_processes 2`` starts a single process unless another option says
-    how to start several. It does not pass on the requested number, so this function reads the number from the
-    command line of the parent process.
+    This detects ``accelerate launch --num_processes N`` on a machine without a GPU, which silently starts one
+    process. N is read from the command line of the parent process, because accelerate does not export it.
 
     Returns:
         The warning; None if there is nothing to warn about.
     """
     if rank_env.launched() or "ACCELERATE_MIXED_PRECISION" not in os.environ:
         return None
-    asked = _processes_asked_for(_words_of_parent())
-    if asked < 2:
+    requested = _requested_processes(_parent_argv())
+    if requested < 2:
         return None
     return (
-        f"warning: accelerate launch was asked for {asked} processes and has started one, as it does without "
-        "a GPU; write --multi_gpu or --config_file config/accelerate/multi_gpu.yaml for the launcher, or "
-        f"start the script without it and with train_model.num_devices={asked}"
+        f"warning: accelerate launch was asked for {requested} processes and has started one, as it does "
+        "without a GPU; write --multi_gpu or --config_file config/accelerate/multi_gpu.yaml for the "
+        f"launcher, or start the script without it and with train_model.num_devices={requested}"
     )
 
 
-def _words_of_parent() -> list[str]:
+def _parent_argv() -> list[str]:
     """Return the parent process's command line; empty if the system does not show it."""
     try:
         text = Path(f"/proc/{os.getppid()}/cmdline").read_text()
@@ -88,20 +87,20 @@ def _words_of_parent() -> list[str]:
     return text.split("\0")
 
 
-def _processes_asked_for(words: Sequence[str]) -> int:
+def _requested_processes(argv: Sequence[str]) -> int:
     """Return the value of ``--num_processes`` in a launcher's arguments; 1 if it is absent."""
-    for word, following in itertools.pairwise([*words, ""]):
-        name, _, value = word.partition("=")
+    for argument, following in itertools.pairwise([*argv, ""]):
+        name, _, value = argument.partition("=")
         if name.replace("-", "_") == "__num_processes" and (value or following).isdecimal():
             return int(value or following)
     return 1
 
 
-def launch(words: Sequence[str], count: int) -> int:
+def launch(argv: Sequence[str], count: int) -> int:
     """Run this script's command line in ``count`` ranks on this machine.
 
     Args:
-        words: command line without the script's name.
+        argv: command line without the script's name.
         count: number of ranks.
 
     Returns:
@@ -109,8 +108,8 @@ def launch(words: Sequence[str], count: int) -> int:
         rank 0 if it failed.
 
     Raises:
-        KeyboardInterrupt: the run was interrupted while ranks were being started, or later, and rank 0 then
-            shut down without an error or timed out.
+        KeyboardInterrupt: the run was interrupted, and rank 0 had not begun its work, shut down without an
+            error, or timed out.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -126,11 +125,11 @@ def launch(words: Sequence[str], count: int) -> int:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, allowed_cores() // count))),
     }
     # The library kills all ranks on an interrupt, but rank 0 must still finish its work and print messages.
-    with _held_back(signal.SIGINT) as interrupts:
+    with _defer_signal(signal.SIGINT) as interrupts:
         ranks = start_processes(
             name="rank",
             entrypoint=sys.executable,
-            args={number: (sys.argv[0], *words) for number in range(count)},
+            args={number: (sys.argv[0], *argv) for number in range(count)},
             envs={
                 number: {**common, "RANK": str(number), "LOCAL_RANK": str(number)} for number in range(count)
             },
@@ -143,16 +142,16 @@ def launch(words: Sequence[str], count: int) -> int:
     try:
         result = ranks.wait()
     except KeyboardInterrupt:
-        assert isinstance(ranks, SubprocessContext), "of a script, not of a function"
+        assert isinstance(ranks, SubprocessContext), "start_processes() runs a script"
         main = ranks.subprocess_handlers[0].proc
-        # A second interrupt ends all ranks at once.
+        # Forward the interrupt to rank 0. A second one ends all ranks at once.
         main.send_signal(signal.SIGINT)
         # Wait for rank 0 only: a rank that it has released may fail on exit, and this must not end rank 0.
         with suppress(subprocess.TimeoutExpired):
-            main.wait(timeout=_FAREWELL_S)
+            main.wait(timeout=_SHUTDOWN_TIMEOUT_S)
         if main.returncode in (None, 0, INTERRUPTED_CODE, -signal.SIGINT):
             raise
-        return _shown(main.returncode)
+        return _exit_code(main.returncode)
     finally:
         ranks.close()
     assert result is not None
@@ -164,11 +163,11 @@ def launch(words: Sequence[str], count: int) -> int:
         sys.stderr.write(
             f"error: training rank {first.local_rank} was ended by {name}{_CAUSES.get(name, '')}\n"
         )
-    return _shown(first.exitcode)
+    return _exit_code(first.exitcode)
 
 
 @contextmanager
-def _held_back(number: signal.Signals) -> Iterator[list[int]]:
+def _defer_signal(number: signal.Signals) -> Iterator[list[int]]:
     """Collect a signal instead of acting on it, and restore its handler at the end.
 
     An interrupt during the start would leave behind the ranks that already run. An ignored signal stays
@@ -198,8 +197,8 @@ def _held_back(number: signal.Signals) -> Iterator[list[int]]:
             os.environ[variable] = chosen
 
 
-def _shown(code: int) -> int:
-    return code if code > 0 else _ENDED_BY_SIGNAL
+def _exit_code(returncode: int) -> int:
+    return returncode if returncode > 0 else _ENDED_BY_SIGNAL
 
 
 def _free_port() -> int:

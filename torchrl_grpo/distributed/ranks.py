@@ -92,12 +92,12 @@ class Ranks:
         if self.size == 1:
             return function(target, *arguments, **options)
         # Interrupted half way, this rank would leave the others in the middle of a collective call.
-        with held(), self.united():
+        with held(), self.mark_broken_on_error():
             self.broadcast_object((function, arguments, options))
             return function(target, *arguments, **options)
 
     @contextmanager
-    def united(self) -> Iterator[None]:
+    def mark_broken_on_error(self) -> Iterator[None]:
         """Surround a collective call: an exception in it leaves the ranks out of step."""
         try:
             yield
@@ -119,7 +119,7 @@ class Ranks:
         if not self._broken:
             self.broadcast_object(None)
 
-    def add_up(self, values: dict[str, float], names: Sequence[str]) -> dict[str, float]:
+    def all_reduce_sum(self, values: dict[str, float], names: Sequence[str]) -> dict[str, float]:
         """The sum over all ranks of each of ``names``; a rank adds nothing for those it does not have."""
         if self.size == 1:
             return {name: values.get(name, 0.0) for name in names}
@@ -127,7 +127,7 @@ class Ranks:
         dist.all_reduce(total, group=self._orders)
         return dict(zip(names, total.tolist(), strict=True))
 
-    def largest(self, value: int) -> int:
+    def all_reduce_max(self, value: int) -> int:
         """The largest value over all ranks."""
         if self.size == 1:
             return value
@@ -135,7 +135,7 @@ class Ranks:
         dist.all_reduce(box, dist.ReduceOp.MAX, group=self._orders)
         return int(box)
 
-    def agree(self, value: int) -> bool:
+    def all_equal(self, value: int) -> bool:
         """Whether all ranks have the same value."""
         return len(set(self.gather(value))) == 1
 

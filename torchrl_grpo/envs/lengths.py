@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 _GAP = " ... "
 
 
-def fit(problems: Problems, tokenizer: PreTrainedTokenizerBase, cfg: Config) -> tuple[Problems, str | None]:
+def handle_overlong_prompts(
+    problems: Problems, tokenizer: PreTrainedTokenizerBase, cfg: Config
+) -> tuple[Problems, str | None]:
     """Make every prompt short enough, as ``env.overlong_prompts`` says.
 
     Args:

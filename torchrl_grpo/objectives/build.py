@@ -22,7 +22,7 @@ def build_objective(
     actor: nn.Module,
     reward_weights: Sequence[float],
     max_new_tokens: int,
-    proximal_given: bool = True,
+    has_proximal_log_probs: bool = True,
 ) -> tuple[GroupPolicyLoss, GroupAdvantage]:
     """Build the loss around ``actor``, and the replay-buffer transform that computes its advantages.
 
@@ -32,7 +32,7 @@ def build_objective(
             accepts.
         reward_weights: weights of the rewards in ``("next", "reward_parts")``.
         max_new_tokens: maximum length of a response in tokens.
-        proximal_given: see :class:`GroupPolicyLoss`.
+        has_proximal_log_probs: see :class:`GroupPolicyLoss`.
     """
     kl = KLCoefficient(initial_kl_coef(cfg), cfg.kl_target, cfg.kl_horizon)
     entropy = EntropyCoefficient(
@@ -47,6 +47,6 @@ def build_objective(
         kl=kl,
         entropy=entropy,
         constant_length=constant_length,
-        proximal_given=proximal_given,
+        has_proximal_log_probs=has_proximal_log_probs,
     )
     return loss, GroupAdvantage(cfg, kl, reward_weights, max_new_tokens)

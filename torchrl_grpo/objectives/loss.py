@@ -58,7 +58,7 @@ class GroupPolicyLoss(LossModule):
         entropy: coefficient of the entropy bonus; None builds it from ``cfg``.
         constant_length: divisor in tokens for ``policy.aggregation=constant``; None for
             ``cfg.aggregation_length``.
-        proximal_given: whether batches contain the log-probabilities of the proximal policy, for
+        has_proximal_log_probs: whether batches contain the log-probabilities of the proximal policy, for
             ``policy.proximal=trainer``. If a round is trained for one step only, they are not needed, because
             the proximal policy is the current one.
 
@@ -96,7 +96,7 @@ class GroupPolicyLoss(LossModule):
         kl: KLCoefficient | None = None,
         entropy: EntropyCoefficient | None = None,
         constant_length: int | None = None,
-        proximal_given: bool = True,
+        has_proximal_log_probs: bool = True,
     ) -> None:
         super().__init__()
         actors.check_actor(actor_network)
@@ -115,12 +115,12 @@ class GroupPolicyLoss(LossModule):
             else entropy
         )
         self.constant_length = 1 if length is None else length
-        self.proximal_given = proximal_given
+        self.has_proximal_log_probs = has_proximal_log_probs
         high = cfg.clip_epsilon if cfg.clip_epsilon_high is None else cfg.clip_epsilon_high
         self.bounds = Bounds(cfg.clip_epsilon, high, cfg.dual_clip)
         self._surrogate = SURROGATES[cfg.surrogate]
 
-    def score_through(self, network: nn.Module) -> None:
+    def set_network(self, network: nn.Module) -> None:
         """Score by calling ``network``, a wrapper of the actor for several training ranks (such as DDP)."""
         self.__dict__["_network"] = network
 
@@ -136,7 +136,7 @@ class GroupPolicyLoss(LossModule):
         scored = [keys.prompt, keys.prompt_mask, keys.response, keys.response_mask]
         read = [*actors.actor_in_keys(self.actor_network, scored), keys.loss_mask]
         read += [keys.sample_log_prob, keys.advantage]
-        if self.cfg.proximal == "trainer" and self.proximal_given:
+        if self.cfg.proximal == "trainer" and self.has_proximal_log_probs:
             read.append(keys.proximal_log_prob)
         if self.kl.in_use:
             read.append(keys.ref_log_prob)
@@ -214,7 +214,7 @@ class GroupPolicyLoss(LossModule):
         sampled = masked(keys.sample_log_prob)
         proximal = sampled
         if self.cfg.proximal == "trainer":
-            given = self.proximal_given
+            given = self.has_proximal_log_probs
             proximal = masked(keys.proximal_log_prob) if given else log_probs.detach().masked_fill(~mask, 0.0)
         objective, clipped = self._surrogate(
             aggregate_log_ratio(log_probs - proximal, mask, self.cfg.ratio),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl_grpo.config import Config, checks_schedule
 from torchrl_grpo.config.derived import token_budget
 from torchrl_grpo.config.keys import show
-from torchrl_grpo.config.resume import may_change
+from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.runtime import rank_env
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _written(changes: Changes) -> str:
 
 
 def _may_change(cfg: Config, changes: Changes) -> bool:
-    return cfg.resume is None or all(may_change(key) for key, _ in changes)
+    return cfg.resume is None or all(is_changeable_on_resume(key) for key, _ in changes)
 
 
 def _ladders(cfg: Config, planned: Planned) -> list[list[Changes]]:

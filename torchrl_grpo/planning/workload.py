@@ -45,7 +45,7 @@ def workload_of(cfg: Config, ranks: int = 1, engines: int = 1) -> Workload:
     batch = optim_batch_size(cfg)
     groups = max(1, batch // samples // ranks)
     pieces = cfg.train.gradient_accumulation_steps
-    # Like equal_pieces(): split between groups, and within groups if there are more pieces than groups.
+    # Like split_evenly(): split between groups, and within groups if there are more pieces than groups.
     whole = max(1, groups // pieces)
     responses = whole * samples if pieces <= groups else max(1, samples * groups // pieces)
     prompts = whole if cfg.train_model.shared_prefix else responses

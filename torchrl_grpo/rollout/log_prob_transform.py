@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.envs.transforms import Transform
 
-from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, divide
+from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, partition_balanced
 from torchrl_grpo.models.saving import Named
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 
@@ -95,14 +95,14 @@ class LogProbScorer(LogProbWriter):
         @torch.no_grad()
         def work(scorer: TokenScorer, budget: TokenBudget, rows: Sequence[int]) -> None:
             def score(micro: MicroBatch) -> None:
-                found = score_piece(scorer, micro.of(groups))
+                found = score_piece(scorer, micro.select(groups))
                 written[list(micro.rows), micro.samples, : found.shape[-1]] = found
 
             # An attempt that is repeated writes over what the last one left.
             share = [MicroBatch(tuple(rows), slice(None))] if rows else []
             budget.run(groups, score, undo=lambda: None, pieces=share)
 
-        shares = divide(self.budget.costs(groups), len(self.scorers))
+        shares = partition_balanced(self.budget.costs(groups), len(self.scorers))
         scorers, budgets = zip(*self.scorers, strict=True)
         with self.stance():
             if len(shares) == 1:
@@ -114,7 +114,7 @@ class LogProbScorer(LogProbWriter):
         return written
 
     @torch.no_grad()
-    def mix_in(self, model: Named, share: float) -> None:
+    def interpolate_toward(self, model: Named, share: float) -> None:
         """Move each weight w to ``(1 - share) w + share v``, v being ``model``'s (TR-DPO, arXiv 2404.09656).
 
         Args:

@@ -12,7 +12,7 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _TORCH_WRITER = "inline_container"
 
 
-def says_no_room(error: Exception) -> bool:
+def is_disk_full_error(error: Exception) -> bool:
     """Whether a file could not grow: the disk is full, or a quota or a limit of file sizes is reached."""
     if isinstance(error, OSError):
         return error.errno in _NO_ROOM

@@ -17,7 +17,7 @@ def keep_freed_memory() -> bool:
 
     Each step allocates and frees gigabytes of activations, and the kernel clears every page that it hands
     out: without this a step on two cores took 5 % longer (measured in five pairs). The process keeps its
-    largest size until :func:`give_back_freed_memory`.
+    largest size until :func:`release_freed_memory`.
 
     Returns:
         Whether the C library accepted the settings; only glibc has them.
@@ -30,7 +30,7 @@ def keep_freed_memory() -> bool:
     return all([library.mallopt(name, value) == 1 for name, value in settings])
 
 
-def give_back_freed_memory() -> None:
+def release_freed_memory() -> None:
     """Collect garbage and return freed memory to the kernel and freed GPU memory to the driver.
 
     For the time between the jobs of a sweep. A job leaves its memory in pieces too small for the large

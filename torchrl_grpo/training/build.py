@@ -1,4 +1,7 @@
-"""Builds a session from a configuration: every part in order, and everything closed if a later one fails."""
+"""Builds a session from a configuration.
+
+If a component cannot be built, those built before it are closed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.derived import length, needs_reference, with_turns
+from torchrl_grpo.config.derived import describe_length, needs_reference, with_total_turns
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.distributed.ranks import Ranks
@@ -41,22 +44,23 @@ from torchrl_grpo.rollout.build import CollectorFactory, EngineSource, build_sin
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.rng import derive_seed
+from torchrl_grpo.training.data_parallel_engine import build_data_parallel_engine
 from torchrl_grpo.training.evaluator import Evaluator
 from torchrl_grpo.training.learner import Learner, LearnerSpec
-from torchrl_grpo.training.schedule import Schedule
+from torchrl_grpo.training.schedule import RunSchedule
 from torchrl_grpo.training.session import Outputs, Session
-from torchrl_grpo.training.shared_engine import shared_engine
 from torchrl_grpo.training.state import Parts, SessionState, seed_everything
 from torchrl_grpo.weight_sync.probe import probe_prompts
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
 from torchrl_grpo.weight_sync.transport import Transport
 
-_COARSENESS = (torch.float32, torch.float16, torch.bfloat16)
+# The most precise first.
+_DTYPES_BY_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a session is built from.
+    """Configuration, data and rewards that a session is built from.
 
     Attributes:
         cfg: configuration of the run.
@@ -75,8 +79,8 @@ class Job:
     resume_from: Path | None = None
 
 
-class Notices:
-    """Lines for the user: kept until the progress bar exists, and then shown by it."""
+class MessageQueue:
+    """Messages for the user. They are kept until the progress bar exists, which then shows them."""
 
     def __init__(self) -> None:
         self._kept: list[str] = []
@@ -86,8 +90,8 @@ class Notices:
         if text is not None:
             self._show(text)
 
-    def show_with(self, show: Callable[[str], None]) -> None:
-        """Show what was kept, and from now on every line at once."""
+    def attach(self, show: Callable[[str], None]) -> None:
+        """Show the kept messages with ``show``, and each later message at once."""
         self._show = show
         for text in self._kept:
             show(text)
@@ -101,52 +105,54 @@ def build_session(
     plan: Plan | None = None,
     ranks: Ranks | None = None,
 ) -> Session:
-    """Build a session; on the other training ranks :func:`~torchrl_grpo.training.job.follow` builds the rest.
+    """Build a session on rank 0.
+
+    The other ranks build their learners in :func:`~torchrl_grpo.training.job.follow`.
 
     Args:
         job: configuration, data and rewards.
-        collect: builds the engine and the collector.
-        plan: who runs where; by default a plan for the devices that this process sees.
-        ranks: training ranks, of which this process is the first; by default this process alone.
+        collect: function that builds the engine and the collector.
+        plan: placement on devices; None plans for the devices that this process sees.
+        ranks: training ranks, of which this process is rank 0; None for this process alone.
 
     Raises:
-        UserError: data, checkpoint or model is at fault in a way the user can fix.
+        UserError: the data, checkpoint or model is invalid; the message names the fix.
     """
     ranks = Ranks(on_cpu=not torch.cuda.is_available()) if ranks is None else ranks
     if plan is None:
         request = build_request(job.cfg, asynchronous=False, ranks=ranks.size)
         plan = placement.plan(request, torch.cuda.device_count())
-    with ExitStack() as opened:
-        # Whatever was opened is closed if a later part fails: a sweep's next job needs the memory.
-        return _build(job, collect, plan, ranks, opened)
+    with ExitStack() as exit_stack:
+        # If a later component fails, close those built before it: a sweep's next job needs the memory.
+        return _build(job, collect, plan, ranks, exit_stack)
 
 
-def _build(job: Job, collect: CollectorFactory, plan: Plan, ranks: Ranks, opened: ExitStack) -> Session:
-    cfg, resume_from, notices = job.cfg, job.resume_from, Notices()
+def _build(job: Job, collect: CollectorFactory, plan: Plan, ranks: Ranks, exit_stack: ExitStack) -> Session:
+    cfg, resume_from, messages = job.cfg, job.resume_from, MessageQueue()
     seed_everything(cfg.seed)
     source = loading.resolve(cfg.model)
     tokenizer = loading.load_tokenizer(source, cfg.model)
     loading.check_context(source, cfg)
-    problems, fitted = lengths.fit(job.problems, tokenizer, cfg)
-    notices(fitted)
-    notices(length(cfg, len(problems.train)) if cfg.train.num_epochs else None)
+    problems, overlong_message = lengths.handle_overlong_prompts(job.problems, tokenizer, cfg)
+    messages(overlong_message)
+    messages(describe_length(cfg, len(problems.train)) if cfg.train.num_epochs else None)
     env = _environment(cfg, problems, job.reward_set, tokenizer)
     evaluator = Evaluator(problems.held_out, tokenizer, job.grader, cfg)
     weights = weights_source(cfg, source, resume_from)
     # From here on total_dialog_turns is set, also if the user gave num_epochs. The session keeps the
     # configuration as the user wrote it.
-    cfg = with_turns(cfg, len(problems.train))
-    schedule = Schedule.of(cfg)
+    cfg = with_total_turns(cfg, len(problems.train))
+    schedule = RunSchedule.from_config(cfg)
     start_step = 0 if resume_from is None else int(resume_from.name)
     progress = Progress(schedule.total_steps, cfg.logging.progress, start_step=start_step)
-    opened.callback(progress.close)
-    notices.show_with(progress.note)
+    exit_stack.callback(progress.close)
+    messages.attach(progress.note)
     progress.phase("loading the model")
     spec = LearnerSpec(cfg, weights, resume_from, job.reward_set.weights)
-    with ranks.united():
+    with ranks.mark_broken_on_error():
         # The other ranks build their learners from the same specification.
         ranks.broadcast_object((spec, plan, screen.log_file()))
-        learner = Learner(spec, torch.device(plan.train_device), ranks=ranks, notify=notices)
+        learner = Learner(spec, torch.device(plan.train_device), ranks=ranks, notify=messages)
     engine_source = EngineSource(
         weights=weights,
         model=source,
@@ -154,20 +160,22 @@ def _build(job: Job, collect: CollectorFactory, plan: Plan, ranks: Ranks, opened
         eos_token_ids=loading.end_token_ids(learner.model, tokenizer),
         autocast_dtype=learner.autocast_dtype,
         shares_prefix=learner.shares_prefix,
-        make_engine=partial(shared_engine, learner) if plan.engine_in_each_rank else build_engine,
+        make_engine=partial(build_data_parallel_engine, learner)
+        if plan.engine_in_each_rank
+        else build_engine,
     )
     progress.phase("starting the engine")
     engine, collector = collect(cfg, engine_source, env, tokenizer)
-    opened.callback(collector.shutdown)
+    exit_stack.callback(collector.shutdown)
     # A reference model in processes of its own scores a group before the group reaches the trainer.
     in_trainer = not plan.reference.own_process
     reference = build_reference(cfg, source, plan.reference_devices, learner) if in_trainer else None
-    transforms = [*([reference] if reference else []), *learner.proximal(), learner.advantage]
+    transforms = [*([reference] if reference else []), *learner.proximal_transforms(), learner.advantage]
     buffer = GroupBuffer(
         cfg.env.num_envs, learner.groups_per_batch, transforms, derive_seed(cfg.seed, "buffer")
     )
     engine_device = torch.device(plan.engine_device)
-    precision = coarser(cfg, engine_device, learner.model, learner.autocast_dtype)
+    precision = least_precise_dtype(cfg, engine_device, learner.model, learner.autocast_dtype)
     engine_dtype = resolve_dtype(cfg.inference_model.dtype, engine_device)
     publisher = build_publisher(
         cfg,
@@ -177,7 +185,7 @@ def _build(job: Job, collect: CollectorFactory, plan: Plan, ranks: Ranks, opened
         examples=problems.train,
         precision=precision,
         engine_dtype=engine_dtype,
-        warn=notices,
+        warn=messages,
         transport=collector,
     )
     parts = Parts(
@@ -190,15 +198,15 @@ def _build(job: Job, collect: CollectorFactory, plan: Plan, ranks: Ranks, opened
         reference=reference,
         buffer=buffer,
         publisher=publisher,
-        update_format=update_format(cfg, engine_device, precision),
+        update_dtype=update_dtype(cfg, engine_device, precision),
         evaluator=evaluator,
     )
-    state = SessionState(parts, keeps_reference=schedule.refresh_every > 0)
+    state = SessionState(parts, saves_reference=schedule.refresh_every > 0)
     if resume_from is not None:
         state.load_state_dict(ranks.call_all(Learner.resume, learner, resume_from))
-    # Last: this cuts files back to the resumed step, and until here the resumption could still fail.
-    outputs = _open_outputs(job, schedule, opened, progress)
-    return Session(job.cfg, schedule, state=state, outputs=outputs, closing=opened.pop_all())
+    # This truncates the output files to the resumed step, so it comes after everything that can fail.
+    outputs = _open_outputs(job, schedule, exit_stack, progress)
+    return Session(job.cfg, schedule, state=state, outputs=outputs, exit_stack=exit_stack.pop_all())
 
 
 def _environment(
@@ -215,22 +223,22 @@ def _environment(
     )
 
 
-def _open_outputs(job: Job, schedule: Schedule, opened: ExitStack, progress: Progress) -> Outputs:
+def _open_outputs(job: Job, schedule: RunSchedule, exit_stack: ExitStack, progress: Progress) -> Outputs:
     cfg, run_dir = job.cfg, job.run_dir
     step = None if job.resume_from is None else int(job.resume_from.name)
     if step is not None:
-        checkpoint.set_aside_after(run_dir, step)
-        # Steps are about to be repeated; a summary beside their last checkpoint would say that the run ended.
+        checkpoint.rename_checkpoints_after(run_dir, step)
+        # Remove the summary of the finished run, because its last steps are repeated.
         (run_dir / SUMMARY).unlink(missing_ok=True)
     metrics = MetricsWriter(run_dir, step)
-    opened.callback(metrics.close)
+    exit_stack.callback(metrics.close)
     rollouts = RolloutWriter(run_dir, step) if cfg.logging.rollouts else None
     if rollouts is not None:
-        opened.callback(rollouts.close)
+        exit_stack.callback(rollouts.close)
     chosen = loggers.build(cfg, run_dir, step)
-    opened.callback(chosen.close)
+    exit_stack.callback(chosen.close)
     if step is not None:
-        end = "; it has already ended" if schedule.finished(step) else ""
+        end = "; it has already ended" if schedule.is_finished(step) else ""
         progress.note(f"resumed {run_dir} after step {step} of {schedule.total_steps}{end}")
     for note in chosen.notes:
         progress.note(note)
@@ -240,15 +248,15 @@ def _open_outputs(job: Job, schedule: Schedule, opened: ExitStack, progress: Pro
 def build_reference(
     cfg: Config, source: str, devices: Sequence[str], learner: Learner
 ) -> LogProbScorer | None:
-    """The reference scorer; None if no coefficient needs one, and then no model is loaded.
+    """Build the reference scorer. Return None, without loading a model, if no KL coefficient is set.
 
     With LoRA, the frozen base model doubles as the reference.
 
     Args:
-        cfg: ``policy``, ``ref_model``, ``train_model`` and ``model`` are read.
+        cfg: configuration; ``policy``, ``ref_model``, ``train_model`` and ``model`` are read.
         source: folder or hub name of the reference model.
         devices: devices that each get a copy, which scores its share of the groups.
-        learner: trained model, whose number format a reference in float32 uses too.
+        learner: trained model. A reference with float32 weights computes in the same autocast dtype.
     """
     if not needs_reference(cfg.policy):
         return None
@@ -274,19 +282,26 @@ def build_reference(
     return LogProbScorer(scorer, "reference", budget, others=others)
 
 
-def coarser(
+def least_precise_dtype(
     cfg: Config, device: torch.device, model: PreTrainedModel, autocast_dtype: torch.dtype | None
 ) -> torch.dtype:
-    """The coarsest dtype among those of the engine on ``device``, of ``model`` and of its matrix products."""
+    """Return the least precise of three dtypes: the engine's, the model's and that of its matrix products.
+
+    Args:
+        cfg: configuration; ``inference_model`` is read.
+        device: device of the engine.
+        model: trained model.
+        autocast_dtype: autocast dtype of the trained model; None without autocast.
+    """
     engine_dtype = resolve_dtype(cfg.inference_model.dtype, device)
-    coarsest: torch.dtype = max(
-        engine_dtype, model.dtype, autocast_dtype or torch.float32, key=_COARSENESS.index
+    least_precise: torch.dtype = max(
+        engine_dtype, model.dtype, autocast_dtype or torch.float32, key=_DTYPES_BY_PRECISION.index
     )
-    return coarsest
+    return least_precise
 
 
-def update_format(cfg: Config, device: torch.device, precision: torch.dtype) -> torch.dtype:
-    """The dtype in which a weight update must not round to zero.
+def update_dtype(cfg: Config, device: torch.device, precision: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a weight update must not round to zero.
 
     It is ``precision``, or with adapters the dtype of the engine.
     """
@@ -305,25 +320,25 @@ def build_publisher(
     warn: Callable[[str], None],
     transport: Transport,
 ) -> WeightPublisher:
-    """The publisher, with a probe cut from the first training prompts.
+    """Build the publisher, with a probe made from the first training prompts.
 
     Args:
-        cfg: ``inference_model`` is read.
+        cfg: configuration; ``inference_model`` is read.
         learner: learner whose weights are published.
-        engine: engine that takes the weights.
+        engine: engine that receives the weights.
         tokenizer: tokenizer that renders the prompts.
         examples: training problems.
-        precision: see :func:`coarser`.
-        engine_dtype: number format of the engine.
+        precision: see :func:`least_precise_dtype`.
+        engine_dtype: dtype of the engine.
         warn: function called with a warning for the user.
-        transport: carries the weights to ``engine``.
+        transport: transport of the weights to ``engine``.
     """
     first = [examples[index] for index in range(min(8, len(examples)))]
     length = min(40, cfg.inference_model.max_model_len - 1)
     prompts = [render(tokenizer, example.messages)[1] for example in first]
     return WeightPublisher(
-        learner.published(),
-        learner.prober(),
+        learner.full_model(),
+        learner.probe_scorer(),
         engine=engine,
         probe_prompts=probe_prompts(prompts, length=length),
         pad_token_id=tokenizer.pad_token_id,

@@ -22,7 +22,7 @@ from torchrl_grpo.planning.cores import PASSIVE_WAIT_ENV
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.rewards.graders import CountingGrader
 from torchrl_grpo.runtime import rank_env, screen
-from torchrl_grpo.runtime.disk_full import says_no_room
+from torchrl_grpo.runtime.disk_full import is_disk_full_error
 from torchrl_grpo.runtime.optional_packages import quiet_unused
 
 
@@ -53,7 +53,7 @@ def follow() -> None:
     import torch
 
     from torchrl_grpo.distributed.ranks import Ranks, divide_threads
-    from torchrl_grpo.runtime.malloc import give_back_freed_memory
+    from torchrl_grpo.runtime.malloc import release_freed_memory
     from torchrl_grpo.training.learner import Learner
 
     ranks = Ranks(on_cpu=not torch.cuda.is_available())
@@ -70,7 +70,7 @@ def follow() -> None:
         ranks.follow(learner)
     # As Session.close() does: a sweep's next job needs the memory.
     del learner
-    give_back_freed_memory()
+    release_freed_memory()
 
 
 def _claim_and_train(cfg: Config, run_dir: Path, asynchronous: bool) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _prepare_and_train(
         sys.stderr.write(f"{checkpoint.how_to_continue(run_dir)}\n")
         raise
     except OSError as error:
-        if not says_no_room(error):
+        if not is_disk_full_error(error):
             raise
         where = "there" if error.filename else f"on the disk of {run_dir} and that of temporary files"
         raise TrainingStopped(f"{error}; make room {where}: {checkpoint.how_to_continue(run_dir)}") from error

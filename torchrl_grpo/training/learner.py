@@ -14,12 +14,12 @@ from torchrl.envs.transforms import Transform
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, divide
+from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, partition_balanced
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import optim_batch_size, rounds, steps_per_round, token_budget
-from torchrl_grpo.distributed.engine_share import EngineShare
 from torchrl_grpo.distributed.parallelism import distribute, full_tensor, reshard_after, sharded, writable
+from torchrl_grpo.distributed.rank_engine import RankEngine
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.build import build_engine
@@ -44,12 +44,12 @@ _NO_ROOM = (
 
 @dataclass(frozen=True)
 class LearnerSpec:
-    """What every training rank builds its learner from; rank 0 sends it to the others.
+    """Arguments of a learner. Rank 0 sends them to the other ranks.
 
     Attributes:
         cfg: configuration of the run, with its length in samples.
         weights: folder or hub name of the weights to begin with.
-        resume_from: checkpoint whose adapters to take, or None.
+        resume_from: checkpoint from which adapters are loaded; None for a new run.
         reward_weights: weights of the rewards, in their order.
     """
 
@@ -60,18 +60,19 @@ class LearnerSpec:
 
 
 class Learner:
-    """The trained model with its objective and optimizer; on each training rank, from the same arguments.
+    """Holds the trained model, objective and optimizer of one training rank.
 
-    Methods that move or gather weights are collective: rank 0 calls them through :meth:`Ranks.call_all`.
+    All ranks construct it with the same arguments. Methods that move or gather weights are collective: rank 0
+    calls them through :meth:`Ranks.call_all`.
 
     Args:
         spec: model, objective and optimizer.
         device: device of this rank.
         ranks: this process's place among the training ranks.
-        notify: shows a line to the user when a token budget is halved.
+        notify: function that receives a message for the user when a token budget is halved.
 
     Raises:
-        ModelError: the model cannot be loaded, or not everywhere the same.
+        ModelError: the model cannot be loaded, or the ranks loaded different weights.
         TrainingStopped: memory ran out.
     """
 
@@ -88,14 +89,14 @@ class Learner:
         self.device = device
         self.ranks = ranks
         self._notify = notify
-        self.engine: EngineShare | None = None
+        self.engine: RankEngine | None = None
         # One bar per loaded file would bury the progress bar of the run.
         disable_progress_bar()
         choose_kernels()
         if device.type == "cpu":
             keep_freed_memory()
         self.model: PreTrainedModel = build_model(cfg, spec.weights, device, spec.resume_from)
-        if not ranks.agree(sum(checksum(parameter.detach()) for parameter in self.model.parameters())):
+        if not ranks.all_equal(sum(checksum(parameter.detach()) for parameter in self.model.parameters())):
             raise ModelError(
                 f"model.name={cfg.model.name}: the training ranks have read different weights; name a "
                 "folder that all of them see"
@@ -122,16 +123,16 @@ class Learner:
             self.scorer,
             spec.reward_weights,
             cfg.inference_model.max_new_tokens,
-            proximal_given=self.steps_per_round > 1,
+            has_proximal_log_probs=self.steps_per_round > 1,
         )
         if cfg.train_model.fused_head and cfg.train_model.lora.rank == 0:
             self.scorer.fuse_head()
             # Either all ranks fuse the head or none.
-            self.scorer.fused_head &= ranks.agree(self.scorer.fused_head)
+            self.scorer.fused_head &= ranks.all_equal(self.scorer.fused_head)
         self.network = distribute(self.scorer, parallelism(cfg), ranks.size, device)
-        loss.score_through(self.network)
+        loss.set_network(self.network)
         self.budget = self.make_budget()
-        self.optimize = OptimizerStep(
+        self.optimizer_step = OptimizerStep(
             self.model,
             loss,
             cfg.optimizer,
@@ -145,7 +146,7 @@ class Learner:
             network=self.network,
         )
 
-    def share_engine(
+    def build_rank_engine(
         self,
         source: str,
         *,
@@ -155,15 +156,17 @@ class Learner:
         sleeps: bool,
         gpu_memory_utilization: float,
     ) -> None:
-        """Build this rank's share of a :class:`~torchrl_grpo.training.shared_engine.SharedEngine`.
+        """Build this rank's engine.
+
+        It is a part of a :class:`~torchrl_grpo.training.data_parallel_engine.DataParallelEngine`.
 
         Args:
             source: folder or hub name of the weights.
-            eos_token_ids: see :func:`build_engine`, as for the rest.
-            pad_token_id: padding id.
-            max_num_seqs: most responses decoded at a time.
-            sleeps: whether the engine will be told to sleep.
-            gpu_memory_utilization: share of the GPU's memory that vLLM takes.
+            eos_token_ids: ids of the EOS tokens.
+            pad_token_id: id of the padding token.
+            max_num_seqs: largest number of responses decoded at a time.
+            sleeps: whether the engine's sleep mode will be used.
+            gpu_memory_utilization: share of the GPU's memory that vLLM uses.
 
         Raises:
             ModelError: the model cannot be loaded.
@@ -178,43 +181,46 @@ class Learner:
             sleeps=sleeps,
             gpu_memory_utilization=gpu_memory_utilization,
         )
-        self.engine = EngineShare(own, self.ranks, self.device)
+        self.engine = RankEngine(own, self.ranks, self.device)
 
     def make_budget(self) -> TokenBudget:
-        """A new token budget. Each model has its own, because memory for one says nothing about another."""
+        """Return a new token budget. Each model has its own, because models differ in memory use."""
         return TokenBudget(token_budget(self.cfg), self.shares_prefix, self._notify)
 
-    def proximal(self) -> list[Transform]:
-        """Buffer transforms that write the proximal log-probabilities.
+    def proximal_transforms(self) -> list[Transform]:
+        """Return the buffer transforms that write the proximal log-probabilities.
 
-        Empty unless ``policy.proximal=trainer`` and a round has several optimizer steps.
+        The list is empty unless ``policy.proximal=trainer`` and a round has several optimizer steps.
         """
         if self.cfg.policy.proximal != "trainer" or self.steps_per_round == 1:
             return []
         if self.ranks.size == 1:
             return [LogProbScorer(self.scorer, "proximal", self.budget)]
-        return [_SharedLogProbs(self)]
+        return [_DistributedProximalLogProbs(self)]
 
     def step(self, batch: TensorDictBase) -> dict[str, float]:
-        """One optimizer step on a batch that every rank has: see :class:`OptimizerStep`."""
-        return self.optimize(batch)
+        """Take one optimizer step on a batch that every rank has, see :class:`OptimizerStep`."""
+        return self.optimizer_step(batch)
 
     @torch.no_grad()
     def score(self, groups: TensorDictBase) -> Tensor:
-        """Log-probabilities ``[P, G, T]`` of the responses under the model, each rank scoring its share."""
-        mine = divide(self.budget.costs(groups), self.ranks.size)[self.ranks.rank]
-        pieces = self.budget.cut(groups, [MicroBatch(tuple(mine), slice(None))] if mine else [])
-        idle = MicroBatch((0,), slice(0, 1))
-        found = torch.zeros(groups["masks", "response"].shape)
-        with reshard_after(self.network), self.budget.named_when_exceeded():
-            for number in range(self.ranks.largest(len(pieces))):
+        """Return the log-probabilities ``[P, G, T]`` of the responses under the model.
+
+        Each rank scores a part of the groups.
+        """
+        mine = partition_balanced(self.budget.costs(groups), self.ranks.size)[self.ranks.rank]
+        pieces = self.budget.split(groups, [MicroBatch(tuple(mine), slice(None))] if mine else [])
+        dummy = MicroBatch((0,), slice(0, 1))
+        log_probs = torch.zeros(groups["masks", "response"].shape)
+        with reshard_after(self.network), self.budget.explain_oom():
+            for number in range(self.ranks.all_reduce_max(len(pieces))):
                 real = number < len(pieces)
-                micro = pieces[number] if real else idle
-                scores = score_piece(self.network, micro.of(groups))
+                micro = pieces[number] if real else dummy
+                scores = score_piece(self.network, micro.select(groups))
                 if real:
-                    found[list(micro.rows), micro.samples, : scores.shape[-1]] = scores
+                    log_probs[list(micro.rows), micro.samples, : scores.shape[-1]] = scores
         # Each response was scored by one rank; the others hold zeros for it.
-        return torch.stack(self.ranks.gather(found)).sum(0)
+        return torch.stack(self.ranks.gather(log_probs)).sum(0)
 
     @torch.no_grad()
     def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
@@ -222,42 +228,48 @@ class Learner:
         with reshard_after(self.network):
             return self.scorer.next_token_log_probs(prompt, prompt_mask)
 
-    def weight(self, name: str) -> Tensor:
-        """A parameter of the model, gathered."""
+    def full_parameter(self, name: str) -> Tensor:
+        """Return a parameter of the model, gathered from all ranks."""
         return full_tensor(self.model.get_parameter(name))
 
     @torch.no_grad()
     def scale_columns(self, factor: float) -> None:
-        """Multiply every eighth column of every parameter, for the verification of publication."""
+        """Multiply every eighth column of every parameter, to verify weight updates."""
         for parameter in self.model.parameters():
             with writable(parameter) as values:
                 values[..., ::8] *= factor
 
     def resume(self, folder: Path) -> dict[str, Any]:
-        """Optimizer, schedule and coefficients as a checkpoint has them; each rank reads its part.
+        """Restore optimizer, schedule and coefficients from a checkpoint. Each rank reads its own part.
 
         Returns:
             The rest of the checkpoint's state.
         """
         state = checkpoint.load_state(folder)
-        self.optimize.load_state_dict(state.pop("optimise"))
+        self.optimizer_step.load_state_dict(state.pop("optimise"))
         return state
 
     def optimizer_state(self) -> dict[str, Any]:
         """See :meth:`OptimizerStep.state_dict`."""
-        return self.optimize.state_dict()
+        return self.optimizer_step.state_dict()
 
-    def published(self) -> PreTrainedModel | GatheredModel:
-        """The model as rank 0 can read and perturb it alone; a :class:`GatheredModel` if sharded."""
+    def full_model(self) -> PreTrainedModel | GatheredModel:
+        """Return a model that rank 0 can read and perturb on its own.
+
+        This is the model, or a :class:`GatheredModel` if it is sharded.
+        """
         return GatheredModel(self) if sharded(self.network) else self.model
 
-    def prober(self) -> TokenScorer | GatheredModel:
-        """The scorer of the probe that rank 0 can call alone; a :class:`GatheredModel` if sharded."""
+    def probe_scorer(self) -> TokenScorer | GatheredModel:
+        """Return a scorer of the probe that rank 0 can call on its own.
+
+        This is the scorer, or a :class:`GatheredModel` if the model is sharded.
+        """
         return GatheredModel(self) if sharded(self.network) else self.scorer
 
 
 class GatheredModel:
-    """A model in shards, seen from rank 0 as if it were whole; a parameter is gathered when it is asked for.
+    """Gives rank 0 access to the full parameters of a sharded model. Each is gathered on access.
 
     Args:
         learner: rank 0's learner.
@@ -267,9 +279,9 @@ class GatheredModel:
         self._learner = learner
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole parameters, one at a time."""
+        """Yield names and full parameters, one at a time."""
         for name, _ in self._learner.model.named_parameters():
-            yield name, self._learner.ranks.call_all(Learner.weight, self._learner, name)
+            yield name, self._learner.ranks.call_all(Learner.full_parameter, self._learner, name)
 
     def scale_columns(self, factor: float) -> None:
         """See :meth:`Learner.scale_columns`."""
@@ -280,8 +292,8 @@ class GatheredModel:
         return self._learner.ranks.call_all(Learner.next_token_log_probs, self._learner, prompt, prompt_mask)
 
 
-class _SharedLogProbs(LogProbWriter):
-    """Log-probabilities under the proximal policy of several ranks.
+class _DistributedProximalLogProbs(LogProbWriter):
+    """Log-probabilities under the proximal policy, computed by several ranks together.
 
     Args:
         learner: rank 0's learner.

@@ -10,17 +10,18 @@ from torchrl_grpo.observe.stats import cuda_in_use, peak_cuda_gib, peak_memory_g
 from torchrl_grpo.rollout.dynamic_sampling import collect_with_signal
 from torchrl_grpo.rollout.round import Round, staleness_metrics
 from torchrl_grpo.training.session import Session
-from torchrl_grpo.training.throughput import rest_of
+from torchrl_grpo.training.throughput import unattributed_seconds
 
 
 def train(run: Session, check_interrupts: Callable[[], None]) -> None:
-    """Train until the run is as long as ``train.total_dialog_turns`` or ``train.num_epochs`` says.
+    """Train for the length set by ``train.total_dialog_turns`` or ``train.num_epochs``.
 
     Args:
         run: session that has begun.
-        check_interrupts: function called before each step; raises a KeyboardInterrupt that was swallowed.
+        check_interrupts: function called before each step; raises KeyboardInterrupt if a library
+            suppressed an earlier one.
     """
-    while not run.schedule.finished(run.counters.step):
+    while not run.schedule.is_finished(run.counters.step):
         check_interrupts()
         step(run)
 
@@ -38,29 +39,29 @@ def step(run: Session) -> dict[str, float]:
     metrics: dict[str, float] = {}
     if counters.steps_left_in_round == 0:
         metrics |= collect(run)
-    run.rest_engine()
+    run.sleep_engine()
     trained = time.perf_counter()
     batch = run.parts.buffer.sample()
     metrics |= run.train_on(batch)
     metrics["time/train_s"] = time.perf_counter() - trained
-    metrics |= run.training_speed(batch, metrics["time/train_s"])
+    metrics |= run.training_throughput(batch, metrics["time/train_s"])
     metrics |= cuda_in_use("memory/train_cuda_gib", device)
     counters.step += 1
     counters.steps_left_in_round -= 1
     run.state.unlogged = metrics
-    if schedule.reference_refresh(counters.step):
+    if schedule.is_reference_refresh_due(counters.step):
         run.refresh_reference()
-    if schedule.publication(counters.step, counters.steps_left_in_round):
+    if schedule.is_publication_due(counters.step, counters.steps_left_in_round):
         metrics |= run.publish()
-    if schedule.evaluation(counters.step):
+    if schedule.is_evaluation_due(counters.step):
         metrics |= run.evaluate()
     metrics["time/step_s"] = time.perf_counter() - started
-    metrics["time/other_s"] = rest_of(metrics)
+    metrics["time/other_s"] = unattributed_seconds(metrics)
     metrics["memory/peak_gib"] = peak_memory_gib()
     if device.type == "cuda":
         metrics["memory/peak_cuda_gib"] = peak_cuda_gib()
     run.log(metrics)
-    if schedule.checkpoint(counters.step):
+    if schedule.is_checkpoint_due(counters.step):
         run.save()
     return metrics
 
@@ -78,7 +79,7 @@ def collect(run: Session) -> dict[str, float]:
     # held the wrong weights.
     run.parts.publisher.verify_new_results()
     generating = cuda_in_use("memory/generate_cuda_gib", device)
-    run.rest_engine()
+    run.sleep_engine()
     started = time.perf_counter()
     # Log-probabilities under other models and advantages are computed as the buffer takes the groups.
     run.parts.buffer.replace_contents(round_.groups)
@@ -87,7 +88,7 @@ def collect(run: Session) -> dict[str, float]:
     run.write_rollouts(round_)
     tokens = run.parts.buffer.contents()["masks", "response"].sum().item()
     return {
-        **describe(run, round_),
+        **record_round(run, round_),
         **refill,
         **generating,
         **cuda_in_use("memory/prepare_cuda_gib", device),
@@ -96,7 +97,7 @@ def collect(run: Session) -> dict[str, float]:
     }
 
 
-def describe(run: Session, round_: Round) -> dict[str, float]:
+def record_round(run: Session, round_: Round) -> dict[str, float]:
     """Update the counters with a round and return its metrics.
 
     These are rewards, advantages, lengths, groups without a signal, and throughput.

@@ -1,4 +1,4 @@
-"""The update of an optimizer step, from the backward pass on: by torch, or by DeepSpeed."""
+"""Performs the backward passes and the weight update of an optimizer step, with torch or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -10,51 +10,54 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchrl_grpo.distributed.deepspeed import ZeroNetwork, ZeroUpdate
+from torchrl_grpo.distributed.deepspeed import ZeroBackend, ZeroNetwork
 from torchrl_grpo.distributed.parallelism import full_tensor, shard_like
 
 
-class Update(Protocol):
-    """Backward passes that add up, and the update by their sum; every rank calls each method."""
+class OptimizerBackend(Protocol):
+    """Accumulates gradients over backward passes, and updates the weights. Every rank calls each method."""
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of ``loss``."""
 
     def without_gradient(self, idle: Callable[[], Tensor]) -> None:
-        """Have gradients of zero: an update by these is one, moments decay and so do weights.
+        """Set all gradients to zero. The next step still decays moments and weights.
 
         Args:
-            idle: computes some loss, for who needs one.
+            idle: function that computes any loss, for backends that need a backward pass.
         """
 
-    def step(self, allowed: bool) -> float:
-        """Clip the gradients and update by them, unless their norm is not finite or it is not ``allowed``.
+    def step(self, apply: bool) -> float:
+        """Clip the gradients and update the weights, unless the norm of the gradients is not finite.
+
+        Args:
+            apply: whether to update the weights; False skips the update.
 
         Returns:
-            The norm before clipping; of gradients that are not finite, not a finite number.
+            The norm before clipping. It is not finite if a gradient is not.
         """
 
-    def drop_gradients(self) -> None:
-        """Forget the gradients."""
+    def zero_grad(self) -> None:
+        """Discard the gradients."""
 
     def optimizer_state(self, keep: bool = True) -> dict[str, Any]:
-        """The optimizer's state as torch's of a whole model has it, on the CPU.
+        """Return the optimizer's state on the CPU, in torch's format for an unsharded model.
 
         Args:
-            keep: hold the moments; whoever does not only helps to gather them, one at a time, and returns
-                none: they are twice the size of the weights.
+            keep: whether to return the moments, which are twice the size of the weights. A rank with False
+                only helps to gather them, one at a time.
         """
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Take what :meth:`optimizer_state` returned, of each moment a copy of this rank's part.
+        """Restore the result of :meth:`optimizer_state`. Each rank copies its part of each moment.
 
         Args:
-            state: with all moments, which may lie in a file that is read where it is touched.
+            state: state with all moments, which may be mapped from a file and read on access.
         """
 
 
-class TorchUpdate:
-    """:class:`Update` of a model that is whole on each rank, or in shards of FSDP2.
+class TorchBackend:
+    """:class:`OptimizerBackend` of a model that is unsharded, or sharded with FSDP2.
 
     Args:
         optimizer: optimizer of the parameters.
@@ -68,7 +71,7 @@ class TorchUpdate:
         self._optimizer = optimizer
         self._scaler = scaler
         self._max_grad_norm = max_grad_norm
-        # As the optimizer numbers them.
+        # In the optimizer's order.
         self._parameters: list[nn.Parameter] = [p for g in optimizer.param_groups for p in g["params"]]
 
     def backward(self, loss: Tensor) -> None:
@@ -77,17 +80,17 @@ class TorchUpdate:
     def without_gradient(self, idle: Callable[[], Tensor]) -> None:
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
-        # The scaler cannot undo a scale that it was never asked for.
+        # The scaler refuses to unscale gradients before it has scaled a tensor.
         self._scaler.scale(torch.zeros((), device=self._parameters[0].device))
 
-    def step(self, allowed: bool) -> float:
+    def step(self, apply: bool) -> float:
         self._scaler.unscale_(self._optimizer)
         norm = float(full_tensor(nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)))
-        if allowed and math.isfinite(norm):
+        if apply and math.isfinite(norm):
             self._scaler.step(self._optimizer)
         return norm
 
-    def drop_gradients(self) -> None:
+    def zero_grad(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
     def optimizer_state(self, keep: bool = True) -> dict[str, Any]:
@@ -110,13 +113,13 @@ class TorchUpdate:
         self._optimizer.load_state_dict({**state, "state": moments})
 
 
-def make_update(
+def make_backend(
     network: nn.Module | None,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     max_grad_norm: float,
-) -> Update:
-    """The update for ``network``, which :func:`~torchrl_grpo.distributed.parallelism.distribute` made."""
+) -> OptimizerBackend:
+    """Return the backend for the result of :func:`~torchrl_grpo.distributed.parallelism.distribute`."""
     if isinstance(network, ZeroNetwork):
-        return ZeroUpdate(optimizer, max_grad_norm, network)
-    return TorchUpdate(optimizer, scaler, max_grad_norm)
+        return ZeroBackend(optimizer, max_grad_norm, network)
+    return TorchBackend(optimizer, scaler, max_grad_norm)

@@ -1,7 +1,8 @@
-"""One optimizer step: micro-batches, gradients, clipping, and the update unless it is skipped.
+"""One optimizer step: gradient accumulation over micro-batches, clipping, and the weight update.
 
-With several training ranks each works through its share of the groups; denominators are those of the whole
-batch, so gradients and metrics add up over ranks as they do over micro-batches.
+The update is skipped if the loss or the gradient is not finite. With several training ranks, each processes a
+part of the groups. Denominators are those of the whole batch, so gradients and metrics add up over ranks as
+they do over micro-batches.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, divide, equal_pieces
+from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, partition_balanced, split_evenly
 from torchrl_grpo.config.schema import OptimizerConfig
 from torchrl_grpo.distributed.parallelism import reshard_after, synchronizing
 from torchrl_grpo.distributed.ranks import Ranks
@@ -23,13 +24,13 @@ from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.objectives.aggregation import BatchTotals, count_totals
 from torchrl_grpo.objectives.loss import GroupPolicyLoss
 from torchrl_grpo.runtime.oom import stop_on_oom
-from torchrl_grpo.training.optimizer_backend import make_update
+from torchrl_grpo.training.optimizer_backend import make_backend
 
-# Low enough that the first steps are not spent on finding the scale, as with torch's 2^16.
+# With torch's default of 2^16, the first steps overflow until the scale is low enough.
 _INITIAL_SCALE = 2.0**12
 
-# A rank without work still takes part in a collective pass, on this micro-batch with a weight of zero.
-_IDLE = MicroBatch((0,), slice(0, 1))
+# A rank without a micro-batch of its own takes part in a collective pass with this one, at weight zero.
+_DUMMY_MICRO_BATCH = MicroBatch((0,), slice(0, 1))
 
 _NO_ROOM_FOR_UPDATE = (
     "memory ran out in the optimizer's update, which keeps 8 bytes a trained weight: start a new run "
@@ -38,7 +39,7 @@ _NO_ROOM_FOR_UPDATE = (
     "inference_model.gpu_memory_utilization"
 )
 
-# Names of the means in the loss, and of the metrics.
+# Output key of the loss -> name of the metric.
 _METRICS = {
     "loss_objective": "loss/objective",
     "loss_kl": "loss/kl",
@@ -64,10 +65,10 @@ class OptimizerStep:
         loss: objective of ``model``.
         cfg: optimizer settings.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-        groups_per_batch: groups in a batch; fewer where some are dropped.
-        micro_batches: pieces that a batch is divided into; they change the result by rounding only.
-        budget: token budget that divides larger pieces further.
-        use_scaler: scale the loss, for fp16.
+        groups_per_batch: number of groups in a full batch; a batch has fewer if groups were dropped.
+        micro_batches: number of pieces that a batch is split into; it changes the result by rounding only.
+        budget: token budget that splits larger pieces further.
+        use_scaler: whether to scale the loss, for float16.
         max_skipped_steps: largest number of consecutive skipped steps; one more stops training.
         ranks: ranks that take the step together, each with the same batch; None for this process alone.
         network: module that the loss calls, made by
@@ -109,7 +110,7 @@ class OptimizerStep:
         )
         device = self.parameters[0].device.type
         self.scaler = torch.amp.GradScaler(device, init_scale=_INITIAL_SCALE, enabled=use_scaler)
-        self.update = make_update(network, self.optimizer, self.scaler, cfg.max_grad_norm)
+        self.backend = make_backend(network, self.optimizer, self.scaler, cfg.max_grad_norm)
         self.skipped = 0
         self.skipped_in_a_row = 0
 
@@ -117,8 +118,8 @@ class OptimizerStep:
         """Update the model on ``batch`` (batch size ``[P]``).
 
         Returns:
-            Metrics of the step, means over the tokens that the loss counts. Where it counts none, the model
-            stays as it is.
+            Metrics of the step, averaged over the tokens of the loss mask. If the mask is empty, the model is
+            not changed.
 
         Raises:
             TrainingStopped: more than ``max_skipped_steps`` steps in a row had a loss or a gradient that is
@@ -134,19 +135,19 @@ class OptimizerStep:
         loss = sums.pop("loss")
         # The first update allocates the optimizer's moments, and no smaller micro-batch can avoid that.
         with stop_on_oom(_NO_ROOM_FOR_UPDATE):
-            norm = self.update.step(allowed=math.isfinite(loss))
+            norm = self.backend.step(apply=math.isfinite(loss))
         finite = math.isfinite(loss) and math.isfinite(norm)
         self._count(finite, loss, norm)
         # Also after a skipped step: the scaler lowers its scale after an overflow.
         self.scaler.update()
         self._advance_schedule()
-        self.update.drop_gradients()
+        self.backend.zero_grad()
         metrics = {
             "loss/total": loss,
             **{name: sums[key] for key, name in _METRICS.items() if key in sums},
-            "policy/ess": _effective_share(sums["ratio"], sums["ratio_squared"]),
+            "policy/ess": _normalized_ess(sums["ratio"], sums["ratio_squared"]),
             **(
-                {"mismatch/ess": _effective_share(sums["mismatch_ratio"], sums["mismatch_ratio_squared"])}
+                {"mismatch/ess": _normalized_ess(sums["mismatch_ratio"], sums["mismatch_ratio_squared"])}
                 if "mismatch_ratio" in sums
                 else {}
             ),
@@ -162,12 +163,12 @@ class OptimizerStep:
 
     def _advance_schedule(self) -> None:
         with warnings.catch_warnings():
-            # The schedule counts steps of the run, also a first one that leaves the weights as they are.
+            # The schedule advances in every step, even if the first step does not update the weights.
             warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
             self.scheduler.step()
 
     def _coefficients(self) -> dict[str, float]:
-        """The coefficients in force in this step, of the terms that are in use."""
+        """Return the current coefficients of the terms that are in use."""
         kl, entropy = self.loss.kl, self.loss.entropy
         return {
             **({"policy/kl_coef": kl.value} if kl.in_use else {}),
@@ -177,74 +178,76 @@ class OptimizerStep:
     def accumulate(self, batch: TensorDict) -> dict[str, float]:
         """Add the gradients of ``batch`` to the parameters, and return its summed loss terms and metrics.
 
-        Groups without a gradient are only measured, which takes a third of the time.
+        Groups with zero gradient get a forward pass only, for the metrics, which takes a third of the time.
         """
         totals = count_totals(batch["masks", "loss"])
         has_gradient = self.loss.has_gradient(batch)
         terms = [*self._measure(batch[~has_gradient], totals), *self._backward(batch[has_gradient], totals)]
         if not has_gradient.any():
-            # This must come last. If measuring runs out of memory, it is retried with smaller micro-batches,
-            # and the retry drops all gradients.
-            self.update.without_gradient(lambda: _total(self.loss(_IDLE.of(batch), totals=totals)))
+            # This must come last. If the forward pass runs out of memory, it is retried with smaller
+            # micro-batches, and the retry drops all gradients.
+            self.backend.without_gradient(
+                lambda: _total(self.loss(_DUMMY_MICRO_BATCH.select(batch), totals=totals))
+            )
         own = {name: sum(one[name] for one in terms) for name in terms[0]}
-        return self.ranks.add_up(own, sorted(own))
+        return self.ranks.all_reduce_sum(own, sorted(own))
 
     def _backward(self, batch: TensorDictBase, totals: BatchTotals) -> list[dict[str, float]]:
         if not len(batch):
             return []
 
-        def work(micro: MicroBatch, weight: float = 1.0, last: bool = True) -> dict[str, float]:
+        def process(micro: MicroBatch, weight: float = 1.0, last: bool = True) -> dict[str, float]:
             with synchronizing(self.network, last):
-                terms = self.loss(micro.of(batch), totals=totals)
+                terms = self.loss(micro.select(batch), totals=totals)
                 loss = _total(terms)
                 # DDP averages gradients over ranks; scaled by their number the result is the sum.
-                self.update.backward(loss * (weight * self.ranks.size))
+                self.backend.backward(loss * (weight * self.ranks.size))
             return _as_floats(terms, loss, weight)
 
         samples = batch["masks", "response"].shape[1]
 
-        def cut(groups: int) -> list[MicroBatch]:
-            return equal_pieces(groups, samples, self.micro_batches, self.groups_per_batch)
+        def split(groups: int) -> list[MicroBatch]:
+            return split_evenly(groups, samples, self.micro_batches, self.groups_per_batch)
 
-        return self._work_through(batch, work, cut)
+        return self._run_micro_batches(batch, process, split)
 
     @torch.no_grad()
     def _measure(self, batch: TensorDictBase, totals: BatchTotals) -> list[dict[str, float]]:
         if not len(batch):
             return []
 
-        def work(micro: MicroBatch, weight: float = 1.0, last: bool = True) -> dict[str, float]:
-            terms = self.loss(micro.of(batch), totals=totals)
+        def process(micro: MicroBatch, weight: float = 1.0, last: bool = True) -> dict[str, float]:
+            terms = self.loss(micro.select(batch), totals=totals)
             return _as_floats(terms, _total(terms), weight)
 
         with reshard_after(self.network):
-            return self._work_through(
-                batch, work, lambda groups: [MicroBatch(tuple(range(groups)), slice(None))]
+            return self._run_micro_batches(
+                batch, process, lambda groups: [MicroBatch(tuple(range(groups)), slice(None))]
             )
 
-    def _work_through(
+    def _run_micro_batches(
         self,
         batch: TensorDictBase,
-        work: Callable[..., dict[str, float]],
-        cut: Callable[[int], list[MicroBatch]],
+        process: Callable[..., dict[str, float]],
+        split: Callable[[int], list[MicroBatch]],
     ) -> list[dict[str, float]]:
-        """Divide this rank's share of ``batch`` into micro-batches, and call ``work`` on each.
+        """Split this rank's share of ``batch`` into micro-batches, and call ``process`` on each.
 
-        ``cut(num_groups)`` makes the first division; the token budget divides larger pieces further. Passes
-        through the model are collective: a rank with fewer micro-batches than another runs a piece of the
-        batch again, with a weight of zero.
+        ``split(num_groups)`` makes the first pieces, and the token budget splits larger pieces further.
+        Passes through the model are collective: a rank with fewer micro-batches than another runs a dummy
+        micro-batch with a weight of zero.
         """
         if self.ranks.size == 1:
-            return self.budget.run(batch, work, self.update.drop_gradients, cut(len(batch)))
-        mine = divide(self.budget.costs(batch), self.ranks.size)[self.ranks.rank]
-        pieces = [MicroBatch(tuple(mine[row] for row in one.rows), one.samples) for one in cut(len(mine))]
-        micro_batches = self.budget.cut(batch, [piece for piece in pieces if piece.rows])
-        passes = self.ranks.largest(len(micro_batches))
-        idle = [(_IDLE, 0.0)] * (passes - len(micro_batches))
-        with self.budget.named_when_exceeded():
+            return self.budget.run(batch, process, self.backend.zero_grad, split(len(batch)))
+        mine = partition_balanced(self.budget.costs(batch), self.ranks.size)[self.ranks.rank]
+        pieces = [MicroBatch(tuple(mine[row] for row in one.rows), one.samples) for one in split(len(mine))]
+        micro_batches = self.budget.split(batch, [piece for piece in pieces if piece.rows])
+        passes = self.ranks.all_reduce_max(len(micro_batches))
+        dummies = [(_DUMMY_MICRO_BATCH, 0.0)] * (passes - len(micro_batches))
+        with self.budget.explain_oom():
             return [
-                work(micro, weight, last=number == passes - 1)
-                for number, (micro, weight) in enumerate([*((m, 1.0) for m in micro_batches), *idle])
+                process(micro, weight, last=number == passes - 1)
+                for number, (micro, weight) in enumerate([*((m, 1.0) for m in micro_batches), *dummies])
             ]
 
     def _count(self, finite: bool, loss: float, norm: float) -> None:
@@ -272,7 +275,7 @@ class OptimizerStep:
         Every rank must call this. Only rank 0's result has the optimizer's moments.
         """
         return {
-            "optimizer": self.update.optimizer_state(keep=self.ranks.is_main),
+            "optimizer": self.backend.optimizer_state(keep=self.ranks.is_main),
             "scheduler": {"last_epoch": self.scheduler.last_epoch},
             "scaler": self.scaler.state_dict(),
             "skipped": self.skipped,
@@ -284,7 +287,7 @@ class OptimizerStep:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken; the schedule follows the present configuration."""
-        self.update.load_optimizer_state(state["optimizer"])
+        self.backend.load_optimizer_state(state["optimizer"])
         self.scheduler.last_epoch = state["scheduler"]["last_epoch"]
         rates = [
             base * factor(self.scheduler.last_epoch)
@@ -312,18 +315,19 @@ def _as_floats(terms: TensorDictBase, loss: Tensor, weight: float) -> dict[str, 
     return {name: weight * float(value.detach()) for name, value in found.items()}
 
 
-def _effective_share(mean: float, mean_square: float) -> float:
+def _normalized_ess(mean: float, mean_square: float) -> float:
     """Kish's effective sample size of importance weights, as a share of the tokens; at most 1."""
     # Rounding could push the result above 1 when all ratios are equal.
     return min(mean**2 / mean_square, 1.0) if mean_square > 0 else math.nan
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; biases and norms do not, also those that are kept as matrices.
+    """Split the trained parameters into matrices, with weight decay, and biases and norms, without.
 
-    GPT-OSS has biases of all experts in one matrix, and Cohere's norms have a row for each head.
+    Biases and norms have none even if they are stored as matrices: GPT-OSS has the biases of all experts in
+    one matrix, and Cohere's norms have a row for each head.
     """
-    kept = {
+    no_decay = {
         id(parameter)
         for module in model.modules()
         for name, parameter in module.named_parameters(recurse=False)
@@ -331,13 +335,13 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     }
     trained = [p for p in model.parameters() if p.requires_grad]
     return [
-        {"params": [p for p in trained if id(p) not in kept], "weight_decay": weight_decay},
-        {"params": [p for p in trained if id(p) in kept], "weight_decay": 0.0},
+        {"params": [p for p in trained if id(p) not in no_decay], "weight_decay": weight_decay},
+        {"params": [p for p in trained if id(p) in no_decay], "weight_decay": 0.0},
     ]
 
 
 def learning_rate_factor(step: int, total_steps: int, cfg: OptimizerConfig) -> float:
-    """What ``optimizer.lr`` is multiplied by at ``step`` (0-based): linear warm-up, then the schedule.
+    """Return the learning-rate multiplier at ``step`` (0-based): linear warm-up, then the schedule.
 
     A decay reaches ``min_lr_ratio`` in the last step. With ``min_lr_ratio=0`` the rate reaches 0 only one
     step after the last, as in transformers, so that no step is taken at rate 0.

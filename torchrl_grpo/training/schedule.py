@@ -9,7 +9,7 @@ from torchrl_grpo.config.derived import rounds, steps_per_round
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RunSchedule:
     """When a run publishes, evaluates, saves, refreshes the reference model, and ends.
 
     A ``step`` is the number of optimizer steps taken so far. An interval of 0 means that the event is due at
@@ -36,8 +36,8 @@ class Schedule:
     evaluates_at_start: bool = True
 
     @classmethod
-    def of(cls, cfg: Config) -> Schedule:
-        """The schedule of a configuration out of :func:`~torchrl_grpo.config.derived.with_turns`."""
+    def from_config(cls, cfg: Config) -> RunSchedule:
+        """The schedule of a configuration out of :func:`~torchrl_grpo.config.derived.with_total_turns`."""
         per_round = steps_per_round(cfg)
         return cls(
             steps_per_round=per_round,
@@ -50,23 +50,23 @@ class Schedule:
             evaluates_at_start=cfg.eval.at_start,
         )
 
-    def finished(self, step: int) -> bool:
+    def is_finished(self, step: int) -> bool:
         """Whether every optimizer step has been taken."""
         return step >= self.total_steps
 
-    def evaluation(self, step: int) -> bool:
+    def is_evaluation_due(self, step: int) -> bool:
         """Whether an evaluation is due: every ``evaluate_every`` steps and at the end."""
         return self.evaluates and self._at_interval_or_end(self.evaluate_every, step)
 
-    def evaluation_at_start(self, step: int) -> bool:
+    def is_initial_evaluation_due(self, step: int) -> bool:
         """Whether an evaluation is due before training begins."""
         return self.evaluates and self.evaluates_at_start and step == 0
 
-    def checkpoint(self, step: int) -> bool:
+    def is_checkpoint_due(self, step: int) -> bool:
         """Whether a checkpoint is due: every ``checkpoint_every`` steps and at the end."""
         return self._at_interval_or_end(self.checkpoint_every, step)
 
-    def publication(self, step: int, steps_left_in_round: int) -> bool:
+    def is_publication_due(self, step: int, steps_left_in_round: int) -> bool:
         """Whether the engine must get the weights of this step.
 
         That is the case every ``publish_every`` steps and before an evaluation. It is also the case before a
@@ -74,11 +74,11 @@ class Schedule:
         of the checkpoint, so an uninterrupted run must sample that round with them too.
         """
         until_next = self.publish_every - step % self.publish_every
-        if until_next == self.publish_every or self.evaluation(step):
+        if until_next == self.publish_every or self.is_evaluation_due(step):
             return True
-        return self.checkpoint(step) and until_next > steps_left_in_round
+        return self.is_checkpoint_due(step) and until_next > steps_left_in_round
 
-    def reference_refresh(self, step: int) -> bool:
+    def is_reference_refresh_due(self, step: int) -> bool:
         """Whether the reference model moves toward the policy after this step."""
         return self.refresh_every > 0 and step % self.refresh_every == 0
 

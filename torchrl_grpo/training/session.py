@@ -1,4 +1,4 @@
-"""One run, with the operations that the training loop calls."""
+"""State of one training run, and the operations that the training loop calls."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from torchrl_grpo.observe.loggers import Loggers
 from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
 from torchrl_grpo.observe.progress import Progress
 from torchrl_grpo.rollout.round import Round, rollout_rows
-from torchrl_grpo.runtime.malloc import give_back_freed_memory
+from torchrl_grpo.runtime.malloc import release_freed_memory
 from torchrl_grpo.training.learner import Learner
 from torchrl_grpo.training.rounding_check import rounding_warning
-from torchrl_grpo.training.schedule import Schedule
+from torchrl_grpo.training.schedule import RunSchedule
 from torchrl_grpo.training.state import SessionState
-from torchrl_grpo.training.throughput import Speedometer
+from torchrl_grpo.training.throughput import ThroughputMeter
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where a run writes what it measures.
+    """Files and loggers that a run writes its measurements to.
 
     Attributes:
         run_dir: folder of the run.
@@ -60,20 +60,26 @@ class Outputs:
 
 
 class Session:
-    """One run, put together by :func:`~torchrl_grpo.training.build.build_session`.
+    """One run, built by :func:`~torchrl_grpo.training.build.build_session`.
 
     Args:
-        cfg: configuration of the run; checkpoints keep it as it is.
-        schedule: what is due at which step.
-        state: parts of the run and its counters.
-        outputs: where the run writes.
-        closing: closes the engine and every file.
+        cfg: configuration as the user gave it; saved in checkpoints.
+        schedule: steps at which events are due.
+        state: components of the run and its counters.
+        outputs: files and loggers that the run writes to.
+        exit_stack: stack that closes the engine and every file.
     """
 
-    speed: Speedometer
+    throughput: ThroughputMeter
 
     def __init__(
-        self, cfg: Config, schedule: Schedule, *, state: SessionState, outputs: Outputs, closing: ExitStack
+        self,
+        cfg: Config,
+        schedule: RunSchedule,
+        *,
+        state: SessionState,
+        outputs: Outputs,
+        exit_stack: ExitStack,
     ) -> None:
         self.cfg = cfg
         self.schedule = schedule
@@ -81,48 +87,48 @@ class Session:
         self.parts = state.parts
         self.counters = state.counters
         self.outputs = outputs
-        self._closing = closing
+        self._exit_stack = exit_stack
         self._asleep = False
 
     def begin(self) -> None:
-        """Verify that publication works, and evaluate the weights before training."""
+        """Verify that weight updates work, and evaluate the weights before training."""
         step = self.counters.step
         self.outputs.progress.phase("verifying that weights reach the engine")
         verified = self.parts.publisher.verify_at_start(step)
-        self.speed = self._speedometer()
+        self.throughput = self._throughput_meter()
         for note in (
-            f"this machine multiplies matrices at {self.speed.gemm_rate / 1e9:,.0f} GFLOP/s in the trainer's "
-            "numbers",
+            f"matrix multiplication in the trainer's dtype: {self.throughput.gemm_rate / 1e9:,.0f} GFLOP/s",
             self.parts.publisher.summary(verified),
             rounding_warning(
                 self.parts.learner.model,
-                self.parts.update_format,
+                self.parts.update_dtype,
                 self.cfg.optimizer,
                 self.schedule.total_steps,
             ),
         ):
             if note is not None:
                 self.outputs.progress.note(note)
-        # Skip what follows if metrics.jsonl already has this step, as after a second resumption.
+        # metrics.jsonl already has this step if the run was resumed from it before. Do not evaluate and log
+        # it twice.
         logged = self.outputs.metrics.last_step == step
-        if self.schedule.evaluation_at_start(step) and not logged:
+        if self.schedule.is_initial_evaluation_due(step) and not logged:
             self.outputs.progress.phase("measuring accuracy before training")
             metrics = self.evaluate()
             self.counters.accuracy_before = metrics["eval/accuracy"]
             self.log(metrics)
         if self.state.unlogged and not logged:
-            # Lost workers stopped the run after this step and before its metrics were written.
-            evaluation = self.evaluate() if self.schedule.evaluation(step) else {}
+            # The run lost its workers after this step, before the step's metrics were written.
+            evaluation = self.evaluate() if self.schedule.is_evaluation_due(step) else {}
             self.log({**self.state.unlogged, **evaluation})
         self.outputs.progress.start()
         self.parts.collector.start()
 
-    def _speedometer(self) -> Speedometer:
+    def _throughput_meter(self) -> ThroughputMeter:
         learner = self.parts.learner
         dtype = learner.autocast_dtype or learner.model.dtype
-        return Speedometer(learner.model, learner.device, dtype, self.parts.ranks.size)
+        return ThroughputMeter(learner.model, learner.device, dtype, self.parts.ranks.size)
 
-    def rest_engine(self) -> None:
+    def sleep_engine(self) -> None:
         """With ``inference_model.sleep``, free the engine's memory until the next publication."""
         if self.parts.plan.sleeps and not self._asleep:
             assert isinstance(self.parts.engine, Engine)
@@ -133,15 +139,17 @@ class Session:
         """Take one optimizer step on all training ranks."""
         return self.parts.ranks.call_all(Learner.step, self.parts.learner, batch)
 
-    def training_speed(self, batch: TensorDictBase, seconds: float) -> dict[str, float]:
-        """Throughput of an optimizer step on ``batch`` that took ``seconds``."""
-        has_gradient = self.parts.learner.optimize.loss.has_gradient(batch)
-        return self.speed.trained(batch, has_gradient, seconds)
+    def training_throughput(self, batch: TensorDictBase, seconds: float) -> dict[str, float]:
+        """Return the throughput of an optimizer step on ``batch`` that took ``seconds``."""
+        has_gradient = self.parts.learner.optimizer_step.loss.has_gradient(batch)
+        return self.throughput.training_metrics(batch, has_gradient, seconds)
 
     def refresh_reference(self) -> None:
         """Move the reference model toward the policy by ``ref_model.refresh_mix``."""
         if self.parts.reference is not None:
-            self.parts.reference.mix_in(self.parts.learner.published(), self.cfg.ref_model.refresh_mix)
+            self.parts.reference.interpolate_toward(
+                self.parts.learner.full_model(), self.cfg.ref_model.refresh_mix
+            )
 
     def publish(self) -> dict[str, float]:
         """Send the current weights to the engine and verify that they arrived."""
@@ -154,9 +162,9 @@ class Session:
                 torch.cuda.empty_cache()
             self.parts.engine.wake()
             self._asleep = False
-        wait = self.schedule.evaluation(step) or self.schedule.finished(step)
+        wait = self.schedule.is_evaluation_due(step) or self.schedule.is_finished(step)
         metrics = self.parts.publisher.publish(step, wait=wait)
-        return {**metrics, **self.speed.published(time.perf_counter() - started)}
+        return {**metrics, **self.throughput.publication_metrics(time.perf_counter() - started)}
 
     def evaluate(self) -> dict[str, float]:
         """Measure the held-out accuracy of the weights that the engine holds.
@@ -166,7 +174,8 @@ class Session:
         """
         started = time.perf_counter()
         metrics = self.parts.evaluator(self.parts.engine)
-        # A worker replaced during the evaluation has reported its weights before it generated.
+        # A worker that was restarted during the evaluation reported its checksums before it generated, so
+        # check them now.
         self.parts.publisher.verify_new_results()
         return {**metrics, "time/eval_s": time.perf_counter() - started}
 
@@ -188,7 +197,7 @@ class Session:
             self.outputs.run_dir,
             self.counters.step,
             cfg=self.cfg,
-            write_model=partial(saving.save, learner.model, tokenizer, weights=learner.published()),
+            write_model=partial(saving.save, learner.model, tokenizer, weights=learner.full_model()),
             state=self.state.state_dict(),
             keep=self.cfg.checkpoint.keep,
             write_merged=partial(saving.save_merged, learner.model, tokenizer)
@@ -197,19 +206,19 @@ class Session:
         )
 
     def summary_entries(self) -> dict[str, Any]:
-        """Entries of ``summary.json`` beside accuracy, steps, time and memory."""
+        """Return the entries of ``summary.json`` other than accuracy, steps, time and memory."""
         return {
             "eval_problems": len(self.parts.evaluator.examples),
             "response_tokens": self.counters.response_tokens,
             "reward_errors": self.counters.reward_errors,
-            "skipped_steps": self.parts.learner.optimize.skipped,
+            "skipped_steps": self.parts.learner.optimizer_step.skipped,
             "peak_cuda_memory_gib": self.state.peak_cuda_gib(),
             **self.parts.collector.summary_entries(),
         }
 
     def close(self) -> None:
         """Free the engine and the model, and close every file, so that a sweep's next job starts afresh."""
-        self._closing.close()
+        self._exit_stack.close()
         # The traceback of an exception may keep this object alive until a sweep ends.
         del self.parts, self.state
-        give_back_freed_memory()
+        release_freed_memory()

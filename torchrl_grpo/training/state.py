@@ -1,4 +1,4 @@
-"""The parts of a run, its counters, and the state of both that a checkpoint keeps beside the weights."""
+"""Components and counters of a run, and their checkpoint state (without the model's weights)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Counters:
         response_tokens: response tokens generated.
         reward_errors: rewards that raised.
         seconds: time spent, over all resumptions.
-        accuracy_before: held-out accuracy before training, None where it was not measured.
-        any_signal: whether any group had rewards that differ.
+        accuracy_before: held-out accuracy before training; None if it was not measured.
+        any_signal: whether the rewards of any group differed.
         peak_memory_gib: largest resident memory of the processes before this one.
         peak_cuda_gib: largest GPU memory of the processes before this one.
     """
@@ -52,7 +52,7 @@ class Counters:
     peak_cuda_gib: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """All counters by name."""
+        """Return all counters by name."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of, as :func:`~torchrl_grpo.training.build.build_session` puts it together.
+    """Components of a run, built by :func:`~torchrl_grpo.training.build.build_session`.
 
     Attributes:
         ranks: training ranks, of which this process is the first.
@@ -78,7 +78,7 @@ class Parts:
         reference: reference model in this process; None if there is none here.
         buffer: replay buffer that holds the current round.
         publisher: sends the weights to the engine and verifies that they arrived.
-        update_format: dtype in which a weight update must not round to zero.
+        update_dtype: dtype in which a weight update must not round to zero.
         evaluator: held-out problems and their grader.
     """
 
@@ -91,24 +91,24 @@ class Parts:
     reference: LogProbScorer | None
     buffer: GroupBuffer
     publisher: WeightPublisher
-    update_format: torch.dtype
+    update_dtype: torch.dtype
     evaluator: Evaluator
 
 
 @dataclass
 class SessionState:
-    """What a checkpoint keeps beside the weights.
+    """State that a checkpoint holds in addition to the model's weights.
 
     Attributes:
-        parts: parts whose state is kept.
-        keeps_reference: whether the weights of the reference model change and must be kept.
+        parts: components whose state is saved.
+        saves_reference: whether the weights of the reference model change and must be saved.
         counters: progress of the run.
         unlogged: metrics not yet written to ``metrics.jsonl``.
         started: seconds by ``time.perf_counter`` at which this process began.
     """
 
     parts: Parts
-    keeps_reference: bool
+    saves_reference: bool
     counters: Counters = field(default_factory=Counters)
     unlogged: dict[str, float] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
@@ -146,7 +146,7 @@ class SessionState:
 
     def _reference_weights(self) -> dict[str, torch.Tensor]:
         """Weights that differ from those of the model the run started from."""
-        if self.parts.reference is None or not self.keeps_reference:
+        if self.parts.reference is None or not self.saves_reference:
             return {}
         return dict(self.parts.reference.scorer.model.named_parameters())
 
@@ -154,11 +154,14 @@ class SessionState:
         """Restore all of :meth:`state_dict` except what :meth:`Learner.resume` loads on every rank."""
         parts = self.parts
         self.counters.load_state_dict(state["counters"])
-        # Older checkpoints do not count rounds without their refills.
-        taken = (self.counters.step + self.counters.steps_left_in_round) // parts.learner.steps_per_round
-        # Copied: both keep the tensors they are given, and these lie in the checkpoint's file.
-        parts.collector.load_state_dict({"taken": taken, **checkpoint.in_memory(state["collector"])})
-        parts.buffer.load_state_dict(checkpoint.in_memory(state["buffer"]))
+        # Older checkpoints lack the number of training rounds (without refills).
+        steps = self.counters.step + self.counters.steps_left_in_round
+        rounds_trained = steps // parts.learner.steps_per_round
+        # Copy, because collector and buffer keep these tensors, which are mapped from the checkpoint's file.
+        parts.collector.load_state_dict(
+            {"taken": rounds_trained, **checkpoint.clone_tensors(state["collector"])}
+        )
+        parts.buffer.load_state_dict(checkpoint.clone_tensors(state["buffer"]))
         parts.publisher.load_state_dict(state["publisher"])
         if state["reference"]:
             assert parts.reference is not None, "a checkpoint of another configuration"
@@ -194,5 +197,5 @@ def set_random_state(state: dict[str, Any]) -> None:
     numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
     if state["cuda"]:
-        # The run may go on where there are fewer.
+        # The run may be resumed on a machine with fewer GPUs.
         torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])

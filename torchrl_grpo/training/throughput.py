@@ -1,4 +1,4 @@
-"""Where a step's time went, and how near training came to what this machine can multiply."""
+"""Measures the phases of a step, and the throughput of training relative to a matrix product's."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torchrl_grpo.models.flops import FlopCounter, gemm_rate
 from torchrl_grpo.models.lora import is_adapter
 from torchrl_grpo.models.shards import count_parameters
 
-# What a step is made of; the rest is time/other_s.
+# Phases of a step; the remaining time is time/other_s.
 PHASES = ("generate", "score", "wait", "prepare", "train", "publish", "eval")
 
 
-class Speedometer:
-    """Throughput of the training phase.
+class ThroughputMeter:
+    """Measures the throughput of the training phase and of publications.
 
     Args:
         model: model that is trained.
@@ -35,13 +35,15 @@ class Speedometer:
         self._parameters = count_parameters(model) - adapters
         self.gemm_rate = gemm_rate(device, dtype, model.config.get_text_config().hidden_size)
 
-    def trained(self, batch: TensorDictBase, has_gradient: Tensor, seconds: float) -> dict[str, float]:
-        """Metrics of an optimizer step that took ``seconds``; none where the loss counts no token.
+    def training_metrics(
+        self, batch: TensorDictBase, has_gradient: Tensor, seconds: float
+    ) -> dict[str, float]:
+        """Return the metrics of an optimizer step; none if the loss mask is empty.
 
         Args:
-            batch: the groups trained on, ``[P]``.
-            has_gradient: ``[P]`` bool, groups that went through a backward pass too.
-            seconds: of the training phase.
+            batch: groups that were trained on, ``[P]``.
+            has_gradient: mask of the groups that also had a backward pass, ``[P]``.
+            seconds: duration of the training phase.
         """
         used = batch["masks", "loss"].any(-1).any(-1)
         if not used.any():
@@ -59,14 +61,14 @@ class Speedometer:
             "throughput/train_gemm_share": rate / (self._ranks * self.gemm_rate),
         }
 
-    def published(self, seconds: float) -> dict[str, float]:
-        """Metrics of a publication that took ``seconds``."""
+    def publication_metrics(self, seconds: float) -> dict[str, float]:
+        """Return the metrics of a publication that took ``seconds``."""
         return {
             "time/publish_s": seconds,
             "throughput/published_parameters_per_s": self._parameters / seconds,
         }
 
 
-def rest_of(metrics: dict[str, float]) -> float:
-    """Seconds of the step in ``metrics`` that none of its phases took."""
+def unattributed_seconds(metrics: dict[str, float]) -> float:
+    """Return the seconds of a step that belong to none of its phases."""
     return metrics["time/step_s"] - sum(metrics.get(f"time/{phase}_s", 0.0) for phase in PHASES)

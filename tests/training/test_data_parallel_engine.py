@@ -53,7 +53,7 @@ def test_all_ranks_answer_with_the_published_weights(found: dict[str, Any], when
 
 
 def test_a_rank_that_does_not_take_weights_is_named(found: dict[str, Any]) -> None:
-    assert f"SharedEngine {COUNT - 1}: after publishing version 4, 1 of 21 tensors" in found["refused"]
+    assert f"DataParallelEngine {COUNT - 1}: after publishing version 4, 1 of 21 tensors" in found["refused"]
     assert "lm_head.weight" in found["refused"]
 
 

@@ -1,4 +1,4 @@
-"""One training rank's part of an engine that all ranks share."""
+"""The engine of one training rank, which generates this rank's part of the prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torchrl_grpo.batch.micro_batches import divide
+from torchrl_grpo.batch.micro_batches import partition_balanced
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, Engine, Probe, ProbeResult, Sampling
@@ -16,14 +16,14 @@ from torchrl_grpo.inference.protocol import Completion, Engine, Probe, ProbeResu
 Answers = list[list[Completion]]
 
 
-class EngineShare:
-    """This rank's part of a :class:`~torchrl_grpo.training.shared_engine.SharedEngine`.
+class RankEngine:
+    """This rank's engine in a :class:`~torchrl_grpo.training.data_parallel_engine.DataParallelEngine`.
 
     Every rank calls every method, in the same order.
 
     Args:
-        engine: this rank's own.
-        ranks: this process's place among them.
+        engine: engine of this rank alone.
+        ranks: this process's place among the training ranks.
         device: device on which weights are received.
     """
 
@@ -37,7 +37,7 @@ class EngineShare:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Answers:
         """See :meth:`Inference.generate`; every rank is asked for the same, and gets all of it."""
         costs = [len(prompt) + sampling.num_samples * sampling.max_new_tokens for prompt in prompts]
-        shares = divide(costs, self.ranks.size)
+        shares = partition_balanced(costs, self.ranks.size)
         mine = shares[self.ranks.rank]
         found: Answers = []
         if mine:
