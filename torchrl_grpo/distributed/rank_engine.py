@@ -35,7 +35,7 @@ class RankEngine:
         self.outgoing: Tensor | None = None
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Answers:
-        """See :meth:`Inference.generate`; every rank is asked for the same, and gets all of it."""
+        """See :meth:`Inference.generate`. Every rank gets the same arguments, and returns the same result."""
         costs = [len(prompt) + sampling.num_samples * sampling.max_new_tokens for prompt in prompts]
         shares = partition_balanced(costs, self.ranks.size)
         mine = shares[self.ranks.rank]
@@ -57,12 +57,12 @@ class RankEngine:
         self.engine.start_update()
 
     def update(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
-        """Take rank 0's tensor of this name.
+        """Load a parameter that rank 0 sends to all ranks.
 
         Args:
-            name: of a parameter.
-            shape: of the tensor.
-            dtype: of the tensor.
+            name: name of the parameter.
+            shape: shape of the tensor.
+            dtype: dtype of the tensor.
         """
         own = self.outgoing
         tensor = torch.empty(shape, dtype=dtype, device=self.device) if own is None else own

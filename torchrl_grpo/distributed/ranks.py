@@ -98,7 +98,7 @@ class Ranks:
 
     @contextmanager
     def mark_broken_on_error(self) -> Iterator[None]:
-        """Surround a collective call: an exception in it leaves the ranks out of step."""
+        """Surround a collective call. After an exception in it, the ranks are out of step."""
         try:
             yield
         except BaseException:
@@ -120,7 +120,7 @@ class Ranks:
             self.broadcast_object(None)
 
     def all_reduce_sum(self, values: dict[str, float], names: Sequence[str]) -> dict[str, float]:
-        """The sum over all ranks of each of ``names``; a rank adds nothing for those it does not have."""
+        """Return the sum of each named value over all ranks; a value that a rank lacks counts as zero."""
         if self.size == 1:
             return {name: values.get(name, 0.0) for name in names}
         total = torch.tensor([values.get(name, 0.0) for name in names], dtype=torch.float64)
@@ -128,7 +128,7 @@ class Ranks:
         return dict(zip(names, total.tolist(), strict=True))
 
     def all_reduce_max(self, value: int) -> int:
-        """The largest value over all ranks."""
+        """Return the largest value over all ranks."""
         if self.size == 1:
             return value
         box = torch.tensor([value])
@@ -136,7 +136,7 @@ class Ranks:
         return int(box)
 
     def all_equal(self, value: int) -> bool:
-        """Whether all ranks have the same value."""
+        """Return whether all ranks have the same value."""
         return len(set(self.gather(value))) == 1
 
     def broadcast(self, tensor: Tensor) -> Tensor:
@@ -148,7 +148,10 @@ class Ranks:
         return found
 
     def gather(self, found: _T) -> list[_T]:
-        """The objects of all ranks, in rank order. Tensors in them must be on the CPU; shapes may differ."""
+        """Return the objects of all ranks, in rank order.
+
+        Tensors in them must be on the CPU. Their shapes may differ between ranks.
+        """
         if self.size == 1:
             return [found]
         boxes: list[Any] = [None] * self.size

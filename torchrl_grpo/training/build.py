@@ -303,7 +303,8 @@ def least_precise_dtype(
 def update_dtype(cfg: Config, device: torch.device, precision: torch.dtype) -> torch.dtype:
     """Return the dtype in which a weight update must not round to zero.
 
-    It is ``precision``, or with adapters the dtype of the engine.
+    It is ``precision``, or with adapters the dtype of the engine, because only the engine gets them merged
+    into the matrices.
     """
     return resolve_dtype(cfg.inference_model.dtype, device) if cfg.train_model.lora.rank > 0 else precision
 
@@ -328,7 +329,7 @@ def build_publisher(
         engine: engine that receives the weights.
         tokenizer: tokenizer that renders the prompts.
         examples: training problems.
-        precision: see :func:`least_precise_dtype`.
+        precision: result of :func:`least_precise_dtype`.
         engine_dtype: dtype of the engine.
         warn: function called with a warning for the user.
         transport: transport of the weights to ``engine``.

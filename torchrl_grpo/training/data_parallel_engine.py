@@ -24,10 +24,10 @@ _P = ParamSpec("_P")
 
 
 class DataParallelEngine(Engine):
-    """All ranks' engines, seen from rank 0 as one.
+    """The engines of all ranks, as one engine on rank 0.
 
     Args:
-        learner: rank 0's, which has its share: see :meth:`Learner.build_rank_engine`.
+        learner: learner of rank 0, with its engine: see :meth:`Learner.build_rank_engine`.
     """
 
     def __init__(self, learner: Learner) -> None:
@@ -51,7 +51,7 @@ class DataParallelEngine(Engine):
         self._call_all(RankEngine.start_update)
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See :meth:`Engine.update`; a tensor at a time goes from rank 0 to all."""
+        """See :meth:`Engine.update`. Rank 0 sends one tensor at a time to all ranks."""
         for name, tensor in weights:
             self._rank_engine.outgoing = tensor.to(self._rank_engine.device)
             self._call_all(RankEngine.update, name, tensor.shape, tensor.dtype)
@@ -78,7 +78,7 @@ class DataParallelEngine(Engine):
         self._call_all(RankEngine.wake)
 
     def close(self) -> None:
-        """See :meth:`Inference.close`. The other ranks free theirs when they are released."""
+        """See :meth:`Inference.close`. The other ranks free their engines when they are released."""
         self._rank_engine.engine.close()
 
     def _call_all(
@@ -108,13 +108,13 @@ def build_data_parallel_engine(
     sleeps: bool,
     gpu_memory_utilization: float,
 ) -> Engine:
-    """:func:`~torchrl_grpo.inference.build.build_engine` on every rank, each on its own device.
+    """Call :func:`~torchrl_grpo.inference.build.build_engine` on every rank, each on its own device.
 
     Args:
-        learner: rank 0's learner.
-        cfg: configuration, which each rank has already.
+        learner: learner of rank 0.
+        cfg: configuration; unused, because each rank has it already.
         source: folder or hub name of the weights.
-        device: rank 0's device.
+        device: device of rank 0; unused, because each rank has its own.
         eos_token_ids: ids of the EOS tokens.
         pad_token_id: id of the padding token.
         max_num_seqs: largest number of responses decoded at a time.

@@ -19,16 +19,16 @@ from torchrl_grpo.runtime.rng import derive_seed
 
 
 class Evaluator:
-    """Grades an engine's answers to fixed problems.
+    """Grades an engine's responses to fixed problems.
 
     Args:
         examples: held-out problems.
-        tokenizer: tokenizer that renders the problems and decodes the answers.
-        grader: grader of the answers.
+        tokenizer: tokenizer that renders the problems and decodes the responses.
+        grader: grader of the responses.
         cfg: configuration of the run.
 
     Raises:
-        DataError: a problem's prompt leaves no room for an answer.
+        DataError: a problem's prompt leaves no room for a response.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Evaluator:
         Returns:
             ``eval/accuracy`` (the grader's primary metric) with ``eval/accuracy_low`` and
             ``eval/accuracy_high`` (95 % Wilson interval), ``eval/<metric>`` for every metric,
-            ``eval/num_problems``, ``eval/errors`` (number of answers whose grading raised an error; they
+            ``eval/num_problems``, ``eval/errors`` (number of responses whose grading raised an error; they
             count as wrong), ``eval/response_length`` (mean number of tokens), and ``eval/pass_at_<k>`` if
             ``eval.pass_at_k`` is greater than 1.
         """

@@ -1,5 +1,6 @@
-"""One job from its configuration to its summary. Whatever is wrong with data or resumption is said before
-torch is imported.
+"""Runs one job, from its configuration to its summary.
+
+Errors in the data or the resumption are reported before torch is imported.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ from torchrl_grpo.runtime.optional_packages import quiet_unused
 
 
 def run(cfg: Config, run_dir: Path) -> dict[str, Any]:
-    """Train as ``cfg`` says, writing to ``run_dir``.
+    """Train as ``cfg`` says, and write to ``run_dir``.
 
     Args:
-        cfg: a validated configuration.
-        run_dir: the run's folder; with ``cfg.resume`` the one to continue.
+        cfg: validated configuration.
+        run_dir: folder of the run; with ``cfg.resume``, the folder of the run to continue.
 
     Returns:
-        What ``summary.json`` holds.
+        The contents of ``summary.json``.
 
     Raises:
-        UserError: data, checkpoint, model or training is at fault in a way the user can fix.
+        UserError: the data, checkpoint, model or training is invalid; the message names the fix.
     """
     return _claim_and_train(cfg, run_dir, asynchronous=False)
 
 
 def run_async(cfg: Config, run_dir: Path) -> dict[str, Any]:
-    """The same with rollout workers on Ray that generate while the trainer trains."""
+    """Train like :func:`run`, with rollout workers on Ray that generate while the trainer trains."""
     return _claim_and_train(cfg, run_dir, asynchronous=True)
 
 
 def follow() -> None:
-    """What a training rank other than the first does: hold its part of the model and do as rank 0 does."""
+    """Run a training rank other than rank 0: build its learner, and repeat the calls of rank 0."""
     _prepare_process(None)
     import torch
 

@@ -1,4 +1,4 @@
-"""Say beforehand when a run's updates are too small for the number format that samples or trains."""
+"""Warns before training if a run's updates are too small for the dtype that samples or trains."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ _TOO_MANY = 0.5
 def rounding_warning(
     model: nn.Module, dtype: torch.dtype, cfg: OptimizerConfig, total_steps: int
 ) -> str | None:
-    """What to tell the user when most updates of the run would be rounded away; None otherwise.
+    """Return a warning if most updates of the run would be rounded away; None otherwise.
+
+    The check assumes that Adam moves a weight by at most about the learning rate in a step.
 
     Args:
-        model: before training, weights in float32; of one in shards, this rank's are looked at.
-        dtype: the coarser of the formats that the engine samples and the trainer multiplies with; of adapters
-            the engine's, because the trainer adds what they compute to what the frozen matrices compute.
-        cfg: Adam moves a weight by about the learning rate a step, in one direction at most.
+        model: model before training, with weights in float32. If it is sharded, this rank's shard is checked.
+        dtype: dtype in which updates must not round to zero: see
+            :func:`~torchrl_grpo.training.build.update_dtype`.
+        cfg: optimizer settings.
         total_steps: optimizer steps of the run.
     """
     if dtype == torch.float32:
