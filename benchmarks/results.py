@@ -196,8 +196,8 @@ def overlap(work: Workload, rows: dict[int, Comparison], planned: int) -> Part:
         "Collecting and optimizing at the same time",
         f"{work.prompts} prompts x {work.samples} responses; a small random model is really trained, on one "
         "core; engines sleep for as long as the trainer takes without them, divided over the tokens of a "
-        "round. `collector.max_policy_age=1`, weights in flight; publication, its proof and everything else "
-        "counts as the trainer's time.",
+        "round. `collector.max_policy_age=1`, weights in flight; publication, its verification and all "
+        "else counts as the trainer's time.",
         ["workers", "async: step / longer of the two", "sync: step / sum of the two", "sync / async"],
         table,
         figures,
