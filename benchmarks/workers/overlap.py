@@ -116,7 +116,7 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
     # Both sides on the CPU: what takes its time is a clock.
     plan = placement.plan(build_request(cfg, asynchronous=workers > 0), num_gpus=0)
     session = build_session(
-        Job(cfg, folder / "run", data.load(cfg), reward_set, grader), collect=collect, plan=plan
+        Job(cfg, folder / "run", data.load(cfg), reward_set, grader), build_collector=collect, plan=plan
     )
     session.begin()
 

@@ -245,7 +245,7 @@ def split_evenly(groups: int, samples: int, pieces: int, full_groups: int) -> li
 
 
 def partition_balanced(costs: Sequence[int], shares: int) -> list[list[int]]:
-    """Divide rows into shares of about equal cost, for several workers.
+    """Divide rows into shares of about equal cost, one for each training rank.
 
     The algorithm is longest-processing-time-first. The largest share is at most 4/3 of the optimum (Graham
     1969).

@@ -74,7 +74,7 @@ class ZeroBackend:
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)
 
-    def without_gradient(self, idle: Callable[[], Tensor]) -> None:
+    def set_zero_gradients(self, idle: Callable[[], Tensor]) -> None:
         # The engine takes a step only after a backward pass.
         self._engine.set_gradient_accumulation_boundary(True)
         self.backward(0.0 * idle())

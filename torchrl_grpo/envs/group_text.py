@@ -57,7 +57,7 @@ class GroupTextEnv(EnvBase):
     * with ``input_mode="history"``: ``("history", "prompt")``, a ``History`` ``[P, G, messages]``.
 
     ``step`` reads the policy's responses (:mod:`~torchrl_grpo.envs.responses`) and removes special tokens
-    from their ends, because stock policies decode them. It writes ``("next", "reward")`` and
+    from their ends, where TorchRL's own policies leave them in the text. It writes ``("next", "reward")`` and
     ``("next", "reward_parts", <name>)``, float32 ``[P, G, 1]``. A part without a value for a response is NaN.
     ``done`` is always True. ``truncated`` is True if the response was cut off at the maximum length, as far
     as the policy's tokens show. ``terminated`` is its negation.
@@ -67,7 +67,7 @@ class GroupTextEnv(EnvBase):
     not support a batch of two dimensions.
 
     ``reset`` and ``step`` wrap :meth:`draw` and :meth:`score` in TensorDicts. This package's collectors call
-    these two methods directly, because they have token ids already and need the :class:`Scored` objects.
+    these two methods directly, because they have token ids already and need :class:`ResponseScore` objects.
 
     Attributes:
         prompts: the P prompts that the last reset drew.

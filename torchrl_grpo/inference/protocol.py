@@ -106,7 +106,7 @@ class ProbeResult:
 
 
 class Inference(ABC):
-    """What training needs from an engine or from a group of workers.
+    """What training needs from one engine, or from all workers as one.
 
     Attributes:
         policy_version: version of the weights in use, set by the publisher.
@@ -125,7 +125,9 @@ class Inference(ABC):
         version: int,
         probe: Probe,
     ) -> ProbeResult:
-        """Load the weights of ``version`` and run a probe with them: see :meth:`Engine.next_tokens`.
+        """Receive the weights of ``version``, load them, and run a probe with them.
+
+        The probe is that of :meth:`Engine.next_tokens`.
 
         The probe results of several workers are concatenated along N, and each has its checksums.
         """
@@ -142,7 +144,10 @@ class Engine(Inference):
 
     @abstractmethod
     def next_tokens(self, probe: Probe) -> ProbeResult:
-        """The likeliest next tokens after each prompt of ``probe``, through the cache of :meth:`generate`."""
+        """The likeliest next tokens after each prompt of ``probe``.
+
+        They are computed with the same prefix cache that :meth:`generate` uses.
+        """
 
     @abstractmethod
     def start_update(self) -> None:

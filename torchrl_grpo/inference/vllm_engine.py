@@ -105,6 +105,7 @@ class VLLMEngine(SteppingEngine):
                 "install the requirements, or write inference_model.backend=transformers"
             ) from error
         try:
+            # vLLM decorates some of transformers' classes in place, which would break the trainer's model.
             with vllm_classes.isolate_decorated_classes() as changed:
                 self.llm = LLM(
                     source,
@@ -277,8 +278,8 @@ class VLLMEngine(SteppingEngine):
         """See :meth:`Engine.close`."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        # When its LLMEngine is deleted, vLLM frees compiler state, for which it still needs the model.
-        # Otherwise hooks of the compiler keep the weights, and the next engine of a sweep lacks memory.
+        # Keep the model until LLMEngine is deleted: vLLM needs it to free compiler state. If the model goes
+        # first, hooks of the compiler keep the weights, and the next engine of a sweep lacks memory.
         model = self._weights.model
         self._weights.release()
         del self.llm

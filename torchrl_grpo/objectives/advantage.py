@@ -1,4 +1,4 @@
-"""Group-relative advantages, computed once when a batch enters the replay buffer."""
+"""Group-relative advantages, computed once when a round enters the replay buffer."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def decoupled_advantage(
     leave_one_out: bool,
     offset: float = 0.0,
 ) -> Tensor:
-    """Normalize each reward within its group, and the weighted sum over the batch.
+    """Normalize each reward within its group, and the weighted sum over the round.
 
     This is GDPO (arXiv 2601.05242, eqs. 4 to 6). A reward with a large spread does not hide the others.
 
@@ -122,8 +122,8 @@ def is_constant(rewards: Tensor, offset: float = 0.0) -> Tensor:
 
     Args:
         rewards: ``[P, G]``.
-        offset: constant that is included in each reward. If it cancels the rest, the rounding error of the
-            offset is still there.
+        offset: constant that is included in each reward. Its rounding error remains even if the reward is
+            near 0.
 
     Returns:
         ``[P]`` bool, True for groups of equal rewards.
@@ -134,7 +134,7 @@ def is_constant(rewards: Tensor, offset: float = 0.0) -> Tensor:
 
 
 class GroupAdvantage(Transform):
-    """Replay-buffer transform that writes ``"advantage"`` and the loss mask of a batch.
+    """Replay-buffer transform that writes ``"advantage"`` and the loss mask of a round.
 
     It reads ``("next", "reward")`` ``[P, G, 1]``, ``("next", "reward_parts")`` ``[P, G, K]``,
     ``"truncated"`` ``[P, G, 1]`` and ``("masks", "response")`` ``[P, G, T]``. It also reads log-probabilities
@@ -251,6 +251,6 @@ class GroupAdvantage(Transform):
             q_epsilon=cfg.q_epsilon,
         )
         samples = rewards.shape[-1]
-        # The likelihood is weighted by w itself. With the factor G, the batch's mean over responses is the
-        # mean over prompts of the weighted sums.
+        # With log_likelihood the advantage is a response's weight times G. The mean over P x G responses is
+        # then the mean over prompts of the weighted sum of log-likelihoods.
         return samples * weights if cfg.surrogate == "log_likelihood" else weights - 1 / samples

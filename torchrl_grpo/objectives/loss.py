@@ -81,6 +81,7 @@ class GroupPolicyLoss(LossModule):
         advantage: NestedKey = "advantage"
         # Output keys of an actor that is a TensorDictModule.
         actor_log_prob: NestedKey = ("log_probs", "response")
+        # Of the tokens of prompt and response in one row, as TorchRL's own policies write them.
         actor_full_log_prob: NestedKey = ("log_probs", "full")
         actor_entropy: NestedKey = "entropy"
 

@@ -15,7 +15,8 @@ from torchrl_grpo.batch.schema import collate
 
 
 class GroupBuffer:
-    """Holds one round of groups and hands them out in optimizer batches, each group once an epoch.
+    """Holds one round of groups and hands them out in optimizer batches, each group once
+    in each of the ``train.epochs`` passes over the round.
 
     Args:
         capacity: largest number of groups held.
@@ -34,7 +35,7 @@ class GroupBuffer:
             batch_size=groups_per_batch,
             generator=torch.Generator().manual_seed(seed),
         )
-        # TorchRL runs the inverse of its transforms, which is the write side, last one first.
+        # On writing, TorchRL calls the inverses of the transforms, from the last appended to the first.
         for transform in reversed(write_transforms):
             self.buffer.append_transform(transform)
 

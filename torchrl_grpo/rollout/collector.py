@@ -59,7 +59,7 @@ class RolloutCollector(CollectorInterface):
         self.temperature = temperature
         self.total_dialog_turns = total_dialog_turns
         self.seed = seed
-        self.rounds_sampled = self.rounds_trained = 0
+        self.rounds_sampled = self.rounds_taken = 0
         self._clock = clock
 
     @property
@@ -109,7 +109,7 @@ class RolloutCollector(CollectorInterface):
         self.engine.policy_version += 1
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Start over as a new collector with ``seed`` would: data, sampling and the turns collected.
+        """Reset the data, the sampling seeds and the count of responses, as in a new collector with ``seed``.
 
         Args:
             seed: seed of the order of the data and of the sampling.
@@ -120,7 +120,7 @@ class RolloutCollector(CollectorInterface):
         """
         following: int = self.env.set_seed(seed, static_seed=static_seed)
         self.seed = seed
-        self.rounds_sampled = self.rounds_trained = 0
+        self.rounds_sampled = self.rounds_taken = 0
         self._tensordicts = None
         return following
 
@@ -179,7 +179,7 @@ class RolloutCollector(CollectorInterface):
         scored = score_groups(self.env, self.tokenizer, groups=groups, examples=examples)
         seconds = {"time/generate_s": generated - start, "time/score_s": self._clock() - generated}
         self.rounds_sampled += 1
-        self.rounds_trained += not is_refill
+        self.rounds_taken += not is_refill
         return build_round(
             scored,
             [prompt.text for prompt in prompts],
@@ -193,8 +193,8 @@ class RolloutCollector(CollectorInterface):
         return [group_seed(self.seed, first + prompt, count) for prompt in range(count)]
 
     def state_dict(self) -> dict[str, int]:
-        """Rounds sampled, training rounds (refills not counted), and the position in the data."""
-        return {"rounds": self.rounds_sampled, "taken": self.rounds_trained, **self.env.stream.state_dict()}
+        """Rounds sampled, rounds without refills, and the position in the data."""
+        return {"rounds": self.rounds_sampled, "taken": self.rounds_taken, **self.env.stream.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a :meth:`state_dict` of this collector, or of an asynchronous one with
@@ -205,14 +205,15 @@ class RolloutCollector(CollectorInterface):
         """
         if "ledger" in state:
             state = self._from_async_state(state["ledger"])
-        self.rounds_sampled, self.rounds_trained = state["rounds"], state["taken"]
+        self.rounds_sampled, self.rounds_taken = state["rounds"], state["taken"]
         self.env.stream.load_state_dict({"epoch": state["epoch"], "position": state["position"]})
 
     def _from_async_state(self, tracker_state: dict[str, Any]) -> dict[str, int]:
         # Older checkpoints lack max_age.
         if tracker_state.get("max_age") != 0:
             raise wrong_script_error("grpo-async.py")
-        # Groups that had started but had not reached the trainer are sampled again.
+        # Groups that had started but had not reached the trainer are sampled again. "dropped_filter" counts
+        # groups of refilled rounds, which reached the trainer without being trained on.
         used = tracker_state["trained"] + tracker_state["dropped_filter"]
         epoch, position = divmod(used, len(self.env.stream.examples))
         return {

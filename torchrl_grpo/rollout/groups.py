@@ -48,7 +48,7 @@ class Group:
     """One prompt and its G responses.
 
     Attributes:
-        group_id: running number of the prompt; it names the prompt and the seeds.
+        group_id: running number of the prompt, from which the prompt and the sampling seeds follow.
         prompt: token ids.
         seed: seed of the sampling; a response's number is added to it.
         responses: G responses.
@@ -92,8 +92,8 @@ class ScoredGroup:
         group: the responses.
         texts: texts of the responses.
         scores: rewards of the G responses.
-        reference: log-probabilities of its tokens under the reference model, where that has processes of its
-            own; G lists.
+        reference: log-probabilities of its tokens under the reference model, one list per response; None if
+            the trainer computes them.
     """
 
     group: Group

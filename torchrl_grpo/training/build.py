@@ -101,7 +101,7 @@ class MessageQueue:
 def build_session(
     job: Job,
     *,
-    collect: CollectorFactory = build_single_engine,
+    build_collector: CollectorFactory = build_single_engine,
     plan: Plan | None = None,
     ranks: Ranks | None = None,
 ) -> Session:
@@ -111,7 +111,7 @@ def build_session(
 
     Args:
         job: configuration, data and rewards.
-        collect: function that builds the engine and the collector.
+        build_collector: function that builds the engine and the collector.
         plan: placement on devices; None plans for the devices that this process sees.
         ranks: training ranks, of which this process is rank 0; None for this process alone.
 
@@ -124,10 +124,12 @@ def build_session(
         plan = placement.plan(request, torch.cuda.device_count())
     with ExitStack() as exit_stack:
         # If a later component fails, close those built before it: a sweep's next job needs the memory.
-        return _build(job, collect, plan, ranks, exit_stack)
+        return _build(job, build_collector, plan, ranks, exit_stack)
 
 
-def _build(job: Job, collect: CollectorFactory, plan: Plan, ranks: Ranks, exit_stack: ExitStack) -> Session:
+def _build(
+    job: Job, build_collector: CollectorFactory, plan: Plan, ranks: Ranks, exit_stack: ExitStack
+) -> Session:
     cfg, resume_from, messages = job.cfg, job.resume_from, MessageQueue()
     seed_everything(cfg.seed)
     source = loading.resolve(cfg.model)
@@ -165,7 +167,7 @@ def _build(job: Job, collect: CollectorFactory, plan: Plan, ranks: Ranks, exit_s
         else build_engine,
     )
     progress.phase("starting the engine")
-    engine, collector = collect(cfg, engine_source, env, tokenizer)
+    engine, collector = build_collector(cfg, engine_source, env, tokenizer)
     exit_stack.callback(collector.shutdown)
     # A reference model in processes of its own scores a group before the group reaches the trainer.
     in_trainer = not plan.reference.own_process
@@ -198,7 +200,7 @@ def _build(job: Job, collect: CollectorFactory, plan: Plan, ranks: Ranks, exit_s
         reference=reference,
         buffer=buffer,
         publisher=publisher,
-        update_dtype=update_dtype(cfg, engine_device, precision),
+        rounding_check_dtype=rounding_check_dtype(cfg, engine_device, precision),
         evaluator=evaluator,
     )
     state = SessionState(parts, saves_reference=schedule.refresh_every > 0)
@@ -228,7 +230,7 @@ def _open_outputs(job: Job, schedule: RunSchedule, exit_stack: ExitStack, progre
     step = None if job.resume_from is None else int(job.resume_from.name)
     if step is not None:
         checkpoint.rename_checkpoints_after(run_dir, step)
-        # Remove the summary of the finished run, because its last steps are repeated.
+        # If the run had finished, its summary no longer holds: the steps after this one are repeated.
         (run_dir / SUMMARY).unlink(missing_ok=True)
     metrics = MetricsWriter(run_dir, step)
     exit_stack.callback(metrics.close)
@@ -300,8 +302,8 @@ def least_precise_dtype(
     return least_precise
 
 
-def update_dtype(cfg: Config, device: torch.device, precision: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a weight update must not round to zero.
+def rounding_check_dtype(cfg: Config, device: torch.device, precision: torch.dtype) -> torch.dtype:
+    """Return the dtype of the start-up warning about updates that rounding would lose.
 
     It is ``precision``, or with adapters the dtype of the engine, because only the engine gets them merged
     into the matrices.

@@ -151,7 +151,7 @@ def _train(
         return summary
     try:
         job = Job(cfg, run_dir, problems, reward_set, grader, resume_from)
-        session = build_session(job, collect=collection_for(plan), plan=plan, ranks=ranks)
+        session = build_session(job, build_collector=collection_for(plan), plan=plan, ranks=ranks)
     except BaseException:
         ranks.release()
         raise

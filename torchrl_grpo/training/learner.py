@@ -47,7 +47,7 @@ class LearnerSpec:
     """Arguments of a learner. Rank 0 sends them to the other ranks.
 
     Attributes:
-        cfg: configuration of the run, with its length in samples.
+        cfg: configuration of the run, in which train.total_dialog_turns is set.
         weights: folder or hub name of the weights to begin with.
         resume_from: checkpoint from which adapters are loaded; None for a new run.
         reward_weights: weights of the rewards, in their order.
@@ -123,6 +123,7 @@ class Learner:
             self.scorer,
             spec.reward_weights,
             cfg.inference_model.max_new_tokens,
+            # The loss reads this with policy.proximal=trainer only.
             has_proximal_log_probs=self.steps_per_round > 1,
         )
         if cfg.train_model.fused_head and cfg.train_model.lora.rank == 0:

@@ -48,6 +48,7 @@ def step(run: Session) -> dict[str, float]:
     metrics |= cuda_in_use("memory/train_cuda_gib", device)
     counters.step += 1
     counters.steps_left_in_round -= 1
+    # A checkpoint that is saved because workers are lost before run.log() keeps them.
     run.state.unlogged = metrics
     if schedule.is_reference_refresh_due(counters.step):
         run.refresh_reference()
@@ -68,12 +69,13 @@ def step(run: Session) -> dict[str, float]:
 
 def collect(run: Session) -> dict[str, float]:
     """Fill the buffer with a new round and return the metrics of the round."""
-    # No part is kept in a variable: the traceback of an exception would keep it alive until a sweep ends.
-    policy, device = run.cfg.policy, run.parts.learner.device
+    # No component of run.parts is kept in a local variable: the traceback of an exception would keep it alive
+    # until a sweep ends.
+    policy_cfg, device = run.cfg.policy, run.parts.learner.device
     round_, refill = collect_with_signal(
         run.parts.collector,
         run.parts.learner.advantage.no_signal_mask,
-        policy.max_refills if policy.constant_groups == "refill" else 0,
+        policy_cfg.max_refills if policy_cfg.constant_groups == "refill" else 0,
     )
     # Verify the probe results that have arrived, before training on this round: the run stops if a worker
     # held the wrong weights.
@@ -81,7 +83,8 @@ def collect(run: Session) -> dict[str, float]:
     generating = cuda_in_use("memory/generate_cuda_gib", device)
     run.sleep_engine()
     started = time.perf_counter()
-    # Log-probabilities under other models and advantages are computed as the buffer takes the groups.
+    # The buffer's write transforms add the log-probabilities of the reference and of the proximal policy, and
+    # the advantages.
     run.parts.buffer.replace_contents(round_.groups)
     prepared = time.perf_counter() - started
     run.counters.steps_left_in_round = run.schedule.steps_per_round

@@ -20,7 +20,7 @@ class OptimizerBackend(Protocol):
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of ``loss``."""
 
-    def without_gradient(self, idle: Callable[[], Tensor]) -> None:
+    def set_zero_gradients(self, idle: Callable[[], Tensor]) -> None:
         """Set all gradients to zero. The next step still decays moments and weights.
 
         Args:
@@ -77,7 +77,7 @@ class TorchBackend:
     def backward(self, loss: Tensor) -> None:
         self._scaler.scale(loss).backward()
 
-    def without_gradient(self, idle: Callable[[], Tensor]) -> None:
+    def set_zero_gradients(self, idle: Callable[[], Tensor]) -> None:
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
         # The scaler refuses to unscale gradients before it has scaled a tensor.

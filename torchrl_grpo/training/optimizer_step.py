@@ -184,9 +184,9 @@ class OptimizerStep:
         has_gradient = self.loss.has_gradient(batch)
         terms = [*self._measure(batch[~has_gradient], totals), *self._backward(batch[has_gradient], totals)]
         if not has_gradient.any():
-            # This must come last. If the forward pass runs out of memory, it is retried with smaller
+            # Only after the forward passes: if one runs out of memory, it is retried with smaller
             # micro-batches, and the retry drops all gradients.
-            self.backend.without_gradient(
+            self.backend.set_zero_gradients(
                 lambda: _total(self.loss(_DUMMY_MICRO_BATCH.select(batch), totals=totals))
             )
         own = {name: sum(one[name] for one in terms) for name in terms[0]}
@@ -264,7 +264,7 @@ class OptimizerStep:
             raise TrainingStopped(
                 f"{self.skipped_in_a_row} optimizer steps in a row were skipped because the loss ({loss}) or "
                 f"the gradient norm ({norm}) is not finite, and train.max_skipped_steps="
-                f"{self.max_skipped_steps}; resume with train_model.autocast=no if it was another, or start "
+                f"{self.max_skipped_steps}; resume with train_model.autocast=no if it is not set, or start "
                 f"a new run with a lower optimizer.lr={self.optimizer.defaults['lr']}, from the weights of "
                 "an earlier checkpoint with model.name=RUN/checkpoints/STEP/model"
             )

@@ -25,7 +25,7 @@ def rounding_warning(
     Args:
         model: model before training, with weights in float32. If it is sharded, this rank's shard is checked.
         dtype: dtype in which updates must not round to zero: see
-            :func:`~torchrl_grpo.training.build.update_dtype`.
+            :func:`~torchrl_grpo.training.build.rounding_check_dtype`.
         cfg: optimizer settings.
         total_steps: optimizer steps of the run.
     """

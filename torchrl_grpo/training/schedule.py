@@ -37,7 +37,10 @@ class RunSchedule:
 
     @classmethod
     def from_config(cls, cfg: Config) -> RunSchedule:
-        """The schedule of a configuration out of :func:`~torchrl_grpo.config.derived.with_total_turns`."""
+        """Return the schedule of a configuration.
+
+        The configuration comes from :func:`~torchrl_grpo.config.derived.with_total_turns`.
+        """
         per_round = steps_per_round(cfg)
         return cls(
             steps_per_round=per_round,

@@ -101,15 +101,15 @@ class Session:
             self.parts.publisher.summary(verified),
             rounding_warning(
                 self.parts.learner.model,
-                self.parts.update_dtype,
+                self.parts.rounding_check_dtype,
                 self.cfg.optimizer,
                 self.schedule.total_steps,
             ),
         ):
             if note is not None:
                 self.outputs.progress.note(note)
-        # metrics.jsonl already has this step if the run was resumed from it before. Do not evaluate and log
-        # it twice.
+        # After a resumption, metrics.jsonl usually has this step already, so it is not evaluated and logged
+        # again. It does not if the checkpoint was written before the step was logged.
         logged = self.outputs.metrics.last_step == step
         if self.schedule.is_initial_evaluation_due(step) and not logged:
             self.outputs.progress.phase("measuring accuracy before training")

@@ -78,7 +78,7 @@ class Parts:
         reference: reference model in this process; None if there is none here.
         buffer: replay buffer that holds the current round.
         publisher: sends the weights to the engine and verifies that they arrived.
-        update_dtype: dtype in which a weight update must not round to zero.
+        rounding_check_dtype: dtype of the start-up warning about updates that rounding would lose.
         evaluator: held-out problems and their grader.
     """
 
@@ -91,7 +91,7 @@ class Parts:
     reference: LogProbScorer | None
     buffer: GroupBuffer
     publisher: WeightPublisher
-    update_dtype: torch.dtype
+    rounding_check_dtype: torch.dtype
     evaluator: Evaluator
 
 
@@ -145,7 +145,7 @@ class SessionState:
         }
 
     def _reference_weights(self) -> dict[str, torch.Tensor]:
-        """Weights that differ from those of the model the run started from."""
+        """All weights of the reference model if it is refreshed during the run; empty otherwise."""
         if self.parts.reference is None or not self.saves_reference:
             return {}
         return dict(self.parts.reference.scorer.model.named_parameters())
@@ -154,12 +154,12 @@ class SessionState:
         """Restore all of :meth:`state_dict` except what :meth:`Learner.resume` loads on every rank."""
         parts = self.parts
         self.counters.load_state_dict(state["counters"])
-        # Older checkpoints lack the number of training rounds (without refills).
+        # Older checkpoints lack the number of rounds without refills.
         steps = self.counters.step + self.counters.steps_left_in_round
-        rounds_trained = steps // parts.learner.steps_per_round
+        rounds_taken = steps // parts.learner.steps_per_round
         # Copy, because collector and buffer keep these tensors, which are mapped from the checkpoint's file.
         parts.collector.load_state_dict(
-            {"taken": rounds_trained, **checkpoint.clone_tensors(state["collector"])}
+            {"taken": rounds_taken, **checkpoint.clone_tensors(state["collector"])}
         )
         parts.buffer.load_state_dict(checkpoint.clone_tensors(state["buffer"]))
         parts.publisher.load_state_dict(state["publisher"])
@@ -178,7 +178,7 @@ def seed_everything(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The states of all these generators, as tensors and plain values."""
+    """The states of the generators of Python, numpy and torch, as tensors and plain values."""
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = cast("tuple[Any, ...]", numpy.random.get_state())
     return {

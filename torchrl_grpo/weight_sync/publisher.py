@@ -7,8 +7,8 @@ element always fails. A count of cached tokens shows whether the engine still se
 earlier weights.
 
 The publisher also measures, on a few prompts, the difference between the engine's and the trainer's
-log-probabilities. It shows how differently the two compute. After the start test it stops a run in two cases:
-it is not finite, or it exceeds its bound and the engine holds tensors that cannot be read back.
+log-probabilities. It shows how differently the two compute. After the start test, this difference stops a run
+only if it is NaN, or if it exceeds its bound and the engine holds tensors that cannot be read back.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class WeightPublisher:
         # Whether the first verified result will set the bound.
         self._bound_pending = self._bound_is_automatic
         # Mean difference of log-probabilities in the first verified result.
-        self._initial_diff = 0.0
+        self._first_published_diff = 0.0
         self._padded = pad_left(probe_prompts, pad_token_id)
         self._warn = warn
         self._warned = False
@@ -165,8 +165,8 @@ class WeightPublisher:
             version: version of the weights that are in the model now.
 
         Returns:
-            ``publish/perturbation``, the mean change of the engine's log-probabilities in nats, and the
-            metrics of :meth:`publish`.
+            ``publish/perturbation``, the mean difference in nats between the log-probabilities of the
+            perturbed engine and those of the unperturbed trainer; and the metrics of :meth:`publish`.
 
         Raises:
             TrainingStopped: the perturbed weights did not arrive or did not change the log-probabilities, or
@@ -181,29 +181,29 @@ class WeightPublisher:
             self._check_weights(result, expected)
         metrics = self.publish(version)
         published_diff = metrics["publish/logprob_diff_mean"]
-        initial_diff = (
+        disk_diff = (
             math.inf
             if result.initial_result is None
             else LogProbDiff.between(trainer_log_probs, result.initial_result).mean
         )
-        if published_diff > 2 * initial_diff + _EQUAL_WEIGHTS_TOL:
+        if published_diff > 2 * disk_diff + _EQUAL_WEIGHTS_TOL:
             raise TrainingStopped(
                 f"{self._engine_name()}: its log-probabilities differ from the trainer's by "
                 f"{published_diff:.2g} nats on average with the published weights, but only by "
-                f"{initial_diff:.2g} with the weights that it read from disk. Its weight loader assigns "
+                f"{disk_diff:.2g} with the weights that it read from disk. Its weight loader assigns "
                 f"tensors to the wrong parameters. {self._advice}"
             )
-        moved = LogProbDiff.between(trainer_log_probs, result).mean
-        distance = LogProbDiff.between(expected.trainer_log_probs, result).mean
+        to_original = LogProbDiff.between(trainer_log_probs, result).mean
+        to_perturbed = LogProbDiff.between(expected.trainer_log_probs, result).mean
         # The comparison is negated so that NaN fails too.
-        if not moved > 2 * distance:
+        if not to_original > 2 * to_perturbed:
             raise TrainingStopped(
                 f"{self._engine_name()}: a test perturbed all weights. The engine's log-probabilities "
-                f"changed by {moved:.2g} nats on average and still differ by {distance:.2g} from the "
-                "trainer's, so the engine does not use the weights that it received. A compiled graph may "
-                f"hold a copy of older weights: set inference_model.enforce_eager=true. {self._advice}"
+                f"changed by {to_original:.2g} nats on average and still differ by {to_perturbed:.2g} from "
+                "the trainer's, so the engine does not use the weights that it received. A compiled graph "
+                f"may hold a copy of older weights: set inference_model.enforce_eager=true. {self._advice}"
             )
-        return {"publish/perturbation": moved, **metrics}
+        return {"publish/perturbation": to_original, **metrics}
 
     def summary(self, metrics: dict[str, float]) -> str:
         """Return one line that reports the result of :meth:`verify_at_start`."""
@@ -222,7 +222,7 @@ class WeightPublisher:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean difference at the run's start, the bound, and the precision that both apply to."""
-        return {"noise": self._initial_diff, "bound": self.bound, "precision": self._precision}
+        return {"noise": self._first_published_diff, "bound": self.bound, "precision": self._precision}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the bound that the run derived at its start.
@@ -230,7 +230,7 @@ class WeightPublisher:
         A bound that is given now takes precedence. A saved bound for another precision is ignored.
         """
         if self._bound_pending and state.get("precision") == self._precision:
-            self._initial_diff, self.bound = state["noise"], state["bound"]
+            self._first_published_diff, self.bound = state["noise"], state["bound"]
             self._bound_pending = False
 
     def publish(self, version: int, wait: bool = True) -> dict[str, float]:
@@ -348,7 +348,7 @@ class WeightPublisher:
         self._check_weights(result, expected)
         diff = LogProbDiff.between(expected.trainer_log_probs, result)
         if self._bound_pending:
-            self._initial_diff, self._bound_pending = diff.mean, False
+            self._first_published_diff, self._bound_pending = diff.mean, False
             derived = _BOUND_FACTOR * diff.mean if math.isfinite(diff.mean) else 0.0
             self.bound = max(self._min_bound, derived)
         self._check_log_prob_diff(diff, expected.version)
@@ -394,7 +394,7 @@ class WeightPublisher:
     def _check_log_prob_diff(self, diff: LogProbDiff, version: int) -> None:
         bound = self.bound
         if self.unreadable and self._bound_is_automatic:
-            bound = max(_EQUAL_WEIGHTS_TOL, _UNREADABLE_BOUND_FACTOR * self._initial_diff)
+            bound = max(_EQUAL_WEIGHTS_TOL, _UNREADABLE_BOUND_FACTOR * self._first_published_diff)
         if diff.mean <= bound:
             return
         what = (

@@ -77,7 +77,7 @@ class TokenScorer(nn.Module):
         self.entropy_gradient = entropy_gradient
         self.head_dtype = head_dtype
         self.fused_head = False
-        self.shares_prefix = shares_prefix and _can_share_prefix(model)
+        self.shares_prefix = shares_prefix and _enable_shared_prefix(model)
 
     def forward(
         self, prompt: Tensor, prompt_mask: Tensor, response: Tensor, response_mask: Tensor
@@ -256,7 +256,7 @@ def _logits(model: PreTrainedModel, hidden: Tensor, options: HeadOptions) -> Ten
         return postprocess_logits(head(hidden.to(weight.dtype)), options)
 
 
-def _can_share_prefix(model: PreTrainedModel) -> bool:
+def _enable_shared_prefix(model: PreTrainedModel) -> bool:
     reason = shared_prefix.enable(model)
     if reason is not None:
         warn_about_prefix(model, reason)
@@ -288,6 +288,7 @@ def max_logit_error(model: PreTrainedModel) -> float:
         own = model(input_ids=ids, use_cache=False).logits[0].float()
         hidden = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
         options = HeadOptions(softcap=_softcap(model), dtype=head.weight.dtype, scale=_scale(model))
-        # The same computation as in scoring. Calling the head may do more.
+        # Use the head's weight alone, as scoring does. If the module's own forward pass does more than this
+        # product, that must show as a difference.
         ours = postprocess_logits(F.linear(hidden.to(options.dtype), head.weight, head.bias), options)
     return float((own - ours).abs().max())

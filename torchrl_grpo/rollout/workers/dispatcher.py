@@ -132,7 +132,8 @@ class Dispatcher:
             UserError: a worker failed, see :meth:`run_in_thread`.
         """
         if is_refill:
-            # Use a separate call, because the tracker must record it even if no worker is left.
+            # Not in _request_round: run_in_thread records the refill even if the thread has failed, so that a
+            # checkpoint has it.
             self.run_in_thread(self.scheduler.tracker.undo_take)
         future: Future[list[ScoredGroup]] = self._new_future()
         self._inbox.put(lambda: self._request_round(future))
@@ -208,49 +209,51 @@ class Dispatcher:
         except queue.Empty:
             self._fail_timed_out()
         self._deliver_round()
-        for number in range(len(self.scheduler.workers)):
-            call = self.scheduler.next_call(number)
+        for worker_index in range(len(self.scheduler.workers)):
+            call = self.scheduler.next_call(worker_index)
             if call is not None:
-                self._send(number, call)
+                self._send(worker_index, call)
 
     def _start_all(self, ready: Future[None]) -> None:
         self._starting = ready
-        for number in range(len(self.scheduler.workers)):
-            self._start_worker(number)
+        for worker_index in range(len(self.scheduler.workers)):
+            self._start_worker(worker_index)
 
-    def _start_worker(self, number: int) -> None:
-        self._incarnations[number] += 1
-        self._set_deadline(number, max(START_LIMIT_S, self._timeout_s))
-        self._pool.start(number, self._make_callback(number, lambda _: self._on_worker_started(number)))
+    def _start_worker(self, worker_index: int) -> None:
+        self._incarnations[worker_index] += 1
+        self._set_deadline(worker_index, max(START_LIMIT_S, self._timeout_s))
+        self._pool.start(
+            worker_index, self._make_callback(worker_index, lambda _: self._on_worker_started(worker_index))
+        )
 
-    def _set_deadline(self, number: int, seconds: float) -> None:
-        self._deadlines[number] = time.monotonic() + seconds, seconds
+    def _set_deadline(self, worker_index: int, seconds: float) -> None:
+        self._deadlines[worker_index] = time.monotonic() + seconds, seconds
 
-    def _on_worker_started(self, number: int) -> None:
-        self.scheduler.on_worker_started(number)
+    def _on_worker_started(self, worker_index: int) -> None:
+        self.scheduler.on_worker_started(worker_index)
         if self._starting is not None and all(worker.ready for worker in self.scheduler.workers):
             self._starting.set_result(None)
             self._starting = None
 
-    def _make_callback(self, number: int, handle: Callable[[Any], None]) -> Callable[[Any], None]:
+    def _make_callback(self, worker_index: int, handle: Callable[[Any], None]) -> Callable[[Any], None]:
         """Return a callback that passes a result to ``handle`` in the dispatcher's thread.
 
         The thread ignores the result if its worker has been replaced since.
         """
-        incarnation = self._incarnations[number]
+        incarnation = self._incarnations[worker_index]
 
         def receive(result: Any) -> None:
-            if self._incarnations[number] != incarnation:
+            if self._incarnations[worker_index] != incarnation:
                 return
-            del self._deadlines[number]
+            del self._deadlines[worker_index]
             if isinstance(result, BaseException):
-                self._on_worker_failed(number, result)
+                self._on_worker_failed(worker_index, result)
             else:
                 handle(result)
 
         return lambda result: self._inbox.put(lambda: receive(result))
 
-    def _send(self, number: int, call: Call) -> None:
+    def _send(self, worker_index: int, call: Call) -> None:
         command: Command
         if isinstance(call, LoadWeights):
             weights, publication = call.weights, call.weights.publication
@@ -258,32 +261,36 @@ class Dispatcher:
                 publication.content, weights.version, publication.probe, call.return_interrupted
             )
             handle = self._make_callback(
-                number, lambda result: self._on_weights_loaded(number, weights, result)
+                worker_index, lambda result: self._on_weights_loaded(worker_index, weights, result)
             )
         elif isinstance(call, GenerateGroups):
             command = call
-            handle = self._make_callback(number, lambda result: self._on_groups_generated(number, result))
+            handle = self._make_callback(
+                worker_index, lambda result: self._on_groups_generated(worker_index, result)
+            )
         else:
             command = call
-            handle = self._make_callback(number, lambda result: self.scheduler.on_task_done(number, result))
-        self._set_deadline(number, self._timeout_s)
-        self._pool.call(number, command, handle)
+            handle = self._make_callback(
+                worker_index, lambda result: self.scheduler.on_task_done(worker_index, result)
+            )
+        self._set_deadline(worker_index, self._timeout_s)
+        self._pool.call(worker_index, command, handle)
 
     def _on_weights_loaded(
-        self, number: int, weights: PublishedWeights, result: tuple[ProbeResult, list[Group]]
+        self, worker_index: int, weights: PublishedWeights, result: tuple[ProbeResult, list[Group]]
     ) -> None:
         probe_result, interrupted = result
-        self.scheduler.on_weights_loaded(number, weights, interrupted)
+        self.scheduler.on_weights_loaded(worker_index, weights, interrupted)
         publication: Publication = weights.publication
         publication.results_queue.put(probe_result)
         all_loaded = all(worker.loaded_weights is weights for worker in self.scheduler.workers)
         if all_loaded and not publication.all_loaded_future.done():
             publication.all_loaded_future.set_result(None)
 
-    def _on_groups_generated(self, number: int, result: Any) -> None:
-        self.stats.tokens[number] += result.tokens
-        self.stats.seconds[number] += result.seconds
-        for group in self.scheduler.on_groups_generated(number, result.finished):
+    def _on_groups_generated(self, worker_index: int, result: Any) -> None:
+        self.stats.tokens[worker_index] += result.tokens
+        self.stats.seconds[worker_index] += result.seconds
+        for group in self.scheduler.on_groups_generated(worker_index, result.finished):
             self._start_scoring(group)
 
     def _start_scoring(self, group: Group) -> None:
@@ -308,12 +315,12 @@ class Dispatcher:
         return self._score(group), time.perf_counter() - start
 
     def _accept(self, scored: ScoredGroup) -> None:
-        number, oldest_version = scored.group.group_id, scored.group.oldest_version
+        group_id, oldest_version = scored.group.group_id, scored.group.oldest_version
         # A group dropped while it was scored is no longer in the tracker.
-        if number in self.scheduler.tracker.running:
+        if group_id in self.scheduler.tracker.running:
             assert oldest_version is not None
-            self.scheduler.tracker.accept(number, oldest_version)
-            self.accepted[number] = scored
+            self.scheduler.tracker.accept(group_id, oldest_version)
+            self.accepted[group_id] = scored
 
     def _request_round(self, future: Future[list[ScoredGroup]]) -> None:
         self._round_future = future
@@ -328,39 +335,39 @@ class Dispatcher:
             return
         self.scheduler.round_requested = False
         future, self._round_future = self._round_future, None
-        future.set_result([self.accepted.pop(number) for number in chosen])
+        future.set_result([self.accepted.pop(group_id) for group_id in chosen])
         if not self._may_refill:
             # Groups that were recent enough for this round may be too old for the next one.
             self._expire()
 
     def _expire(self) -> None:
-        for number in self.scheduler.expire():
-            self.accepted.pop(number, None)
+        for group_id in self.scheduler.expire():
+            self.accepted.pop(group_id, None)
 
     def _fail_timed_out(self) -> None:
         now = time.monotonic()
         if self.reference is not None:
             self.reference.restart_timed_out()
-        for number, (until, allowed) in list(self._deadlines.items()):
+        for worker_index, (until, allowed) in list(self._deadlines.items()):
             if until <= now:
-                del self._deadlines[number]
-                self._on_worker_failed(number, TimeoutError(f"no answer within {allowed:g} s"))
+                del self._deadlines[worker_index]
+                self._on_worker_failed(worker_index, TimeoutError(f"no answer within {allowed:g} s"))
 
-    def _on_worker_failed(self, number: int, error: BaseException) -> None:
+    def _on_worker_failed(self, worker_index: int, error: BaseException) -> None:
         if isinstance(error, UserError) and self._starting is not None:
             raise error
-        self._pool.kill(number)
-        self.scheduler.on_worker_lost(number)
+        self._pool.kill(worker_index)
+        self.scheduler.on_worker_lost(worker_index)
         self.stats.restarts += 1
         self._restarts += 1
         if self._restarts > self._max_restarts:
             raise WorkersLost(
-                f"rollout worker {number} failed ({_first_line(error)}), and "
+                f"rollout worker {worker_index} failed ({_first_line(error)}), and "
                 f"collector.max_restarts={self._max_restarts} workers have been replaced already; fix the "
                 "cause and resume with resume=auto (or start a new run if there is no checkpoint), or raise "
                 "collector.max_restarts or collector.timeout_s"
             ) from error
-        self._start_worker(number)
+        self._start_worker(worker_index)
 
 
 def _fail(future: Future[Any], error: BaseException) -> None:

@@ -188,28 +188,28 @@ class RayPool:
                 f"{_total(cluster, 'GPU')}; lower {fewer}, or add nodes"
             ) from error
 
-    def start(self, number: int, done: Callable[[Any], None]) -> None:
+    def start(self, worker_index: int, done: Callable[[Any], None]) -> None:
         """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
         spec = self._spec
-        self._actors[number] = (
+        self._actors[worker_index] = (
             ray.remote(self._actor)
             .options(
                 num_cpus=1,
                 num_gpus=1 if spec.on_gpu else 0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, number),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, worker_index),
                 runtime_env={"env_vars": worker_env(spec.threads)},
             )
             .remote()
         )
-        call_when_done(self._actors[number].setup.remote(spec), done)
+        call_when_done(self._actors[worker_index].setup.remote(spec), done)
 
-    def extra_actor_placement(self, number: int) -> PlacementGroupSchedulingStrategy:
+    def extra_actor_placement(self, index: int) -> PlacementGroupSchedulingStrategy:
         """Return the placement of an additional process, which ends with the pool."""
-        return PlacementGroupSchedulingStrategy(self._group, len(self._actors) + number)
+        return PlacementGroupSchedulingStrategy(self._group, len(self._actors) + index)
 
-    def call(self, number: int, command: Command, done: Callable[[Any], None]) -> None:
+    def call(self, worker_index: int, command: Command, done: Callable[[Any], None]) -> None:
         """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
-        actor = self._actors[number]
+        actor = self._actors[worker_index]
         if isinstance(command, LoadWeightsCommand):
             call_when_done(actor.load.remote(command.content, replace(command, content=None)), done)
         else:
@@ -219,15 +219,15 @@ class RayPool:
         """Put weights into the object store, which keeps one copy per node for any number of workers."""
         return ray.put(pack(weights))
 
-    def kill(self, number: int) -> None:
+    def kill(self, worker_index: int) -> None:
         """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
-        if self._actors[number] is not None:
-            ray.kill(self._actors[number])
+        if self._actors[worker_index] is not None:
+            ray.kill(self._actors[worker_index])
 
     def close(self) -> None:
         """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
-        for number in range(len(self._actors)):
-            self.kill(number)
+        for worker_index in range(len(self._actors)):
+            self.kill(worker_index)
         self._actors = [None] * len(self._actors)
         if self._group is not None:
             remove_placement_group(self._group)
@@ -268,9 +268,9 @@ def call_when_done(ref: Any, done: Callable[[Any], None]) -> None:
 
 def _connect(cfg: Config, count: int, gpus: Sequence[int]) -> None:
     address = cfg.ray.address
-    quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     # Let workers import this project from the trainer's folder, also on a cluster with a shared file system.
-    quiet["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(_import_path())}}
+    options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(_import_path())}}
     if address is None:
         # Every worker occupies one CPU slot, so offer enough slots even if there are fewer cores.
         with temporary_env(cluster_env(gpus)):
@@ -279,12 +279,12 @@ def _connect(cfg: Config, count: int, gpus: Sequence[int]) -> None:
                 num_cpus=max(count, os.cpu_count() or 1),
                 num_gpus=len(gpus),
                 include_dashboard=False,
-                **quiet,
+                **options,
             )
         return
     try:
         _check_reachable(address)
-        ray.init(address=address, **quiet)
+        ray.init(address=address, **options)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"ray.address={address}: no Ray cluster answers there ({str(error).splitlines()[0]}); start one "

@@ -94,7 +94,7 @@ class Scheduler:
     """Hands groups and weights to workers.
 
     Args:
-        tracker: tracker that bounds the number of groups.
+        tracker: tracker that decides how many groups may start without becoming too old.
         num_workers: number of workers.
         num_samples: G, number of responses in a group.
         prompt_of: function that maps a group number to its prompt and seed.
@@ -133,9 +133,9 @@ class Scheduler:
         # Groups that have started but have no worker now: interrupted by new weights, or lost with a worker.
         self._queue: dict[int, Group] = {}
 
-    def next_call(self, number: int) -> Call | None:
-        """What worker ``number`` does next, None for nothing; the worker is marked as busy with it."""
-        worker = self.workers[number]
+    def next_call(self, worker_index: int) -> Call | None:
+        """What worker ``worker_index`` does next, None for nothing; the worker is marked as busy with it."""
+        worker = self.workers[worker_index]
         if not worker.ready or worker.call is not None or self.newest is None:
             return None
         worker.call = self._choose(worker, self.newest)
@@ -147,11 +147,11 @@ class Scheduler:
             return LoadWeights(newest, self._return_interrupted)
         if current and worker.tasks:
             return worker.tasks[0].command
-        begun = list(self._admit(worker)) if current else []
-        if not (begun or worker.running or worker.dropped):
+        admitted = list(self._admit(worker)) if current else []
+        if not (admitted or worker.running or worker.dropped):
             return None
         dropped, worker.dropped = worker.dropped, []
-        return GenerateGroups(begun, dropped)
+        return GenerateGroups(admitted, dropped)
 
     def _admit(self, worker: WorkerState) -> Iterator[Group]:
         assert worker.loaded_weights is not None
@@ -170,52 +170,54 @@ class Scheduler:
             worker.running[group.group_id] = group
             yield group
 
-    def _new_group(self, number: int) -> Group:
-        prompt, seed = self._prompt_of(number)
-        return Group(number, prompt, seed, [Response() for _ in range(self._samples)])
+    def _new_group(self, group_id: int) -> Group:
+        prompt, seed = self._prompt_of(group_id)
+        return Group(group_id, prompt, seed, [Response() for _ in range(self._samples)])
 
-    def on_groups_generated(self, number: int, finished: list[Group]) -> list[Group]:
+    def on_groups_generated(self, worker_index: int, finished: list[Group]) -> list[Group]:
         """Record the groups that a worker has finished; return those that were not dropped."""
-        worker = self.workers[number]
+        worker = self.workers[worker_index]
         worker.call = None
         return [group for group in finished if worker.running.pop(group.group_id, None) is not None]
 
-    def on_weights_loaded(self, number: int, weights: PublishedWeights, interrupted: list[Group]) -> None:
-        """Record that worker ``number`` has loaded ``weights`` and has returned ``interrupted``.
+    def on_weights_loaded(
+        self, worker_index: int, weights: PublishedWeights, interrupted: list[Group]
+    ) -> None:
+        """Record that worker ``worker_index`` has loaded ``weights`` and has returned ``interrupted``.
 
         Args:
-            number: the worker.
+            worker_index: the worker.
             weights: the weights that it holds now.
             interrupted: groups that the worker gave up; empty if it continues them.
         """
-        worker = self.workers[number]
+        worker = self.workers[worker_index]
         worker.call = None
         worker.loaded_weights = weights
         for group in interrupted:
             if worker.running.pop(group.group_id, None) is not None:
                 self._queue[group.group_id] = group
 
-    def on_task_done(self, number: int, result: Any) -> None:
+    def on_task_done(self, worker_index: int, result: Any) -> None:
         """Record the result of a task; None keeps the task queued for another call."""
-        worker = self.workers[number]
+        worker = self.workers[worker_index]
         worker.call = None
         if result is None:
             return
         worker.tasks.popleft().deliver(result)
 
-    def on_worker_lost(self, number: int) -> None:
+    def on_worker_lost(self, worker_index: int) -> None:
         """Record the loss of a worker. Its groups restart from the state in which they were assigned."""
-        worker = self.workers[number]
+        worker = self.workers[worker_index]
         for group in worker.running.values():
             if group.oldest_version is None:
                 self.tracker.restart(group.group_id)
             self._queue[group.group_id] = group
         # The next worker of this number repeats the tasks that the trainer waits for.
-        self.workers[number] = WorkerState(tasks=worker.tasks)
+        self.workers[worker_index] = WorkerState(tasks=worker.tasks)
 
-    def on_worker_started(self, number: int) -> None:
-        """Record that worker ``number`` can be called."""
-        self.workers[number].ready = True
+    def on_worker_started(self, worker_index: int) -> None:
+        """Record that worker ``worker_index`` can be called."""
+        self.workers[worker_index].ready = True
 
     def publish(self, weights: PublishedWeights) -> None:
         """Make ``weights`` those that every worker must hold."""
@@ -224,13 +226,13 @@ class Scheduler:
     def expire(self) -> list[int]:
         """Drop groups that are too old for the next round, wherever they are; return their numbers."""
         gone = self.tracker.expire()
-        for number in gone:
-            self._queue.pop(number, None)
+        for group_id in gone:
+            self._queue.pop(group_id, None)
             for worker in self.workers:
-                if worker.running.pop(number, None) is not None:
-                    worker.dropped.append(number)
+                if worker.running.pop(group_id, None) is not None:
+                    worker.dropped.append(group_id)
         return gone
 
     def reissue(self, numbers: list[int]) -> None:
         """Start the unfinished groups of a checkpoint again, from their first token."""
-        self._queue |= {number: self._new_group(number) for number in numbers}
+        self._queue |= {group_id: self._new_group(group_id) for group_id in numbers}

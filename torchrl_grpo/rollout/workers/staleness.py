@@ -89,10 +89,10 @@ class StalenessTracker:
 
     def register_group(self) -> int:
         """Register a new group and return its number."""
-        number = self.issued
+        group_id = self.issued
         self.issued += 1
-        self.running[number] = None
-        return number
+        self.running[group_id] = None
+        return group_id
 
     def start(self, group_id: int, version: int) -> None:
         """A worker samples the group with ``version``, or goes on with one whose oldest token has it."""
@@ -119,22 +119,25 @@ class StalenessTracker:
         """Drop every group that is too old for the next round, running or accepted; returns their numbers."""
         held: Iterable[dict[int, Any]] = (self.running, self.accepted)
         gone = [
-            (groups, number) for groups in held for number, version in groups.items() if self.too_old(version)
+            (groups, group_id)
+            for groups in held
+            for group_id, version in groups.items()
+            if self.too_old(version)
         ]
-        for groups, number in gone:
-            del groups[number]
+        for groups, group_id in gone:
+            del groups[group_id]
         self.dropped_age += len(gone)
-        return [number for _, number in gone]
+        return [group_id for _, group_id in gone]
 
     def take(self) -> list[int] | None:
         """The next round, oldest groups first; None while there are fewer than B. :meth:`expire` first."""
         assert not any(map(self.too_old, self.accepted.values())), "expire() must come first"
         if len(self.accepted) < self.groups_per_round:
             return None
-        oldest_first = sorted(self.accepted, key=lambda number: (self.accepted[number], number))
+        oldest_first = sorted(self.accepted, key=lambda group_id: (self.accepted[group_id], group_id))
         chosen = sorted(oldest_first[: self.groups_per_round])
-        for number in chosen:
-            del self.accepted[number]
+        for group_id in chosen:
+            del self.accepted[group_id]
         self.rounds_taken += 1
         self.trained += len(chosen)
         return chosen

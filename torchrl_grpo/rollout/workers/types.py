@@ -76,14 +76,14 @@ Command = GenerateGroups | LoadWeightsCommand | GenerateForEval
 class Pool(Protocol):
     """Starts, calls and ends workers. ``done`` gets a result or an exception, and may run in any thread."""
 
-    def start(self, number: int, done: Callable[[Any], None]) -> None:
-        """Start worker ``number``, in place of an earlier one."""
+    def start(self, worker_index: int, done: Callable[[Any], None]) -> None:
+        """Start worker ``worker_index``, in place of an earlier one."""
 
-    def call(self, number: int, command: Command, done: Callable[[Any], None]) -> None:
-        """Have worker ``number`` run a command: see ``RolloutWorker.run``."""
+    def call(self, worker_index: int, command: Command, done: Callable[[Any], None]) -> None:
+        """Have worker ``worker_index`` run a command: see ``RolloutWorker.run``."""
 
-    def kill(self, number: int) -> None:
-        """End worker ``number`` at once; an open call may stay unanswered."""
+    def kill(self, worker_index: int) -> None:
+        """End worker ``worker_index`` at once; an open call may stay unanswered."""
 
     def close(self) -> None:
         """Shut all workers down cleanly."""
