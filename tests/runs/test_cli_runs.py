@@ -253,7 +253,9 @@ def test_a_run_that_was_started_otherwise_is_named_with_its_words(workplace: Pat
     )
     words = """grpo.py --config-name=grpo_ifeval 'env.system_prompt='"'"'Be brief.'"'"'' optimizer.lr=2e-5"""
     assert run_folder.launch_command(folder) == words
-    assert checkpoint.how_to_continue(folder).endswith(f"the run was started with: {words}")
+    assert checkpoint.how_to_continue(folder).endswith(
+        f"repeat the arguments of the original command: {words}"
+    )
     cfg.optimizer.lr = 1e-5
     with pytest.raises(
         CheckpointError, match=r"was started with optimizer\.lr=2e-05 \(its command was"
