@@ -72,7 +72,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         SHARED,
     ),
-    "gemma4": ("gemma4_text", {"head_dim": 16, **_W}, SHARED),
+    "gemma4": (
+        "gemma4_text",
+        {"head_dim": 16, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16, **_W},
+        SHARED,
+    ),
     "phi": ("phi", {}, SHARED),
     "phi3 window": ("phi3", _W, SHARED),
     "phimoe": ("phimoe", _MOE, SHARED),
