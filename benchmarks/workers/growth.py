@@ -62,7 +62,7 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
         cfg.optimizer,
         total_steps=10**6,
         groups_per_batch=P,
-        micro_batches=1,
+        num_pieces=1,
         budget=TokenBudget(workload.settings["budget"], True, print),
         use_scaler=False,
         max_skipped_steps=0,

@@ -142,7 +142,7 @@ def _training_phase(workload: Workload) -> Callable[[], dict[str, float]]:
         cfg.optimizer,
         total_steps=10**6,
         groups_per_batch=groups,
-        micro_batches=1,
+        num_pieces=1,
         budget=TokenBudget(cfg.train.max_tokens_per_microbatch or 4096, True, print),
         use_scaler=False,
         max_skipped_steps=0,

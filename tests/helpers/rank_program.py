@@ -82,7 +82,7 @@ def build(case: str, kind: str, ranks: Ranks) -> tuple[OptimizerStep, torch.nn.M
         OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-2),
         total_steps=4,
         groups_per_batch=5,
-        micro_batches=1,
+        num_pieces=1,
         budget=TokenBudget(tokens or 10**9, shares_prefix=True, notify=lambda text: None),
         use_scaler=False,
         max_skipped_steps=1,

@@ -88,7 +88,7 @@ def make_step(
         OptimizerConfig(),
         total_steps=2,
         groups_per_batch=groups,
-        micro_batches=micro_batches,
+        num_pieces=micro_batches,
         budget=no_budget(),
         use_scaler=autocast == torch.float16,
         max_skipped_steps=1,

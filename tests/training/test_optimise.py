@@ -73,7 +73,7 @@ def make_step(model: nn.Module, loss: Any, total_steps: int = 10, **changes: Any
     options: dict[str, Any] = {
         "budget": no_budget(),
         "groups_per_batch": 4,
-        "micro_batches": 1,
+        "num_pieces": 1,
         "use_scaler": False,
         "max_skipped_steps": 2,
     }
@@ -261,7 +261,7 @@ def one_update(batch: TensorDict, **changes: Any) -> tuple[list[Tensor], dict[st
 def test_the_update_does_not_depend_on_the_micro_batches(pieces: int) -> None:
     batch = make_batch(P=4, G=4)
     whole, metrics = one_update(batch, eps=1.0)
-    split_up, other = one_update(batch, eps=1.0, micro_batches=pieces)
+    split_up, other = one_update(batch, eps=1.0, num_pieces=pieces)
     for a, b in zip(whole, split_up, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
     assert metrics.keys() == other.keys()

@@ -79,7 +79,8 @@ def save(
     _flush(root)
     if replaced is not None:
         shutil.rmtree(replaced)
-    # Count only up to this step, so that a later checkpoint cannot displace the one just written.
+    # Count only up to this step: a later checkpoint, which a user may have copied here, must not displace the
+    # one just written.
     for old in [folder for folder in _step_dirs(root) if int(folder.name) <= step][:-keep]:
         shutil.rmtree(_rename_for_removal(old))
     return target

@@ -59,6 +59,7 @@ class GroupTextEnv(EnvBase):
     ``step`` reads the policy's responses (:mod:`~torchrl_grpo.envs.responses`) and removes special tokens
     from their ends, where TorchRL's own policies leave them in the text. It writes ``("next", "reward")`` and
     ``("next", "reward_parts", <name>)``, float32 ``[P, G, 1]``. A part without a value for a response is NaN.
+    In the TensorDict of a round (:mod:`~torchrl_grpo.batch.schema`), the parts are one tensor instead.
     ``done`` is always True. ``truncated`` is True if the response was cut off at the maximum length, as far
     as the policy's tokens show. ``terminated`` is its negation.
 

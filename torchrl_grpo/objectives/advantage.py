@@ -86,7 +86,7 @@ def decoupled_advantage(
     leave_one_out: bool,
     offset: float = 0.0,
 ) -> Tensor:
-    """Normalize each reward within its group, and the weighted sum over the round.
+    """Normalize each reward within its group, and divide their weighted sum by its spread over the round.
 
     This is GDPO (arXiv 2601.05242, eqs. 4 to 6). A reward with a large spread does not hide the others.
 

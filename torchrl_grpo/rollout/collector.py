@@ -193,7 +193,7 @@ class RolloutCollector(CollectorInterface):
         return [group_seed(self.seed, first + prompt, count) for prompt in range(count)]
 
     def state_dict(self) -> dict[str, int]:
-        """Rounds sampled, rounds without refills, and the position in the data."""
+        """Rounds sampled, rounds not counting refills, and the position in the data."""
         return {"rounds": self.rounds_sampled, "taken": self.rounds_taken, **self.env.stream.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -213,7 +213,7 @@ class RolloutCollector(CollectorInterface):
         if tracker_state.get("max_age") != 0:
             raise wrong_script_error("grpo-async.py")
         # Groups that had started but had not reached the trainer are sampled again. "dropped_filter" counts
-        # groups of refilled rounds, which reached the trainer without being trained on.
+        # the groups that reached the trainer beyond those that it trained on, because of refills.
         used = tracker_state["trained"] + tracker_state["dropped_filter"]
         epoch, position = divmod(used, len(self.env.stream.examples))
         return {

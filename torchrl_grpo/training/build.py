@@ -303,7 +303,7 @@ def least_precise_dtype(
 
 
 def rounding_check_dtype(cfg: Config, device: torch.device, precision: torch.dtype) -> torch.dtype:
-    """Return the dtype of the start-up warning about updates that rounding would lose.
+    """Return the dtype whose rounding the check at the start assumes, when it warns of lost updates.
 
     It is ``precision``, or with adapters the dtype of the engine, because only the engine gets them merged
     into the matrices.

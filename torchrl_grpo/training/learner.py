@@ -139,7 +139,7 @@ class Learner:
             cfg.optimizer,
             total_steps=self.total_steps,
             groups_per_batch=self.groups_per_batch,
-            micro_batches=cfg.train.gradient_accumulation_steps,
+            num_pieces=cfg.train.gradient_accumulation_steps,
             budget=self.budget,
             use_scaler=torch.float16 in (self.autocast_dtype, self.model.dtype),
             max_skipped_steps=cfg.train.max_skipped_steps,

@@ -48,7 +48,7 @@ def step(run: Session) -> dict[str, float]:
     metrics |= cuda_in_use("memory/train_cuda_gib", device)
     counters.step += 1
     counters.steps_left_in_round -= 1
-    # A checkpoint that is saved because workers are lost before run.log() keeps them.
+    # If workers are lost before run.log(), the checkpoint that is then saved contains these metrics.
     run.state.unlogged = metrics
     if schedule.is_reference_refresh_due(counters.step):
         run.refresh_reference()

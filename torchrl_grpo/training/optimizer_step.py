@@ -66,7 +66,8 @@ class OptimizerStep:
         cfg: optimizer settings.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
         groups_per_batch: number of groups in a full batch; a batch has fewer if groups were dropped.
-        micro_batches: number of pieces that a batch is split into; it changes the result by rounding only.
+        num_pieces: number of equal pieces that a batch is split into before the token budget splits them
+            further; it changes the result by rounding only.
         budget: token budget that splits larger pieces further.
         use_scaler: whether to scale the loss, for float16.
         max_skipped_steps: largest number of consecutive skipped steps; one more stops training.
@@ -83,7 +84,7 @@ class OptimizerStep:
         *,
         total_steps: int,
         groups_per_batch: int,
-        micro_batches: int,
+        num_pieces: int,
         budget: TokenBudget,
         use_scaler: bool,
         max_skipped_steps: int,
@@ -95,7 +96,7 @@ class OptimizerStep:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss = loss
         self.groups_per_batch = groups_per_batch
-        self.micro_batches = micro_batches
+        self.num_pieces = num_pieces
         self.budget = budget
         self.max_skipped_steps = max_skipped_steps
         self.optimizer = torch.optim.AdamW(
@@ -207,7 +208,7 @@ class OptimizerStep:
         samples = batch["masks", "response"].shape[1]
 
         def split(groups: int) -> list[MicroBatch]:
-            return split_evenly(groups, samples, self.micro_batches, self.groups_per_batch)
+            return split_evenly(groups, samples, self.num_pieces, self.groups_per_batch)
 
         return self._run_micro_batches(batch, process, split)
 

@@ -72,9 +72,10 @@ class RunSchedule:
     def is_publication_due(self, step: int, steps_left_in_round: int) -> bool:
         """Whether the engine must get the weights of this step.
 
-        That is the case every ``publish_every`` steps and before an evaluation. It is also the case before a
-        checkpoint if no other publication comes before the next round. A resumed run starts with the weights
-        of the checkpoint, so an uninterrupted run must sample that round with them too.
+        That is the case every ``publish_every`` steps and before an evaluation. It is also the case at a
+        checkpoint, if no publication is due between it and the next round. A resumed run publishes the
+        checkpoint's weights before it samples that round. The uninterrupted run would otherwise sample it
+        with older weights.
         """
         until_next = self.publish_every - step % self.publish_every
         if until_next == self.publish_every or self.is_evaluation_due(step):

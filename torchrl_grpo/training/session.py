@@ -109,7 +109,7 @@ class Session:
             if note is not None:
                 self.outputs.progress.note(note)
         # After a resumption, metrics.jsonl usually has this step already, so it is not evaluated and logged
-        # again. It does not if the checkpoint was written before the step was logged.
+        # again. The step is missing there if the checkpoint was written before the step was logged.
         logged = self.outputs.metrics.last_step == step
         if self.schedule.is_initial_evaluation_due(step) and not logged:
             self.outputs.progress.phase("measuring accuracy before training")
@@ -185,7 +185,7 @@ class Session:
         self.outputs.write(self.counters.step, metrics)
 
     def write_rollouts(self, round_: Round) -> None:
-        """Write every response of a round under the step that first trains on it."""
+        """Write every response of a round, under the first of the steps that train on the round."""
         if self.outputs.rollouts is not None:
             rows = rollout_rows(round_, self.parts.buffer.contents())
             self.outputs.rollouts.write(self.counters.step + 1, rows)

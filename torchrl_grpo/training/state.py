@@ -78,7 +78,8 @@ class Parts:
         reference: reference model in this process; None if there is none here.
         buffer: replay buffer that holds the current round.
         publisher: sends the weights to the engine and verifies that they arrived.
-        rounding_check_dtype: dtype of the start-up warning about updates that rounding would lose.
+        rounding_check_dtype: dtype whose rounding the check at the start assumes when it warns of lost
+            updates.
         evaluator: held-out problems and their grader.
     """
 
@@ -154,7 +155,7 @@ class SessionState:
         """Restore all of :meth:`state_dict` except what :meth:`Learner.resume` loads on every rank."""
         parts = self.parts
         self.counters.load_state_dict(state["counters"])
-        # Older checkpoints lack the number of rounds without refills.
+        # Older checkpoints lack the number of rounds, not counting refills.
         steps = self.counters.step + self.counters.steps_left_in_round
         rounds_taken = steps // parts.learner.steps_per_round
         # Copy, because collector and buffer keep these tensors, which are mapped from the checkpoint's file.

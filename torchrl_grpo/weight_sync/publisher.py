@@ -32,8 +32,8 @@ from torchrl_grpo.weight_sync.source import NextTokenScorer, ShardedWeights
 from torchrl_grpo.weight_sync.transport import Delivery, DirectTransport, Transport, concatenate_results
 
 TOP_K = 20
-# Lower limit of the derived bound on the mean difference of log-probabilities, in nats. It is several times
-# what correct engines showed (float32: 1e-5; bfloat16: up to 0.25; float16: 0.02).
+# Lower limit of the derived bound on the mean difference of log-probabilities, in nats. It is at least
+# twice what correct engines showed (float32: 1e-5; bfloat16: up to 0.25; float16: 0.02).
 _MIN_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 # The bound is the first measured mean times this factor, if that is larger. Runs with adapters or a quantized
 # engine start with a larger mean.
@@ -243,8 +243,9 @@ class WeightPublisher:
                 then.
 
         Returns:
-            Metrics of :meth:`verify_result`, each the largest over all results since the last call. These
-            results may be about different versions of the weights. The dictionary is empty if no result
+            Metrics of :meth:`verify_result`, each the largest over the results verified in this call. These
+            results may be about different versions of the weights. Results that
+            :meth:`verify_new_results` verified earlier are not included. The dictionary is empty if no result
             arrived.
 
         Raises:
@@ -261,7 +262,7 @@ class WeightPublisher:
         return {name: max(one[name] for one in found) for name in (found[0] if found else ())}
 
     def verify_new_results(self) -> list[dict[str, float]]:
-        """Verify every probe result that has arrived since the last call.
+        """Verify every probe result that has arrived and was not verified before.
 
         Returns:
             Metrics of :meth:`verify_result` for each result.

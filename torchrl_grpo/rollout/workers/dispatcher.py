@@ -44,8 +44,8 @@ class Dispatcher:
         scheduler: scheduler that chooses the calls. Once the thread runs, only the thread may access it.
         pool: pool of workers.
         score: function that computes the rewards of a whole group.
-        timeout_s: number of seconds after which a silent worker counts as dead. A start may take at least
-            :data:`START_LIMIT_S`.
+        timeout_s: number of seconds after which a silent worker counts as dead. For a start, the limit is
+            :data:`START_LIMIT_S` if that is longer.
         max_restarts: number of workers that this process replaces before it fails.
         may_refill: whether the trainer may ask for a refill of the current round. Groups that are too old for
             the next round are then kept, because a refill may use them.
@@ -132,9 +132,9 @@ class Dispatcher:
             UserError: a worker failed, see :meth:`run_in_thread`.
         """
         if is_refill:
-            # Not in _request_round: run_in_thread records the refill even if the thread has failed, so that a
-            # checkpoint has it.
-            self.run_in_thread(self.scheduler.tracker.undo_take)
+            # This is not done in _request_round, because run_in_thread does it even if the thread has failed,
+            # and a checkpoint must have the right counts.
+            self.run_in_thread(self.scheduler.tracker.uncount_round)
         future: Future[list[ScoredGroup]] = self._new_future()
         self._inbox.put(lambda: self._request_round(future))
         return future.result()

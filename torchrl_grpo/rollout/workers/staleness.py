@@ -110,7 +110,7 @@ class StalenessTracker:
         """A group has finished; ``version`` is its oldest token's.
 
         A group that is too old for the next round is kept here; :meth:`expire` drops it later. The last round
-        may still be refilled (see :meth:`undo_take`), and the group may be fresh enough for that round.
+        may still be refilled (see :meth:`uncount_round`), and the group may be fresh enough for that round.
         """
         del self.running[group_id]
         self.accepted[group_id] = self.in_rounds(version)
@@ -142,8 +142,11 @@ class StalenessTracker:
         self.trained += len(chosen)
         return chosen
 
-    def undo_take(self) -> None:
-        """Do not count the round taken last: it had too few groups with a signal; the next completes it."""
+    def uncount_round(self) -> None:
+        """Count the round taken last as not trained.
+
+        It had too few groups with a signal, and the next round completes it.
+        """
         self.rounds_taken -= 1
         self.trained -= self.groups_per_round
         self.dropped_filter += self.groups_per_round
