@@ -92,8 +92,8 @@ class ProbeResult:
         token_ids: ``[N, K]`` int64, the K likeliest next tokens.
         log_probs: ``[N, K]`` float32, at temperature 1.
         cached_tokens: number of tokens of the first prompt that came from a prefix cache.
-        checksums: checksums of the weights in use, one entry per engine; empty after
-            :meth:`Engine.next_tokens`.
+        checksums: checksums of the weights in use, one entry per engine;
+            :meth:`Engine.publish` fills them in.
         initial_result: probe result with the weights that the engine was built with. Only the first
             publication has one.
     """
@@ -127,9 +127,8 @@ class Inference(ABC):
     ) -> ProbeResult:
         """Receive the weights of ``version``, load them, and run a probe with them.
 
-        The probe is that of :meth:`Engine.next_tokens`.
-
-        The probe results of several workers are concatenated along N, and each has its checksums.
+        The probe runs as in :meth:`Engine.next_tokens`. With several workers, the rows of their results are
+        concatenated along N, and ``checksums`` has one entry per worker.
         """
 
     @abstractmethod

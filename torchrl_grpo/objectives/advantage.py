@@ -99,17 +99,17 @@ def decoupled_advantage(
         offset: offset of each reward, see :func:`is_constant`.
 
     Returns:
-        Advantages ``[P, G]``. They are zero if all sums in the batch are equal, and for a sum that is only
-        rounding error.
+        Advantages ``[P, G]``. They are zero if all sums of the round are equal. A sum no larger than its
+        rounding error counts as zero.
     """
     total = torch.zeros_like(rewards[..., 0])
-    size = torch.zeros_like(total)
+    magnitude = torch.zeros_like(total)
     for reward, weight in zip(rewards.unbind(-1), weights, strict=True):
         term = weight * group_advantage(reward, std_mode, eps, leave_one_out, offset)
         total += term
-        size += term.abs()
+        magnitude += term.abs()
     # Rewards that cancel out leave a rounding error, which an equally small standard deviation would magnify.
-    total = total.masked_fill(total.abs() <= _ROUNDING * torch.finfo(total.dtype).eps * size, 0.0)
+    total = total.masked_fill(total.abs() <= _ROUNDING * torch.finfo(total.dtype).eps * magnitude, 0.0)
     # The groups' means are zero already. Centering over the batch would only add rounding errors.
     return total / (total.std() + eps) if total.any() else total
 

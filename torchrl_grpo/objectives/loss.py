@@ -30,9 +30,9 @@ class GroupPolicyLoss(LossModule):
     trainer (:mod:`~torchrl_grpo.objectives.importance`). ``k`` and ``k'`` estimate the KL divergence to the
     reference and to the policy that sampled (:mod:`~torchrl_grpo.objectives.kl`). ``H`` is the entropy. ``a``
     is the weight of a token in the whole optimizer batch (:mod:`~torchrl_grpo.objectives.aggregation`), and N
-    is the number of tokens in that batch. The terms of micro-batches add up to those of one large batch, and
-    padding never counts. TorchRL's ``GRPOLoss`` averages over a micro-batch, and counts padding in its KL and
-    its metrics.
+    is the number of tokens in the loss mask of that batch. The terms of micro-batches add up to those of one
+    large batch, and padding never counts. TorchRL's ``GRPOLoss`` averages over a micro-batch, and counts
+    padding in its KL and its metrics.
 
     The loss reads ``("tokens"|"masks", "prompt")`` ``[P, L]``,
     ``("tokens"|"masks"|"log_probs", "response")`` ``[P, G, T]``, ``("masks", "loss")`` ``[P, G, T]`` and
@@ -81,7 +81,7 @@ class GroupPolicyLoss(LossModule):
         advantage: NestedKey = "advantage"
         # Output keys of an actor that is a TensorDictModule.
         actor_log_prob: NestedKey = ("log_probs", "response")
-        # Of the tokens of prompt and response in one row, as TorchRL's own policies write them.
+        # Log-probabilities of prompt and response in one row, as TorchRL's own policies write them.
         actor_full_log_prob: NestedKey = ("log_probs", "full")
         actor_entropy: NestedKey = "entropy"
 
@@ -145,7 +145,10 @@ class GroupPolicyLoss(LossModule):
 
     @property
     def out_keys(self) -> list[NestedKey]:
-        """Keys of the loss terms in this configuration, or of the selected ones. Metrics are not listed."""
+        """Keys of the loss terms in this configuration, or those chosen by ``select_out_keys``.
+
+        Metrics are not listed.
+        """
         selected: list[NestedKey] = self.__dict__.get("_out_keys_apparent", self.out_keys_source)
         return selected
 

@@ -59,6 +59,7 @@ class RolloutCollector(CollectorInterface):
         self.temperature = temperature
         self.total_dialog_turns = total_dialog_turns
         self.seed = seed
+        # Rounds generated, and those of them that are no refills.
         self.rounds_sampled = self.rounds_taken = 0
         self._clock = clock
 
@@ -213,7 +214,7 @@ class RolloutCollector(CollectorInterface):
         if tracker_state.get("max_age") != 0:
             raise wrong_script_error("grpo-async.py")
         # Groups that had started but had not reached the trainer are sampled again. "dropped_filter" counts
-        # the groups that reached the trainer beyond those that it trained on, because of refills.
+        # one round of groups for each refill, which reached the trainer in addition.
         used = tracker_state["trained"] + tracker_state["dropped_filter"]
         epoch, position = divmod(used, len(self.env.stream.examples))
         return {

@@ -44,7 +44,7 @@ class Round:
         response_tokens: number of response tokens. Refill rounds and the groups discarded from them are
             included; groups dropped as too old are not.
         error_count: reward errors of the same responses.
-        seconds: time that the trainer spent on the round, as metrics of its phases.
+        seconds: seconds that the trainer spent on each phase of the round, by metric name.
     """
 
     groups: TensorDict

@@ -303,10 +303,10 @@ def least_precise_dtype(
 
 
 def rounding_check_dtype(cfg: Config, device: torch.device, precision: torch.dtype) -> torch.dtype:
-    """Return the dtype whose rounding the check at the start assumes, when it warns of lost updates.
+    """Return the dtype in which :func:`rounding_warning` estimates how many updates are lost to rounding.
 
-    It is ``precision``, or with adapters the dtype of the engine, because only the engine gets them merged
-    into the matrices.
+    It is ``precision``. With adapters it is the dtype of the engine, because adapters are merged into the
+    matrices for the engine only.
     """
     return resolve_dtype(cfg.inference_model.dtype, device) if cfg.train_model.lora.rank > 0 else precision
 

@@ -185,8 +185,9 @@ class OptimizerStep:
         has_gradient = self.loss.has_gradient(batch)
         terms = [*self._measure(batch[~has_gradient], totals), *self._backward(batch[has_gradient], totals)]
         if not has_gradient.any():
-            # Only after the forward passes: if one runs out of memory, it is retried with smaller
-            # micro-batches, and the retry drops all gradients.
+            # The optimizer still takes its step, with gradients of zero. Some backends need a backward pass
+            # for that. It comes after the forward passes, because a retry after an out-of-memory error drops
+            # all gradients.
             self.backend.set_zero_gradients(
                 lambda: _total(self.loss(_DUMMY_MICRO_BATCH.select(batch), totals=totals))
             )

@@ -34,11 +34,11 @@ class Counters:
         steps_left_in_round: steps the buffer still has data for.
         response_tokens: response tokens generated.
         reward_errors: rewards that raised.
-        seconds: time spent, over all resumptions.
+        seconds: time that earlier processes spent on the run; 0 if it was not resumed.
         accuracy_before: held-out accuracy before training; None if it was not measured.
         any_signal: whether the rewards of any group differed.
-        peak_memory_gib: largest resident memory of the processes before this one.
-        peak_cuda_gib: largest GPU memory of the processes before this one.
+        peak_memory_gib: largest resident memory of the run's earlier processes, before it was resumed.
+        peak_cuda_gib: largest GPU memory of the run's earlier processes.
     """
 
     step: int = 0
@@ -78,8 +78,7 @@ class Parts:
         reference: reference model in this process; None if there is none here.
         buffer: replay buffer that holds the current round.
         publisher: sends the weights to the engine and verifies that they arrived.
-        rounding_check_dtype: dtype whose rounding the check at the start assumes when it warns of lost
-            updates.
+        rounding_check_dtype: dtype in which :func:`rounding_warning` estimates lost updates.
         evaluator: held-out problems and their grader.
     """
 
@@ -155,7 +154,7 @@ class SessionState:
         """Restore all of :meth:`state_dict` except what :meth:`Learner.resume` loads on every rank."""
         parts = self.parts
         self.counters.load_state_dict(state["counters"])
-        # Older checkpoints lack the number of rounds, not counting refills.
+        # Older checkpoints lack "taken", the number of rounds without refills. It follows from the steps.
         steps = self.counters.step + self.counters.steps_left_in_round
         rounds_taken = steps // parts.learner.steps_per_round
         # Copy, because collector and buffer keep these tensors, which are mapped from the checkpoint's file.

@@ -314,7 +314,7 @@ class WeightPublisher:
             yield name, cast
 
     def _check_merged(self, published: Checksums) -> None:
-        """Compare the published matrices of layers with adapters with what those layers compute."""
+        """Check for each layer with an adapter that the published matrix is what the layer computes with."""
         layers = lora.adapted_layers(self.model) if isinstance(self.model, nn.Module) else {}
         stale, wrong = [], []
         for path, layer in layers.items():

@@ -233,7 +233,10 @@ def _softcap(model: PreTrainedModel) -> float | None:
 
 
 def _scale(model: PreTrainedModel) -> float:
-    """Return the factor of the logits before a cap. :func:`max_logit_error` verifies it."""
+    """Return the factor that the model multiplies its logits by, before any cap.
+
+    :func:`max_logit_error` verifies it.
+    """
     config = model.config.get_text_config()
     settings = config.to_dict()
     scale = 1.0

@@ -1,4 +1,6 @@
-"""The thread between trainer and workers: it calls workers, scores their groups and replaces dead workers.
+"""The thread between trainer and workers.
+
+It calls workers, has their groups scored in another thread, and replaces dead workers.
 
 All bookkeeping happens in this one thread. The thread waits on one queue for replies of workers, for scores
 and for requests of the trainer. It does not poll. Timeouts only detect processes that do not respond.
@@ -44,8 +46,8 @@ class Dispatcher:
         scheduler: scheduler that chooses the calls. Once the thread runs, only the thread may access it.
         pool: pool of workers.
         score: function that computes the rewards of a whole group.
-        timeout_s: number of seconds after which a silent worker counts as dead. For a start, the limit is
-            :data:`START_LIMIT_S` if that is longer.
+        timeout_s: number of seconds after which a silent worker counts as dead. While a worker
+            starts, the limit is :data:`START_LIMIT_S` if that is longer.
         max_restarts: number of workers that this process replaces before it fails.
         may_refill: whether the trainer may ask for a refill of the current round. Groups that are too old for
             the next round are then kept, because a refill may use them.
@@ -154,13 +156,13 @@ class Dispatcher:
         self._watch(publication.all_loaded_future)
         self._inbox.put(post)
 
-    def run_tasks(self, jobs: Sequence[GenerateForEval]) -> list[Any]:
-        """Run job i on worker i with the newest weights, and wait for all results."""
-        results: list[Future[Any]] = [self._new_future() for _ in jobs]
+    def run_tasks(self, commands: Sequence[GenerateForEval]) -> list[Any]:
+        """Run command i on worker i with the newest weights, and wait for all results."""
+        results: list[Future[Any]] = [self._new_future() for _ in commands]
 
         def post() -> None:
-            for worker, job, result in zip(self.scheduler.workers, jobs, results, strict=False):
-                worker.tasks.append(Task(job, result.set_result))
+            for worker, command, result in zip(self.scheduler.workers, commands, results, strict=False):
+                worker.tasks.append(Task(command, result.set_result))
 
         self._inbox.put(post)
         return [result.result() for result in results]

@@ -3,7 +3,8 @@
 Each worker runs at most one call. When a call returns or the trainer makes a request,
 :meth:`Scheduler.next_call` chooses what the worker does next, in this order:
 
-1. Load new weights. With ``weight_update="in_flight"`` or partial rollouts, the worker does this immediately.
+1. Load new weights. With ``weight_update="in_flight"`` or ``partial_rollout=true``
+   (``return_interrupted`` below), the worker does this immediately.
    With ``"drain"``, it first finishes its running groups and gets no new ones.
 2. Generate the worker's share of an evaluation, if the trainer waits for one.
 3. Generate groups: first interrupted or reissued ones, then new ones if the tracker admits them.
@@ -77,7 +78,7 @@ class WorkerState:
         ready: whether the worker has started and can be called.
         loaded_weights: newest weights that it has loaded; None right after its start.
         running: its groups, in the state in which they were assigned.
-        dropped: numbers of groups that the worker should stop generating.
+        dropped: ids of groups that the worker should stop generating.
         tasks: commands whose results the trainer waits for.
         call: current call; None if the worker is idle.
     """
@@ -130,7 +131,8 @@ class Scheduler:
         self._return_interrupted = return_interrupted
         # Groups of a round are spread evenly: a worker with more would make the others wait.
         self._max_groups_per_worker = -(-tracker.groups_per_round // num_workers)
-        # Groups that have started but have no worker now: interrupted by new weights, or lost with a worker.
+        # Groups that were issued but have no worker now: interrupted by new weights, lost with a worker, or
+        # unfinished in the checkpoint that the run was resumed from.
         self._queue: dict[int, Group] = {}
 
     def next_call(self, worker_index: int) -> Call | None:
@@ -198,7 +200,10 @@ class Scheduler:
                 self._queue[group.group_id] = group
 
     def on_task_done(self, worker_index: int, result: Any) -> None:
-        """Record the result of a task; None keeps the task queued for another call."""
+        """Record the result of a task.
+
+        None means that the worker has not finished it: the task stays queued and the worker is called again.
+        """
         worker = self.workers[worker_index]
         worker.call = None
         if result is None:
@@ -224,7 +229,7 @@ class Scheduler:
         self.newest = weights
 
     def expire(self) -> list[int]:
-        """Drop groups that are too old for the next round, wherever they are; return their numbers."""
+        """Drop groups that are too old for the next round, wherever they are; return their ids."""
         gone = self.tracker.expire()
         for group_id in gone:
             self._queue.pop(group_id, None)
@@ -233,6 +238,6 @@ class Scheduler:
                     worker.dropped.append(group_id)
         return gone
 
-    def reissue(self, numbers: list[int]) -> None:
+    def reissue(self, group_ids: list[int]) -> None:
         """Start the unfinished groups of a checkpoint again, from their first token."""
-        self._queue |= {group_id: self._new_group(group_id) for group_id in numbers}
+        self._queue |= {group_id: self._new_group(group_id) for group_id in group_ids}
