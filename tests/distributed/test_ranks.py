@@ -126,7 +126,10 @@ def test_groups_are_divided_by_cost(costs: list[int], ranks: int, loads: list[in
 
 HOW: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "grpo.py starts two ranks": (None, ("train_model.num_devices=2",)),
-    "grpo.py starts two shards": (None, ("train_model.num_devices=2", "train_model.parallelism=fsdp2")),
+    "grpo.py starts two shards, compiled": (
+        None,
+        ("train_model.num_devices=2", "train_model.parallelism=fsdp2", "train_model.compile=true"),
+    ),
     "accelerate launch, ddp": ("multi_gpu", ()),
     "accelerate launch, fsdp2": ("fsdp2", ("train_model.num_devices=2",)),
 }
@@ -148,6 +151,7 @@ def test_a_run_on_two_ranks_follows_the_run_on_one_and_so_does_its_continuation_
     launcher, more = HOW[how]
     done = runs.start(tmp_path / "run", launcher, *more)
     assert "an engine in each of 2 ranks" in done.stdout
+    assert "train_model.compile" not in done.stderr, "it must not have fallen back"
     # What two ranks wrote, one continues. Who started the two makes no difference to that.
     if launcher is None:
         runs.go_on(tmp_path / "run")
@@ -156,29 +160,6 @@ def test_a_run_on_two_ranks_follows_the_run_on_one_and_so_does_its_continuation_
 def test_two_ranks_are_dismissed_where_the_run_has_ended(runs: Runs, tmp_path: Path) -> None:
     done = runs.take_over(tmp_path / "run", "train_model.num_devices=2", step=10)
     assert done.stderr.count("after step 10 of 10; it has already ended") == 1
-
-
-def test_two_ranks_with_two_workers_follow_the_run_of_one_process(
-    one_rank: Path, repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    more = ("train_model.num_devices=2", "inference_model.num_devices=2")
-    done = command(repo_root, [sys.executable], words(sums, tiny_model_dir, tmp_path / "run", *more))
-    assert done.returncode == 0, done.stderr
-    assert "2 workers, a process each" in done.stdout
-    for ours, theirs in zip(metrics(tmp_path / "run"), metrics(one_rank), strict=True):
-        assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-
-
-def test_compiled_layers_train_in_shards_as_plain_ones_do_on_one_rank(
-    one_rank: Path, repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    more = ("train_model.num_devices=2", "train_model.parallelism=fsdp2", "train_model.compile=true")
-    few = ("train.total_dialog_turns=48", "eval.frequency=5")
-    done = command(repo_root, [sys.executable], words(sums, tiny_model_dir, tmp_path / "run", *more, *few))
-    assert done.returncode == 0, done.stderr
-    assert "train_model.compile" not in done.stderr, "it must not have fallen back"
-    for ours, theirs in zip(metrics(tmp_path / "run")[:3], metrics(one_rank)[:3], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
 def test_an_interrupt_ends_all_ranks_in_good_order(
@@ -321,20 +302,23 @@ def test_the_launcher_says_what_ended_a_rank_only_if_the_rank_cannot(
     assert process.stderr is not None and process.stderr.read() == said
 
 
-def test_adapters_train_on_two_ranks_as_on_one(
+def test_adapters_train_on_two_ranks_with_two_workers_as_in_one_process(
     repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    found = []
     # Where the reference is still the policy the gradient is rounding, whose sign Adam would follow.
-    calm = "optimizer.eps=1e-2"
-    for ranks in (1, 2):
-        more = ["train_model.lora.rank=4", "policy.kl_coef=0.1", f"train_model.num_devices={ranks}", calm]
-        more.append("train.total_dialog_turns=64")
-        done = command(repo_root, [sys.executable], words(sums, tiny_model_dir, tmp_path / str(ranks), *more))
+    more = ("train_model.lora.rank=4", "policy.kl_coef=0.1", "optimizer.eps=1e-2")
+    few = ("train.total_dialog_turns=64",)
+    spread = ("train_model.num_devices=2", "inference_model.num_devices=2")
+    found = []
+    for folder, devices in (("one", ()), ("two", spread)):
+        said = words(sums, tiny_model_dir, tmp_path / folder, *more, *few, *devices)
+        done = command(repo_root, [sys.executable], said)
         assert done.returncode == 0, done.stderr
-        found.append(metrics(tmp_path / str(ranks)))
-    for ours, theirs in zip(*found, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+        found.append(metrics(tmp_path / folder))
+    assert "2 workers, a process each" in done.stdout
+    for alone, together in zip(*found, strict=True):
+        # Workers have metrics of their own.
+        assert {name: together[name] for name in alone} == pytest.approx(alone, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "engines"), [("fsdp2", "auto"), pytest.param("ddp", "1", id="one engine")])

@@ -62,6 +62,14 @@ def words(tiny_model_dir: Path, tmp_path: Path, format_words: list[str]) -> list
     ]
 
 
+@pytest.fixture(scope="module")
+def orphans() -> Iterator[list[psutil.Process]]:
+    """Processes whose trainer was killed. They must have ended by the end of the module."""
+    processes: list[psutil.Process] = []
+    yield processes
+    nobody_left(processes)
+
+
 @contextlib.contextmanager
 def started(repo_root: Path, folder: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
     script = repo_root / "sota-implementations" / "grpo" / "grpo-async.py"
@@ -152,7 +160,7 @@ def test_a_run_that_stops_with_an_error_leaves_a_checkpoint_and_nothing_else(
 
 
 def test_a_killed_trainer_leaves_nothing_behind_and_resumes(
-    repo_root: Path, tmp_path: Path, words: list[str]
+    repo_root: Path, tmp_path: Path, words: list[str], orphans: list[psutil.Process]
 ) -> None:
     run = tmp_path / "run"
     with started(repo_root, tmp_path, *words, "hydra.run.dir=run") as process:
@@ -161,9 +169,9 @@ def test_a_killed_trainer_leaves_nothing_behind_and_resumes(
         process.wait()
     assert len(processes) >= 3, "Ray's processes and a worker"
     # Those that are left end by themselves after up to a minute. The next run does not wait for that.
+    orphans += processes
     with started(repo_root, tmp_path, *words, "hydra.run.dir=run", "resume=auto") as process:
         assert process.wait(timeout=300) == 0, output(tmp_path)
-    nobody_left(processes)
     assert summary(run)["groups"]["trained"] == 40
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(11))

@@ -65,6 +65,7 @@ def test_gsm8k_trains_evaluates_saves_and_loads(
         # As on every GPU, with a rate that moves weights far from those that bfloat16 was made of.
         *BFLOAT16,
         "optimizer.lr=1e-4",
+        "policy.kl_coef=0.01",
     )
     assert "272 tensors in the engine equal the trainer's in bfloat16" in printed
     run = tmp_path / "run"
@@ -73,6 +74,9 @@ def test_gsm8k_trains_evaluates_saves_and_loads(
     assert {"eval/strict", "eval/flexible", "eval/accuracy_low"} <= metrics[0].keys()
     assert all(line["publish/logprob_diff_mean"] < BFLOAT16_ROUNDING for line in metrics[1:])
     assert all(line["optimizer/grad_norm"] is not None for line in metrics[1:])
+    # The reference is the starting point: nothing but rounding at first, more after updates.
+    divergences = [line["kl/reference"] for line in metrics[1:]]
+    assert divergences[0] == pytest.approx(0.0, abs=BFLOAT16_ROUNDING / 10) and divergences[2] > 0
     rollouts = lines(run / "rollouts.jsonl")
     assert len(rollouts) == 24
     assert {"gsm8k", "format", "math_verify"} <= rollouts[0]["rewards"].keys()
@@ -108,15 +112,16 @@ def test_ifeval_trains_on_composed_prompts_in_a_sweep_of_two(
         "env.task_size=64",
         "hydra.sweep.dir=sweep",
         "train.total_dialog_turns=16",
-        "optimizer.lr=1e-5,1e-6",
+        "optimizer.lr=1e-3,1e-4",
         "policy.kl_coef=0.01",
+        "train_model.lora.rank=8",
     )
-    for job, lr in (("0", 1e-5), ("1", 1e-6)):
+    for job, lr in (("0", 1e-3), ("1", 1e-4)):
         run = tmp_path / "sweep" / job
         metrics = lines(run / "metrics.jsonl")
         assert [line["step"] for line in metrics] == [0, 1, 2]
         assert metrics[1]["optimizer/lr"] == lr
-        # The reference is the starting point: nothing at first, something after an update.
+        # The reference is the model without its adapters: nothing at first, something after an update.
         assert metrics[1]["kl/reference"] == pytest.approx(0.0, abs=ROUNDING[number_format] / 10)
         assert metrics[2]["kl/reference"] > 0
         assert {"eval/prompt_strict", "eval/prompt_loose", "eval/instruction_strict"} <= metrics[2].keys()
