@@ -20,11 +20,11 @@ quickstart: setup  ## Train SmolLM2-135M on arithmetic, measure it before and af
 train: setup  ## Run grpo.py with ARGS (default: the GSM8K recipe)
 	$(PY) $(RECIPE)/grpo.py $(ARGS)
 
-test: setup-dev  ## Run the whole test suite, real vLLM and SmolLM2 included, in two processes (ARGS="-n 0": in one); ARGS go to pytest
-	$(PY) -m pytest -n 2 --no-loadscope-reorder $(ARGS)
+test: setup-dev  ## Run the whole test suite, real vLLM and SmolLM2 included, in three processes (ARGS="-n 0": in one); ARGS go to pytest
+	$(PY) -m pytest -n 3 --no-loadscope-reorder $(ARGS)
 
-test-fast: setup-dev  ## Run the tests that start no real engine and take seconds each, in two processes; ARGS go to pytest
-	$(PY) -m pytest -n 2 --no-loadscope-reorder -m "not integration and not slow" $(ARGS)
+test-fast: setup-dev  ## Run the tests that start no real engine and take seconds each, in three processes; ARGS go to pytest
+	$(PY) -m pytest -n 3 --no-loadscope-reorder -m "not integration and not slow" $(ARGS)
 
 bench: setup-dev  ## Compare with TRL and TorchRL side by side (hours; ARGS="trl-64 --pairs 2" is a part)
 	$(PY) -m benchmarks $(ARGS)

@@ -40,39 +40,36 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files with real engines and models, which take every core and gigabytes.
-ENGINES = {
-    f"tests/{name}.py"
-    for name in (
-        "docs/test_benchmarks",
-        "inference/test_vllm",
-        "inference/test_vllm_families",
-        "planning/test_memory",
-        "rollout/test_async_ray",
-        "runs/test_integration",
-    )
+# Files with real engines. The tests of a part run one after the other: the first part trains SmolLM2, and two
+# such runs at a time would need too much memory.
+PARTS = {
+    "training": ("planning/test_memory", "rollout/test_async_ray", "runs/test_integration"),
+    "engines": ("docs/test_benchmarks", "inference/test_vllm", "inference/test_vllm_families"),
 }
+PART_OF = {f"tests/{name}.py": part for part, names in PARTS.items() for name in names}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Divide tests between the processes of ``make test``: a part is a file, or all ``ENGINES`` together.
-
-    One process has these, one after the other.
-    """
+    """Divide tests between the processes of ``make test``: by file, and by ``PARTS``."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = str(super()._split_scope(nodeid))
-            return "engines" if file in ENGINES else file
+            return PART_OF.get(file, file)
 
     return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put ``ENGINES`` first: they are the longest part, and the other process has the rest meanwhile."""
-    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in ENGINES)
+    """Put ``PARTS`` first: they are the longest, and another process has the rest meanwhile."""
+    order = [*PARTS]
+    items.sort(key=lambda item: order.index(part) if (part := _part(item)) else len(order))
+
+
+def _part(item: pytest.Item) -> str | None:
+    return PART_OF.get(item.nodeid.partition("::")[0])
 
 
 # Another number draws other formats; CI gives each commit its own.
