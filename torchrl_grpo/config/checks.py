@@ -245,10 +245,26 @@ def _check_jsonl(cfg: Config) -> None:
 
 
 def _check_rewards(cfg: Config) -> None:
-    weights = cfg.reward.weights
+    weights, functions = cfg.reward.weights, cfg.reward.functions
+    known = [*REWARD_DATASETS, *functions]
+    for name, spec in functions.items():
+        _check_function(name, spec)
+    for name, arguments in cfg.reward.args.items():
+        key = f"reward.args.{name}"
+        if name not in functions:
+            wrong = "reward.functions has no function of this name"
+            raise bad_value(key, arguments, wrong, f"reward.functions={{{name}:my_rewards.py:FUNCTION}} too,")
+        if not isinstance(arguments, dict):
+            wrong = "the arguments of a function have names"
+            raise bad_value(key, arguments, wrong, f"reward.args={{{name}:{{ARGUMENT:VALUE}}}}")
+    if cfg.eval.reward is not None and cfg.eval.reward not in known:
+        wrong = f"there is no reward of this name, only {', '.join(known)}"
+        raise bad_value("eval.reward", cfg.eval.reward, wrong, "one of these, or null,")
     for name, weight in weights.items():
+        if name in functions:
+            continue
         if name not in REWARD_DATASETS:
-            wrong = f"there is no reward of this name, only {', '.join(REWARD_DATASETS)}"
+            wrong = f"there is no reward of this name, only {', '.join(known)}"
             raise bad_value(
                 f"reward.weights.{name}", weight, wrong, "e.g. reward.weights={gsm8k: 1.0, format: 0.2}"
             )
@@ -258,6 +274,20 @@ def _check_rewards(cfg: Config) -> None:
             raise bad_value(f"reward.weights.{name}", weight, wrong, f"a weight for one of {', '.join(able)}")
     if weights and not any(weights.values()):
         raise bad_value("reward.weights", weights, "every weight is 0", "at least one weight that is not 0")
+
+
+def _check_function(name: str, spec: str) -> None:
+    key = f"reward.functions.{name}"
+    if name in REWARD_DATASETS:
+        wrong = "a built-in reward has this name"
+        raise bad_value(key, spec, wrong, f"another name, e.g. reward.functions={{my_{name}:{spec}}},")
+    if not name.replace("-", "_").isidentifier():
+        wrong = "a reward's name has letters, digits, _ and -"
+        raise bad_value(key, spec, wrong, f"reward.functions={{my_reward:{spec}}}")
+    place, colon, function = spec.rpartition(":")
+    if not colon or not place or not function.isidentifier():
+        wrong = "names no function"
+        raise bad_value(key, spec, wrong, f"reward.functions={{{name}:my_rewards.py:FUNCTION}}")
 
 
 def _check_length(cfg: Config) -> None:

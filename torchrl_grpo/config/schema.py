@@ -125,12 +125,28 @@ class RewardConfig:
         "Weight of each reward in the sum, e.g. {gsm8k: 1.0, format: 0.2}; {} takes the dataset's defaults. "
         "Names: gsm8k, format, math_verify, reasoning_gym, bare_number, closeness, ifeval, exact_match.",
     )
+    functions: dict[str, str] = key(
+        {},
+        "Rewards of your own by name, each FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION, e.g. "
+        "{brevity: my_rewards.py:brevity}. docs/tasks_and_rewards.md describes the functions. Without "
+        "reward.weights, each has weight 1 and the dataset's defaults do not apply.",
+    )
+    args: dict[str, Any] = key(
+        {},
+        "Arguments of the rewards in functions, by name, e.g. {brevity: {target: 50}}.",
+    )
     on_error: float = key(
         0.0,
         "Value of a reward that raises an error. The error is also counted and logged.",
     )
-    timeout_s: float = key(5.0, "Seconds that checking one answer may take before the checker is stopped.")
-    workers: int = key(1, "Number of processes that check answers (math_verify).")
+    timeout_s: float = key(
+        5.0,
+        "Seconds that one call of a checker or of a function of your own may take before its process is "
+        "stopped.",
+    )
+    workers: int = key(
+        1, "Number of processes that check answers: of math_verify, of reasoning_gym and of each function."
+    )
 
 
 @dataclass
@@ -295,6 +311,11 @@ class EvalConfig:
         "also sampled at eval.temperature.",
     )
     temperature: float = key(0.8, "Sampling temperature of pass@k.")
+    reward: str | None = key(
+        None,
+        "Reward that grades held-out responses: correctness means a value of 1 or more. null takes the "
+        "reward of correctness that has the largest weight, or else the dataset's own.",
+    )
 
 
 @dataclass

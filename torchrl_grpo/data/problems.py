@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
@@ -54,11 +54,15 @@ def build(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
     Raises:
         DataError: a row is malformed, there are no rows, or no training rows are left after holding rows out.
     """
-    name = cfg.env.dataset
-    train = [to_example(row, cfg.env, f"{name}/train/{i}") for i, row in enumerate(splits.train, 1)]
+
+    def examples(rows: list[Row], split: str) -> list[Example]:
+        named = ((row, f"{cfg.env.dataset}/{split}/{i}") for i, row in enumerate(rows, 1))
+        return [replace(to_example(row, cfg.env, id), columns=row.values) for row, id in named]
+
+    train = examples(splits.train, "train")
     if splits.test is None:
         return split_off(train, cfg.eval.num_problems, splits.train_source)
-    held_out = [to_example(row, cfg.env, f"{name}/test/{i}") for i, row in enumerate(splits.test, 1)]
+    held_out = examples(splits.test, "test")
     return separate(train, choose(held_out, cfg.eval.num_problems), splits.train_source)
 
 

@@ -18,8 +18,9 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig, RewardConfig
@@ -107,6 +108,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--weight", action="append", default=[], metavar="NAME=W", dest="weights",
                         help="a reward and its weight, repeatable (default: the data set's own)")  # fmt: skip
     parser.add_argument(
+        "--function",
+        action="append",
+        default=[],
+        metavar="NAME=SPEC",
+        dest="functions",
+        help="a reward of your own, NAME=FILE.py:FUNCTION, repeatable, as reward.functions",
+    )
+    parser.add_argument(
+        "--function-args",
+        default="{}",
+        metavar="JSON",
+        help='as reward.args, e.g. {"brevity": {"target": 50}}',
+    )
+    parser.add_argument(
         "--answer-format", choices=("tags", "plain", "equation"), default="tags", help="as env.answer_format"
     )
     parser.add_argument("--task", help="reasoning_gym: the task, as env.task")
@@ -131,20 +146,10 @@ def _config(args: argparse.Namespace) -> Config:
             f"--timeout {args.timeout:g} --workers {args.workers}: both must be positive; "
             "write e.g. --timeout 5 --workers 1"
         )
-    try:
-        task_args = json.loads(args.task_args)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"--task-args {args.task_args!r} is not JSON: {error}; write e.g. '{{\"max_terms\": 3}}'"
-        ) from error
-    if not isinstance(task_args, dict):
-        raise ConfigError(
-            f"--task-args {args.task_args!r} is not a JSON object; write e.g. '{{\"max_terms\": 3}}'"
-        )
     env = EnvConfig(
         dataset=args.dataset,
         task=args.task,
-        task_args=task_args,
+        task_args=_json_object("--task-args", args.task_args, '{"max_terms": 3}'),
         fields=dict(_pair(item, "--field") for item in args.fields),
         answer_format=args.answer_format,
     )
@@ -152,9 +157,24 @@ def _config(args: argparse.Namespace) -> Config:
         name: _weight(name, value) for name, value in (_pair(item, "--weight") for item in args.weights)
     }
     reward = RewardConfig(
-        weights=weights, on_error=args.on_error, timeout_s=args.timeout, workers=args.workers
+        weights=weights,
+        functions=dict(_pair(item, "--function") for item in args.functions),
+        args=_json_object("--function-args", args.function_args, '{"brevity": {"target": 50}}'),
+        on_error=args.on_error,
+        timeout_s=args.timeout,
+        workers=args.workers,
     )
     return Config(env=env, reward=reward)
+
+
+def _json_object(option: str, text: str, example: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{option} {text!r} is not JSON: {error}; write e.g. '{example}'") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{option} {text!r} is not a JSON object; write e.g. '{example}'")
+    return found
 
 
 def _pair(item: str, option: str) -> tuple[str, str]:
@@ -199,9 +219,8 @@ def _examples(rows: list[Row], env: EnvConfig) -> tuple[list[str], list[Example]
             )
         fields = {name: value for name, value in row.values.items() if name != "completion"}
         completions.append(completion)
-        examples.append(
-            module.example(Row(fields, row.number, row.source), env, f"{env.dataset}/line/{row.number}")
-        )
+        example = module.example(Row(fields, row.number, row.source), env, f"{env.dataset}/line/{row.number}")
+        examples.append(replace(example, columns=fields))
     return completions, examples
 
 

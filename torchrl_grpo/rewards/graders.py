@@ -36,7 +36,7 @@ class AccuracyGrader:
     """``accuracy``: 1 if a reward gives its full score of 1, else 0.
 
     Args:
-        reward: reward that grades. It must return a plain number.
+        reward: reward that grades. Of named parts, the ``"score"`` counts.
         owned: whether closing the grader closes the reward.
     """
 
@@ -52,8 +52,8 @@ class AccuracyGrader:
         Raises:
             Exception: the reward failed.
         """
-        score = self._reward(completion, example)
-        assert not isinstance(score, Mapping)
+        result = self._reward(completion, example)
+        score = result["score"] if isinstance(result, Mapping) else result
         return {"accuracy": float(score >= 1.0)}
 
     def weights(self, example: Example) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from torchrl_grpo.config import Config, values
 from torchrl_grpo.errors import ConfigError
@@ -14,6 +15,7 @@ from torchrl_grpo.rewards.ifeval import IFEvalGrader, IFEvalReward
 from torchrl_grpo.rewards.math_verify import MathVerifyReward
 from torchrl_grpo.rewards.reasoning_gym import ReasoningGymReward
 from torchrl_grpo.rewards.reward_set import RewardSet
+from torchrl_grpo.rewards.sandbox import own
 from torchrl_grpo.rewards.text import BareNumberReward, ClosenessReward, ExactMatchReward
 from torchrl_grpo.rewards.types import Grader, Reward
 
@@ -53,21 +55,26 @@ def check_weights(cfg: Config) -> dict[str, float]:
         cfg: configuration; ``reward.weights`` and ``env.dataset`` are read.
 
     Returns:
-        Reward name -> weight. The data set's defaults if the configuration gives none.
+        Reward name -> weight. If the configuration gives none, each reward of ``reward.functions`` has weight
+        1. Without those, it is the data set's defaults.
 
     Raises:
-        ConfigError: a name is unknown, a weight is not finite, a reward does not support the data set, or all
-            weights are 0.
+        ConfigError: a name is unknown, a weight is not finite, a reward does not support the data set, all
+            weights are 0, or a function of the user cannot be loaded.
     """
-    weights = cfg.reward.weights or DEFAULT_WEIGHTS[cfg.env.dataset]
+    weights = _weights(cfg)
+    for name, spec in cfg.reward.functions.items():
+        own.check(name, spec, _arguments(cfg, name))
     for name, weight in weights.items():
+        if not math.isfinite(weight):
+            raise ConfigError(f"reward.weights.{name}={weight!r} is not a finite number; write e.g. 1.0")
+        if name in cfg.reward.functions:
+            continue
         if name not in REWARD_BUILDERS:
             raise ConfigError(
                 f"reward.weights.{name}={weight!r}: no such reward; write one of: "
-                f"{', '.join(REWARD_BUILDERS)}"
+                f"{', '.join([*REWARD_BUILDERS, *cfg.reward.functions])}"
             )
-        if not math.isfinite(weight):
-            raise ConfigError(f"reward.weights.{name}={weight!r} is not a finite number; write e.g. 1.0")
         if cfg.env.dataset not in (supported := values.REWARD_DATASETS[name]):
             raise ConfigError(
                 f"reward.weights.{name}: this reward cannot judge env.dataset={cfg.env.dataset}; it supports "
@@ -78,6 +85,22 @@ def check_weights(cfg: Config) -> dict[str, float]:
             f"reward.weights={dict(weights)!r} are all 0, so nothing is rewarded; raise one of them"
         )
     return dict(weights)
+
+
+def _weights(cfg: Config) -> dict[str, float]:
+    default = dict.fromkeys(cfg.reward.functions, 1.0) or DEFAULT_WEIGHTS[cfg.env.dataset]
+    return cfg.reward.weights or default
+
+
+def _arguments(cfg: Config, name: str) -> dict[str, Any]:
+    return dict(cfg.reward.args.get(name, {}))
+
+
+def _build(cfg: Config, name: str) -> Reward:
+    if name in cfg.reward.functions:
+        spec, arguments = cfg.reward.functions[name], _arguments(cfg, name)
+        return own.build(name, spec, arguments, cfg.reward.timeout_s, cfg.reward.workers)
+    return REWARD_BUILDERS[name](cfg)
 
 
 def build_reward_set(cfg: Config) -> RewardSet:
@@ -92,7 +115,7 @@ def build_reward_set(cfg: Config) -> RewardSet:
     Raises:
         ConfigError: see :func:`check_weights`.
     """
-    pairs = [(REWARD_BUILDERS[name](cfg), weight) for name, weight in check_weights(cfg).items()]
+    pairs = [(_build(cfg, name), weight) for name, weight in check_weights(cfg).items()]
     return RewardSet(pairs, cfg.reward.on_error, cfg.reward.workers)
 
 
@@ -110,14 +133,17 @@ _DEFAULT_EVAL_REWARD = {
 def eval_reward_name(cfg: Config) -> str:
     """Return the name of the reward that grades the evaluation.
 
-    It is the correctness reward (:data:`CORRECTNESS_REWARDS`) with the largest positive weight. In a tie, the
-    data set's default is chosen if it is among the tied rewards, and the first of them otherwise. If no
-    correctness reward has a positive weight, it is the data set's default.
+    It is ``eval.reward`` if that is set. Otherwise it is the correctness reward (:data:`CORRECTNESS_REWARDS`)
+    with the largest positive weight. In a tie, the data set's default is chosen if it is among the tied
+    rewards, and the first of them otherwise. If no correctness reward has a positive weight, it is the data
+    set's default.
 
     Args:
-        cfg: configuration; ``reward.weights`` and ``env.dataset`` are read.
+        cfg: configuration; ``eval.reward``, ``reward`` and ``env.dataset`` are read.
     """
-    weights = cfg.reward.weights or DEFAULT_WEIGHTS[cfg.env.dataset]
+    if cfg.eval.reward is not None:
+        return cfg.eval.reward
+    weights = _weights(cfg)
     default = _DEFAULT_EVAL_REWARD[cfg.env.dataset]
     rewarded = {
         name: weight for name, weight in weights.items() if name in CORRECTNESS_REWARDS and weight > 0
@@ -145,5 +171,5 @@ def build_grader(cfg: Config, shared: RewardSet | None = None) -> CountingGrader
         inner = IFEvalGrader()
     else:
         reward = shared.get(name) if shared is not None else None
-        inner = AccuracyGrader(reward or REWARD_BUILDERS[name](cfg), owned=reward is None)
+        inner = AccuracyGrader(reward or _build(cfg, name), owned=reward is None)
     return CountingGrader(inner)

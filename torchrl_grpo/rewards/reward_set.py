@@ -6,11 +6,11 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.rewards.types import ResponseScore, Reward
+from torchrl_grpo.rewards.types import BatchReward, ResponseScore, Reward
 
 _log = logging.getLogger(__name__)
 
@@ -65,9 +65,13 @@ class RewardSet:
         """
         if len(completions) != len(examples):
             raise ValueError(f"{len(completions)} completions but {len(examples)} examples")
-        if self._threads is None:
-            return [self._score(*pair) for pair in zip(completions, examples, strict=True)]
-        return list(self._threads.map(self._score, completions, examples))
+        numbers = range(len(completions))
+        calls = [self._calls(reward, completions, examples) for reward, _ in self._rewards]
+
+        def score(number: int) -> ResponseScore:
+            return self._score(completions[number], examples[number], [call(number) for call in calls])
+
+        return list(map(score, numbers) if self._threads is None else self._threads.map(score, numbers))
 
     def close(self) -> None:
         """Close the rewards. It may be called twice."""
@@ -76,13 +80,33 @@ class RewardSet:
         for reward, _ in self._rewards:
             close_all([reward])
 
-    def _score(self, completion: str, example: Example) -> ResponseScore:
+    @staticmethod
+    def _calls(
+        reward: Reward, completions: Sequence[str], examples: Sequence[Example]
+    ) -> Callable[[int], Callable[[], float | Mapping[str, float]]]:
+        """Return a function from a completion's number to the call that gives its value."""
+        if not isinstance(reward, BatchReward):
+            return lambda number: lambda: reward(completions[number], examples[number])
+        try:
+            values = reward.score_batch(completions, examples)
+        except Exception as error:  # noqa: BLE001  raised again for each completion
+            failure = error
+
+            def fail() -> float:
+                raise failure
+
+            return lambda number: fail
+        return lambda number: lambda: values[number]
+
+    def _score(
+        self, completion: str, example: Example, calls: Sequence[Callable[[], float | Mapping[str, float]]]
+    ) -> ResponseScore:
         total = size = 0.0
         parts: dict[str, float] = {}
         errors: dict[str, str] = {}
-        for reward, weight in self._rewards:
+        for (reward, weight), call in zip(self._rewards, calls, strict=True):
             try:
-                value, named = _read(reward(completion, example))
+                value, named = _read(call())
             except Exception as error:  # noqa: BLE001  a reward may be user code; the error is reported below
                 value, named = self._on_error, {}
                 errors[reward.name] = f"{type(error).__name__}: {error}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torchrl_grpo.data.example import Example
 
@@ -31,6 +31,30 @@ class Reward(Protocol):
 
         Raises:
             Exception: any failure. :class:`~torchrl_grpo.rewards.RewardSet` counts and logs it.
+        """
+        ...
+
+
+@runtime_checkable
+class BatchReward(Protocol):
+    """Scores several completions in one call, for example relative to each other.
+
+    Attributes:
+        name: name of the reward in ``reward.weights`` and in the logs.
+    """
+
+    name: str
+
+    def score_batch(
+        self, completions: Sequence[str], examples: Sequence[Example]
+    ) -> Sequence[float | Mapping[str, float]]:
+        """Score completions, each the answer to its own example.
+
+        Returns:
+            For each completion what :meth:`Reward.__call__` returns.
+
+        Raises:
+            Exception: any failure. It counts for each of the completions.
         """
         ...
 

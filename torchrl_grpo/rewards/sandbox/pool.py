@@ -35,12 +35,12 @@ class JobTimeout(JobError):
 class _Worker:
     """One child process; used by one thread at a time."""
 
-    def __init__(self, target: str, timeout_s: float) -> None:
-        self._target, self._timeout_s = target, timeout_s
+    def __init__(self, target: str, timeout_s: float, setup: Any, max_bytes: int | None) -> None:
+        self._target, self._timeout_s, self._setup = target, timeout_s, setup
         # The child must be able to import everything that the parent can.
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         self._process = subprocess.Popen(
-            [*_COMMAND, target, str(timeout_s + 5.0)],
+            [*_COMMAND, target, str(max_bytes or 0)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,  # no buffered data remains for a pipe whose reader was killed
@@ -55,18 +55,26 @@ class _Worker:
     def call(self, payload: Any) -> Any:
         if not self._ready:
             self._start_up()
-        rest = json.dumps({"payload": payload}).encode() + b"\n"
+        return self._ask(payload, self._timeout_s)
+
+    def _ask(self, payload: Any, limit_s: float) -> Any:
+        # The worker's own limit is for the case that the parent is gone.
+        # Columns of a table may hold dates and the like.
+        request = json.dumps({"payload": payload, "limit_s": limit_s + 5.0}, default=str)
+        rest = request.encode() + b"\n"
         try:
             while rest:
                 rest = rest[os.write(self._stdin.fileno(), rest) :]
         except BrokenPipeError as error:
             raise self._died() from error
-        return self._reply(self._timeout_s)
+        return self._reply(limit_s)
 
     def _start_up(self) -> None:
         reply = json.loads(self._read_line(START_LIMIT_S))
         if "error" in reply:
             raise JobError(f"the worker process of {self._target} cannot start: {reply['error']}")
+        if self._setup is not None:
+            self._ask(self._setup, START_LIMIT_S)
         self._ready = True
 
     def _reply(self, limit_s: float) -> Any:
@@ -113,10 +121,21 @@ class WorkerPool:
         target: ``"module:function"``, importable in a new process.
         size: number of workers. They start immediately, and restart after a kill.
         timeout_s: time limit of one call in seconds.
+        setup: JSON-serializable argument of a first call in each worker, which has the time limit of a start.
+        max_bytes: limit of a worker's address space, so that a runaway expression ends in a MemoryError of
+            the worker; None for no limit.
     """
 
-    def __init__(self, target: str, size: int, timeout_s: float) -> None:
-        self._target, self._timeout_s = target, timeout_s
+    def __init__(
+        self,
+        target: str,
+        size: int,
+        timeout_s: float,
+        *,
+        setup: Any = None,
+        max_bytes: int | None = 4 * 2**30,
+    ) -> None:
+        self._target, self._timeout_s, self._setup, self._max_bytes = target, timeout_s, setup, max_bytes
         self._closed = False
         self._lock = threading.Lock()
         self._all: set[_Worker] = set()
@@ -166,7 +185,7 @@ class WorkerPool:
         with self._lock:
             if self._closed:
                 return None
-            worker = _Worker(self._target, self._timeout_s)
+            worker = _Worker(self._target, self._timeout_s, self._setup, self._max_bytes)
             self._all.add(worker)
             return worker
 

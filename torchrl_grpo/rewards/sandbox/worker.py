@@ -1,10 +1,11 @@
 """Program of a worker process. It reads one JSON request per line and writes one JSON reply per line.
 
-    python -m torchrl_grpo.rewards.sandbox.worker MODULE:FUNCTION LIMIT_SECONDS
+    python -m torchrl_grpo.rewards.sandbox.worker MODULE:FUNCTION MAX_BYTES
 
 The function takes the request's ``payload`` and returns a JSON-serializable value. A job that exceeds the
-limit kills the process by a signal that no Python code handles. This works even if the parent is gone or the
-job holds the GIL. The parent has its own time limit (pool.py) and does not depend on this one.
+request's ``limit_s`` seconds kills the process by a signal that no Python code handles. This works even if
+the parent is gone or the job holds the GIL. The parent has its own time limit (pool.py) and does not depend
+on this one.
 """
 
 from __future__ import annotations
@@ -16,30 +17,27 @@ import signal
 import sys
 from typing import Any
 
-#: Limit of a worker's address space, so that a runaway expression ends in a MemoryError of the worker.
-_MAX_BYTES = 4 * 2**30
 
-
-def main(target: str, limit_s: float) -> None:
+def main(target: str, max_bytes: int) -> None:
     """Serve requests until the input ends.
 
     Args:
         target: ``"module:function"``.
-        limit_s: time limit of a job in seconds, after which the process ends.
+        max_bytes: limit of the address space; 0 for no limit.
     """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # output of libraries must not mix with the replies
-    if sys.platform == "linux":
+    if max_bytes and sys.platform == "linux":
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
     module, _, name = target.partition(":")
     _send(replies, {"ready": True, **_attempt(lambda: importlib.import_module(module) and None)})
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for line in sys.stdin:
-        payload = json.loads(line)["payload"]
-        signal.setitimer(signal.ITIMER_REAL, limit_s)
-        reply = _attempt(lambda: getattr(importlib.import_module(module), name)(payload))  # noqa: B023
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, request["limit_s"])
+        reply = _attempt(lambda: getattr(importlib.import_module(module), name)(request["payload"]))  # noqa: B023
         signal.setitimer(signal.ITIMER_REAL, 0)
         _send(replies, reply)
 
@@ -61,4 +59,4 @@ def _send(replies: Any, reply: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]))

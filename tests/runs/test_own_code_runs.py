@@ -1,0 +1,62 @@
+"""The documentation's own files of a user's code train from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def blocks_below(page: Path, title: str) -> list[str]:
+    """Return the texts of the code blocks in one section of a page."""
+    section = page.read_text().split(f"### {title}\n", 1)[1].split("\n### ", 1)[0]
+    return re.findall(r"^```\w*\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_rewards_of_the_documentation_train(
+    repo_root: Path, tmp_path: Path, tiny_model_dir: Path, format_words: list[str]
+) -> None:
+    page = repo_root / "docs" / "tasks_and_rewards.md"
+    source, command = blocks_below(page, "Rewards of your own")
+    assert len([line for line in source.splitlines() if line.strip()]) <= 15
+    (tmp_path / "my_rewards.py").write_text(source)
+    rows = [{"question": f"{a} plus {b}", "answer": str(a + b)} for a in range(6) for b in range(6)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    script, *words = shlex.split(command)
+    small = [
+        f"model.name={tiny_model_dir}",
+        "inference_model.backend=transformers",
+        "inference_model.max_model_len=200",
+        "inference_model.max_new_tokens=8",
+        "env.num_envs=2",
+        "env.repeats=4",
+        "train.total_dialog_turns=16",
+        "eval.num_problems=6",
+        "hydra.run.dir=run",
+        *format_words,
+    ]
+    done = subprocess.run(
+        [sys.executable, str(repo_root / "sota-implementations/grpo" / script), *words, *small],
+        cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
+    assert len(rollouts) == 16
+    answers = {row["question"]: row["answer"] for row in rows}
+    for row in rollouts:
+        (question,) = (one for one in answers if one in row["prompt"])
+        expected = {
+            "agreement": float(answers[question] in row["response"]),
+            "brevity": min(1.0, 20 / max(1, len(row["response"]))),
+        }
+        assert row["rewards"] == pytest.approx(expected) and "errors" not in row
+        assert row["reward"] == pytest.approx(expected["agreement"] + 0.1 * expected["brevity"])
+    assert json.loads((tmp_path / "run/summary.json").read_text())["accuracy_after"] is not None

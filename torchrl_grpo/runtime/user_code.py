@@ -1,0 +1,132 @@
+"""Load a function or a class that the configuration names by file or by import path."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torchrl_grpo.errors import ConfigError
+
+
+def load(spec: str, key: str) -> Any:
+    """Load what ``spec`` names, and run the code of its module once per process.
+
+    Args:
+        spec: ``FILE.py:NAME``, with the file relative to the working directory, or ``PACKAGE.MODULE:NAME``.
+            Modules beside the file can be imported from it.
+        key: configuration key that has this value, for messages.
+
+    Returns:
+        The function or class.
+
+    Raises:
+        ConfigError: ``spec`` has no such form, there is no such file, module or name, or its code fails.
+    """
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name.isidentifier():
+        raise ConfigError(
+            f"{key}={spec!r} names no function; write FILE.py:NAME or PACKAGE.MODULE:NAME, for example "
+            f"{key}=my_code.py:my_function"
+        )
+    module = _from_file(place, key, spec) if place.endswith(".py") else _from_package(place, key, spec)
+    found = getattr(module, name, None)
+    if found is None:
+        own = [(one, value) for one, value in vars(module).items() if not one.startswith("_")]
+        names = [one for one, value in own if getattr(value, "__module__", None) == module.__name__]
+        raise ConfigError(
+            f"{key}={spec!r}: {place} has no {name}; it has {', '.join(names) or 'no function'}. Correct the "
+            "name behind the colon"
+        )
+    if not callable(found):
+        raise ConfigError(
+            f"{key}={spec!r}: {name} is {type(found).__name__}, not a function or class; name one of those"
+        )
+    return found
+
+
+def with_arguments(found: Any, arguments: Mapping[str, Any], key: str) -> Any:
+    """Create the object if ``found`` is a class, or fix arguments of the function.
+
+    Args:
+        found: function or class.
+        arguments: keyword arguments.
+        key: configuration key that has the arguments, for messages.
+
+    Raises:
+        ConfigError: ``found`` does not take these arguments, or the class cannot be created.
+    """
+    try:
+        if inspect.isclass(found):
+            created = found(**arguments)
+        else:
+            inspect.signature(found).bind_partial(**arguments)
+            created = functools.partial(found, **arguments) if arguments else found
+    except Exception as error:  # the class is the user's code
+        raise ConfigError(
+            f"{key}={dict(arguments)!r}: {found.__name__}{inspect.signature(found)} cannot be given these "
+            f"arguments ({_describe(error)}); write the names and values that it takes"
+        ) from error
+    return created
+
+
+def _from_file(place: str, key: str, spec: str) -> ModuleType:
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"{key}={spec!r}: there is no file {path}; correct the path before the colon")
+    # One module per file, so that two names of a file share its state.
+    name = f"_torchrl_grpo_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    found = importlib.util.spec_from_file_location(name, path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    try:
+        found.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, (KeyboardInterrupt, ConfigError)):
+            raise
+        raise ConfigError(
+            f"{key}={spec!r}: running {path} failed: {_describe(error)}; correct the file"
+        ) from error
+    return module
+
+
+def _from_package(place: str, key: str, spec: str) -> ModuleType:
+    try:
+        # A command line tool does not have the working directory in its search path, and python -m does.
+        if str(Path.cwd()) not in sys.path:
+            sys.path.append(str(Path.cwd()))
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (place == error.name or place.startswith(f"{error.name}.")):
+            raise ConfigError(
+                f"{key}={spec!r}: there is no module {error.name}; install it, or name a file with its path, "
+                f"for example {key}={place.replace('.', '/')}.py:{spec.rpartition(':')[2]}"
+            ) from error
+        raise ConfigError(
+            f"{key}={spec!r}: importing {place} failed: {_describe(error)}; install what it needs"
+        ) from error
+    except Exception as error:  # the module is the user's code
+        raise ConfigError(
+            f"{key}={spec!r}: importing {place} failed: {_describe(error)}; correct the module"
+        ) from error
+
+
+def _describe(error: BaseException) -> str:
+    """Return type and message of an error, and the user's line that raised it."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if "importlib" not in one.filename]
+    line = f", line {frames[-1].lineno} of {Path(frames[-1].filename).name}" if frames else ""
+    return f"{type(error).__name__}: {error}{line}"
