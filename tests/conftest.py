@@ -40,11 +40,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files with real engines. The tests of a part run one after the other: the first part trains SmolLM2, and two
-# such runs at a time would need too much memory.
+# Files with real engines, which take gigabytes. The tests of a part run one after the other, in this order.
+# The runs that train SmolLM2 are at the start of one part and at the end of the other, so that there is
+# rarely more than one of them at a time.
 PARTS = {
-    "training": ("planning/test_memory", "rollout/test_async_ray", "runs/test_integration"),
-    "engines": ("docs/test_benchmarks", "inference/test_vllm", "inference/test_vllm_families"),
+    "ray": ("rollout/test_async_ray", "planning/test_memory"),
+    "engines": (
+        "runs/test_integration",
+        "inference/test_vllm_families",
+        "inference/test_vllm",
+        "docs/test_benchmarks",
+    ),
 }
 PART_OF = {f"tests/{name}.py": part for part, names in PARTS.items() for name in names}
 
@@ -64,12 +70,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put ``PARTS`` first: they are the longest, and another process has the rest meanwhile."""
-    order = [*PARTS]
-    items.sort(key=lambda item: order.index(part) if (part := _part(item)) else len(order))
-
-
-def _part(item: pytest.Item) -> str | None:
-    return PART_OF.get(item.nodeid.partition("::")[0])
+    order = {file: number for number, file in enumerate(PART_OF)}
+    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
 
 
 # Another number draws other formats; CI gives each commit its own.
