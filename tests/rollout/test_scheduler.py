@@ -118,7 +118,7 @@ class Simulation:
             self.want()
             return
         if kind == "flat":
-            self.tracker.uncount_round()
+            self.tracker.uncount_last_round()
             self.want()
             return
         if life != self.lives[number]:
@@ -348,7 +348,7 @@ def test_what_comes_while_a_round_may_be_refilled_is_kept_for_it() -> None:
     assert tracker.take() == [0]
     # Too old for the next round, but not for the one that is taken again.
     tracker.accept(1, 0)
-    tracker.uncount_round()
+    tracker.uncount_last_round()
     assert tracker.expire() == [] and tracker.take() == [1]
     assert tracker.counts() == {"issued": 2, "trained": 1, "dropped_age": 0, "dropped_filter": 1, "left": 0}
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from torchrl_grpo.runtime.interrupts import held, remembered
+from torchrl_grpo.runtime.interrupts import held, remember_interrupts
 
 
 def interrupt() -> None:
@@ -15,7 +15,7 @@ def interrupt() -> None:
 
 
 def test_an_interrupt_is_raised_at_once_and_again_where_it_got_lost() -> None:
-    with remembered() as check:
+    with remember_interrupts() as check:
         check()
         with pytest.raises(KeyboardInterrupt):
             interrupt()
@@ -51,7 +51,7 @@ def test_an_error_inside_is_what_is_raised() -> None:
 @pytest.mark.parametrize("ending", ["none", "interrupt", "error"])
 def test_handlers_are_put_back(ending: str) -> None:
     before = signal.getsignal(signal.SIGINT)
-    with remembered() as check:
+    with remember_interrupts() as check:
         try:
             with held():
                 if ending == "interrupt":
@@ -72,7 +72,7 @@ def test_handlers_are_put_back(ending: str) -> None:
 def test_an_ignored_interrupt_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with remembered() as check, held():
+        with remember_interrupts() as check, held():
             interrupt()
         check()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -85,7 +85,7 @@ def test_other_threads_change_no_handler() -> None:
     found = []
 
     def work() -> None:
-        with remembered(), held():
+        with remember_interrupts(), held():
             found.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)

@@ -133,7 +133,11 @@ def _fill(
 
 
 def clean(run_dir: Path) -> None:
-    """Remove partial checkpoints that a killed process left behind, and rename those that are complete."""
+    """Clean up the temporary folders that a killed process left behind.
+
+    A complete checkpoint gets its final name, unless a folder of that name exists. Every other temporary
+    folder is removed.
+    """
     for leftover in list((run_dir / "checkpoints").glob(".*-*")):
         target = leftover.with_name(leftover.name.removeprefix(_TMP_PREFIX))
         if target != leftover and not target.exists() and find_damage(leftover) is None:

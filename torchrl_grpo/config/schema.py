@@ -145,7 +145,9 @@ class RewardConfig:
         "stopped.",
     )
     workers: int = key(
-        1, "Number of processes that check answers: of math_verify, of reasoning_gym and of each function."
+        1,
+        "Worker processes per reward. math_verify, reasoning_gym and each function of your own start this "
+        "many.",
     )
 
 

@@ -72,8 +72,8 @@ class PolicyConfig:
     )
     advantage_estimator: AdvantageEstimator = key(
         AdvantageEstimator.group_mean,
-        "What a reward is compared with: group_mean, leave_one_out (mean of the other responses) or maxent "
-        "(see tau).",
+        "How rewards become advantages. group_mean and leave_one_out (mean of the other responses) subtract "
+        "a baseline. maxent derives a weight for each response of a group (docs/objectives.md).",
     )
     advantage_std: AdvantageStd = key(
         AdvantageStd.unbiased,
@@ -163,7 +163,9 @@ class PolicyConfig:
     )
     correction_cap: float = key(2.0, "Largest importance weight.")
     correction_floor: float = key(0.0, "Smallest importance weight that correction=mask keeps.")
-    tau: float = key(0.1, "maxent: weight of the entropy of the distribution over a group's responses.")
+    tau: float = key(
+        0.1, "maxent: entropy weight. A larger tau makes the weights of a group's responses more equal."
+    )
     q_temperature: float = key(1.0, "maxent: temperature of the target distribution that the rewards define.")
     q_epsilon: float = key(1e-6, "maxent: smallest probability of a response in the target distribution.")
     length_normalize_ref: bool = key(

@@ -213,8 +213,9 @@ class RolloutCollector(CollectorInterface):
         # Older checkpoints lack max_age.
         if tracker_state.get("max_age") != 0:
             raise wrong_script_error("grpo-async.py")
-        # Groups that had started but had not reached the trainer are sampled again. "dropped_filter" counts
-        # one round of groups for each refill, which reached the trainer in addition.
+        # Groups that had started but had not reached the trainer are sampled again. The trainer has received
+        # trained + dropped_filter groups: each refill moves one round of groups from the first to the second
+        # (StalenessTracker.uncount_last_round).
         used = tracker_state["trained"] + tracker_state["dropped_filter"]
         epoch, position = divmod(used, len(self.env.stream.examples))
         return {

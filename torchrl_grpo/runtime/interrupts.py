@@ -19,7 +19,7 @@ _HELD = b"interrupted: the training ranks finish what they have begun together; 
 
 
 @contextmanager
-def remembered() -> Iterator[Callable[[], None]]:
+def remember_interrupts() -> Iterator[Callable[[], None]]:
     """Raise interrupts as usual, and remember that one came.
 
     Yields:

@@ -76,7 +76,8 @@ def follow() -> None:
 
 def _claim_and_train(cfg: Config, run_dir: Path, asynchronous: bool) -> dict[str, Any]:
     cfg = preflight.with_proximal(cfg, asynchronous)
-    # A new run has nothing to compare, and leaves nothing behind when its data cannot be read.
+    # A new run loads its data before it locks its folder, so it leaves no lock if the data cannot be read. A
+    # resumed run first compares its configuration with that of the checkpoint.
     problems = data.load(cfg) if cfg.resume is None else None
     with claimed(run_dir):
         resume_from = None
@@ -134,7 +135,7 @@ def _train(
     from torchrl_grpo.observe import report
     from torchrl_grpo.observe.metrics import METRICS, read_jsonl
     from torchrl_grpo.rollout.build import collection_for
-    from torchrl_grpo.runtime.interrupts import remembered
+    from torchrl_grpo.runtime.interrupts import remember_interrupts
     from torchrl_grpo.training.build import Job, build_session
     from torchrl_grpo.training.loop import train
 
@@ -156,7 +157,7 @@ def _train(
         ranks.release()
         raise
     try:
-        with remembered() as check_interrupts:
+        with remember_interrupts() as check_interrupts:
             session.begin()
             try:
                 train(session, check_interrupts)
@@ -190,7 +191,8 @@ def _train(
 
 
 def _prepare_process(cfg: Config | None) -> None:
-    # Of the training ranks only the first, which has a configuration here, speaks.
+    # Rank 0 passes its configuration, and shows the warnings of DeepSpeed and bitsandbytes if the run uses
+    # them. The other ranks pass None and never show these warnings.
     quiet_unused(
         cfg is not None and launcher.parallelism(cfg) in ZERO_STAGES,
         cfg is not None and cfg.train_model.quantization != "none",

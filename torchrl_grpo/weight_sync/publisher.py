@@ -387,7 +387,8 @@ class WeightPublisher:
                 raise TrainingStopped(
                     f"{self._engine_name()}{which}: after publishing version {expected.version}, "
                     f"{len(wrong)} of {len(checksums.values)} tensors that it computes with are not the "
-                    f"trainer's in {held.dtype}, the first is {wrong[0]}: they are missing or incomplete. "
+                    f"trainer's in {held.dtype}, the first is {wrong[0]}: the published values did not "
+                    "arrive, or only a part of them. "
                     f"{self._advice}"
                 )
         self.unreadable = sorted(unreadable)

@@ -134,9 +134,10 @@ class Dispatcher:
             UserError: a worker failed, see :meth:`run_in_thread`.
         """
         if is_refill:
-            # This is not done in _request_round, because run_in_thread does it even if the thread has failed,
-            # and a checkpoint must have the right counts.
-            self.run_in_thread(self.scheduler.tracker.uncount_round)
+            # Stop counting the last round as trained: the next round completes it. run_in_thread does this
+            # even if the dispatcher's thread has failed, so that a checkpoint saved afterwards has the right
+            # counts. In _request_round, a failed thread would never do it.
+            self.run_in_thread(self.scheduler.tracker.uncount_last_round)
         future: Future[list[ScoredGroup]] = self._new_future()
         self._inbox.put(lambda: self._request_round(future))
         return future.result()

@@ -7,7 +7,8 @@ Each worker runs at most one call. When a call returns or the trainer makes a re
    (``return_interrupted`` below), the worker does this immediately.
    With ``"drain"``, it first finishes its running groups and gets no new ones.
 2. Generate the worker's share of an evaluation, if the trainer waits for one.
-3. Generate groups: first interrupted or reissued ones, then new ones if the tracker admits them.
+3. Generate groups. Groups that wait without a worker come first: interrupted by new weights, lost with a
+   worker, or unfinished in a checkpoint. Then come new ones, as many as the ``StalenessTracker`` admits.
 4. Nothing.
 
 The dispatcher turns a :class:`LoadWeights` into the command ``LoadWeightsCommand``, which the worker runs.

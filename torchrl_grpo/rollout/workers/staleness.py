@@ -110,7 +110,8 @@ class StalenessTracker:
         """A group has finished; ``version`` is its oldest token's.
 
         A group that is too old for the next round is kept here; :meth:`expire` drops it later. The last round
-        may still be refilled (see :meth:`uncount_round`), and the group may be fresh enough for that round.
+        may still be refilled (see :meth:`uncount_last_round`), and the group may be fresh enough for that
+        round.
         """
         del self.running[group_id]
         self.accepted[group_id] = self.in_rounds(version)
@@ -142,7 +143,7 @@ class StalenessTracker:
         self.trained += len(chosen)
         return chosen
 
-    def uncount_round(self) -> None:
+    def uncount_last_round(self) -> None:
         """Count the round taken last as not trained.
 
         It had too few groups with a signal, and the next round completes it.
