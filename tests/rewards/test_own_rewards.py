@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from torchrl_grpo.config import Config
@@ -25,7 +28,7 @@ EXAMPLES = [
 ]
 
 FILE = """
-    import asyncio, os, time
+    import asyncio, functools, os, time
     from pathlib import Path
     from beside import double
 
@@ -74,8 +77,8 @@ FILE = """
     def text(completion, example):
         return "good"
 
-    def too_few(completions, **columns):
-        return [1.0]
+    def too_many(completions, **columns):
+        return [1.0] * (len(completions) + 1)
 
     def no_list(completions, **columns):
         return 1.0
@@ -83,6 +86,48 @@ FILE = """
     def numpy_number(completion, example):
         import numpy
         return numpy.float32(0.25)
+
+    def leveled(completions, level, **columns):
+        return [float(level)] * len(completions)
+
+    def needs(completions, solution, level):
+        return [0.0] * len(completions)
+
+    def swapped(prompts, responses):
+        return 0.0
+
+    def some_numbers(completions, **columns):
+        return [None if one == "hang" else 1.0 for one in completions]
+
+    def not_finite(completion, example):
+        return float("inf") if completion == "inf" else float("nan")
+
+    def reads(completion, example):
+        try:
+            return float(len(input()))
+        except EOFError:
+            return 7.0
+
+    def starts_another(completion, example):
+        import subprocess, sys
+        started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path("started.txt").write_text(str(started.pid))
+        time.sleep(600)
+
+    class Created:
+        def __init__(self):
+            with open("created.txt", "a") as file:
+                file.write(f"{os.getpid()}\\n")
+        def __call__(self, completion, example):
+            return 1.0
+
+    class NeedsGpu:
+        def __init__(self):
+            raise RuntimeError(f"no GPU in {os.environ['CUDA_VISIBLE_DEVICES']!r}")
+        def __call__(self, completion, example):
+            return 1.0
+
+    fixed = functools.partial(scaled, factor=1.0)
 
     def wrong_names(answer):
         return 1.0
@@ -133,7 +178,7 @@ def config(function: str, arguments: dict[str, Any] | None = None, place: str = 
         ("length", {}, [4.0, 3.0]),
         ("scaled", {"factor": 0.5}, [3.0, 2.0]),
         ("listed", {}, [1 + 0 + 3, 0 + 0 + 5]),
-        ("ranks", {}, [1.0, 0.0]),
+        ("ranks", {}, [0.0, 0.0]),
         ("later", {}, [1.0, 1.0]),
         ("together", {}, [1.0, 1.0]),
         ("Count", {}, [1.0, 2.0]),
@@ -165,10 +210,13 @@ def test_parts_of_a_function_are_logged(scored: Callable[..., list[ResponseScore
     [
         ("hangs", "did not answer within 2 s"),
         ("dies", "exited unexpectedly (exit code 3)"),
-        ("raises", "KeyError: 'no such thing'"),
-        ("text", "TypeError: it returned 'good', not a number"),
-        ("too_few", "ValueError: it returned 1 numbers for 2 completions"),
-        ("no_list", "TypeError: it returned float, not a list of 2 numbers"),
+        ("raises", "FunctionError: KeyError: 'no such thing', line 46 of mine.py"),
+        ("text", "ValueError: could not convert string to float: 'good'"),
+        ("too_many", "ValueError: it returned 2 numbers for 1 completions"),
+        ("no_list", "TypeError: it returned float, not a list of 1 numbers"),
+        ("not_finite", "ValueError: score is nan, not a finite number"),
+        ("starts_another", "reward.functions.own=mine.py:starts_another did not answer within 2 s"),
+        ("some_numbers", "not 'NoneType'"),
     ],
 )
 def test_what_goes_wrong_in_a_function_counts_as_an_error(
@@ -177,7 +225,90 @@ def test_what_goes_wrong_in_a_function_counts_as_an_error(
     first, second = scored(function, ["hang", "well"])
     assert first.total == 0.0 and error in first.errors["own"]
     # A call that was ended does not end the next one.
-    assert (second.total, second.errors) == ((1.0, {}) if function == "hangs" else (0.0, first.errors))
+    passes = function in ("hangs", "some_numbers")
+    assert (second.total, second.errors) == ((1.0, {}) if passes else (0.0, first.errors))
+
+
+def test_processes_that_a_function_started_end_with_it(
+    scored: Callable[..., list[ResponseScore]], tmp_path: Path
+) -> None:
+    (score,) = scored("starts_another", [""])
+    assert "did not answer" in score.errors["own"]
+    child = int((tmp_path / "started.txt").read_text())
+    with contextlib.suppress(psutil.NoSuchProcess):
+        # A machine's first process may take its time to notice, or never do so in a container.
+        with contextlib.suppress(psutil.TimeoutExpired):
+            psutil.Process(child).wait(timeout=5)
+        assert psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_function_reads_nothing_and_prints_to_the_log(
+    scored: Callable[..., list[ResponseScore]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert [one.total for one in scored("reads", ["", ""])] == [7.0, 7.0]
+    scored("listed", ["", ""])
+    assert capfd.readouterr().err.count("this goes to the log") == 2, "once for each group"
+
+
+def test_comparisons_are_those_of_one_prompt(scored: Callable[..., list[ResponseScore]]) -> None:
+    cfg = config("ranks")
+    rewards = build_reward_set(cfg)
+    try:
+        examples = [EXAMPLES[0]] * 3 + [EXAMPLES[1]] * 2
+        scores = rewards.score(["aaa", "a", "aa", "b", "bb"], examples)
+    finally:
+        rewards.close()
+    assert [one.total for one in scores] == [2.0, 0.0, 1.0, 0.0, 1.0]
+
+
+def test_an_argument_is_not_replaced_by_a_column(scored: Callable[..., list[ResponseScore]]) -> None:
+    assert [one.total for one in scored("leveled", ["", ""], level=9)] == [9.0, 9.0]
+
+
+def test_a_class_is_created_in_its_own_processes_alone(
+    scored: Callable[..., list[ResponseScore]], tmp_path: Path
+) -> None:
+    scored("Created", [""])
+    (pid,) = (tmp_path / "created.txt").read_text().split()
+    assert int(pid) != os.getpid()
+
+
+@pytest.mark.usefixtures("scored")
+def test_what_cannot_be_created_ends_the_run_before_it_starts() -> None:
+    with pytest.raises(
+        ConfigError, match=r"RuntimeError: no GPU in '', line \d+ of mine.py; it runs in a process"
+    ):
+        build_reward_set(config("NeedsGpu"))
+
+
+@pytest.mark.usefixtures("scored")
+def test_columns_that_a_function_needs_are_checked_against_the_data() -> None:
+    with pytest.raises(
+        ConfigError, match=r"needs solution, which is no column of a \(columns: level, answer\)"
+    ):
+        build_reward_set(config("needs"), EXAMPLES[0])
+    build_reward_set(config("needs", {"solution": "1"}), EXAMPLES[0]).close()
+
+
+@pytest.mark.usefixtures("scored")
+def test_the_grader_has_a_state_of_its_own_and_refuses_what_is_not_finite() -> None:
+    for function, completion, expected, errors in (
+        ("Count", "", 1.0, 0),
+        ("not_finite", "inf", 0.0, 1),
+        ("not_finite", "nan", 0.0, 1),
+    ):
+        cfg = config(function)
+        cfg.eval.reward = "own"
+        rewards = build_reward_set(cfg)
+        grader = build_grader(cfg, rewards)
+        try:
+            assert grader.grade(completion, EXAMPLES[0]) == {"accuracy": expected}
+            assert grader.error_count == errors
+            if function == "Count":
+                assert rewards.score([""], EXAMPLES[:1])[0].total == 1.0, "the first call of training"
+        finally:
+            grader.close()
+            rewards.close()
 
 
 def test_weights_and_the_grader_name_functions_too(
@@ -223,6 +354,13 @@ def test_examples_have_the_columns_of_their_rows(tmp_path: Path, monkeypatch: py
             "reward.args.own={'target': 3}: length(completion, example) cannot",
         ),
         ("mine.py:Count", {"begin": 3}, "reward.args.own={'begin': 3}: Count(start=0) cannot"),
+        ("mine.py:swapped", {}, "a reward cannot have the signature (prompts, responses)"),
+        (
+            "mine.py:fixed",
+            {"size": 3},
+            "(completion, example, *, factor=1.0) cannot be given these arguments",
+        ),
+        ("leaving:length", {}, "importing leaving failed: SystemExit: 5, line 1 of leaving.py"),
         ("mine.py:Silent", {}, "objects of this class cannot be called"),
         ("broken.py:length", {}, "SyntaxError: "),
         ("needs.py:length", {}, "ModuleNotFoundError: No module named 'nowhere', line 2 of needs.py"),
@@ -239,6 +377,7 @@ def test_a_function_that_cannot_be_used_is_one_clear_message(
 ) -> None:
     (tmp_path / "broken.py").write_text("def length(:\n")
     (tmp_path / "needs.py").write_text("\nimport nowhere\n")
+    (tmp_path / "leaving.py").write_text("raise SystemExit(5)\n")
     (tmp_path / "failing.py").write_text("raise RuntimeError('not today')\n")
     cfg = config("", arguments)
     cfg.reward.functions = {"own": spec}
@@ -259,6 +398,7 @@ def test_a_function_that_cannot_be_used_is_one_clear_message(
         ({}, {"own": {"x": 1}}, None, "reward.functions has no function of this name"),
         ({"own": "mine.py:length"}, {"own": 3}, None, "the arguments of a function have names"),
         ({"own": "mine.py:length"}, {}, "other", "eval.reward=other"),
+        ({"own": "mine.py:length"}, {}, "ifeval", "cannot judge env.dataset=jsonl"),
     ],
 )
 @pytest.mark.usefixtures("rows")

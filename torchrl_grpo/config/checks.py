@@ -28,6 +28,7 @@ from torchrl_grpo.config.values import (
     VLLM_LEAST_TEMPERATURE,
     ZERO_STAGES,
 )
+from torchrl_grpo.runtime import user_code
 
 if TYPE_CHECKING:
     from torchrl_grpo.config.schema import Config, InferenceModelConfig, RefModelConfig, TrainModelConfig
@@ -257,9 +258,13 @@ def _check_rewards(cfg: Config) -> None:
         if not isinstance(arguments, dict):
             wrong = "the arguments of a function have names"
             raise bad_value(key, arguments, wrong, f"reward.args={{{name}:{{ARGUMENT:VALUE}}}}")
-    if cfg.eval.reward is not None and cfg.eval.reward not in known:
+    grader = cfg.eval.reward
+    if grader is not None and grader not in known:
         wrong = f"there is no reward of this name, only {', '.join(known)}"
-        raise bad_value("eval.reward", cfg.eval.reward, wrong, "one of these, or null,")
+        raise bad_value("eval.reward", grader, wrong, "one of these, or null,")
+    if grader is not None and grader not in functions and cfg.env.dataset not in REWARD_DATASETS[grader]:
+        wrong = f"this reward cannot judge env.dataset={cfg.env.dataset}"
+        raise bad_value("eval.reward", grader, wrong, "null, or a reward that can,")
     for name, weight in weights.items():
         if name in functions:
             continue
@@ -284,8 +289,7 @@ def _check_function(name: str, spec: str) -> None:
     if not name.replace("-", "_").isidentifier():
         wrong = "a reward's name has letters, digits, _ and -"
         raise bad_value(key, spec, wrong, f"reward.functions={{my_reward:{spec}}}")
-    place, colon, function = spec.rpartition(":")
-    if not colon or not place or not function.isidentifier():
+    if user_code.parse(spec) is None:
         wrong = "names no function"
         raise bad_value(key, spec, wrong, f"reward.functions={{{name}:my_rewards.py:FUNCTION}}")
 

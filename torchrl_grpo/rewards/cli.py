@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         completions, examples = _examples(rows, cfg.env)
         means = _Means()
         with contextlib.ExitStack() as stack:
-            rewards = build_reward_set(cfg)
+            rewards = build_reward_set(cfg, examples[0])
             stack.callback(rewards.close)
             output = stack.enter_context(_output(args.output))
             source = "stdin" if args.input == "-" else args.input
@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         "--on-error", type=float, default=0.0, help="value of a reward that fails (default 0)"
     )
     parser.add_argument(
-        "--timeout", type=float, default=5.0, metavar="S", help="seconds per comparison (default 5)"
+        "--timeout", type=float, default=5.0, metavar="S", help="as reward.timeout_s (default 5)"
     )
     parser.add_argument(
         "--workers", type=int, default=1, help="number of completions scored in parallel (default 1)"

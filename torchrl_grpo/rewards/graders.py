@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
 
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards.gsm8k import grade_answer
-from torchrl_grpo.rewards.reward_set import close_all, excerpt
+from torchrl_grpo.rewards.reward_set import close_all, excerpt, read_result
 from torchrl_grpo.rewards.types import Grader, Reward
 
 _log = logging.getLogger(__name__)
@@ -52,8 +51,7 @@ class AccuracyGrader:
         Raises:
             Exception: the reward failed.
         """
-        result = self._reward(completion, example)
-        score = result["score"] if isinstance(result, Mapping) else result
+        score, _ = read_result(self._reward(completion, example))
         return {"accuracy": float(score >= 1.0)}
 
     def weights(self, example: Example) -> dict[str, float]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
 
 from torchrl_grpo.config import Config, values
+from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards.format import FormatReward
 from torchrl_grpo.rewards.graders import AccuracyGrader, CountingGrader, Gsm8kGrader
@@ -14,7 +15,7 @@ from torchrl_grpo.rewards.gsm8k import Gsm8kReward
 from torchrl_grpo.rewards.ifeval import IFEvalGrader, IFEvalReward
 from torchrl_grpo.rewards.math_verify import MathVerifyReward
 from torchrl_grpo.rewards.reasoning_gym import ReasoningGymReward
-from torchrl_grpo.rewards.reward_set import RewardSet
+from torchrl_grpo.rewards.reward_set import RewardSet, close_all
 from torchrl_grpo.rewards.sandbox import own
 from torchrl_grpo.rewards.text import BareNumberReward, ClosenessReward, ExactMatchReward
 from torchrl_grpo.rewards.types import Grader, Reward
@@ -63,8 +64,8 @@ def check_weights(cfg: Config) -> dict[str, float]:
             weights are 0, or a function of the user cannot be loaded.
     """
     weights = _weights(cfg)
-    for name, spec in cfg.reward.functions.items():
-        own.check(name, spec, _arguments(cfg, name))
+    for name in cfg.reward.functions:
+        _own(cfg, name).load()
     for name, weight in weights.items():
         if not math.isfinite(weight):
             raise ConfigError(f"reward.weights.{name}={weight!r} is not a finite number; write e.g. 1.0")
@@ -92,22 +93,22 @@ def _weights(cfg: Config) -> dict[str, float]:
     return cfg.reward.weights or default
 
 
-def _arguments(cfg: Config, name: str) -> dict[str, Any]:
-    return dict(cfg.reward.args.get(name, {}))
+def _own(cfg: Config, name: str) -> own.OwnSpec:
+    return own.OwnSpec(name, cfg.reward.functions[name], dict(cfg.reward.args.get(name, {})))
 
 
-def _build(cfg: Config, name: str) -> Reward:
+def _build(cfg: Config, name: str, example: Example | None) -> Reward:
     if name in cfg.reward.functions:
-        spec, arguments = cfg.reward.functions[name], _arguments(cfg, name)
-        return own.build(name, spec, arguments, cfg.reward.timeout_s, cfg.reward.workers)
+        return own.build(_own(cfg, name), cfg.reward.timeout_s, cfg.reward.workers, example)
     return REWARD_BUILDERS[name](cfg)
 
 
-def build_reward_set(cfg: Config) -> RewardSet:
+def build_reward_set(cfg: Config, example: Example | None = None) -> RewardSet:
     """Build the rewards of a run. Some start worker processes, so the caller must close the result.
 
     Args:
         cfg: configuration; ``reward``, ``env.dataset`` and ``env.answer_format`` are read.
+        example: any problem of the run. Rewards of the user are checked against its columns.
 
     Returns:
         The rewards, combined.
@@ -115,7 +116,13 @@ def build_reward_set(cfg: Config) -> RewardSet:
     Raises:
         ConfigError: see :func:`check_weights`.
     """
-    pairs = [(_build(cfg, name), weight) for name, weight in check_weights(cfg).items()]
+    pairs: list[tuple[Reward, float]] = []
+    with ExitStack() as stack:
+        for name, weight in check_weights(cfg).items():
+            reward = _build(cfg, name, example)
+            stack.callback(close_all, [reward])
+            pairs.append((reward, weight))
+        stack.pop_all()
     return RewardSet(pairs, cfg.reward.on_error, cfg.reward.workers)
 
 
@@ -152,13 +159,17 @@ def eval_reward_name(cfg: Config) -> str:
     return default if default in heaviest or not heaviest else heaviest[0]
 
 
-def build_grader(cfg: Config, shared: RewardSet | None = None) -> CountingGrader:
+def build_grader(
+    cfg: Config, shared: RewardSet | None = None, example: Example | None = None
+) -> CountingGrader:
     """Build the grader that :func:`eval_reward_name` names. The caller must close it: it may start processes.
 
     Args:
         cfg: configuration; ``env.dataset``, ``env.answer_format`` and ``reward`` are read.
         shared: rewards of the run. If they include the reward that the grader needs, the grader uses it and
-            its worker processes instead of starting its own. Close the grader before the rewards.
+            its worker processes instead of starting its own. Close the grader before the rewards. A reward of
+            the user is not shared, because it may have a state.
+        example: see :func:`build_reward_set`.
 
     Returns:
         A grader that counts its errors.
@@ -170,6 +181,7 @@ def build_grader(cfg: Config, shared: RewardSet | None = None) -> CountingGrader
     elif name == "ifeval":
         inner = IFEvalGrader()
     else:
-        reward = shared.get(name) if shared is not None else None
-        inner = AccuracyGrader(reward or _build(cfg, name), owned=reward is None)
+        shares = shared is not None and name not in cfg.reward.functions
+        reward = shared.get(name) if shared is not None and shares else None
+        inner = AccuracyGrader(reward or _build(cfg, name, example), owned=reward is None)
     return CountingGrader(inner)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards.types import BatchReward, ResponseScore, Reward
 
 _log = logging.getLogger(__name__)
+
+_Result = float | Mapping[str, float]
 
 
 class RewardSet:
@@ -65,13 +68,10 @@ class RewardSet:
         """
         if len(completions) != len(examples):
             raise ValueError(f"{len(completions)} completions but {len(examples)} examples")
-        numbers = range(len(completions))
-        calls = [self._calls(reward, completions, examples) for reward, _ in self._rewards]
-
-        def score(number: int) -> ResponseScore:
-            return self._score(completions[number], examples[number], [call(number) for call in calls])
-
-        return list(map(score, numbers) if self._threads is None else self._threads.map(score, numbers))
+        outcomes = [self._outcomes(reward, completions, examples) for reward, _ in self._rewards]
+        return [
+            self._sum(*row) for row in zip(completions, examples, zip(*outcomes, strict=True), strict=True)
+        ]
 
     def close(self) -> None:
         """Close the rewards. It may be called twice."""
@@ -80,34 +80,39 @@ class RewardSet:
         for reward, _ in self._rewards:
             close_all([reward])
 
-    @staticmethod
-    def _calls(
-        reward: Reward, completions: Sequence[str], examples: Sequence[Example]
-    ) -> Callable[[int], Callable[[], float | Mapping[str, float]]]:
-        """Return a function from a completion's number to the call that gives its value."""
-        if not isinstance(reward, BatchReward):
-            return lambda number: lambda: reward(completions[number], examples[number])
-        try:
-            values = reward.score_batch(completions, examples)
-        except Exception as error:  # noqa: BLE001  raised again for each completion
-            failure = error
+    def _outcomes(
+        self, reward: Reward, completions: Sequence[str], examples: Sequence[Example]
+    ) -> list[_Result | Exception]:
+        """Return for each completion what the reward returned, or the error that it raised."""
 
-            def fail() -> float:
-                raise failure
+        def score(rows: list[int]) -> list[_Result | Exception]:
+            try:
+                if isinstance(reward, BatchReward):
+                    texts, problems = [completions[row] for row in rows], [examples[row] for row in rows]
+                    return list(reward.score_batch(texts, problems))
+                return [reward(completions[row], examples[row]) for row in rows]
+            except Exception as error:  # noqa: BLE001  a reward may be user code; the error is reported later
+                return [error] * len(rows)
 
-            return lambda number: fail
-        return lambda number: lambda: values[number]
+        numbers = range(len(completions))
+        calls = [[number] for number in numbers]
+        if isinstance(reward, BatchReward):
+            # One call for each group: a time limit and an error are those of a group, and comparisons within
+            # a call are comparisons of responses to one prompt.
+            calls = [list(rows) for _, rows in itertools.groupby(numbers, lambda row: examples[row].id)]
+        found = map(score, calls) if self._threads is None else self._threads.map(score, calls)
+        return [one for outcomes in found for one in outcomes]
 
-    def _score(
-        self, completion: str, example: Example, calls: Sequence[Callable[[], float | Mapping[str, float]]]
+    def _sum(
+        self, completion: str, example: Example, outcomes: Sequence[_Result | Exception]
     ) -> ResponseScore:
         total = size = 0.0
         parts: dict[str, float] = {}
         errors: dict[str, str] = {}
-        for (reward, weight), call in zip(self._rewards, calls, strict=True):
+        for (reward, weight), outcome in zip(self._rewards, outcomes, strict=True):
             try:
-                value, named = _read(call())
-            except Exception as error:  # noqa: BLE001  a reward may be user code; the error is reported below
+                value, named = read_result(outcome)
+            except Exception as error:  # noqa: BLE001  of the reward, which may be user code; reported below
                 value, named = self._on_error, {}
                 errors[reward.name] = f"{type(error).__name__}: {error}"
                 self._report(reward.name, errors[reward.name], completion, example)
@@ -143,8 +148,14 @@ def excerpt(completion: str) -> str:
     return f"{completion[:2_000]!r} ... {completion[-2_000:]!r} ({len(completion)} characters)"
 
 
-def _read(result: float | Mapping[str, float]) -> tuple[float, dict[str, float]]:
-    """Split the result of a reward into its score and its other parts."""
+def read_result(result: _Result | Exception) -> tuple[float, dict[str, float]]:
+    """Split the result of a reward into its score and its other parts.
+
+    Raises:
+        Exception: ``result`` is an exception, or has something else than finite numbers.
+    """
+    if isinstance(result, Exception):
+        raise result
     parts = dict(result) if isinstance(result, Mapping) else {"score": result}
     if "score" not in parts:
         raise ValueError(f"a reward's parts need a 'score', got {sorted(parts)}")

@@ -37,7 +37,7 @@ class Reward(Protocol):
 
 @runtime_checkable
 class BatchReward(Protocol):
-    """Scores several completions in one call, for example relative to each other.
+    """Scores the responses to one prompt in one call, for example relative to each other.
 
     Attributes:
         name: name of the reward in ``reward.weights`` and in the logs.

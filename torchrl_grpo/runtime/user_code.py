@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -9,12 +10,18 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torchrl_grpo.errors import ConfigError
+
+
+def parse(spec: str) -> tuple[str, str] | None:
+    """Split ``PLACE:NAME``, or return None if ``spec`` has no such form."""
+    place, colon, name = spec.rpartition(":")
+    return (place, name) if colon and place and name.isidentifier() else None
 
 
 def load(spec: str, key: str) -> Any:
@@ -31,12 +38,13 @@ def load(spec: str, key: str) -> Any:
     Raises:
         ConfigError: ``spec`` has no such form, there is no such file, module or name, or its code fails.
     """
-    place, colon, name = spec.rpartition(":")
-    if not colon or not place or not name.isidentifier():
+    parsed = parse(spec)
+    if parsed is None:
         raise ConfigError(
             f"{key}={spec!r} names no function; write FILE.py:NAME or PACKAGE.MODULE:NAME, for example "
             f"{key}=my_code.py:my_function"
         )
+    place, name = parsed
     module = _from_file(place, key, spec) if place.endswith(".py") else _from_package(place, key, spec)
     found = getattr(module, name, None)
     if found is None:
@@ -53,8 +61,20 @@ def load(spec: str, key: str) -> Any:
     return found
 
 
-def with_arguments(found: Any, arguments: Mapping[str, Any], key: str) -> Any:
-    """Create the object if ``found`` is a class, or fix arguments of the function.
+def signature(found: Any, key: str) -> inspect.Signature:
+    """Return the signature of a function or a class.
+
+    Raises:
+        ConfigError: it has none that Python can read, as some functions written in C.
+    """
+    try:
+        return inspect.signature(found)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}; write a Python function that calls it") from error
+
+
+def check_arguments(found: Any, arguments: Mapping[str, Any], key: str) -> None:
+    """Check that a function or a class takes ``arguments``, without calling it.
 
     Args:
         found: function or class.
@@ -62,20 +82,22 @@ def with_arguments(found: Any, arguments: Mapping[str, Any], key: str) -> Any:
         key: configuration key that has the arguments, for messages.
 
     Raises:
-        ConfigError: ``found`` does not take these arguments, or the class cannot be created.
+        ConfigError: it does not take these arguments, or a class needs others.
     """
+    takes = signature(found, key)
+    bind = takes.bind if inspect.isclass(found) else takes.bind_partial
     try:
-        if inspect.isclass(found):
-            created = found(**arguments)
-        else:
-            inspect.signature(found).bind_partial(**arguments)
-            created = functools.partial(found, **arguments) if arguments else found
-    except Exception as error:  # the class is the user's code
+        bind(**arguments)
+    except TypeError as error:
         raise ConfigError(
-            f"{key}={dict(arguments)!r}: {found.__name__}{inspect.signature(found)} cannot be given these "
-            f"arguments ({_describe(error)}); write the names and values that it takes"
+            f"{key}={dict(arguments)!r}: {getattr(found, '__name__', 'it')}{takes} cannot be given these "
+            f"arguments ({error}); write the names and values that it takes"
         ) from error
-    return created
+
+
+def with_arguments(found: Any, arguments: Mapping[str, Any]) -> Any:
+    """Create the object if ``found`` is a class, or fix arguments of the function."""
+    return found(**arguments) if inspect.isclass(found) else functools.partial(found, **arguments)
 
 
 def _from_file(place: str, key: str, spec: str) -> ModuleType:
@@ -93,39 +115,42 @@ def _from_file(place: str, key: str, spec: str) -> ModuleType:
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module
     try:
-        found.loader.exec_module(module)
-    except BaseException as error:
+        with _told(f"{key}={spec!r}: running {path} failed"):
+            found.loader.exec_module(module)
+    except BaseException:
         del sys.modules[name]
-        if isinstance(error, (KeyboardInterrupt, ConfigError)):
-            raise
-        raise ConfigError(
-            f"{key}={spec!r}: running {path} failed: {_describe(error)}; correct the file"
-        ) from error
+        raise
     return module
 
 
 def _from_package(place: str, key: str, spec: str) -> ModuleType:
-    try:
-        # A command line tool does not have the working directory in its search path, and python -m does.
-        if str(Path.cwd()) not in sys.path:
-            sys.path.append(str(Path.cwd()))
-        return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (place == error.name or place.startswith(f"{error.name}.")):
+    # A command line tool does not have the working directory in its search path, and python -m does.
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    with _told(f"{key}={spec!r}: importing {place} failed"):
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+                raise
             raise ConfigError(
                 f"{key}={spec!r}: there is no module {error.name}; install it, or name a file with its path, "
                 f"for example {key}={place.replace('.', '/')}.py:{spec.rpartition(':')[2]}"
             ) from error
-        raise ConfigError(
-            f"{key}={spec!r}: importing {place} failed: {_describe(error)}; install what it needs"
-        ) from error
-    except Exception as error:  # the module is the user's code
-        raise ConfigError(
-            f"{key}={spec!r}: importing {place} failed: {_describe(error)}; correct the module"
-        ) from error
 
 
-def _describe(error: BaseException) -> str:
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Turn any error of the user's code, a call of sys.exit too, into one message."""
+    try:
+        yield
+    except (KeyboardInterrupt, ConfigError):
+        raise
+    except BaseException as error:
+        raise ConfigError(f"{what}: {describe(error)}; correct the file, or install what it needs") from error
+
+
+def describe(error: BaseException) -> str:
     """Return type and message of an error, and the user's line that raised it."""
     frames = [one for one in traceback.extract_tb(error.__traceback__) if "importlib" not in one.filename]
     line = f", line {frames[-1].lineno} of {Path(frames[-1].filename).name}" if frames else ""

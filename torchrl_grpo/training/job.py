@@ -96,8 +96,8 @@ def _prepare_and_train(
     try:
         with (
             screen.libraries_to_log(),
-            closing(rewards.build_reward_set(cfg)) as reward_set,
-            closing(rewards.build_grader(cfg, reward_set)) as grader,
+            closing(rewards.build_reward_set(cfg, problems.train[0])) as reward_set,
+            closing(rewards.build_grader(cfg, reward_set, problems.train[0])) as grader,
         ):
             return _train(
                 cfg,

@@ -6,8 +6,7 @@ A function has one of two signatures:
   (:class:`~torchrl_grpo.rewards.types.Reward`);
 * ``f(prompts, completions, **columns)`` returns a list of numbers, as in TRL. ``prompts`` has the text of the
   user's last message, ``completions`` the text of each response, and every column of the data set is a list
-  of the same length. ``messages`` has the whole prompts, unless the data set has a column of that name. A
-  call covers at least the responses of one group.
+  of the same length. ``messages`` has the whole prompts, unless the data set has a column of that name.
 
 Either may be a coroutine function, or a class whose objects are called in this way. The code runs in
 ``reward.workers`` processes of its own. A call that takes longer than ``reward.timeout_s`` is ended with its
@@ -17,71 +16,174 @@ process; it counts as an error, and the object of a class is created anew.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.rewards.sandbox.pool import WorkerPool
+from torchrl_grpo.rewards.sandbox.pool import JobError, WorkerPool
 from torchrl_grpo.runtime import user_code
 
 JOB = "torchrl_grpo.rewards.sandbox.user_job:run"
 
 
-def is_batched(function: Any, key: str) -> bool:
-    """Return whether a function takes lists of prompts and completions.
+@dataclass(frozen=True)
+class OwnSpec:
+    """A reward as the configuration describes it.
 
-    Args:
-        function: the user's function, or the object of the user's class.
-        key: configuration key that names it, for messages.
-
-    Raises:
-        ConfigError: the function has neither of the two signatures.
+    Attributes:
+        name: name of the reward.
+        spec: see :func:`~torchrl_grpo.runtime.user_code.load`.
+        arguments: keyword arguments of the function or class.
     """
-    signature = inspect.signature(function)
-    if "completions" in signature.parameters:
-        return True
+
+    name: str
+    spec: str
+    arguments: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        """The configuration key, for messages."""
+        return f"reward.functions.{self.name}"
+
+    def load(self) -> tuple[Any, CallForm]:
+        """Load the function or class and read its signature. No object is created.
+
+        Raises:
+            ConfigError: it cannot be loaded, does not take the arguments, or has another signature.
+        """
+        found = user_code.load(self.spec, self.key)
+        user_code.check_arguments(found, self.arguments, f"reward.args.{self.name}")
+        bound: frozenset[str] = frozenset()
+        called = found
+        if inspect.isclass(found):
+            if not any("__call__" in vars(base) for base in found.__mro__):
+                raise ConfigError(
+                    f"{self.key}={self.spec!r}: objects of this class cannot be called; give it a method "
+                    "__call__(self, completion, example)"
+                )
+            called = vars(next(base for base in found.__mro__ if "__call__" in vars(base)))["__call__"]
+            bound = frozenset([next(iter(user_code.signature(called, self.key).parameters), "self")])
+        else:
+            bound = frozenset(self.arguments)
+        return found, CallForm.read(user_code.signature(called, self.key), bound, self.key)
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a function is called.
+
+    Attributes:
+        names: parameters that a call sets by name.
+        required: those without a default.
+        any_name: whether it takes any other name too.
+        bound: parameters that are set already.
+        batched: whether it takes lists of prompts and completions.
+        text: the signature, for messages.
+    """
+
+    names: frozenset[str]
+    required: frozenset[str]
+    any_name: bool
+    bound: frozenset[str]
+    batched: bool
+    text: str
+
+    @classmethod
+    def read(cls, signature: inspect.Signature, bound: frozenset[str], key: str) -> CallForm:
+        """Read a signature of which the parameters ``bound`` are set already.
+
+        Raises:
+            ConfigError: it is neither of the two that a reward may have.
+        """
+        free = {name: one for name, one in signature.parameters.items() if name not in bound}
+        named = {
+            n: one for n, one in free.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        }
+        form = cls(
+            names=frozenset(named),
+            required=frozenset(name for name, one in named.items() if one.default is one.empty),
+            any_name=any(one.kind is one.VAR_KEYWORD for one in free.values()),
+            bound=bound,
+            batched="completions" in named,
+            text=str(signature),
+        )
+        if not form.batched and not _takes_two(signature.replace(parameters=list(free.values()))):
+            raise ConfigError(
+                f"{key}: a reward cannot have the signature {signature}; write f(completion, example) or "
+                "f(prompts, completions, **columns)"
+            )
+        return form
+
+    def select(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of ``columns`` that a call passes."""
+        takes = columns.keys() - self.bound if self.any_name else self.names
+        return {name: values for name, values in columns.items() if name in takes}
+
+    def check_columns(self, example: Example, spec: OwnSpec) -> None:
+        """Check that a data set has the columns that the function needs.
+
+        Raises:
+            ConfigError: one is missing.
+        """
+        missing = sorted(self.required - lists([""], [example]).keys()) if self.batched else []
+        if missing:
+            have = ", ".join(example.columns) or "none"
+            raise ConfigError(
+                f"{spec.key}={spec.spec!r}: {self.text} needs {', '.join(missing)}, which is no column of "
+                f"{example.id} (columns: {have}); rename the parameter, or set it in reward.args.{spec.name}"
+            )
+
+
+def _takes_two(signature: inspect.Signature) -> bool:
+    """Whether a function takes a completion and an example by position."""
     try:
         signature.bind("completion", "example")
     except TypeError:
-        pass
-    else:
         return False
-    raise ConfigError(
-        f"{key}: a reward cannot have the signature {signature}; write f(completion, example) or "
-        "f(prompts, completions, **columns)"
-    )
+    # A function of prompts and responses would be called with other things than it expects.
+    return next(iter(signature.parameters)) not in ("prompt", "prompts")
 
 
-def _takes_any_name(signature: inspect.Signature) -> bool:
-    return any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
-
-
-def columns_for(signature: inspect.Signature, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of ``columns`` that a function takes."""
-    if _takes_any_name(signature):
-        return dict(columns)
-    return {name: values for name, values in columns.items() if name in signature.parameters}
+def lists(completions: Sequence[str], examples: Sequence[Example]) -> dict[str, Any]:
+    """Return what a function of the second signature may be passed: a list per name."""
+    names = dict.fromkeys(name for example in examples for name in example.columns)
+    return {
+        "messages": [example.messages for example in examples],
+        **{name: [example.columns.get(name) for example in examples] for name in names},
+        "prompts": [example.messages[-1]["content"] for example in examples],
+        "completions": list(completions),
+    }
 
 
 class OwnReward:
     """A reward of the user that scores one completion at a time.
 
     Args:
-        name: name of the reward.
-        spec: see :func:`~torchrl_grpo.runtime.user_code.load`.
-        arguments: keyword arguments of the function or class.
+        spec: the reward.
         timeout_s: time limit of a call in seconds.
         workers: number of processes.
+
+    Raises:
+        ConfigError: the reward cannot be created in its own process.
     """
 
-    def __init__(
-        self, name: str, spec: str, arguments: Mapping[str, Any], timeout_s: float, workers: int
-    ) -> None:
-        self.name = name
-        setup = {"name": name, "spec": spec, "arguments": dict(arguments)}
-        self._pool = WorkerPool(JOB, workers, timeout_s, setup=setup, max_bytes=None)
+    def __init__(self, spec: OwnSpec, timeout_s: float, workers: int) -> None:
+        self.name = spec.name
+        label = f"{spec.key}={spec.spec}"
+        self._pool = WorkerPool(JOB, workers, timeout_s, label=label, setup=asdict(spec), max_bytes=None)
+        try:
+            # Before the first round, and with the patience that imports need.
+            self._pool.wait_until_started()
+        except BaseException as error:
+            self._pool.close()
+            if not isinstance(error, JobError):
+                raise
+            raise ConfigError(
+                f"{error}; it runs in a process without a GPU; correct it, or reward.args.{spec.name}"
+            ) from error
 
     def __call__(self, completion: str, example: Example) -> float | Mapping[str, float]:
         """Score one completion.
@@ -90,14 +192,21 @@ class OwnReward:
             JobTimeout: the function took too long.
             JobError: the function raised, or its process died.
         """
-        result: float | dict[str, float] = self._pool.call(
-            {"completions": [completion], "examples": [asdict(example)]}
-        )[0]
-        return result
+        return self._score([completion], [example])[0]
 
     def close(self) -> None:
         """End the processes."""
         self._pool.close()
+
+    def _score(
+        self, completions: Sequence[str], examples: Sequence[Example]
+    ) -> list[float | Mapping[str, float]]:
+        rows = [asdict(example) for example in examples]
+        # Columns of a table may hold dates and the like, which the function gets as text.
+        result: list[float | Mapping[str, float]] = self._pool.call(
+            {"completions": list(completions), "examples": json.loads(json.dumps(rows, default=str))}
+        )
+        return result
 
 
 class OwnBatchReward(OwnReward):
@@ -112,36 +221,24 @@ class OwnBatchReward(OwnReward):
             JobTimeout: the function took too long.
             JobError: the function raised or returned no list of this length, or its process died.
         """
-        result: list[float | Mapping[str, float]] = self._pool.call(
-            {"completions": list(completions), "examples": [asdict(one) for one in examples]}
-        )
-        return result
+        return self._score(completions, examples)
 
 
 def build(
-    name: str, spec: str, arguments: Mapping[str, Any], timeout_s: float, workers: int
+    spec: OwnSpec, timeout_s: float, workers: int, example: Example | None = None
 ) -> OwnReward | OwnBatchReward:
-    """Load a reward once in this process to check it, and start its processes.
+    """Check a reward and start its processes.
+
+    Args:
+        spec: the reward.
+        timeout_s: time limit of a call in seconds.
+        workers: number of processes.
+        example: any problem of the run, whose columns the function may need; None does not check them.
 
     Raises:
-        ConfigError: see :func:`check`.
+        ConfigError: see :meth:`OwnSpec.load`; or a column is missing, or the reward cannot be created.
     """
-    kind = OwnBatchReward if check(name, spec, arguments) else OwnReward
-    return kind(name, spec, arguments, timeout_s, workers)
-
-
-def check(name: str, spec: str, arguments: Mapping[str, Any]) -> bool:
-    """Load a reward and return whether it is batched.
-
-    Raises:
-        ConfigError: the function cannot be loaded, does not take the arguments, or has another signature.
-    """
-    key = f"reward.functions.{name}"
-    found = user_code.load(spec, key)
-    function = user_code.with_arguments(found, arguments, f"reward.args.{name}")
-    if not callable(function):
-        raise ConfigError(
-            f"{key}={spec!r}: objects of this class cannot be called; give it a method "
-            "__call__(self, completion, example)"
-        )
-    return is_batched(function, key)
+    _, form = spec.load()
+    if example is not None:
+        form.check_columns(example, spec)
+    return (OwnBatchReward if form.batched else OwnReward)(spec, timeout_s, workers)

@@ -12,10 +12,13 @@ import json
 import os
 import queue
 import selectors
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 #: Time limit for the start of a worker. It imports sympy and more, which is slow on a small, busy machine.
@@ -35,8 +38,10 @@ class JobTimeout(JobError):
 class _Worker:
     """One child process; used by one thread at a time."""
 
-    def __init__(self, target: str, timeout_s: float, setup: Any, max_bytes: int | None) -> None:
-        self._target, self._timeout_s, self._setup = target, timeout_s, setup
+    def __init__(
+        self, target: str, timeout_s: float, *, label: str, setup: Any, max_bytes: int | None
+    ) -> None:
+        self._label, self._timeout_s, self._setup = label, timeout_s, setup
         # The child must be able to import everything that the parent can.
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         self._process = subprocess.Popen(
@@ -51,17 +56,15 @@ class _Worker:
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self._buffer = b""
         self._ready = False
+        self._stopping = threading.Lock()
 
     def call(self, payload: Any) -> Any:
-        if not self._ready:
-            self._start_up()
+        self.start_up()
         return self._ask(payload, self._timeout_s)
 
     def _ask(self, payload: Any, limit_s: float) -> Any:
         # The worker's own limit is for the case that the parent is gone.
-        # Columns of a table may hold dates and the like.
-        request = json.dumps({"payload": payload, "limit_s": limit_s + 5.0}, default=str)
-        rest = request.encode() + b"\n"
+        rest = json.dumps({"payload": payload, "limit_s": limit_s + 5.0}).encode() + b"\n"
         try:
             while rest:
                 rest = rest[os.write(self._stdin.fileno(), rest) :]
@@ -69,12 +72,19 @@ class _Worker:
             raise self._died() from error
         return self._reply(limit_s)
 
-    def _start_up(self) -> None:
+    def start_up(self) -> None:
+        """Wait until the worker has started."""
+        if self._ready:
+            return
         reply = json.loads(self._read_line(START_LIMIT_S))
         if "error" in reply:
-            raise JobError(f"the worker process of {self._target} cannot start: {reply['error']}")
+            raise JobError(f"the worker process of {self._label} cannot start: {reply['error']}")
         if self._setup is not None:
-            self._ask(self._setup, START_LIMIT_S)
+            try:
+                self._ask(self._setup, START_LIMIT_S)
+            except JobFailed as error:
+                # Not a JobFailed: this worker cannot be used.
+                raise JobError(f"the worker process of {self._label} cannot start: {error}") from error
         self._ready = True
 
     def _reply(self, limit_s: float) -> Any:
@@ -90,7 +100,7 @@ class _Worker:
             while b"\n" not in self._buffer:
                 if not selector.select(max(0.0, end - time.monotonic())):
                     raise JobTimeout(
-                        f"{self._target} did not answer within {limit_s:g} s; its process was killed"
+                        f"{self._label} did not answer within {limit_s:g} s; its process was killed"
                     )
                 chunk = os.read(self._stdout.fileno(), 65_536)
                 if not chunk:
@@ -100,14 +110,19 @@ class _Worker:
         return line
 
     def _died(self) -> JobError:
+        self.stop()
         return JobError(
-            f"the worker process of {self._target} exited unexpectedly (exit code {self._process.wait()})"
+            f"the worker process of {self._label} exited unexpectedly (exit code {self._process.returncode})"
         )
 
     def stop(self) -> None:
-        self._process.kill()
-        # The pipes stay open, because another thread may wait on one. It wakes when the process is gone.
-        self._process.wait()
+        with self._stopping:
+            # The whole process group, because a job may have started processes. Before wait(), after which
+            # the group's number may be another's.
+            if self._process.returncode is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            # The pipes stay open, because another thread may wait on one. It wakes when the process is gone.
+            self._process.wait()
 
 
 class JobFailed(JobError):
@@ -122,6 +137,7 @@ class WorkerPool:
         size: number of workers. They start immediately, and restart after a kill.
         timeout_s: time limit of one call in seconds.
         setup: JSON-serializable argument of a first call in each worker, which has the time limit of a start.
+        label: name of the function in messages; ``target`` by default.
         max_bytes: limit of a worker's address space, so that a runaway expression ends in a MemoryError of
             the worker; None for no limit.
     """
@@ -132,10 +148,12 @@ class WorkerPool:
         size: int,
         timeout_s: float,
         *,
+        label: str | None = None,
         setup: Any = None,
         max_bytes: int | None = 4 * 2**30,
     ) -> None:
-        self._target, self._timeout_s, self._setup, self._max_bytes = target, timeout_s, setup, max_bytes
+        self._label = label or target
+        self._make = partial(_Worker, target, timeout_s, label=self._label, setup=setup, max_bytes=max_bytes)
         self._closed = False
         self._lock = threading.Lock()
         self._all: set[_Worker] = set()
@@ -157,11 +175,22 @@ class WorkerPool:
             JobTimeout: the call took longer than ``timeout_s``.
             JobError: the function raised, its process died, or the pool is closed.
         """
+        return self._use(lambda worker: worker.call(payload))
+
+    def wait_until_started(self) -> None:
+        """Wait until one of the workers has started.
+
+        Raises:
+            JobError: it cannot start.
+        """
+        self._use(_Worker.start_up)
+
+    def _use(self, run: Callable[[_Worker], Any]) -> Any:
         worker = self._idle.get()
         try:
             if worker is None or self._closed:
-                raise JobError(f"the workers of {self._target} are closed")
-            return worker.call(payload)
+                raise JobError(f"the workers of {self._label} are closed")
+            return run(worker)
         except JobFailed:
             raise
         except BaseException:  # also KeyboardInterrupt, so that no late reply is taken for the next call's
@@ -185,7 +214,7 @@ class WorkerPool:
         with self._lock:
             if self._closed:
                 return None
-            worker = _Worker(self._target, self._timeout_s, self._setup, self._max_bytes)
+            worker = self._make()
             self._all.add(worker)
             return worker
 

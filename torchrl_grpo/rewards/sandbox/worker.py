@@ -26,7 +26,12 @@ def main(target: str, max_bytes: int) -> None:
         max_bytes: limit of the address space; 0 for no limit.
     """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # output of libraries must not mix with the replies
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    # What a job prints or reads must not mix with replies and requests. stderr is written line by line, and
+    # this process always ends by a signal.
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdout = sys.stderr
     if max_bytes and sys.platform == "linux":
         import resource
 
@@ -34,7 +39,7 @@ def main(target: str, max_bytes: int) -> None:
     module, _, name = target.partition(":")
     _send(replies, {"ready": True, **_attempt(lambda: importlib.import_module(module) and None)})
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    for line in sys.stdin:
+    for line in requests:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, request["limit_s"])
         reply = _attempt(lambda: getattr(importlib.import_module(module), name)(request["payload"]))  # noqa: B023
