@@ -32,7 +32,7 @@ from torchrl_grpo.models.shape import (
     shape_of,
 )
 from torchrl_grpo.planning import memory, placement, preflight
-from torchrl_grpo.planning.memory import GIB
+from torchrl_grpo.planning.prediction import GIB, Prediction, Row
 from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.planning.workload import Workload, workload_of
 from torchrl_grpo.runtime import hardware
@@ -60,12 +60,12 @@ def config(**changes: object) -> Config:
 
 def predicted(
     cfg: Config, gpus: tuple[float, ...] = (), apart: bool = False, shape: ModelShape = SEVEN_B
-) -> memory.Prediction:
+) -> Prediction:
     plan = placement.plan(build_request(cfg, apart), len(gpus))
     return memory.predict(cfg, plan, shape, Hardware(gpus))
 
 
-def row(prediction: memory.Prediction, role: str, phase: str) -> memory.Row:
+def row(prediction: Prediction, role: str, phase: str) -> Row:
     (found,) = [one for one in prediction.rows if (one.role, one.phase) == (role, phase)]
     return found
 

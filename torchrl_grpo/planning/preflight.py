@@ -15,8 +15,8 @@ from torchrl_grpo.models.kind import check_kind
 from torchrl_grpo.models.shape import ModelShape, Unknown, read_shape
 from torchrl_grpo.planning import launcher, memory, placement
 from torchrl_grpo.planning.advice import advise
-from torchrl_grpo.planning.memory import GIB, PHASES, Prediction
 from torchrl_grpo.planning.plan import Plan
+from torchrl_grpo.planning.prediction import GIB, PHASES, Prediction
 from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.planning.workload import workload_of
 from torchrl_grpo.runtime import hardware, rank_env

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -33,7 +34,7 @@ def score_piece(network: nn.Module, piece: TensorDictBase) -> Tensor:
     return log_probs
 
 
-class LogProbWriter(Transform):
+class LogProbWriter(Transform, ABC):
     """Write-side transform that adds ``("log_probs", name)`` ``[P, G, T]``; subclasses compute it.
 
     Args:
@@ -44,9 +45,9 @@ class LogProbWriter(Transform):
         super().__init__()
         self.name = name
 
+    @abstractmethod
     def score(self, groups: TensorDictBase) -> Tensor:
         """Log-probabilities ``[P, G, T]`` of the responses."""
-        raise NotImplementedError
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return what is read as it is."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torchrl_grpo.models import lora
 from torchrl_grpo.models.quantization import is_quantized
 from torchrl_grpo.models.scoring.padding import pad_left
 from torchrl_grpo.weight_sync.probe import named_weights, perturbed
+from torchrl_grpo.weight_sync.results import ExpectedResult, LogProbDiff
 from torchrl_grpo.weight_sync.source import NextTokenScorer, ShardedWeights
 from torchrl_grpo.weight_sync.transport import Delivery, DirectTransport, Transport, concatenate_results
 
@@ -48,49 +48,6 @@ _MERGE_ERROR = 1e-5
 _UNREADABLE_BOUND_FACTOR = 4.0
 _OTHER_ENGINE = "Set inference_model.backend=transformers, which copies weights without a loader"
 _DEFECT = "This is a defect of the program; please report it"
-
-
-@dataclass(frozen=True)
-class ExpectedResult:
-    """Checksums and log-probabilities expected from an engine that loaded one version of the weights.
-
-    Attributes:
-        version: number of optimizer steps that produced the weights.
-        trainer_log_probs: the trainer's log-probabilities ``[N, V]`` of the token after each probe prompt.
-        checksums: checksums of the weights in the engine's dtype.
-    """
-
-    version: int
-    trainer_log_probs: Tensor
-    checksums: Checksums
-
-
-@dataclass(frozen=True)
-class LogProbDiff:
-    """Absolute differences of log-probabilities between the engine and the trainer, in nats.
-
-    Attributes:
-        mean: mean over the likeliest tokens after the probe prompts.
-        p99: 99th percentile.
-        largest: largest difference.
-    """
-
-    mean: float
-    p99: float
-    largest: float
-
-    @classmethod
-    def between(cls, trainer_log_probs: Tensor, result: ProbeResult) -> LogProbDiff:
-        """Compare the trainer's log-probabilities ``[N, V]`` with a probe result.
-
-        The result may hold the rows of several engines, concatenated. All differences are NaN if one of them
-        is not finite.
-        """
-        rows = trainer_log_probs.repeat(len(result.token_ids) // len(trainer_log_probs), 1)
-        diff = (rows.gather(1, result.token_ids) - result.log_probs).abs().flatten()
-        if not bool(diff.isfinite().all()):
-            return cls(math.nan, math.nan, math.nan)
-        return cls(float(diff.mean()), float(diff.quantile(0.99)), float(diff.max()))
 
 
 class WeightPublisher:
