@@ -197,7 +197,7 @@ class CollectorConfig:
     timeout_s: float = key(
         600.0,
         "Seconds without an answer after which a worker counts as dead. The limit is at least 900 while a "
-        "worker starts, and for a process of the reference model.",
+        "worker starts. For a process of the reference model it is always at least 900.",
     )
     max_restarts: int = key(
         10,
@@ -263,7 +263,8 @@ class TrainConfig:
     )
     gradient_accumulation_steps: int = key(
         1,
-        "Micro-batches into which an optimizer step is divided to save memory. The numbers stay the same.",
+        "Micro-batches into which an optimizer step is divided to save memory. The batch size does not "
+        "change, and the result is the same up to rounding.",
     )
     max_tokens_per_microbatch: int | None = key(
         None,
@@ -275,8 +276,8 @@ class TrainConfig:
     weight_update_frequency: int | None = key(
         None,
         "Optimizer steps between two publications of the weights to the engine; null takes a collection "
-        "round. A larger interval needs either grpo.py with a local engine that does not sleep, or "
-        "grpo-async.py with a large enough collector.max_policy_age.",
+        "round. A larger interval needs either grpo.py with an engine in the trainer's process that does not "
+        "sleep, or grpo-async.py with a large enough collector.max_policy_age.",
     )
     checkpoint_frequency: int = key(
         100,
@@ -315,8 +316,9 @@ class EvalConfig:
     temperature: float = key(0.8, "Sampling temperature of pass@k.")
     reward: str | None = key(
         None,
-        "Reward that grades held-out responses: correctness means a value of 1 or more. null takes the "
-        "reward of correctness that has the largest weight, or else the dataset's own.",
+        "Reward that grades held-out responses; a value of 1 or more counts as correct. null takes the one "
+        "of gsm8k, math_verify, exact_match, reasoning_gym and ifeval that has the largest positive weight, "
+        "or the dataset's default if none has one.",
     )
 
 

@@ -43,7 +43,7 @@ class PolicyConfig:
     )
     clip_epsilon: float = key(
         0.2,
-        "Lower bound of the ratio is 1 - clip_epsilon (1 means no bound). Without clip_epsilon_high, the "
+        "The ratio's lower bound is 1 - clip_epsilon; 1 means no lower bound. Without clip_epsilon_high, the "
         "upper bound is 1 + clip_epsilon.",
     )
     clip_epsilon_high: float | None = key(

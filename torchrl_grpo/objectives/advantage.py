@@ -14,8 +14,8 @@ from torchrl_grpo.objectives.coefficients import KLCoefficient
 from torchrl_grpo.objectives.kl import kl_estimate
 from torchrl_grpo.objectives.maxent import listwise_weights
 
-# A weighted sum that is shifted and scaled is rounded four times. Each error is at most half a unit in the
-# last place.
+# Tolerance for the difference of two rewards, in units of the machine epsilon. A weighted sum that is shifted
+# and scaled is rounded four times, each time by at most half an epsilon, and two such errors add up.
 _ROUNDING = 4.0
 
 

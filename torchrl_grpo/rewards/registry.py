@@ -16,7 +16,7 @@ from torchrl_grpo.rewards.ifeval import IFEvalGrader, IFEvalReward
 from torchrl_grpo.rewards.math_verify import MathVerifyReward
 from torchrl_grpo.rewards.reasoning_gym import ReasoningGymReward
 from torchrl_grpo.rewards.reward_set import RewardSet, close_all
-from torchrl_grpo.rewards.sandbox import own
+from torchrl_grpo.rewards.sandbox import user_reward
 from torchrl_grpo.rewards.text import BareNumberReward, ClosenessReward, ExactMatchReward
 from torchrl_grpo.rewards.types import Grader, Reward
 
@@ -65,7 +65,7 @@ def check_weights(cfg: Config) -> dict[str, float]:
     """
     weights = _weights(cfg)
     for name in cfg.reward.functions:
-        _own(cfg, name).load()
+        _user_reward_spec(cfg, name).load()
     for name, weight in weights.items():
         if not math.isfinite(weight):
             raise ConfigError(f"reward.weights.{name}={weight!r} is not a finite number; write e.g. 1.0")
@@ -93,13 +93,15 @@ def _weights(cfg: Config) -> dict[str, float]:
     return cfg.reward.weights or default
 
 
-def _own(cfg: Config, name: str) -> own.OwnSpec:
-    return own.OwnSpec(name, cfg.reward.functions[name], dict(cfg.reward.args.get(name, {})))
+def _user_reward_spec(cfg: Config, name: str) -> user_reward.UserRewardSpec:
+    return user_reward.UserRewardSpec(name, cfg.reward.functions[name], dict(cfg.reward.args.get(name, {})))
 
 
 def _build(cfg: Config, name: str, example: Example | None) -> Reward:
     if name in cfg.reward.functions:
-        return own.build(_own(cfg, name), cfg.reward.timeout_s, cfg.reward.workers, example)
+        return user_reward.build(
+            _user_reward_spec(cfg, name), cfg.reward.timeout_s, cfg.reward.workers, example
+        )
     return REWARD_BUILDERS[name](cfg)
 
 

@@ -214,8 +214,9 @@ class RolloutCollector(CollectorInterface):
         if tracker_state.get("max_age") != 0:
             raise wrong_script_error("grpo-async.py")
         # Groups that had started but had not reached the trainer are sampled again. The trainer has received
-        # trained + dropped_filter groups: each refill moves one round of groups from the first to the second
-        # (StalenessTracker.uncount_last_round).
+        # as many groups as two counters of StalenessTracker say together: a refill brings another round of
+        # groups for the same training round, so it moves the count of one round from "trained" to
+        # "dropped_filter" (uncount_last_round).
         used = tracker_state["trained"] + tracker_state["dropped_filter"]
         epoch, position = divmod(used, len(self.env.stream.examples))
         return {

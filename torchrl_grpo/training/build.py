@@ -188,6 +188,7 @@ def _build(
         precision=precision,
         engine_dtype=engine_dtype,
         warn=messages,
+        # The collector also carries weights to its engine or workers.
         transport=collector,
     )
     parts = Parts(

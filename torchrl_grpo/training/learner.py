@@ -123,7 +123,8 @@ class Learner:
             self.scorer,
             spec.reward_weights,
             cfg.inference_model.max_new_tokens,
-            # The loss reads this with policy.proximal=trainer only.
+            # With one step per round the proximal policy is the current policy, so its log-probabilities are
+            # not stored. The loss reads this with policy.proximal=trainer only.
             has_proximal_log_probs=self.steps_per_round > 1,
         )
         if cfg.train_model.fused_head and cfg.train_model.lora.rank == 0:

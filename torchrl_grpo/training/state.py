@@ -74,7 +74,7 @@ class Parts:
         tokenizer: tokenizer of the model.
         learner: trained model with its objective and optimizer.
         engine: one engine, or all workers as one.
-        collector: source of rounds.
+        collector: source of rounds; it also carries published weights to the engine.
         reference: reference model in this process; None if there is none here.
         buffer: replay buffer that holds the current round.
         publisher: sends the weights to the engine and verifies that they arrived.

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.rewards.sandbox import own
+from torchrl_grpo.rewards.sandbox import user_reward
 from torchrl_grpo.runtime import user_code
 
 # The function of this process, and how it is called.
-_loaded: list[tuple[Any, own.CallForm]] = []
+_loaded: list[tuple[Any, user_reward.CallForm]] = []
 
 
 class FunctionError(Exception):
@@ -23,7 +23,7 @@ def run(payload: dict[str, Any]) -> list[Any] | None:
     """Load the function that ``payload["spec"]`` names, or score ``payload["completions"]``.
 
     Args:
-        payload: either the fields of an :class:`~torchrl_grpo.rewards.sandbox.own.OwnSpec`; or
+        payload: either the fields of an :class:`~torchrl_grpo.rewards.sandbox.user_reward.UserRewardSpec`; or
             ``completions``, texts, and ``examples``, the fields of an
             :class:`~torchrl_grpo.data.example.Example` for each.
 
@@ -36,7 +36,7 @@ def run(payload: dict[str, Any]) -> list[Any] | None:
         ValueError: it returned a list of another length.
     """
     if "spec" in payload:
-        spec = own.OwnSpec(**payload)
+        spec = user_reward.UserRewardSpec(**payload)
         found, form = spec.load()
         _loaded.append((_call(user_code.with_arguments, found, spec.arguments), form))
         return None
@@ -45,7 +45,7 @@ def run(payload: dict[str, Any]) -> list[Any] | None:
     examples = [Example(**fields) for fields in payload["examples"]]
     if not form.batched:
         return [_plain(_call(function, *pair)) for pair in zip(completions, examples, strict=True)]
-    values = _call(function, **form.select(own.lists(completions, examples)))
+    values = _call(function, **form.select(user_reward.lists(completions, examples)))
     if isinstance(values, (str, Mapping)) or not hasattr(values, "__len__"):
         raise TypeError(f"it returned {type(values).__name__}, not a list of {len(completions)} numbers")
     if len(values) != len(completions):

@@ -1,11 +1,12 @@
 """Which worker does what next: pure bookkeeping, without threads, clocks or Ray.
 
-Each worker runs at most one call. When a call returns or the trainer makes a request,
+Each worker runs at most one call. A call that generates ends when a group has finished, or after half a
+second. When a call returns or the trainer makes a request,
 :meth:`Scheduler.next_call` chooses what the worker does next, in this order:
 
 1. Load new weights. With ``weight_update="in_flight"`` or ``partial_rollout=true``
-   (``return_interrupted`` below), the worker does this immediately.
-   With ``"drain"``, it first finishes its running groups and gets no new ones.
+   (``return_interrupted`` below), this is the worker's next call, and it interrupts running groups between
+   two tokens. With ``"drain"``, it first finishes its running groups and gets no new ones.
 2. Generate the worker's share of an evaluation, if the trainer waits for one.
 3. Generate groups. Groups that wait without a worker come first: interrupted by new weights, lost with a
    worker, or unfinished in a checkpoint. Then come new ones, as many as the ``StalenessTracker`` admits.

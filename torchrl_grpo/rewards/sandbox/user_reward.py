@@ -30,7 +30,7 @@ JOB = "torchrl_grpo.rewards.sandbox.user_job:run"
 
 
 @dataclass(frozen=True)
-class OwnSpec:
+class UserRewardSpec:
     """A reward as the configuration describes it.
 
     Attributes:
@@ -122,7 +122,7 @@ class CallForm:
         takes = columns.keys() - self.bound if self.any_name else self.names
         return {name: values for name, values in columns.items() if name in takes}
 
-    def check_columns(self, example: Example, spec: OwnSpec) -> None:
+    def check_columns(self, example: Example, spec: UserRewardSpec) -> None:
         """Check that a data set has the columns that the function needs.
 
         Raises:
@@ -158,7 +158,7 @@ def lists(completions: Sequence[str], examples: Sequence[Example]) -> dict[str, 
     }
 
 
-class OwnReward:
+class UserReward:
     """A reward of the user that scores one completion at a time.
 
     Args:
@@ -170,7 +170,7 @@ class OwnReward:
         ConfigError: the reward cannot be created in its own process.
     """
 
-    def __init__(self, spec: OwnSpec, timeout_s: float, workers: int) -> None:
+    def __init__(self, spec: UserRewardSpec, timeout_s: float, workers: int) -> None:
         self.name = spec.name
         label = f"{spec.key}={spec.spec}"
         self._pool = WorkerPool(JOB, workers, timeout_s, label=label, setup=asdict(spec), max_bytes=None)
@@ -209,7 +209,7 @@ class OwnReward:
         return result
 
 
-class OwnBatchReward(OwnReward):
+class UserBatchReward(UserReward):
     """A reward of the user that scores lists of completions."""
 
     def score_batch(
@@ -225,8 +225,8 @@ class OwnBatchReward(OwnReward):
 
 
 def build(
-    spec: OwnSpec, timeout_s: float, workers: int, example: Example | None = None
-) -> OwnReward | OwnBatchReward:
+    spec: UserRewardSpec, timeout_s: float, workers: int, example: Example | None = None
+) -> UserReward | UserBatchReward:
     """Check a reward and start its processes.
 
     Args:
@@ -236,9 +236,9 @@ def build(
         example: any problem of the run, whose columns the function may need; None does not check them.
 
     Raises:
-        ConfigError: see :meth:`OwnSpec.load`; or a column is missing, or the reward cannot be created.
+        ConfigError: see :meth:`UserRewardSpec.load`; or a column is missing, or the reward cannot be created.
     """
     _, form = spec.load()
     if example is not None:
         form.check_columns(example, spec)
-    return (OwnBatchReward if form.batched else OwnReward)(spec, timeout_s, workers)
+    return (UserBatchReward if form.batched else UserReward)(spec, timeout_s, workers)
