@@ -17,7 +17,7 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning.cores import divide_cores
 from torchrl_grpo.planning.placement import plan
 from torchrl_grpo.planning.plan import Plan
-from torchrl_grpo.planning.preflight import with_proximal
+from torchrl_grpo.planning.preflight import resolve_proximal
 from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.rollout.round import staleness_metrics
 
@@ -170,10 +170,10 @@ def test_the_proximal_policy_is_automatic_only_where_nobody_chose(
     asynchronous: bool, age: int, meant: str
 ) -> None:
     cfg = config(collector__max_policy_age=age)
-    assert with_proximal(cfg, asynchronous).policy.proximal == meant
+    assert resolve_proximal(cfg, asynchronous).policy.proximal == meant
     for choice in ("engine", "trainer"):
         cfg.policy.proximal = Proximal(choice)
-        assert with_proximal(cfg, asynchronous) == cfg
+        assert resolve_proximal(cfg, asynchronous) == cfg
 
 
 def test_ages_are_counted_in_rounds() -> None:

@@ -15,7 +15,7 @@ from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.checkpoints import run_dir as run_folder
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import CheckpointError, ConfigError, DataError
-from torchrl_grpo.planning.preflight import with_proximal
+from torchrl_grpo.planning.preflight import resolve_proximal
 
 pytestmark = pytest.mark.slow
 
@@ -236,7 +236,12 @@ def started(folder: Path, *words: str, asynchronous: bool = False) -> Config:
     def save(cfg: Config, run_dir: Path) -> None:
         # As the run would: in its checkpoints what was automatic has been decided.
         checkpoint.save(
-            run_dir, 4, cfg=with_proximal(cfg, asynchronous), write_model=lambda where: None, state={}, keep=1
+            run_dir,
+            4,
+            cfg=resolve_proximal(cfg, asynchronous),
+            write_model=lambda where: None,
+            state={},
+            keep=1,
         )
 
     BEHAVE["do"] = save

@@ -255,7 +255,7 @@ class _Command:
             from torchrl_grpo.observe import report
 
             found = checkpoint.find(folder, str(cfg.resume), verify_checksums=False)
-            checkpoint.check_same_run(found, preflight.with_proximal(cfg, self.asynchronous))
+            checkpoint.check_same_run(found, preflight.resolve_proximal(cfg, self.asynchronous))
             ended = report.of_ended_run(folder, int(found.name)) is not None
             nothing = ", where it has ended: nothing is left to do" if ended else ""
             sys.stdout.write(f"resumes {folder} after step {found.name}{nothing}\n")

@@ -57,9 +57,10 @@ class GroupTextEnv(EnvBase):
     * with ``input_mode="history"``: ``("history", "prompt")``, a ``History`` ``[P, G, messages]``.
 
     ``step`` reads the policy's responses (:mod:`~torchrl_grpo.envs.responses`) and removes special tokens
-    from their ends, where TorchRL's own policies leave them in the text. It writes ``("next", "reward")`` and
-    ``("next", "reward_parts", <name>)``, float32 ``[P, G, 1]``. A part without a value for a response is NaN.
-    In the TensorDict of a round (:mod:`~torchrl_grpo.batch.schema`), the parts are one tensor instead.
+    from their ends, where TorchRL's own policies leave them in the text. It writes ``("next", "reward")``
+    and, for each name of ``part_names``, ``("next", "reward_parts", <name>)``. All are float32 ``[P, G, 1]``.
+    A reward or component without a value for a response is NaN. In the TensorDict of a round
+    (:mod:`~torchrl_grpo.batch.schema`), one tensor has all rewards instead, without their components.
     ``done`` is always True. ``truncated`` is True if the response was cut off at the maximum length, as far
     as the policy's tokens show. ``terminated`` is its negation.
 
@@ -80,8 +81,9 @@ class GroupTextEnv(EnvBase):
         num_envs: P, number of problems per batch.
         repeats: G, number of responses per problem.
         max_prompt_tokens: length in tokens of the longest prompt that leaves room for a response.
-        part_names: reward parts that get an entry in the tensordict. The default is the names of
-            ``reward_set``. :meth:`score` always returns all parts.
+        part_names: rewards, or components of rewards (``<name>/<part>``), that get an entry in the
+            tensordict. The default is the rewards themselves. :meth:`score` always returns the components
+            too.
         with_tokens: whether ``tokens`` and ``masks`` are in the tensordict, which takes 1 to 2 ms per
             response. The default is True only for ``input_mode="tokens"``. :attr:`prompts` always has the
             token ids.
@@ -220,7 +222,7 @@ class GroupTextEnv(EnvBase):
         return list(self.reward_set.score([self._strip_special_tokens(text) for text in texts], examples))
 
     def _make_observation(self, parts: Sequence[Sequence[float]]) -> TensorDictBase:
-        """Build the observation of the current examples with the given values of the reward parts."""
+        """Build the observation of the current examples, with a row of values for each of ``part_names``."""
         repeats = self.batch_size[1]
         groups = torch.tensor([prompt.group_id for prompt in self.prompts])
         observation = TensorDict(

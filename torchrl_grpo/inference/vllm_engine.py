@@ -106,6 +106,7 @@ class VLLMEngine(SteppingEngine):
             ) from error
         try:
             # vLLM decorates some of transformers' classes in place, which would break the trainer's model.
+            # Inside this block these changes are recorded, and at its end they are undone.
             with vllm_classes.isolate_decorated_classes() as changed:
                 self.llm = LLM(
                     source,
@@ -143,6 +144,7 @@ class VLLMEngine(SteppingEngine):
         worker = self.llm.llm_engine.model_executor.driver_worker.worker
         self.dtype = dtype
         self._weights = VLLMWeights(worker, dtype)
+        # vLLM's own model needs those changes: its modules get subclasses that have them.
         vllm_classes.assign_decorated_classes(self._weights.model, changed)
         _check_head(self._weights.model, head_dtype)
         self._names = itertools.count()

@@ -184,8 +184,8 @@ class RolloutWriter:
         Args:
             step: number of the optimizer step.
             rows: responses, each with ``prompt``, ``response``, ``reward`` (the weighted total), ``rewards``
-                (its parts by name), ``advantage`` and ``policy_version``. Errors by the name of the reward in
-                ``errors`` are optional. Other keys are written unchanged.
+                (rewards and their components by name, unweighted), ``advantage`` and ``policy_version``.
+                Errors by the name of the reward in ``errors`` are optional. Other keys are written unchanged.
 
         Raises:
             KeyError: a row lacks one of the six required keys.

@@ -132,7 +132,7 @@ def _made(cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape | 
     return Planned(cfg, plan, asynchronous, there, shape, prediction)
 
 
-def with_proximal(cfg: Config, asynchronous: bool) -> Config:
+def resolve_proximal(cfg: Config, asynchronous: bool) -> Config:
     """Resolve ``policy.proximal=auto`` for the script.
 
     The clip is centered on the proximal policy. If that policy is several rounds old, the clip bounds the

@@ -1,6 +1,6 @@
 """The think/answer format: ``<think>...</think><answer>...</answer>`` and nothing else.
 
-score = 0.5 * tags + 0.5 * exact, with the parts
+score = 0.5 * tags + 0.5 * exact, with the components
     tags: share of the four tags that appear exactly once (0, 0.25, 0.5, 0.75 or 1);
     exact: 1 if all four tags appear once and in order, both pairs have content, and only spaces are outside.
 A text without any tag scores 0, and repeating a tag never raises the score.
@@ -19,7 +19,7 @@ class FormatReward:
     name = "format"
 
     def __call__(self, completion: str, example: Example) -> dict[str, float]:
-        """Return ``score`` in [0, 1] and its parts ``tags`` and ``exact``."""
+        """Return ``score`` in [0, 1] and its components ``tags`` and ``exact``."""
         once = sum(completion.count(tag) == 1 for tag in _TAGS)
         exact = once == len(_TAGS) and _in_order(completion.strip())
         return {

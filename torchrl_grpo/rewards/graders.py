@@ -35,7 +35,7 @@ class AccuracyGrader:
     """``accuracy``: 1 if a reward gives its full score of 1, else 0.
 
     Args:
-        reward: reward that grades. Of named parts, the ``"score"`` counts.
+        reward: reward that grades. If it returns a mapping, the ``"score"`` counts.
         owned: whether closing the grader closes the reward.
     """
 

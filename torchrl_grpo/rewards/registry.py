@@ -110,7 +110,8 @@ def build_reward_set(cfg: Config, example: Example | None = None) -> RewardSet:
 
     Args:
         cfg: configuration; ``reward``, ``env.dataset`` and ``env.answer_format`` are read.
-        example: any problem of the run. Rewards of the user are checked against its columns.
+        example: any problem of the run. The columns that the user's reward functions need must be in its
+            data-set row (``Example.columns``). None skips this check.
 
     Returns:
         The rewards, combined.

@@ -39,12 +39,12 @@ class RewardSet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the rewards, in the order of the weights."""
+        """Names of the rewards, in the order in which the constructor got them."""
         return tuple(reward.name for reward, _ in self._rewards)
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Weights of the rewards, in the order of the names."""
+        """Weights of the rewards, in the same order as :attr:`names`."""
         return tuple(weight for _, weight in self._rewards)
 
     def get(self, name: str) -> Reward | None:
@@ -149,7 +149,7 @@ def excerpt(completion: str) -> str:
 
 
 def read_result(result: _Result | Exception) -> tuple[float, dict[str, float]]:
-    """Split the result of a reward into its score and its other parts.
+    """Split the result of a reward into its score and its components.
 
     Raises:
         Exception: ``result`` is an exception, or has something else than finite numbers.
@@ -158,7 +158,7 @@ def read_result(result: _Result | Exception) -> tuple[float, dict[str, float]]:
         raise result
     parts = dict(result) if isinstance(result, Mapping) else {"score": result}
     if "score" not in parts:
-        raise ValueError(f"a reward's parts need a 'score', got {sorted(parts)}")
+        raise ValueError(f"the result of a reward needs a 'score', got {sorted(parts)}")
     numbers = {name: float(value) for name, value in parts.items()}
     for name, value in numbers.items():
         if not math.isfinite(value):

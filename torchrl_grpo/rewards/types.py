@@ -26,8 +26,8 @@ class Reward(Protocol):
             example: problem that the completion answers.
 
         Returns:
-            A number, or a mapping of named parts. Its ``"score"`` is weighted, and the other parts are logged
-            as ``<name>/<part>``.
+            A number, or a mapping of named numbers. Its ``"score"`` is weighted. The others are components of
+            the reward, which are logged as ``<name>/<part>``.
 
         Raises:
             Exception: any failure. :class:`~torchrl_grpo.rewards.RewardSet` counts and logs it.
@@ -96,7 +96,7 @@ class ResponseScore:
 
     Attributes:
         total: weighted sum of the rewards.
-        parts: unweighted value of each reward by name, and its other parts as ``<name>/<part>``.
+        parts: unweighted value of each reward by name, and its components as ``<name>/<part>``.
         errors: reward name -> message for rewards that raised. Each of them counted as ``reward.on_error``.
     """
 

@@ -15,7 +15,7 @@ from torchrl_grpo.rewards.types import ResponseScore
 from torchrl_grpo.rollout.groups import Group, ScoredGroup
 from torchrl_grpo.rollout.interface import CollectorInterface
 from torchrl_grpo.rollout.round import Round, build_round, score_groups
-from torchrl_grpo.rollout.workers.staleness import wrong_script_error
+from torchrl_grpo.rollout.workers.staleness import TRACKER_KEY, wrong_script_error
 from torchrl_grpo.rollout.workers.types import Publication
 from torchrl_grpo.rollout.workers.worker_group import WorkerGroup
 from torchrl_grpo.runtime.rng import group_seed
@@ -194,7 +194,7 @@ class AsyncCollector(CollectorInterface):
                 for _, one in sorted(self._dispatcher.accepted.items())
             ]
             restarts = self._dispatcher.stats.restarts
-            return {"ledger": self._tracker.state_dict(), "accepted": accepted, "restarts": restarts}
+            return {TRACKER_KEY: self._tracker.state_dict(), "accepted": accepted, "restarts": restarts}
 
         return self._dispatcher.run_in_thread(read)
 
@@ -205,12 +205,12 @@ class AsyncCollector(CollectorInterface):
             CheckpointError: the state is of a run of ``grpo.py`` and this one runs ahead, or the other way
                 round.
         """
-        if "ledger" not in state:
+        if TRACKER_KEY not in state:
             state = self._from_sync_state(state)
-        elif self._tracker.max_age == 0 < self._age_in(state["ledger"]):
+        elif self._tracker.max_age == 0 < self._age_in(state[TRACKER_KEY]):
             # grpo.py with workers, whose collector.max_policy_age is not read.
             raise wrong_script_error("grpo-async.py")
-        elif self._tracker.max_age > 0 == self._age_in(state["ledger"]):
+        elif self._tracker.max_age > 0 == self._age_in(state[TRACKER_KEY]):
             raise wrong_script_error("grpo.py")
         accepted = [
             ScoredGroup(
@@ -224,7 +224,7 @@ class AsyncCollector(CollectorInterface):
         self._complete(accepted)
 
         def write() -> None:
-            self._tracker.load_state_dict(state["ledger"])
+            self._tracker.load_state_dict(state[TRACKER_KEY])
             self._dispatcher.stats.restarts = state["restarts"]
             self._dispatcher.accepted = {one.group.group_id: one for one in accepted}
             self._dispatcher.scheduler.reissue(list(self._tracker.running))
@@ -262,4 +262,4 @@ class AsyncCollector(CollectorInterface):
             "running": [],
             "accepted": {},
         }
-        return {"ledger": counts, "accepted": [], "restarts": 0}
+        return {TRACKER_KEY: counts, "accepted": [], "restarts": 0}

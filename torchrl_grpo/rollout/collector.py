@@ -15,7 +15,7 @@ from torchrl_grpo.models.lora import merged_weights
 from torchrl_grpo.rollout.groups import Group, response_from_completion
 from torchrl_grpo.rollout.interface import CollectorInterface
 from torchrl_grpo.rollout.round import Round, build_round, score_groups
-from torchrl_grpo.rollout.workers.staleness import wrong_script_error
+from torchrl_grpo.rollout.workers.staleness import TRACKER_KEY, wrong_script_error
 from torchrl_grpo.runtime.rng import group_seed
 from torchrl_grpo.weight_sync.transport import Delivery, DirectTransport
 
@@ -204,8 +204,8 @@ class RolloutCollector(CollectorInterface):
         Raises:
             CheckpointError: the state is of a run of ``grpo-async.py`` that ran ahead.
         """
-        if "ledger" in state:
-            state = self._from_async_state(state["ledger"])
+        if TRACKER_KEY in state:
+            state = self._from_async_state(state[TRACKER_KEY])
         self.rounds_sampled, self.rounds_taken = state["rounds"], state["taken"]
         self.env.stream.load_state_dict({"epoch": state["epoch"], "position": state["position"]})
 
@@ -213,10 +213,10 @@ class RolloutCollector(CollectorInterface):
         # Older checkpoints lack max_age.
         if tracker_state.get("max_age") != 0:
             raise wrong_script_error("grpo-async.py")
-        # Groups that had started but had not reached the trainer are sampled again. The trainer has received
-        # as many groups as two counters of StalenessTracker say together: a refill brings another round of
-        # groups for the same training round, so it moves the count of one round from "trained" to
-        # "dropped_filter" (uncount_last_round).
+        # The trainer has received "trained" + "dropped_filter" groups. When it asks for a refill,
+        # uncount_last_round moves the groups of the last round from the first counter to the second, so the
+        # sum counts every received group once. Groups that had started but had not reached the trainer are
+        # sampled again.
         used = tracker_state["trained"] + tracker_state["dropped_filter"]
         epoch, position = divmod(used, len(self.env.stream.examples))
         return {

@@ -39,7 +39,7 @@ class Round:
         groups: see :mod:`torchrl_grpo.batch.schema`.
         prompts: texts of P prompts.
         responses: texts of G responses for each prompt.
-        rewards_by_name: rewards by name: P x G dictionaries, group by group.
+        rewards_by_name: rewards and their components by name: P x G dictionaries, group by group.
         errors: reward errors by name: P x G dictionaries, group by group.
         response_tokens: number of response tokens. Refill rounds and the groups discarded from them are
             included; groups dropped as too old are not.
@@ -99,14 +99,15 @@ def build_round(
     Args:
         groups: the groups, in the order of the round.
         prompts: text of each group's prompt.
-        reward_names: rewards that get a place in ``("next", "reward_parts")``, in this order.
+        reward_names: rewards that get a place in ``("next", "reward_parts")``, in this order. Their
+            components are only in :attr:`Round.rewards_by_name`.
         pad_token_id: token that fills the padding.
         seconds: see :class:`Round`.
     """
     shape = len(groups), len(groups[0].scores)
     scores = [one for group in groups for one in group.scores]
     responses = [group.group.responses for group in groups]
-    components = [[one.parts.get(name, math.nan) for name in reward_names] for one in scores]
+    rewards = [[one.parts.get(name, math.nan) for name in reward_names] for one in scores]
     batch = build_batch(
         [group.group.prompt for group in groups],
         [
@@ -114,7 +115,7 @@ def build_round(
             for group in responses
         ],
         torch.tensor([one.total for one in scores]).view(*shape, 1),
-        torch.tensor(components).view(*shape, -1),
+        torch.tensor(rewards).view(*shape, -1),
         torch.tensor([group.group.group_id for group in groups])[:, None].repeat(1, shape[1]),
         [[one.versions for one in group] for group in responses],
         pad_token_id,

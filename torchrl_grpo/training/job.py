@@ -75,7 +75,7 @@ def follow() -> None:
 
 
 def _claim_and_train(cfg: Config, run_dir: Path, asynchronous: bool) -> dict[str, Any]:
-    cfg = preflight.with_proximal(cfg, asynchronous)
+    cfg = preflight.resolve_proximal(cfg, asynchronous)
     # A new run loads its data before it locks its folder, so it leaves no lock if the data cannot be read. A
     # resumed run first compares its configuration with that of the checkpoint.
     problems = data.load(cfg) if cfg.resume is None else None
@@ -145,7 +145,8 @@ def _train(
         # Accelerate takes the GPU of the rank's number, which is not always the plan's.
         torch.cuda.set_device(plan.train_device)
     if resume_from is not None and (summary := report.of_ended_run(run_dir, int(resume_from.name))):
-        # Its figures are those of the whole run; measuring them again would overwrite them.
+        # The run has already ended with this checkpoint. Its summary.json describes the whole run, and going
+        # on from here would only overwrite it.
         ranks.release()
         steps = summary["steps"]
         screen.err().write(f"resumed {run_dir} after step {steps} of {steps}; it has already ended\n")

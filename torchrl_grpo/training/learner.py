@@ -50,7 +50,7 @@ class LearnerSpec:
         cfg: configuration of the run, in which train.total_dialog_turns is set.
         weights: folder or hub name of the weights to begin with.
         resume_from: checkpoint from which adapters are loaded; None for a new run.
-        reward_weights: weights of the rewards, in their order.
+        reward_weights: weights of the K rewards, in the order in which reward.weights lists them.
     """
 
     cfg: Config
@@ -124,7 +124,7 @@ class Learner:
             spec.reward_weights,
             cfg.inference_model.max_new_tokens,
             # With one step per round the proximal policy is the current policy, so its log-probabilities are
-            # not stored. The loss reads this with policy.proximal=trainer only.
+            # not stored. The loss uses this flag only with policy.proximal=trainer.
             has_proximal_log_probs=self.steps_per_round > 1,
         )
         if cfg.train_model.fused_head and cfg.train_model.lora.rank == 0:

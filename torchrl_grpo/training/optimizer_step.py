@@ -266,14 +266,15 @@ class OptimizerStep:
             raise TrainingStopped(
                 f"{self.skipped_in_a_row} optimizer steps in a row were skipped because the loss ({loss}) or "
                 f"the gradient norm ({norm}) is not finite, and train.max_skipped_steps="
-                f"{self.max_skipped_steps}; resume with train_model.autocast=no if it is not set, or start "
-                f"a new run with a lower optimizer.lr={self.optimizer.defaults['lr']}, from the weights of "
-                "an earlier checkpoint with model.name=RUN/checkpoints/STEP/model"
+                f"{self.max_skipped_steps}; resume with train_model.autocast=no (unless it is already no), "
+                f"or start a new run with a lower optimizer.lr={self.optimizer.defaults['lr']}, from the "
+                "weights of an earlier checkpoint with model.name=RUN/checkpoints/STEP/model"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """State of optimizer, schedule, scaler and counters, whatever the number of ranks.
+        """State of optimizer, schedule, scaler and counters.
 
+        Its format does not depend on the number of ranks, so a run with another number of ranks can load it.
         Every rank must call this. Only rank 0's result has the optimizer's moments.
         """
         return {

@@ -167,10 +167,10 @@ class Session:
         return {**metrics, **self.throughput.publication_metrics(time.perf_counter() - started)}
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the held-out accuracy of the weights that the engine holds.
+        """Measure the held-out accuracy of the weights that were published last.
 
         Raises:
-            TrainingStopped: a worker that took part does not hold them.
+            TrainingStopped: a worker that took part does not hold these weights.
         """
         started = time.perf_counter()
         metrics = self.parts.evaluator(self.parts.engine)

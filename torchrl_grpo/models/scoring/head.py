@@ -1,8 +1,8 @@
 """Log-probability and entropy under an output head, without storing the logits of the whole vocabulary.
 
-The vocabulary is processed in blocks that fit in a CPU's cache, with a running log-sum-exp. The backward pass
-recomputes each block. Memory does not depend on the size of the vocabulary, and depends on the number of
-tokens only through the hidden states. A fused kernel for some GPUs is in
+The vocabulary is processed in blocks, with a running log-sum-exp. On a CPU a block fits in the cache. The
+backward pass recomputes each block. Memory does not depend on the size of the vocabulary, and depends on the
+number of tokens only through the hidden states. A fused kernel for some GPUs is in
 :mod:`~torchrl_grpo.models.scoring.fused_head`.
 
 Axes: ``N`` tokens, ``H`` hidden size, ``V`` size of the vocabulary.

@@ -51,7 +51,7 @@ class IFEvalReward:
     """Reward: the fraction of the instructions that the response follows, by strict scoring.
 
     An all-or-nothing reward would almost never reward a small model for a prompt with three instructions.
-    The benchmark's four scores are parts of the reward and are logged.
+    The benchmark's four scores are components of the reward and are logged.
 
     Raises:
         ConfigError: NLTK or langdetect is not installed.

@@ -90,7 +90,12 @@ class Dispatcher:
         self._thread = threading.Thread(target=self._run, name="dispatcher", daemon=True)
 
     def start(self) -> None:
-        """Start the thread and every worker, and block until all workers can be called."""
+        """Start the thread and every worker, and block until all workers can be called.
+
+        Raises:
+            WorkersLost: workers failed too often.
+            UserError: a worker reported an error that the user can fix.
+        """
         ready: Future[None] = self._new_future()
         self._inbox.put(lambda: self._start_all(ready))
         self._thread.start()
@@ -102,8 +107,7 @@ class Dispatcher:
         If the thread has failed, ``function`` runs in the calling thread.
 
         Raises:
-            WorkersLost: workers failed too often.
-            UserError: a worker reported an error at the start that the user can fix.
+            Exception: whatever ``function`` raises.
         """
         future: Future[_T] = self._new_future()
         begun = False
@@ -131,12 +135,15 @@ class Dispatcher:
             is_refill: whether the round completes the previous one.
 
         Raises:
-            UserError: a worker failed, see :meth:`run_in_thread`.
+            WorkersLost: workers or reference processes failed too often.
+            UserError: the dispatcher's thread has ended with another error, for example because a problem is
+                too long.
         """
         if is_refill:
             # Stop counting the last round as trained: the next round completes it. run_in_thread does this
             # even if the dispatcher's thread has failed, so that a checkpoint saved afterwards has the right
-            # counts. In _request_round, a failed thread would never do it.
+            # counts. If this were done in _request_round instead, it would never happen after the thread has
+            # failed.
             self.run_in_thread(self.scheduler.tracker.uncount_last_round)
         future: Future[list[ScoredGroup]] = self._new_future()
         self._inbox.put(lambda: self._request_round(future))

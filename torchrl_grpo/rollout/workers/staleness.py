@@ -32,6 +32,10 @@ from typing import Any
 
 from torchrl_grpo.errors import CheckpointError
 
+# Key of the StalenessTracker's state in the checkpoints of AsyncCollector. It cannot be renamed, because
+# stored checkpoints have it.
+TRACKER_KEY = "ledger"
+
 
 def wrong_script_error(script: str) -> CheckpointError:
     """Return the error for a checkpoint that only ``script`` can continue."""
