@@ -19,7 +19,7 @@ from torchrl_grpo import data, rewards
 from torchrl_grpo.batch.micro_batches import TokenBudget
 from torchrl_grpo.batch.schema import build_batch
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import AnswerFormat, Autocast, Dataset, Dtype
+from torchrl_grpo.config.values import AnswerFormat, Autocast, Dtype
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.inference.protocol import Completion
 from torchrl_grpo.models import loading
@@ -47,7 +47,7 @@ def config(workload: Workload) -> Config:
     """The run's configuration; what the workload does not name has its default."""
     cfg = Config()
     cfg.model.name = workload.model
-    cfg.env.dataset = Dataset("jsonl")
+    cfg.env.dataset = "jsonl"
     # The prompt as it is given: any other format appends a request for tags.
     cfg.env.answer_format = AnswerFormat("plain")
     cfg.env.num_envs, cfg.env.repeats = workload.prompts, workload.samples

@@ -146,9 +146,9 @@ def test_tables_of_the_checks_agree_with_the_code_they_speak_for() -> None:
     from torchrl_grpo.data.load import DATASETS
     from torchrl_grpo.rewards.registry import REWARD_BUILDERS
 
-    assert set(values.Dataset) == set(DATASETS)
+    assert set(values.DATASETS) == set(DATASETS)
     assert set(values.REWARD_DATASETS) == set(REWARD_BUILDERS)
-    for dataset in values.Dataset:
+    for dataset in values.DATASETS:
         for reward, reads in values.REWARD_DATASETS.items():
             cfg = Config()
             cfg.env.dataset, cfg.reward.weights = dataset, {reward: 1.0}

@@ -13,7 +13,6 @@ import pytest
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
-from torchrl_grpo.config.values import Dataset
 from torchrl_grpo.data import Example, codec, load, problems, prompts, sources
 from torchrl_grpo.data.latex import last_boxed
 from torchrl_grpo.data.problems import question_key
@@ -37,7 +36,7 @@ def gsm8k_rows(count: int, start: int = 0) -> list[dict[str, str]]:
 
 
 def config(dataset: str = "gsm8k", num_problems: int = 5, **env: Any) -> Config:
-    cfg = Config(env=EnvConfig(dataset=Dataset(dataset), **env))
+    cfg = Config(env=EnvConfig(dataset=dataset, **env))
     cfg.eval.num_problems = num_problems
     return cfg
 
@@ -217,7 +216,7 @@ def test_nothing_left_to_train_on(tmp_path: Path) -> None:
 
 def test_an_unknown_dataset_lists_the_known_ones() -> None:
     cfg = config()
-    cfg.env.dataset = "gsm9k"  # type: ignore[assignment]
+    cfg.env.dataset = "gsm9k"
     with pytest.raises(ConfigError, match="gsm8k, ifeval, jsonl, math, reasoning_gym"):
         load(cfg)
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import Dataset
 from torchrl_grpo.data.ifeval import load
 from torchrl_grpo.data.problems import question_key
 from torchrl_grpo.errors import DataError, UserError
@@ -32,7 +31,7 @@ def _config(folder: Path, rows: list[dict[str, Any]], **env: Any) -> Config:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     cfg = Config()
-    cfg.env.dataset = Dataset("ifeval")
+    cfg.env.dataset = "ifeval"
     cfg.env.data_path = str(path)
     cfg.env.task_size = 30
     cfg.eval.num_problems = 4

@@ -136,7 +136,7 @@ def test_stream_refuses_no_data_and_a_position_outside_it() -> None:
 
 
 def test_render_is_the_template_and_nothing_else(tokenizer: PreTrainedTokenizerFast) -> None:
-    text, ids = render(tokenizer, [{"role": "user", "content": "Hi"}])
+    text, ids = render(tokenizer, Example("x", [{"role": "user", "content": "Hi"}]))
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(ids) == text
     reference = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
@@ -145,24 +145,26 @@ def test_render_is_the_template_and_nothing_else(tokenizer: PreTrainedTokenizerF
 
 def test_render_takes_a_template_and_needs_one(tokenizer: PreTrainedTokenizerFast) -> None:
     assert (
-        render(tokenizer, [{"role": "user", "content": "Hi"}], "Q: {{ messages[0]['content'] }}")[0]
+        render(
+            tokenizer, Example("x", [{"role": "user", "content": "Hi"}]), "Q: {{ messages[0]['content'] }}"
+        )[0]
         == "Q: Hi"
     )
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>")
     with pytest.raises(ModelError, match=r"model\.chat_template"):
-        render(bare, [{"role": "user", "content": "Hi"}])
+        render(bare, Example("x", [{"role": "user", "content": "Hi"}]))
 
 
 def test_template_that_refuses_a_role_is_a_clear_error(tokenizer: PreTrainedTokenizerFast) -> None:
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('System role: no') }}{% endif %}"
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     with pytest.raises(ModelError, match=r"roles system, user: System role.*env.system_prompt=null"):
-        render(tokenizer, messages, template)
+        render(tokenizer, Example("x", messages), template)
 
 
 def test_too_long_a_prompt_is_refused_at_once(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [example(0), example(1, "x" * 50)]
-    length = len(render(tokenizer, rows[1].messages)[1])
+    length = len(render(tokenizer, rows[1])[1])
     check_lengths(tokenizer, rows, length)
     with pytest.raises(DataError) as caught:
         GroupTextEnv(

@@ -11,7 +11,7 @@ from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import Dataset, OverlongPrompts
+from torchrl_grpo.config.values import OverlongPrompts
 from torchrl_grpo.data import Example, Problems, prompts
 from torchrl_grpo.envs import lengths, render
 from torchrl_grpo.errors import DataError
@@ -24,7 +24,7 @@ def tokenizer(tiny_model_dir: Path) -> PreTrainedTokenizerBase:
 
 def settings(how: str, bound: int, **env: str) -> Config:
     cfg = Config()
-    cfg.env.overlong_prompts, cfg.env.dataset = OverlongPrompts(how), Dataset("jsonl")
+    cfg.env.overlong_prompts, cfg.env.dataset = OverlongPrompts(how), "jsonl"
     for name, value in env.items():
         setattr(cfg.env, name, value)
     cfg.inference_model.max_new_tokens, cfg.inference_model.max_model_len = 10, bound + 10
@@ -42,7 +42,7 @@ def problems(cfg: Config, train: Sequence[str], held_out: Sequence[str]) -> Prob
 
 
 def tokens(tokenizer: PreTrainedTokenizerBase, cfg: Config, question: str) -> int:
-    return len(render(tokenizer, prompts.messages(cfg.env, "jsonl", question))[1])
+    return len(render(tokenizer, Example("x", prompts.messages(cfg.env, "jsonl", question)))[1])
 
 
 LONG = " ".join(f"word{n}" for n in range(60))
@@ -81,8 +81,8 @@ def test_only_the_question_is_cut(tokenizer: PreTrainedTokenizerBase, how: str) 
     assert note is not None and "1 of 2 training problems and 1 of 1 held-out ones are cut" in note
     assert found.train[0] == given.train[0]
     for one in (found.train[1], found.held_out[0]):
-        text, ids = render(tokenizer, one.messages)
-        whole = render(tokenizer, given.train[1].messages)[0]
+        text, ids = render(tokenizer, one)
+        whole = render(tokenizer, given.train[1])[0]
         assert bound - 10 <= len(ids) <= bound, "cut no further than it has to be"
         start, end = whole.split(LONG)
         assert text.startswith(start) and text.endswith(end), (
@@ -120,7 +120,7 @@ def test_generated_problems_are_cut_when_they_are_drawn(tokenizer: PreTrainedTok
     lazy = dataclasses.replace(given, train=tuple(given.train))
     found, note = lengths.handle_overlong_prompts(lazy, tokenizer, cfg)
     assert note is None and len(found.train) == 2 and found.train[0] == given.train[0]
-    assert len(render(tokenizer, found.train[1].messages)[1]) <= tokens(tokenizer, cfg, LONG) - 20
+    assert len(render(tokenizer, found.train[1])[1]) <= tokens(tokenizer, cfg, LONG) - 20
     assert found.train[:2] == [found.train[0], found.train[1]]
     # Nobody knows how many they will be.
     held_out = problems(cfg, [], ["one", LONG]).held_out

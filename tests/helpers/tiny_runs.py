@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import AnswerFormat, Autocast, Backend, Dataset, Dtype
+from torchrl_grpo.config.values import AnswerFormat, Autocast, Backend, Dtype
 from torchrl_grpo.observe import report
 from torchrl_grpo.rewards.text import BareNumberReward
 from torchrl_grpo.tools.verify_resume import read, unmeasured
@@ -37,7 +37,7 @@ def config(
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = Config()
-    cfg.env.dataset, cfg.env.answer_format = Dataset.jsonl, AnswerFormat.plain
+    cfg.env.dataset, cfg.env.answer_format = "jsonl", AnswerFormat.plain
     cfg.env.data_path = str(data)
     cfg.env.num_envs = cfg.env.repeats = 4
     cfg.model.name = str(tiny_model_dir)

@@ -46,9 +46,9 @@ def test_an_aborted_greedy_response_continues_as_if_it_had_not_been(family: str)
                 rest.finish_reason,
             )
     for number, (completion,) in enumerate(whole):
-        assert found[number, 0].token_ids == completion.token_ids
-        assert found[number, 0].log_probs == pytest.approx(completion.log_probs, abs=2e-5)
-        assert found[number, 0].finish_reason == completion.finish_reason
+        assert found["generate", number, 0].token_ids == completion.token_ids
+        assert found["generate", number, 0].log_probs == pytest.approx(completion.log_probs, abs=2e-5)
+        assert found["generate", number, 0].finish_reason == completion.finish_reason
 
 
 def test_a_response_that_has_ended_does_not_run_past_the_positions_of_the_model() -> None:

@@ -15,7 +15,6 @@ import pytest
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import validate
-from torchrl_grpo.config.values import Dataset
 from torchrl_grpo.data import Example, load
 from torchrl_grpo.errors import ConfigError, UserError
 from torchrl_grpo.rewards import build_grader, build_reward_set, check_weights
@@ -165,7 +164,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config(function: str, arguments: dict[str, Any] | None = None, place: str = "mine.py") -> Config:
     cfg = Config()
-    cfg.env.dataset, cfg.env.data_path = Dataset("jsonl"), "rows.jsonl"
+    cfg.env.dataset, cfg.env.data_path = "jsonl", "rows.jsonl"
     cfg.reward.functions = {"own": f"{place}:{function}"}
     cfg.reward.args = {"own": arguments} if arguments else {}
     cfg.reward.timeout_s = 2.0
@@ -416,7 +415,7 @@ def test_keys_that_do_not_fit_are_told_before_anything_is_loaded(
 def test_a_weight_for_no_function_lists_the_user_s_too() -> None:
     cfg = config("length")
     cfg.reward.weights = {"owm": 1.0}
-    with pytest.raises(UserError, match=r"reward.weights.owm=1.0.*exact_match, own"):
+    with pytest.raises(UserError, match=r"reward.weights.owm=1.0.*exact_match, environment, own"):
         validate(cfg)
 
 

@@ -21,13 +21,13 @@ import pytest
 from torchrl_grpo import rewards
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig, RewardConfig
-from torchrl_grpo.config.values import AnswerFormat, Dataset
+from torchrl_grpo.config.values import AnswerFormat
 from torchrl_grpo.data import Example, load
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards import RewardSet, extract, numbers
 from torchrl_grpo.rewards.format import FormatReward
 from torchrl_grpo.rewards.gsm8k import Gsm8kReward, grade_answer
-from torchrl_grpo.rewards.math_verify import MathVerifyReward
+from torchrl_grpo.rewards.sandbox.math_verify import MathVerifyReward
 from torchrl_grpo.rewards.reasoning_gym import ReasoningGymReward
 from torchrl_grpo.rewards.sandbox.pool import JobError, JobFailed, JobTimeout, WorkerPool
 from torchrl_grpo.rewards.text import BareNumberReward, ExactMatchReward
@@ -626,7 +626,7 @@ def test_rewards_that_cancel_add_up_to_zero() -> None:
         (RuntimeError("broken"), "RuntimeError: broken"),
         (math.nan, "not a finite number"),
         (math.inf, "not a finite number"),
-        ({"x": 1.0}, "need a 'score'"),
+        ({"x": 1.0}, "needs a 'score'"),
         ("text", "could not convert"),
         (None, "NoneType"),
     ],
@@ -667,7 +667,7 @@ def test_lengths_must_agree() -> None:
 
 
 def config(dataset: str = "gsm8k", weights: dict[str, float] | None = None, **env: Any) -> Config:
-    return Config(env=EnvConfig(dataset=Dataset(dataset), **env), reward=RewardConfig(weights=weights or {}))
+    return Config(env=EnvConfig(dataset=dataset, **env), reward=RewardConfig(weights=weights or {}))
 
 
 def test_every_dataset_has_default_weights_that_pass_the_check() -> None:

@@ -55,8 +55,7 @@ def make_dispatcher(pool: Pool, timeout_s: float = 60.0) -> Dispatcher:
     scheduler = Scheduler(
         StalenessTracker(1, 0, 5),
         1,
-        2,
-        lambda number: ([1], number),
+        lambda number: Group(number, [1], number, [Response(), Response()]),
         wait_for_running=False,
         return_interrupted=False,
     )

@@ -49,6 +49,10 @@ class Outcome:
     mixed: int = 0
 
 
+def new_group(number: int) -> Group:
+    return Group(number, [number], number, [Response(), Response()])
+
+
 class Simulation:
     """Workers, trainer and their delays; every event has a time drawn at random."""
 
@@ -61,8 +65,7 @@ class Simulation:
         self.scheduler = Scheduler(
             self.tracker,
             plan.workers,
-            2,
-            lambda number: ([number], number),
+            new_group,
             wait_for_running=plan.drain,
             return_interrupted=plan.return_interrupted,
         )
@@ -270,7 +273,7 @@ def test_cut_responses_go_on_with_the_tokens_they_have_on_any_worker() -> None:
 
 def scheduler_of(**changes: bool) -> Scheduler:
     options = {"wait_for_running": True, "return_interrupted": False, **changes}
-    scheduler = Scheduler(StalenessTracker(2, 1, 5), 1, 2, lambda number: ([number], number), **options)
+    scheduler = Scheduler(StalenessTracker(2, 1, 5), 1, new_group, **options)
     scheduler.on_worker_started(0)
     scheduler.publish(PublishedWeights(0, 0, "first"))
     call = scheduler.next_call(0)

@@ -9,6 +9,7 @@ key                            shape           dtype    meaning
 ("masks", "prompt")            [P, L]          bool     True on real tokens
 ("tokens", "response")         [P, G, T]       int64    response with its end token, padded on the right
 ("masks", "response")          [P, G, T]       bool     True on real tokens
+("masks", "sampled")           [P, G, T]       bool     True on tokens that the model sampled
 ("log_probs", "response")      [P, G, T]       float32  of the engine, at the sampling temperature
 ("log_probs", "reference")     [P, G, T]       float32  of the reference model; only if a KL needs it
 ("log_probs", "proximal")      [P, G, T]       float32  of the trainer; only with policy.proximal=trainer
@@ -42,6 +43,7 @@ PROMPT_KEYS = (("tokens", "prompt"), ("masks", "prompt"))
 _RIGHT_PADDED = (
     ("tokens", "response"),
     ("masks", "response"),
+    ("masks", "sampled"),
     ("log_probs", "response"),
     ("log_probs", "reference"),
     ("log_probs", "proximal"),
@@ -74,7 +76,10 @@ def build_batch(
     flat = [completion for group in completions for completion in group]
     log_probs, response_mask = pad_right([c.log_probs for c in flat], 0.0, torch.float32)
     by_token, oldest, newest = _versions(versions, response_mask)
-    return TensorDict(
+    sampled, _ = pad_right(
+        [[True] * len(c.token_ids) if c.sampled is None else c.sampled for c in flat], False, torch.bool
+    )
+    batch = TensorDict(
         {
             **tokens_of(prompts, [[c.token_ids for c in group] for group in completions], pad_token_id),
             "log_probs": TensorDict({"response": log_probs.view(P, G, -1)}, [P]),
@@ -87,6 +92,16 @@ def build_batch(
         },
         batch_size=[P],
     )
+    return batch.set(("masks", "sampled"), sampled.view(P, G, -1))
+
+
+def sampled_mask(batch: TensorDictBase) -> Tensor:
+    """Return ``[P, G, T]`` bool, True on tokens that the model sampled.
+
+    Batches of older checkpoints have no ``("masks", "sampled")``: there, all response tokens were sampled.
+    """
+    mask: Tensor = batch.get(("masks", "sampled"), batch["masks", "response"])
+    return mask
 
 
 def tokens_of(

@@ -8,6 +8,7 @@ ConfigError that names the key, its value and a fix.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib.util
 import math
 from collections.abc import Iterator
@@ -18,20 +19,30 @@ from typing import TYPE_CHECKING, Any
 from torchrl_grpo.config.checks_engine import check_engine_args
 from torchrl_grpo.config.checks_lora import check_lora
 from torchrl_grpo.config.checks_policy import check_policy
-from torchrl_grpo.config.derived import optim_batch_size
+from torchrl_grpo.config.derived import has_episodes, optim_batch_size
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.values import (
     ABOVE_ZERO,
     AT_LEAST,
     AT_MOST,
+    DATASETS,
+    ENVIRONMENTS,
     REWARD_DATASETS,
+    TOOLS,
     VLLM_LEAST_TEMPERATURE,
     ZERO_STAGES,
+    dataset_kind,
 )
 from torchrl_grpo.runtime import user_code
 
 if TYPE_CHECKING:
-    from torchrl_grpo.config.schema import Config, InferenceModelConfig, RefModelConfig, TrainModelConfig
+    from torchrl_grpo.config.schema import (
+        Config,
+        EnvConfig,
+        InferenceModelConfig,
+        RefModelConfig,
+        TrainModelConfig,
+    )
 
 # Limit of W&B.
 _TAG_LENGTH = 64
@@ -50,6 +61,7 @@ def validate(cfg: Config) -> None:
     _check_each(cfg)
     _check_devices(cfg)
     _check_task(cfg)
+    _check_episodes(cfg)
     _check_rewards(cfg)
     _check_length(cfg)
     _check_batches(cfg)
@@ -178,8 +190,56 @@ def _check_devices(cfg: Config) -> None:
             raise bad_value(f"{name}.devices", devices, wrong, f"{name}.num_devices={len(devices)}")
 
 
+def _check_dataset(env: EnvConfig) -> None:
+    if env.dataset in DATASETS or user_code.parse(env.dataset) is not None:
+        return
+    close = difflib.get_close_matches(env.dataset, DATASETS, n=1)
+    good = f"env.dataset={close[0]}" if close else "env.dataset=jsonl, or FILE.py:FUNCTION of your own,"
+    wrong = f"must be one of {', '.join(DATASETS)}, or name a function of your own"
+    raise bad_value("env.dataset", env.dataset, wrong, good)
+
+
+def _check_episodes(cfg: Config) -> None:
+    env = cfg.env
+    named = [("env.environment", env.environment, ENVIRONMENTS, "CLASS")]
+    named += [("env.tools", tool, TOOLS, "FUNCTION") for tool in env.tools]
+    for key, name, built_in, kind in named:
+        if name is None or name in built_in or user_code.parse(name) is not None:
+            continue
+        close = difflib.get_close_matches(name, built_in, n=1)
+        wrong = f"{show(name)} is none of {', '.join(built_in)}, and names no {kind.lower()} of your own"
+        value = env.tools if key == "env.tools" else name
+        good = close[0] if close else f"FILE.py:{kind}"
+        raise bad_value(key, value, wrong, f"{key}=[{good}]" if key == "env.tools" else f"{key}={good}")
+    if len(set(env.tools)) != len(env.tools):
+        once = list(dict.fromkeys(env.tools))
+        raise bad_value("env.tools", env.tools, "names a tool twice", f"env.tools={show(once)}")
+    if env.environment_args and env.environment is None:
+        wrong = "there is no environment that takes them"
+        raise bad_value(
+            "env.environment_args", env.environment_args, wrong, "env.environment=FILE.py:CLASS too,"
+        )
+    if not has_episodes(cfg):
+        return
+    key = "env.environment" if env.environment is not None else "env.tools"
+    value = env.environment if env.environment is not None else env.tools
+    if env.dataset == "reasoning_gym":
+        wrong = "its problems are generated when they are drawn, and an episode's prompt is made before"
+        raise bad_value(
+            "env.dataset", env.dataset, wrong, "another data set, or null and [] for environment and tools,"
+        )
+    if cfg.collector.partial_rollout:
+        wrong = f"an episode stays with the worker that has its environment, and {key}={show(value)} is set"
+        raise bad_value("collector.partial_rollout", True, wrong, "collector.partial_rollout=false")
+    if env.overlong_prompts in ("truncate_left", "truncate_right", "truncate_middle"):
+        wrong = f"cutting a question would change the problem of {key}={show(value)}"
+        raise bad_value("env.overlong_prompts", env.overlong_prompts, wrong, "env.overlong_prompts=drop")
+
+
 def _check_task(cfg: Config) -> None:
     env = cfg.env
+    _check_dataset(env)
+    own = user_code.parse(env.dataset) is not None
     generated = env.dataset == "reasoning_gym"
     if generated and env.task is None:
         wrong = "dataset reasoning_gym needs the name of a task"
@@ -188,15 +248,15 @@ def _check_task(cfg: Config) -> None:
         wrong = f"dataset {env.dataset} has no tasks, only reasoning_gym has"
         whole = f"env={env.dataset} (the whole group), env.task=null or env.dataset=reasoning_gym"
         raise bad_value("env.task", env.task, wrong, whole)
-    if not generated and env.task_args:
+    if not generated and not own and env.task_args:
         wrong = f"dataset {env.dataset} has no tasks, only reasoning_gym has"
         whole = f"env={env.dataset} (the whole group) or env.dataset=reasoning_gym"
         raise bad_value("env.task_args", env.task_args, wrong, whole)
     for key, path in (("env.data_path", env.data_path), ("env.eval_data_path", env.eval_data_path)):
         if path is None:
             continue
-        if generated:
-            raise bad_value(key, path, "dataset reasoning_gym is generated and reads no file", f"{key}=null")
+        if generated or own:
+            raise bad_value(key, path, f"dataset {env.dataset} reads no file", f"{key}=null")
         if not path.strip() or not Path(path).exists():
             wrong = f"there is no such file or folder below {Path.cwd()}"
             if Path(path).is_absolute():
@@ -204,13 +264,13 @@ def _check_task(cfg: Config) -> None:
             raise bad_value(key, path, wrong, f"{key}=<a path that exists>")
     _check_jsonl(cfg)
     for key, hub in (("env.hub_name", env.hub_name), ("env.hub_subset", env.hub_subset)):
-        if generated and hub is not None:
-            raise bad_value(key, hub, "dataset reasoning_gym is generated and reads no hub", f"{key}=null")
+        if (generated or own) and hub is not None:
+            raise bad_value(key, hub, f"dataset {env.dataset} reads no hub", f"{key}=null")
     for key, split in (("env.train_split", env.train_split), ("env.eval_split", env.eval_split)):
         if split is None:
             continue
-        if generated:
-            raise bad_value(key, split, "dataset reasoning_gym is generated and has no splits", f"{key}=null")
+        if generated or own:
+            raise bad_value(key, split, f"dataset {env.dataset} has no splits of a file", f"{key}=null")
         if not split.strip():
             raise bad_value(key, "''", "must not be empty", f"{key}=NAME or {key}=null")
     if env.train_split is not None and env.dataset == "ifeval":
@@ -232,17 +292,19 @@ def _check_task(cfg: Config) -> None:
 def _check_jsonl(cfg: Config) -> None:
     env = cfg.env
     good = "env.fields={question:COLUMN,answer:COLUMN}"
-    if env.dataset != "jsonl":
+    if dataset_kind(env.dataset) != "jsonl":
         if env.fields:
             wrong = f"dataset {env.dataset} has columns of its own, only jsonl reads this"
             raise bad_value("env.fields", env.fields, wrong, "env=jsonl env.data_path=FILE.jsonl")
         return
-    if env.data_path is None and env.hub_name is None:
+    if env.dataset == "jsonl" and env.data_path is None and env.hub_name is None:
         wrong = "dataset jsonl needs a file to read"
         raise bad_value("env.data_path", env.data_path, wrong, "env.data_path=FILE.jsonl")
-    if env.fields and (set(env.fields) != {"question", "answer"} or not all(env.fields.values())):
-        wrong = "must name the columns of question and answer, both and nothing else"
+    if not set(env.fields) <= {"question", "messages", "answer"} or not all(env.fields.values()):
+        wrong = "must name the column of question or of messages, and that of answer if there is one"
         raise bad_value("env.fields", env.fields, wrong, good)
+    if {"question", "messages"} <= set(env.fields):
+        raise bad_value("env.fields", env.fields, "a prompt is made of question or of messages", good)
 
 
 def _check_rewards(cfg: Config) -> None:
@@ -262,9 +324,17 @@ def _check_rewards(cfg: Config) -> None:
     if grader is not None and grader not in known:
         wrong = f"there is no reward of this name, only {', '.join(known)}"
         raise bad_value("eval.reward", grader, wrong, "one of these, or null,")
-    if grader is not None and grader not in functions and cfg.env.dataset not in REWARD_DATASETS[grader]:
+    kind = dataset_kind(cfg.env.dataset)
+    if grader is not None and grader not in functions and kind not in REWARD_DATASETS[grader]:
         wrong = f"this reward cannot judge env.dataset={cfg.env.dataset}"
         raise bad_value("eval.reward", grader, wrong, "null, or a reward that can,")
+    if cfg.env.environment is None:
+        wrong = "there is no environment that gives this reward"
+        good = "env.environment=FILE.py:CLASS too,"
+        if grader == "environment" and grader not in functions:
+            raise bad_value("eval.reward", grader, wrong, good)
+        if "environment" in weights and "environment" not in functions:
+            raise bad_value("reward.weights.environment", weights["environment"], wrong, good)
     for name, weight in weights.items():
         if name in functions:
             continue
@@ -273,8 +343,8 @@ def _check_rewards(cfg: Config) -> None:
             raise bad_value(
                 f"reward.weights.{name}", weight, wrong, "e.g. reward.weights={gsm8k: 1.0, format: 0.2}"
             )
-        if cfg.env.dataset not in REWARD_DATASETS[name]:
-            able = [other for other, reads in REWARD_DATASETS.items() if cfg.env.dataset in reads]
+        if kind not in REWARD_DATASETS[name]:
+            able = [other for other, reads in REWARD_DATASETS.items() if kind in reads]
             wrong = f"this reward cannot judge env.dataset={cfg.env.dataset}"
             raise bad_value(f"reward.weights.{name}", weight, wrong, f"a weight for one of {', '.join(able)}")
     if weights and not any(weights.values()):

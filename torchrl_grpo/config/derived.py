@@ -86,6 +86,11 @@ def needs_reference(policy: PolicyConfig) -> bool:
     return initial_kl_coef(policy) != 0 or policy.kl_target is not None
 
 
+def has_episodes(cfg: Config) -> bool:
+    """Return whether a response is an episode of several turns: with an environment, or with tools."""
+    return cfg.env.environment is not None or bool(cfg.env.tools)
+
+
 def num_devices(section: TrainModelConfig | RefModelConfig | InferenceModelConfig) -> int:
     """Return the number of devices that a section requests; one for ``num_devices=auto`` without a list."""
     if isinstance(section.num_devices, int):

@@ -19,7 +19,6 @@ from torchrl_grpo.config.schema_learning import (
 )
 from torchrl_grpo.config.values import (
     AnswerFormat,
-    Dataset,
     LRSchedule,
     OverlongPrompts,
     Placement,
@@ -50,12 +49,16 @@ __all__ = [
 class EnvConfig:
     """The problems and how many of them a collection round takes."""
 
-    dataset: Dataset = key(
-        Dataset.gsm8k,
-        "Source of the problems: gsm8k, math, ifeval, reasoning_gym or jsonl.",
+    dataset: str = key(
+        "gsm8k",
+        "Source of the problems: gsm8k, math, ifeval, reasoning_gym, jsonl, or a function of your own, "
+        "FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION.",
     )
     task: str | None = key(None, "The reasoning_gym task, e.g. chain_sum; null for every other dataset.")
-    task_args: dict[str, Any] = key({}, "Arguments of the reasoning_gym task, e.g. {max_terms: 3}.")
+    task_args: dict[str, Any] = key(
+        {},
+        "Arguments of the reasoning_gym task, e.g. {max_terms: 3}, or of your own function in dataset.",
+    )
     task_size: int = key(
         10_000,
         "Number of problems to generate for training, for reasoning_gym and for composed IFEval prompts.",
@@ -83,7 +86,32 @@ class EnvConfig:
         "Split of the held-out problems. null takes a test or validation split, or part of the training "
         "split if there is none. If it names the training split, part of that split is held out.",
     )
-    fields: dict[str, str] = key({}, "Columns of a jsonl dataset, e.g. {question: prompt, answer: solution}.")
+    fields: dict[str, str] = key(
+        {},
+        "Columns of a jsonl dataset or of your own: question or messages, and answer. Each is a column, a "
+        "path into one, e.g. {question: item.text}, or a Jinja template, e.g. "
+        "{question: '{{ title }}: {{ text }}'}.",
+    )
+    environment: str | None = key(
+        None,
+        "Environment in which a response is an episode of several turns: guess, countdown, or a class of "
+        "your own, FILE.py:CLASS or PACKAGE.MODULE:CLASS. null is one turn, unless there are tools.",
+    )
+    environment_args: dict[str, Any] = key({}, "Arguments of the environment.")
+    tools: list[str] = key(
+        [],
+        "Tools that the model may call in a response: calculator, python, or functions of your own, e.g. "
+        "[calculator, my_tools.py:search].",
+    )
+    max_turns: int = key(
+        8, "With an environment or tools: largest number of the model's turns in a response."
+    )
+    tool_timeout_s: float = key(
+        10.0,
+        "Seconds that one call of a tool or of an environment of your own may take before its process is "
+        "stopped.",
+    )
+    max_tool_characters: int = key(2_000, "Longest result of a tool, in characters. The rest is cut off.")
     num_envs: int = key(8, "Prompts in one collection round.")
     repeats: int = key(
         8,

@@ -6,7 +6,6 @@ from enum import StrEnum
 
 # The choices of a key. omegaconf reads and prints an enum member by its name, so users write names, and each
 # name equals its value. The functional form avoids writing each name twice.
-Dataset = StrEnum("Dataset", ["gsm8k", "math", "ifeval", "reasoning_gym", "jsonl"])
 AnswerFormat = StrEnum("AnswerFormat", ["tags", "plain", "equation"])
 OverlongPrompts = StrEnum(
     "OverlongPrompts", ["error", "drop", "truncate_left", "truncate_right", "truncate_middle"]
@@ -44,18 +43,31 @@ SURROGATE_OPTIONS: dict[str, dict[str, float]] = {
 # Values of train_model.parallelism that use DeepSpeed -> its ZeRO stage.
 ZERO_STAGES = {"deepspeed_zero2": 2, "deepspeed_zero3": 3}
 
+# The built-in data sets. env.dataset may also name a function of the user.
+DATASETS = ("gsm8k", "math", "ifeval", "reasoning_gym", "jsonl")
+# The built-in environments and tools. Tests compare these tables with envs/episodes.
+ENVIRONMENTS = ("guess", "countdown")
+TOOLS = ("calculator", "python")
+
 # Reward -> the datasets whose ground truths it can read. A test compares this table with rewards/registry.py.
 _ANSWERS = ("gsm8k", "math", "jsonl")
 REWARD_DATASETS: dict[str, tuple[str, ...]] = {
     "gsm8k": _ANSWERS,
-    "format": tuple(Dataset),
+    "format": DATASETS,
     "math_verify": _ANSWERS,
     "reasoning_gym": ("reasoning_gym",),
-    "bare_number": tuple(Dataset),
+    "bare_number": DATASETS,
     "closeness": (*_ANSWERS, "reasoning_gym"),
     "ifeval": ("ifeval",),
     "exact_match": _ANSWERS,
+    "environment": DATASETS,
 }
+
+
+def dataset_kind(dataset: str) -> str:
+    """Return the built-in data set whose rewards and prompts a data set has: jsonl for one of the user."""
+    return "jsonl" if ":" in dataset else dataset
+
 
 # Key -> the smallest valid value, and a value to suggest.
 AT_LEAST: dict[str, tuple[float, str]] = {
@@ -63,6 +75,8 @@ AT_LEAST: dict[str, tuple[float, str]] = {
     "env.task_size": (1, "10000"),
     "env.num_envs": (1, "8"),
     "env.repeats": (2, "8"),
+    "env.max_turns": (1, "8"),
+    "env.max_tool_characters": (1, "2000"),
     "reward.workers": (1, "1"),
     "policy.advantage_eps": (0, "1e-4"),
     "policy.aggregation_length": (1, "null"),
@@ -106,6 +120,7 @@ AT_LEAST: dict[str, tuple[float, str]] = {
 
 # Key whose value must be above 0 -> a value to suggest.
 ABOVE_ZERO: dict[str, str] = {
+    "env.tool_timeout_s": "10.0",
     "reward.timeout_s": "5.0",
     "collector.timeout_s": "600.0",
     "policy.clip_epsilon": "0.2",

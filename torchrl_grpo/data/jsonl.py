@@ -1,21 +1,21 @@
-"""Any file of questions and answers. ``env.fields`` names their columns."""
+"""Any file of questions, with or without answers. ``env.fields`` names their columns."""
 
 from __future__ import annotations
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
-from torchrl_grpo.data import columns, problems, prompts, sources
+from torchrl_grpo.data import columns, fields, problems, prompts, sources
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.errors import ConfigError, DataError
 
-_DEFAULT_FIELDS = {"question": "question", "answer": "answer"}
+_FIELDS = ("question", "messages", "answer")
 
 
 def load(cfg: Config) -> problems.Problems:
     """Load the rows of ``env.data_path`` or ``env.hub_name``; see :func:`torchrl_grpo.data.load`.
 
     Raises:
-        ConfigError: neither is set, or ``env.fields`` has a key other than ``question`` and ``answer``.
+        ConfigError: neither is set, or ``env.fields`` has another key than :func:`field_names` knows.
     """
     if cfg.env.data_path is None and cfg.env.hub_name is None:
         raise ConfigError("env.dataset=jsonl needs a file: set env.data_path=FILE.jsonl (or env.hub_name)")
@@ -24,28 +24,58 @@ def load(cfg: Config) -> problems.Problems:
 
 
 def field_names(env: EnvConfig) -> dict[str, str]:
-    """Return the column names: ``{"question": COLUMN, "answer": COLUMN}``.
+    """Return the fields of a row: ``question`` or ``messages``, and ``answer`` unless there may be none.
 
     Raises:
-        ConfigError: ``env.fields`` has a key other than ``question`` and ``answer``.
+        ConfigError: ``env.fields`` has another key, or both ``question`` and ``messages``.
     """
-    unknown = sorted(set(env.fields) - set(_DEFAULT_FIELDS))
+    unknown = sorted(set(env.fields) - set(_FIELDS))
     if unknown:
         raise ConfigError(
             f"env.fields has unknown key(s) {', '.join(map(repr, unknown))}; write "
             "env.fields={question: COLUMN, answer: COLUMN}"
         )
-    return _DEFAULT_FIELDS | env.fields
+    if {"question", "messages"} <= set(env.fields):
+        raise ConfigError("env.fields has question and messages; a prompt is made of one of them: remove one")
+    prompt = {} if "messages" in env.fields else {"question": "question"}
+    return prompt | env.fields
 
 
 def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
-    """Convert a row to an example; ``truth`` is ``{"answer": text}``.
+    """Convert a row to an example; ``truth`` is ``{"answer": text}``, or empty.
+
+    Without ``env.fields.answer``, the column ``answer`` is read if there is one. ``env.fields.messages``
+    names a list of chat messages, which is the prompt as it is.
 
     Raises:
         ConfigError: ``env.fields`` has unknown keys.
-        DataError: a column is missing, the question is not text, or the answer is neither text nor a number.
+        DataError: a column is missing, the question is not text, the messages are none, or the answer is
+            neither text nor a number.
     """
     names = field_names(env)
-    question = columns.text(row, names["question"], "jsonl")
-    answer = columns.answer(row, names["answer"], "jsonl")
-    return Example(id, prompts.messages(env, "jsonl", question), {"answer": answer})
+    truth = {}
+    if "answer" in names or "answer" in row.values:
+        column = names.get("answer", "answer")
+        truth["answer"] = columns.answer(fields.resolve(row, column, "env.fields.answer"), column, "jsonl")
+    if "messages" in names:
+        column = names["messages"]
+        found = fields.resolve(row, column, "env.fields.messages").values.get(column)
+        return Example(id, _messages(found, row, column, env), truth)
+    column = names["question"]
+    question = columns.text(fields.resolve(row, column, "env.fields.question"), column, "jsonl")
+    return Example(id, prompts.messages(env, env.dataset, question), truth)
+
+
+def _messages(found: object, row: sources.Row, column: str, env: EnvConfig) -> list[dict[str, str]]:
+    chat = found if isinstance(found, list) else []
+    good = bool(chat) and all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+        for one in chat
+    )
+    if not good or chat[-1]["role"] != "user":
+        raise DataError(
+            f"jsonl: {row.where}: column {column!r} is {str(found)[:80]!r}, not a list of chat messages that "
+            'ends with one of the user; write [{"role": "user", "content": ...}]'
+        )
+    start = [{"role": "system", "content": env.system_prompt}] if env.system_prompt is not None else []
+    return [*start, *({"role": one["role"], "content": one["content"]} for one in chat)]

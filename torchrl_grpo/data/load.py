@@ -1,12 +1,14 @@
-"""Load the data set that ``env.dataset`` names. Only its own module is imported."""
+"""Load the data set that ``env.dataset`` names. Of the built-in ones, only its own module is imported."""
 
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.runtime import user_code
 
 #: Data set name -> module with ``load(cfg) -> Problems`` and ``example(row, env, id) -> Example``.
 DATASETS: dict[str, str] = {
@@ -28,14 +30,26 @@ def load(cfg: Config) -> Problems:
         Training and held-out problems that share no question.
 
     Raises:
-        ConfigError: ``env.dataset`` is not one of :data:`DATASETS`.
+        ConfigError: ``env.dataset`` is neither one of :data:`DATASETS` nor a function of the user.
         DataError: a file, a row or a task is missing, malformed, empty or too small.
     """
-    if cfg.env.dataset not in DATASETS:
-        raise ConfigError(
-            f"env.dataset={cfg.env.dataset!r} is unknown; write one of: {', '.join(sorted(DATASETS))}"
-        )
-    module = importlib.import_module(DATASETS[cfg.env.dataset])
+    module = dataset_module(cfg.env.dataset)
     problems = module.load(cfg)
     assert isinstance(problems, Problems)
     return problems
+
+
+def dataset_module(name: str) -> ModuleType:
+    """Return the module of a data set, with ``load`` and ``example``.
+
+    Raises:
+        ConfigError: there is no such data set.
+    """
+    if user_code.parse(name) is not None:
+        return importlib.import_module("torchrl_grpo.data.user")
+    if name not in DATASETS:
+        raise ConfigError(
+            f"env.dataset={name!r} is unknown; write one of: {', '.join(sorted(DATASETS))}, or a function of "
+            "your own, FILE.py:FUNCTION"
+        )
+    return importlib.import_module(DATASETS[name])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from torchrl_grpo.config import Config
@@ -20,6 +21,8 @@ _log = logging.getLogger(__name__)
 HELD_OUT_SEED = 20_231
 
 ToExample = Callable[[Row, EnvConfig, str], Example]
+# Problems with the same key are the same problem.
+Key = Callable[[Example], Hashable]
 
 
 @dataclass
@@ -38,6 +41,11 @@ class Problems:
 def question_key(example: Example) -> str:
     """Return the user's turn with normalized spacing. Examples with the same key are the same question."""
     return " ".join(example.messages[-1]["content"].split())
+
+
+def game_key(example: Example) -> tuple[str, str]:
+    """Return the question with its hidden answer: in a game, a question says nothing about the answer."""
+    return question_key(example), json.dumps(example.truth, sort_keys=True, default=str)
 
 
 def build(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
@@ -59,46 +67,49 @@ def build(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
         named = ((row, f"{cfg.env.dataset}/{split}/{i}") for i, row in enumerate(rows, 1))
         return [replace(to_example(row, cfg.env, id), columns=row.values) for row, id in named]
 
+    key: Key = question_key if cfg.env.environment is None else game_key
     train = examples(splits.train, "train")
     if splits.test is None:
-        return split_off(train, cfg.eval.num_problems, splits.train_source)
+        return split_off(train, cfg.eval.num_problems, splits.train_source, key)
     held_out = examples(splits.test, "test")
-    return separate(train, choose(held_out, cfg.eval.num_problems), splits.train_source)
+    return separate(train, choose(held_out, cfg.eval.num_problems, key), splits.train_source, key)
 
 
-def choose(examples: list[Example], count: int) -> list[Example]:
-    """Choose at most ``count`` examples with different questions, deterministically and in their order."""
-    unique = list({question_key(example): example for example in reversed(examples)}.values())[::-1]
+def choose(examples: list[Example], count: int, key: Key = question_key) -> list[Example]:
+    """Choose at most ``count`` examples with different keys, deterministically and in their order."""
+    unique = list({key(example): example for example in reversed(examples)}.values())[::-1]
     if len(unique) <= count:
         return unique
     chosen = sorted(random.Random(HELD_OUT_SEED).sample(range(len(unique)), count))
     return [unique[i] for i in chosen]
 
 
-def split_off(examples: list[Example], count: int, source: str) -> Problems:
+def split_off(examples: list[Example], count: int, source: str, key: Key = question_key) -> Problems:
     """Hold out ``count`` questions of a source that has no test split.
 
     Raises:
         DataError: the source has no more than ``count`` different questions.
     """
-    questions = len({question_key(example) for example in examples})
+    questions = len({key(example) for example in examples})
     if questions <= count:
         raise DataError(
             f"{source} has {questions} different questions and no test split; holding out "
             f"eval.num_problems={count} leaves nothing to train on. Lower eval.num_problems to at most "
             f"{max(questions - 1, 0)}, or give a second file as env.eval_data_path"
         )
-    return separate(examples, choose(examples, count), source)
+    return separate(examples, choose(examples, count, key), source, key)
 
 
-def separate(train: list[Example], held_out: list[Example], source: str) -> Problems:
+def separate(
+    train: list[Example], held_out: list[Example], source: str, key: Key = question_key
+) -> Problems:
     """Drop every held-out question from ``train``.
 
     Raises:
         DataError: no training problem is left.
     """
-    seen = {question_key(example) for example in held_out}
-    kept = [example for example in train if question_key(example) not in seen]
+    seen = {key(example) for example in held_out}
+    kept = [example for example in train if key(example) not in seen]
     if not kept:
         raise DataError(
             f"every question of {source} is also held out ({len(train)} rows, {len(held_out)} held out), so "

@@ -9,6 +9,7 @@ system prompt must describe the answer format itself, so nothing is added to it.
 from __future__ import annotations
 
 from torchrl_grpo.config.schema import EnvConfig
+from torchrl_grpo.config.values import dataset_kind
 from torchrl_grpo.errors import ConfigError
 
 PLAIN_TEMPLATE = "{question}"
@@ -47,7 +48,7 @@ def messages(env: EnvConfig, dataset: str, question: str) -> list[dict[str, str]
     if asks_for_tags(env, dataset):
         content += (
             "\n\nThink step by step between <think> and </think>, then write "
-            f"{_ANSWERS[dataset]} between <answer> and </answer>."
+            f"{_ANSWERS[dataset_kind(dataset)]} between <answer> and </answer>."
         )
     turns = [{"role": "user", "content": content}]
     if env.system_prompt is not None:
@@ -64,4 +65,4 @@ def frame(env: EnvConfig, dataset: str) -> tuple[str, str]:
 def asks_for_tags(env: EnvConfig, dataset: str) -> bool:
     """Whether the default request for tags is added to the questions of this data set."""
     untouched = env.prompt_template == PLAIN_TEMPLATE and env.system_prompt is None
-    return env.answer_format == "tags" and untouched and dataset in _ANSWERS
+    return env.answer_format == "tags" and untouched and dataset_kind(dataset) in _ANSWERS

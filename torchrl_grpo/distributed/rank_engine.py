@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -41,8 +40,7 @@ class RankEngine:
         mine = shares[self.ranks.rank]
         found: Answers = []
         if mine:
-            seeds = None if sampling.seeds is None else [sampling.seeds[number] for number in mine]
-            found = self.engine.generate([prompts[number] for number in mine], replace(sampling, seeds=seeds))
+            found = self.engine.generate([prompts[number] for number in mine], sampling.select(mine))
         by_prompt: dict[int, list[Completion]] = {}
         for numbers, answers in zip(shares, self.ranks.gather(found), strict=True):
             by_prompt.update(zip(numbers, answers, strict=True))

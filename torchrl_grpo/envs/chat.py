@@ -1,7 +1,4 @@
-"""Render chat messages to the text and token ids of a prompt with the tokenizer's chat template.
-
-Multi-turn conversations and tools are not supported.
-"""
+"""Render a problem to the text and token ids of its prompt with the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -18,20 +15,20 @@ if TYPE_CHECKING:
 
 
 def render_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], chat_template: str | None = None
+    tokenizer: PreTrainedTokenizerBase, example: Example, chat_template: str | None = None
 ) -> str:
     """Render the text of a prompt, up to the start of the assistant's response.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        messages: ``[{"role": ..., "content": ...}, ...]``.
+        example: the problem; its messages and tools are read.
         chat_template: Jinja text in place of the tokenizer's own template.
 
     Returns:
         The text, including the text of special tokens.
 
     Raises:
-        ModelError: there is no template, or it cannot render these messages.
+        ModelError: there is no template, or it cannot render the messages.
     """
     if chat_template is None and not tokenizer.chat_template:
         raise ModelError(
@@ -40,10 +37,14 @@ def render_text(
         )
     try:
         text = tokenizer.apply_chat_template(
-            list(messages), chat_template=chat_template, tokenize=False, add_generation_prompt=True
+            example.messages,
+            chat_template=chat_template,
+            tools=example.tools or None,
+            tokenize=False,
+            add_generation_prompt=True,
         )
     except TemplateError as error:
-        roles = ", ".join(message["role"] for message in messages)
+        roles = ", ".join(message["role"] for message in example.messages)
         raise ModelError(
             f"The chat template of {tokenizer.name_or_path or type(tokenizer).__name__} refuses messages of "
             f"the roles {roles}: {error}. Give another one as model.chat_template. If it does not support a "
@@ -53,22 +54,22 @@ def render_text(
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], chat_template: str | None = None
+    tokenizer: PreTrainedTokenizerBase, example: Example, chat_template: str | None = None
 ) -> tuple[str, list[int]]:
     """Render a prompt as text and as token ids.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        messages: ``[{"role": ..., "content": ...}, ...]``.
+        example: the problem; its messages and tools are read.
         chat_template: Jinja text in place of the tokenizer's own template.
 
     Returns:
         The text and its token ids.
 
     Raises:
-        ModelError: there is no template, or it cannot render these messages.
+        ModelError: there is no template, or it cannot render the messages.
     """
-    text = render_text(tokenizer, messages, chat_template)
+    text = render_text(tokenizer, example, chat_template)
     # The template writes all special tokens, so the tokenizer must not add another one.
     return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -118,7 +119,7 @@ def lengths_above(
     """
     texts = {}
     for number, example in enumerate(examples):
-        text = render_text(tokenizer, example.messages, chat_template)
+        text = render_text(tokenizer, example, chat_template)
         if len(text.encode(errors="replace")) > bound:
             texts[number] = text
     if not texts:

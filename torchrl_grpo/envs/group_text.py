@@ -1,7 +1,8 @@
 """A single-turn TorchRL environment: P problems, G responses per problem, and one reward per response.
 
 Each prompt is rendered once for its group, and a batch is scored in one call. A reset always replaces the
-whole batch. Multi-turn problems and tools are not supported.
+whole batch. Episodes of several turns run in the engine (:mod:`torchrl_grpo.envs.episodes`). For them this
+environment gives the prompts and the rewards, and ``step`` is not used.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torchrl.data import Binary, Categorical, Composite, NonTensor, Unbounded
 from torchrl.data.llm import History
 from torchrl.envs import EnvBase
 
+from torchrl_grpo.data.episode import EpisodeText
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import check_length, check_lengths, render
 from torchrl_grpo.envs.responses import INPUT_MODES, is_truncated, response_texts
@@ -94,6 +96,7 @@ class GroupTextEnv(EnvBase):
             in TorchRL's wrappers.
         max_new_tokens: maximum length of a response in tokens, for ``truncated``. Without it, ``truncated``
             depends on the end token only.
+        episodes: whether responses are episodes of several turns.
 
     Raises:
         ValueError: ``input_mode`` is unknown, or is ``tokens`` with ``with_tokens=False``.
@@ -116,6 +119,7 @@ class GroupTextEnv(EnvBase):
         device: torch.device | str | None = None,
         input_mode: str = "text",
         max_new_tokens: int | None = None,
+        episodes: bool = False,
     ) -> None:
         if input_mode not in INPUT_MODES:
             raise ValueError(f"input_mode={input_mode!r} is unknown; write one of {', '.join(INPUT_MODES)}")
@@ -132,6 +136,7 @@ class GroupTextEnv(EnvBase):
         self.chat_template = chat_template
         self.input_mode = input_mode
         self.max_new_tokens = max_new_tokens
+        self.episodes = episodes
         self.prompts: list[Prompt] = []
         if isinstance(stream.examples, list):
             # Problems that are generated on demand are checked when they are drawn.
@@ -195,7 +200,7 @@ class GroupTextEnv(EnvBase):
         return self._make_observation([[0.0] * self.batch_size.numel()] * len(self.part_names))
 
     def _render(self, group_id: int, example: Example) -> Prompt:
-        text, ids = render(self.tokenizer, example.messages, self.chat_template)
+        text, ids = render(self.tokenizer, example, self.chat_template)
         check_length(example, len(ids), self.max_prompt_tokens)
         return Prompt(group_id, example, text, ids)
 
@@ -219,7 +224,10 @@ class GroupTextEnv(EnvBase):
 
     def score(self, texts: Sequence[str], examples: Sequence[Example]) -> list[ResponseScore]:
         """Score one response to each of ``examples``, without the special tokens at its end."""
-        return list(self.reward_set.score([self._strip_special_tokens(text) for text in texts], examples))
+        plain = [
+            text if isinstance(text, EpisodeText) else self._strip_special_tokens(text) for text in texts
+        ]
+        return list(self.reward_set.score(plain, examples))
 
     def _make_observation(self, parts: Sequence[Sequence[float]]) -> TensorDictBase:
         """Build the observation of the current examples, with a row of values for each of ``part_names``."""
@@ -275,6 +283,10 @@ class GroupTextEnv(EnvBase):
         return torch.tensor(values, dtype=torch.float32, device=self.device).view(*self.batch_size, 1)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if self.episodes:
+            raise RuntimeError(
+                "a response of several turns ends in the engine; use a collector of this package"
+            )
         group_id = tensordict.get("group_id", None)
         first = self.prompts[0].group_id if self.prompts else 0
         if group_id is not None and int(group_id[0, 0]) != first:

@@ -137,7 +137,7 @@ class Cutter:
         return dataclasses.replace(example, messages=[*example.messages[:-1], last])
 
     def _tokens(self, example: Example) -> int:
-        return len(render(self._tokenizer, example.messages)[1])
+        return len(render(self._tokenizer, example)[1])
 
 
 class _CutWhenDrawn(Sequence[Example]):

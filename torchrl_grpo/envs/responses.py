@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tensordict import TensorDictBase
+
+from torchrl_grpo.data.episode import EpisodeRecord, EpisodeText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -128,3 +131,24 @@ def _padded(tensordict: TensorDictBase) -> bool:
     while isinstance(found, list) or hasattr(found, "tolist"):
         found = found[0] if isinstance(found, list) else found.tolist()
     return found is not False
+
+
+class Answered(Protocol):
+    """A response: its tokens and, if it is an episode of several turns, the record of it."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens."""
+
+    @property
+    def record(self) -> EpisodeRecord | None:
+        """The record of an episode."""
+
+
+def judged_texts(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Answered]) -> list[str]:
+    """Return what rewards judge: the text of each response, and of an episode the model's last message."""
+    texts: list[str] = tokenizer.batch_decode([one.token_ids for one in responses], skip_special_tokens=True)
+    return [
+        text if one.record is None else EpisodeText(one.record.messages_of_model[-1], one.record)
+        for text, one in zip(texts, responses, strict=True)
+    ]

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from torchrl_grpo.data.episode import EpisodeRecord
+from torchrl_grpo.data.example import Example
 from torchrl_grpo.inference.checksums import Checksums
 
 
@@ -22,6 +24,7 @@ class Sampling:
         seeds: one seed per prompt. Equal weights, prompts and seeds give equal responses, whatever was
             generated before. Not needed at temperature 0.
         ignore_eos: whether to ignore end tokens and generate ``max_new_tokens``, for benchmarks.
+        problems: one problem per prompt, for episodes of several turns; None if a response is one turn.
     """
 
     num_samples: int
@@ -29,6 +32,13 @@ class Sampling:
     temperature: float
     seeds: Sequence[int] | None = None
     ignore_eos: bool = False
+    problems: Sequence[Example] | None = None
+
+    def select(self, rows: Sequence[int]) -> Sampling:
+        """Return the sampling of the prompts with these numbers."""
+        seeds = None if self.seeds is None else [self.seeds[row] for row in rows]
+        problems = None if self.problems is None else [self.problems[row] for row in rows]
+        return replace(self, seeds=seeds, problems=problems)
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,7 @@ class Request:
         temperature: sampling temperature; 0 is greedy.
         seed: seed of the tokens to generate; None lets the engine choose one.
         ignore_eos: whether to ignore end tokens and generate ``max_new_tokens``.
+        problem: problem of the episode that the request begins or continues; None for a response of one turn.
     """
 
     key: Hashable
@@ -50,6 +61,7 @@ class Request:
     temperature: float
     seed: int | None = None
     ignore_eos: bool = False
+    problem: Example | None = None
 
 
 @dataclass(frozen=True)
@@ -62,11 +74,16 @@ class Completion:
             temperature (at temperature 0: under the unscaled distribution).
         finish_reason: ``"stop"`` at an end token, ``"length"`` at the bound, ``"aborted"`` if it was
             interrupted before either.
+        sampled: for each token, whether the model sampled it. In an episode of several turns, the tokens of
+            the other messages are not sampled, and their log-probability is 0. None if all are sampled.
+        record: record of a finished episode; None for a response of one turn.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str
+    sampled: list[bool] | None = None
+    record: EpisodeRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -226,6 +243,9 @@ class SteppingEngine(Engine):
     def abort_all(self) -> dict[Hashable, Completion]:
         """Abort every unfinished request and return its tokens so far; weights may then change."""
 
+    def forget(self, keys: Iterable[Hashable]) -> None:
+        """Free what belongs to aborted requests that will not be continued."""
+
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         """``sampling.num_samples`` completions for each of ``prompts`` (token ids), in order.
 
@@ -236,20 +256,26 @@ class SteppingEngine(Engine):
         found: dict[Hashable, Completion] = {}
         while len(found) < len(requests):
             found.update(self.step())
-        return [[found[p, g] for g in range(sampling.num_samples)] for p in range(len(prompts))]
+        return in_order(found, len(prompts), sampling.num_samples)
 
 
 def build_requests(prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Request]:
-    """One request per sample with key ``(prompt, sample)``; the sample number is added to the seed."""
+    """One request per sample, with key ``("generate", prompt, sample)`` and the sample added to the seed."""
     return [
         Request(
-            (number, sample),
+            ("generate", number, sample),
             prompt,
             sampling.max_new_tokens,
             sampling.temperature,
             None if sampling.seeds is None else sampling.seeds[number] + sample,
             sampling.ignore_eos,
+            None if sampling.problems is None else sampling.problems[number],
         )
         for number, prompt in enumerate(prompts)
         for sample in range(sampling.num_samples)
     ]
+
+
+def in_order(found: Mapping[Hashable, Completion], prompts: int, num_samples: int) -> list[list[Completion]]:
+    """Return the completions of the requests of :func:`build_requests`, prompt by prompt."""
+    return [[found["generate", p, g] for g in range(num_samples)] for p in range(prompts)]

@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
+from torchrl_grpo.batch.schema import sampled_mask
 from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.objectives.coefficients import KLCoefficient
 from torchrl_grpo.objectives.kl import kl_estimate
@@ -139,7 +140,7 @@ class GroupAdvantage(Transform):
     It reads ``("next", "reward")`` ``[P, G, 1]``, ``("next", "reward_parts")`` ``[P, G, K]``,
     ``"truncated"`` ``[P, G, 1]`` and ``("masks", "response")`` ``[P, G, T]``. It also reads log-probabilities
     if the KL is in the reward or in MaxEnt's weights. It writes ``"advantage"`` ``[P, G, 1]`` and
-    ``("masks", "loss")`` ``[P, G, T]``. The loss mask is the response mask without the responses that
+    ``("masks", "loss")`` ``[P, G, T]``. The loss mask has the sampled tokens, without the responses that
     ``policy.overlong=mask`` and ``policy.constant_groups`` exclude. TorchRL's ``MCAdvantage`` queues single
     answers until a group is complete. Here groups arrive complete.
 
@@ -175,7 +176,7 @@ class GroupAdvantage(Transform):
         return torch.stack([is_constant(part, self._offset) for part in counting]).all(0)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        cfg, mask = self.cfg, tensordict["masks", "response"]
+        cfg, mask = self.cfg, sampled_mask(tensordict)
         penalty = self._overlong(tensordict)
         if cfg.kl_in == "reward" and self.kl.in_use:
             penalty = penalty - self.kl.value * self._divergence(tensordict)
@@ -214,7 +215,7 @@ class GroupAdvantage(Transform):
         per_token = kl_estimate(
             tensordict["log_probs", "response"], tensordict["log_probs", "reference"], self.cfg.kl_estimator
         )
-        return per_token.masked_fill(~tensordict["masks", "response"], 0.0).sum(-1)
+        return per_token.masked_fill(~sampled_mask(tensordict), 0.0).sum(-1)
 
     def _from_sum(self, tensordict: TensorDictBase, rewards: Tensor) -> Tensor:
         cfg = self.cfg
@@ -236,7 +237,7 @@ class GroupAdvantage(Transform):
         )
 
     def _maxent(self, tensordict: TensorDictBase, rewards: Tensor) -> Tensor:
-        cfg, mask = self.cfg, tensordict["masks", "response"]
+        cfg, mask = self.cfg, sampled_mask(tensordict)
         ref_log_probs = torch.zeros(rewards.shape)
         if self.kl.in_use:
             ref_log_probs = tensordict["log_probs", "reference"].masked_fill(~mask, 0.0).sum(-1)

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from torchrl_grpo.config import Config, values
+from torchrl_grpo.config.values import dataset_kind
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.rewards.environment import EnvironmentReward
 from torchrl_grpo.rewards.format import FormatReward
 from torchrl_grpo.rewards.graders import AccuracyGrader, CountingGrader, Gsm8kGrader
 from torchrl_grpo.rewards.gsm8k import Gsm8kReward
 from torchrl_grpo.rewards.ifeval import IFEvalGrader, IFEvalReward
-from torchrl_grpo.rewards.math_verify import MathVerifyReward
+from torchrl_grpo.rewards.sandbox.math_verify import MathVerifyReward
 from torchrl_grpo.rewards.reasoning_gym import ReasoningGymReward
 from torchrl_grpo.rewards.reward_set import RewardSet, close_all
 from torchrl_grpo.rewards.sandbox import user_reward
@@ -46,6 +48,7 @@ REWARD_BUILDERS: dict[str, Callable[[Config], Reward]] = {
     "exact_match": lambda cfg: ExactMatchReward(cfg.env.answer_format),
     "bare_number": lambda cfg: BareNumberReward(cfg.env.answer_format),
     "closeness": lambda cfg: ClosenessReward(cfg.env.answer_format),
+    "environment": lambda cfg: EnvironmentReward(),
 }
 
 
@@ -76,10 +79,10 @@ def check_weights(cfg: Config) -> dict[str, float]:
                 f"reward.weights.{name}={weight!r}: no such reward; write one of: "
                 f"{', '.join([*REWARD_BUILDERS, *cfg.reward.functions])}"
             )
-        if cfg.env.dataset not in (supported := values.REWARD_DATASETS[name]):
+        if dataset_kind(cfg.env.dataset) not in (supported := values.REWARD_DATASETS[name]):
             raise ConfigError(
                 f"reward.weights.{name}: this reward cannot judge env.dataset={cfg.env.dataset}; it supports "
-                f"{', '.join(supported)}. Write e.g. reward.weights={DEFAULT_WEIGHTS[cfg.env.dataset]}"
+                f"{', '.join(supported)}. Write e.g. reward.weights={_default_weights(cfg)}"
             )
     if not any(weights.values()):
         raise ConfigError(
@@ -89,8 +92,13 @@ def check_weights(cfg: Config) -> dict[str, float]:
 
 
 def _weights(cfg: Config) -> dict[str, float]:
-    default = dict.fromkeys(cfg.reward.functions, 1.0) or DEFAULT_WEIGHTS[cfg.env.dataset]
-    return cfg.reward.weights or default
+    return cfg.reward.weights or dict.fromkeys(cfg.reward.functions, 1.0) or _default_weights(cfg)
+
+
+def _default_weights(cfg: Config) -> dict[str, float]:
+    if cfg.env.environment is not None:
+        return {"environment": 1.0}
+    return DEFAULT_WEIGHTS[dataset_kind(cfg.env.dataset)]
 
 
 def _user_reward_spec(cfg: Config, name: str) -> user_reward.UserRewardSpec:
@@ -101,6 +109,11 @@ def _build(cfg: Config, name: str, example: Example | None) -> Reward:
     if name in cfg.reward.functions:
         return user_reward.build(
             _user_reward_spec(cfg, name), cfg.reward.timeout_s, cfg.reward.workers, example
+        )
+    if name in _NEED_ANSWER and example is not None and "answer" not in example.truth:
+        raise ConfigError(
+            f"reward.weights.{name}: {example.id} has no answer to compare with; name its column with "
+            "env.fields={question:COLUMN,answer:COLUMN}, or write a reward of your own with reward.functions"
         )
     return REWARD_BUILDERS[name](cfg)
 
@@ -129,8 +142,11 @@ def build_reward_set(cfg: Config, example: Example | None = None) -> RewardSet:
     return RewardSet(pairs, cfg.reward.on_error, cfg.reward.workers)
 
 
+# Rewards that compare a response with the answer of its problem.
+_NEED_ANSWER = ("gsm8k", "math_verify", "exact_match", "closeness")
+
 #: Rewards of correctness, which can also grade the evaluation.
-CORRECTNESS_REWARDS = ("gsm8k", "math_verify", "exact_match", "reasoning_gym", "ifeval")
+CORRECTNESS_REWARDS = ("gsm8k", "math_verify", "exact_match", "reasoning_gym", "ifeval", "environment")
 _DEFAULT_EVAL_REWARD = {
     "gsm8k": "gsm8k",
     "math": "math_verify",
@@ -154,7 +170,9 @@ def eval_reward_name(cfg: Config) -> str:
     if cfg.eval.reward is not None:
         return cfg.eval.reward
     weights = _weights(cfg)
-    default = _DEFAULT_EVAL_REWARD[cfg.env.dataset]
+    default = _DEFAULT_EVAL_REWARD[dataset_kind(cfg.env.dataset)]
+    if cfg.env.environment is not None:
+        default = "environment"
     rewarded = {
         name: weight for name, weight in weights.items() if name in CORRECTNESS_REWARDS and weight > 0
     }

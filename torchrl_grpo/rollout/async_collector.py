@@ -12,7 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.inference.protocol import Probe
 from torchrl_grpo.rewards.types import ResponseScore
-from torchrl_grpo.rollout.groups import Group, ScoredGroup
+from torchrl_grpo.rollout.groups import Group, Response, ScoredGroup
 from torchrl_grpo.rollout.interface import CollectorInterface
 from torchrl_grpo.rollout.round import Round, build_round, score_groups
 from torchrl_grpo.rollout.workers.staleness import TRACKER_KEY, wrong_script_error
@@ -22,7 +22,7 @@ from torchrl_grpo.runtime.rng import group_seed
 
 
 class GroupScorer:
-    """Provides the prompts of single groups by number, and computes their rewards.
+    """Makes groups by number, and computes their rewards.
 
     Args:
         env: problems and rewards.
@@ -35,9 +35,16 @@ class GroupScorer:
         self.tokenizer = tokenizer
         self.seed = seed
 
-    def prompt_of(self, number: int) -> tuple[list[int], int]:
-        """Token ids of a group's prompt, and the seed of its sampling."""
-        return self.env.prompt(number).token_ids, group_seed(self.seed, number, self.env.batch_size[0])
+    def new_group(self, number: int) -> Group:
+        """Return group ``number`` before its first token."""
+        prompt = self.env.prompt(number)
+        return Group(
+            number,
+            prompt.token_ids,
+            group_seed(self.seed, number, self.env.batch_size[0]),
+            [Response() for _ in range(self.env.batch_size[1])],
+            prompt.example if self.env.episodes else None,
+        )
 
     def score(self, group: Group) -> ScoredGroup:
         """Text and rewards of a finished group."""

@@ -16,8 +16,9 @@ from torchrl_grpo.config.derived import rounds, steps_per_round, total_turns
 from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.distributed.ranks import cores_to_divide
 from torchrl_grpo.envs import GroupTextEnv
+from torchrl_grpo.envs.episodes.build import with_episodes
 from torchrl_grpo.inference.build import build_engine
-from torchrl_grpo.inference.protocol import Engine, Inference
+from torchrl_grpo.inference.protocol import Engine, Inference, SteppingEngine
 from torchrl_grpo.models.precision import resolve_dtype
 from torchrl_grpo.planning.cores import divide_cores
 from torchrl_grpo.planning.plan import Plan
@@ -28,7 +29,7 @@ from torchrl_grpo.rollout.workers.scheduler import Scheduler
 from torchrl_grpo.rollout.workers.staleness import StalenessTracker
 from torchrl_grpo.rollout.workers.types import Pool, ReferenceClient
 from torchrl_grpo.rollout.workers.worker_group import WorkerGroup
-from torchrl_grpo.runtime import rank_env
+from torchrl_grpo.runtime import rank_env, user_code
 
 if TYPE_CHECKING:
     from torchrl_grpo.rollout.workers.ray_pool import RayPool, WorkerSpec
@@ -118,6 +119,9 @@ def build_single_engine(
         sleeps=source.plan.sleeps,
         gpu_memory_utilization=source.plan.gpu_memory_utilization,
     )
+    if isinstance(engine, SteppingEngine):
+        # An engine of several ranks is none. It is made of engines that have their episodes already.
+        engine = with_episodes(cfg, engine, _max_num_seqs(cfg))
     collector = RolloutCollector(
         env,
         engine,
@@ -151,7 +155,16 @@ def build_ray_workers(
     # Decided here: a worker's machine may be fast in another format, and weights are cast before they leave.
     dtype = Dtype(str(resolve_dtype(cfg.inference_model.dtype, source.device)).removeprefix("torch."))
     spec = WorkerSpec(
-        cfg=replace(cfg, inference_model=replace(cfg.inference_model, dtype=dtype)),
+        cfg=replace(
+            cfg,
+            inference_model=replace(cfg.inference_model, dtype=dtype),
+            # The working folder of a worker may be another one.
+            env=replace(
+                cfg.env,
+                environment=cfg.env.environment and user_code.absolute(cfg.env.environment),
+                tools=[user_code.absolute(tool) for tool in cfg.env.tools],
+            ),
+        ),
         source=source.model,
         eos_token_ids=source.eos_token_ids,
         pad_token_id=tokenizer.pad_token_id,
@@ -216,8 +229,7 @@ def with_workers(
     scheduler = Scheduler(
         tracker,
         count,
-        cfg.env.repeats,
-        scorer.prompt_of,
+        scorer.new_group,
         wait_for_running=cfg.collector.weight_update == "drain",
         return_interrupted=cfg.collector.partial_rollout,
     )

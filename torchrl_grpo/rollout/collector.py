@@ -163,7 +163,13 @@ class RolloutCollector(CollectorInterface):
         seeds = self._seeds(len(prompts))
         completions = self.engine.generate(
             [prompt.token_ids for prompt in prompts],
-            Sampling(self.env.batch_size[1], self.max_new_tokens, self.temperature, seeds),
+            Sampling(
+                self.env.batch_size[1],
+                self.max_new_tokens,
+                self.temperature,
+                seeds,
+                problems=[prompt.example for prompt in prompts] if self.env.episodes else None,
+            ),
         )
         generated = self._clock()
         version = self.engine.policy_version
@@ -173,6 +179,7 @@ class RolloutCollector(CollectorInterface):
                 prompt.token_ids,
                 seed,
                 [response_from_completion(one, version) for one in group],
+                prompt.example if self.env.episodes else None,
             )
             for prompt, seed, group in zip(prompts, seeds, completions, strict=True)
         ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torchrl_grpo.data.episode import EpisodeRecord
+from torchrl_grpo.data.example import Example
 from torchrl_grpo.inference.protocol import Completion
 from torchrl_grpo.rewards.types import ResponseScore
 
@@ -21,18 +23,30 @@ class Response:
         log_probs: log-probability of each token under the distribution it was sampled from.
         versions: number of optimizer steps that produced the sampling weights, token by token.
         finish_reason: ``"stop"``, ``"length"``, or None while it is not finished.
+        sampled: for each token, whether the model sampled it: see
+            :class:`~torchrl_grpo.inference.protocol.Completion`. A checkpoint from before episodes lacks it.
+        record: record of a finished episode; None for a response of one turn.
     """
 
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    sampled: list[bool] = field(default_factory=list)
+    record: EpisodeRecord | None = None
+
+    def __post_init__(self) -> None:
+        """Complete a response of an older checkpoint: all its tokens are sampled."""
+        if not self.sampled:
+            self.sampled = [True] * len(self.token_ids)
 
     def extend(self, more: Completion, version: int) -> None:
         """Append what weights of ``version`` have generated."""
         self.token_ids += more.token_ids
         self.log_probs += more.log_probs
         self.versions += [version] * len(more.token_ids)
+        self.sampled += [True] * len(more.token_ids) if more.sampled is None else more.sampled
+        self.record = more.record
         self.finish_reason = None if more.finish_reason == "aborted" else more.finish_reason
 
 
@@ -52,12 +66,15 @@ class Group:
         prompt: token ids.
         seed: seed of the sampling; a response's number is added to it.
         responses: G responses.
+        problem: the problem, if the responses are episodes of several turns, which an environment starts with
+            it; otherwise None.
     """
 
     group_id: int
     prompt: list[int]
     seed: int
     responses: list[Response]
+    problem: Example | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -81,7 +98,15 @@ class Group:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Group:
         """Restore a group from :meth:`state_dict`."""
-        return cls(**{**state, "responses": [Response(**one) for one in state["responses"]]})
+        problem = state.get("problem")
+        responses = [_restore(one) for one in state["responses"]]
+        restored = {"responses": responses, "problem": problem and Example(**problem)}
+        return cls(**{**state, **restored})
+
+
+def _restore(state: dict[str, Any]) -> Response:
+    record = state.get("record")
+    return Response(**{**state, "record": record and EpisodeRecord(**record)})
 
 
 @dataclass

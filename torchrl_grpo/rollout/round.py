@@ -15,6 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from torchrl_grpo.batch.schema import build_batch
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs import GroupTextEnv
+from torchrl_grpo.envs.responses import judged_texts
 from torchrl_grpo.inference.protocol import Completion
 from torchrl_grpo.models.scoring.padding import pad_right
 from torchrl_grpo.rollout.groups import Group, ScoredGroup
@@ -41,7 +42,7 @@ class Round:
         responses: texts of G responses for each prompt.
         rewards_by_name: rewards and their components by name: P x G dictionaries, group by group.
         errors: reward errors by name: P x G dictionaries, group by group.
-        response_tokens: number of response tokens. Refill rounds and the groups discarded from them are
+        response_tokens: number of sampled tokens. Refill rounds and the groups discarded from them are
             included; groups dropped as too old are not.
         error_count: reward errors of the same responses.
         seconds: seconds that the trainer spent on each phase of the round, by metric name.
@@ -72,12 +73,12 @@ def score_groups(
         groups: groups whose responses have all ended.
         examples: problem of each group.
     """
-    ids = [response.token_ids for group in groups for response in group.responses]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    responses = [response for group in groups for response in group.responses]
+    texts = tokenizer.batch_decode([one.token_ids for one in responses], skip_special_tokens=True)
     problems = [
         example for group, example in zip(groups, examples, strict=True) for _ in range(len(group.responses))
     ]
-    scores = env.score(texts, problems)
+    scores = env.score(judged_texts(tokenizer, responses), problems)
     scored_groups, start = [], 0
     for group in groups:
         end = start + len(group.responses)
@@ -111,7 +112,7 @@ def build_round(
     batch = build_batch(
         [group.group.prompt for group in groups],
         [
-            [Completion(one.token_ids, one.log_probs, str(one.finish_reason)) for one in group]
+            [Completion(one.token_ids, one.log_probs, str(one.finish_reason), one.sampled) for one in group]
             for group in responses
         ],
         torch.tensor([one.total for one in scores]).view(*shape, 1),
@@ -130,7 +131,7 @@ def build_round(
         responses=[group.texts for group in groups],
         rewards_by_name=[dict(one.parts) for one in scores],
         errors=[dict(one.errors) for one in scores],
-        response_tokens=int(batch["masks", "response"].sum()),
+        response_tokens=int(batch["masks", "sampled"].sum()),
         error_count=sum(len(one.errors) for one in scores),
         seconds=seconds,
     )

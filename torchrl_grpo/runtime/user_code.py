@@ -24,6 +24,14 @@ def parse(spec: str) -> tuple[str, str] | None:
     return (place, name) if colon and place and name.isidentifier() else None
 
 
+def absolute(spec: str) -> str:
+    """Return a name whose file has a whole path. Other names stay as they are."""
+    place, colon, name = spec.rpartition(":")
+    if not place.endswith(".py"):
+        return spec
+    return f"{Path(place).expanduser().resolve()}{colon}{name}"
+
+
 def load(spec: str, key: str) -> Any:
     """Load what ``spec`` names, and run the code of its module once per process.
 

@@ -17,12 +17,13 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.derived import describe_length, needs_reference, with_total_turns
+from torchrl_grpo.config.derived import describe_length, has_episodes, needs_reference, with_total_turns
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.envs import GroupTextEnv, PromptStream, lengths
 from torchrl_grpo.envs.chat import render
+from torchrl_grpo.envs.episodes.build import check_environment, with_prompts
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Inference
 from torchrl_grpo.models import loading, lora
@@ -132,10 +133,12 @@ def _build(
 ) -> Session:
     cfg, resume_from, messages = job.cfg, job.resume_from, MessageQueue()
     seed_everything(cfg.seed)
+    check_environment(cfg)
     source = loading.resolve(cfg.model)
     tokenizer = loading.load_tokenizer(source, cfg.model)
     loading.check_context(source, cfg)
-    problems, overlong_message = lengths.handle_overlong_prompts(job.problems, tokenizer, cfg)
+    problems = with_prompts(cfg, job.problems, tokenizer)
+    problems, overlong_message = lengths.handle_overlong_prompts(problems, tokenizer, cfg)
     messages(overlong_message)
     messages(describe_length(cfg, len(problems.train)) if cfg.train.num_epochs else None)
     env = _environment(cfg, problems, job.reward_set, tokenizer)
@@ -223,6 +226,7 @@ def _environment(
         num_envs=cfg.env.num_envs,
         repeats=cfg.env.repeats,
         max_prompt_tokens=options.max_model_len - options.max_new_tokens,
+        episodes=has_episodes(cfg),
     )
 
 
@@ -339,7 +343,7 @@ def build_publisher(
     """
     first = [examples[index] for index in range(min(8, len(examples)))]
     length = min(40, cfg.inference_model.max_model_len - 1)
-    prompts = [render(tokenizer, example.messages)[1] for example in first]
+    prompts = [render(tokenizer, example)[1] for example in first]
     return WeightPublisher(
         learner.full_model(),
         learner.probe_scorer(),

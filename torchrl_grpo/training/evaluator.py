@@ -6,12 +6,15 @@ An evaluation does not change the random states of training.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.derived import has_episodes
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import check_length, render
+from torchrl_grpo.envs.responses import judged_texts
 from torchrl_grpo.inference.protocol import Inference, Sampling
 from torchrl_grpo.observe.stats import pass_at_k, wilson
 from torchrl_grpo.rewards.graders import CountingGrader
@@ -45,7 +48,8 @@ class Evaluator:
         self.pass_at_k = cfg.eval.pass_at_k
         self.temperature = cfg.eval.temperature
         self.seed = cfg.seed
-        self.prompts = [render(tokenizer, example.messages)[1] for example in examples]
+        self.episodes = has_episodes(cfg)
+        self.prompts = [render(tokenizer, example)[1] for example in examples]
         longest = cfg.inference_model.max_model_len - cfg.inference_model.max_new_tokens
         for example, prompt in zip(examples, self.prompts, strict=True):
             check_length(example, len(prompt), longest)
@@ -99,10 +103,13 @@ class Evaluator:
 
     def _answers(self, engine: Inference, sampling: Sampling) -> tuple[list[list[str]], float]:
         """Return the texts for each problem, and their mean length in tokens."""
+        if self.episodes:
+            sampling = replace(sampling, problems=self.examples)
         completions = engine.generate(self.prompts, sampling)
-        texts = [
-            self.tokenizer.batch_decode([one.token_ids for one in group], skip_special_tokens=True)
+        texts = [judged_texts(self.tokenizer, group) for group in completions]
+        counts = [
+            len(one.token_ids) if one.sampled is None else sum(one.sampled)
             for group in completions
+            for one in group
         ]
-        lengths = [len(one.token_ids) for group in completions for one in group]
-        return texts, sum(lengths) / len(lengths)
+        return texts, sum(counts) / len(counts)

@@ -21,6 +21,7 @@ from torchrl_grpo.config.derived import optim_batch_size, rounds, steps_per_roun
 from torchrl_grpo.distributed.parallelism import distribute, full_tensor, reshard_after, sharded, writable
 from torchrl_grpo.distributed.rank_engine import RankEngine
 from torchrl_grpo.distributed.ranks import Ranks
+from torchrl_grpo.envs.episodes.build import with_episodes
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.checksums import checksum
@@ -183,6 +184,7 @@ class Learner:
             sleeps=sleeps,
             gpu_memory_utilization=gpu_memory_utilization,
         )
+        own = with_episodes(self.cfg, own, max_num_seqs)
         self.engine = RankEngine(own, self.ranks, self.device)
 
     def make_budget(self) -> TokenBudget:

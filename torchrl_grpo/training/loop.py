@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from torchrl_grpo.batch.schema import sampled_mask
 from torchrl_grpo.objectives.advantage import is_constant
 from torchrl_grpo.observe.stats import cuda_in_use, peak_cuda_gib, peak_memory_gib
 from torchrl_grpo.rollout.dynamic_sampling import collect_with_signal
@@ -77,8 +78,8 @@ def collect(run: Session) -> dict[str, float]:
         run.parts.learner.advantage.no_signal_mask,
         policy_cfg.max_refills if policy_cfg.constant_groups == "refill" else 0,
     )
-    # Verify the probe results that have arrived, before training on this round: the run stops if a worker
-    # held the wrong weights.
+    # Verify what workers have reported since: checksums, cache count and log-probabilities. It comes before
+    # training on this round, because the run stops if a checksum shows that a worker held the wrong weights.
     run.parts.publisher.verify_new_results()
     generating = cuda_in_use("memory/generate_cuda_gib", device)
     run.sleep_engine()
@@ -107,7 +108,7 @@ def record_round(run: Session, round_: Round) -> dict[str, float]:
     """
     groups = run.parts.buffer.contents()
     rewards = groups["next", "reward"]
-    lengths = groups["masks", "response"].sum(-1).float()
+    lengths = sampled_mask(groups).sum(-1).float()
     run.counters.response_tokens += round_.response_tokens
     run.counters.reward_errors += round_.error_count
     run.counters.any_signal |= not bool(run.parts.learner.advantage.no_signal_mask(groups).all())

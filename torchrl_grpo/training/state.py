@@ -154,8 +154,8 @@ class SessionState:
         """Restore all of :meth:`state_dict` except what :meth:`Learner.resume` loads on every rank."""
         parts = self.parts
         self.counters.load_state_dict(state["counters"])
-        # Older checkpoints lack "taken", the number of rounds collected without refills. It is computed here
-        # from the number of steps.
+        # Older checkpoints lack "taken", the number of rounds collected, not counting refill rounds. It is
+        # computed here from the number of steps.
         steps = self.counters.step + self.counters.steps_left_in_round
         rounds_taken = steps // parts.learner.steps_per_round
         # Copy, because collector and buffer keep these tensors, which are mapped from the checkpoint's file.

@@ -219,7 +219,7 @@ class WeightPublisher:
         return {name: max(one[name] for one in found) for name in (found[0] if found else ())}
 
     def verify_new_results(self) -> list[dict[str, float]]:
-        """Verify every probe result that has arrived and was not verified before.
+        """Verify every ``ProbeResult`` (checksums, cache count, log-probabilities) not verified before.
 
         Returns:
             Metrics of :meth:`verify_result` for each result.

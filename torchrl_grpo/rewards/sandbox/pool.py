@@ -8,18 +8,18 @@ JSON lines. Nothing is forked, because the parent may use CUDA and threads, and 
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import queue
-import selectors
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+
+from torchrl_grpo.runtime.json_channel import ChannelClosed, ChannelTimeout, JsonChannel, RemoteError
 
 #: Time limit for the start of a worker. It imports sympy and more, which is slow on a small, busy machine.
 START_LIMIT_S = 180.0
@@ -53,8 +53,7 @@ class _Worker:
             start_new_session=True,  # only the parent handles Ctrl-C
         )
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        self._buffer = b""
+        self._channel = JsonChannel(self._process.stdout.fileno(), self._process.stdin.fileno())
         self._ready = False
         self._stopping = threading.Lock()
 
@@ -63,51 +62,36 @@ class _Worker:
         return self._ask(payload, self._timeout_s)
 
     def _ask(self, payload: Any, limit_s: float) -> Any:
-        # The worker's own limit is for the case that the parent is gone.
-        rest = json.dumps({"payload": payload, "limit_s": limit_s + 5.0}).encode() + b"\n"
-        try:
-            while rest:
-                rest = rest[os.write(self._stdin.fileno(), rest) :]
-        except BrokenPipeError as error:
-            raise self._died() from error
-        return self._reply(limit_s)
+        with self._told(limit_s):
+            return self._channel.ask(payload, limit_s)
 
     def start_up(self) -> None:
         """Wait until the worker has started."""
         if self._ready:
             return
-        reply = json.loads(self._read_line(START_LIMIT_S))
-        if "error" in reply:
-            raise JobError(f"the worker process of {self._label} cannot start: {reply['error']}")
-        if self._setup is not None:
-            try:
-                self._ask(self._setup, START_LIMIT_S)
-            except JobFailed as error:
-                # Not a JobFailed: this worker cannot be used.
-                raise JobError(f"the worker process of {self._label} cannot start: {error}") from error
+        try:
+            with self._told(START_LIMIT_S):
+                self._channel.answer(START_LIMIT_S)
+                if self._setup is not None:
+                    self._channel.ask(self._setup, START_LIMIT_S)
+        except JobFailed as error:
+            # Not a JobFailed: this worker cannot be used.
+            raise JobError(f"the worker process of {self._label} cannot start: {error}") from error
         self._ready = True
 
-    def _reply(self, limit_s: float) -> Any:
-        reply = json.loads(self._read_line(limit_s))
-        if "error" in reply:
-            raise JobFailed(reply["error"])
-        return reply["value"]
-
-    def _read_line(self, limit_s: float) -> bytes:
-        end = time.monotonic() + limit_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._stdout, selectors.EVENT_READ)
-            while b"\n" not in self._buffer:
-                if not selector.select(max(0.0, end - time.monotonic())):
-                    raise JobTimeout(
-                        f"{self._label} did not answer within {limit_s:g} s; its process was killed"
-                    )
-                chunk = os.read(self._stdout.fileno(), 65_536)
-                if not chunk:
-                    raise self._died()
-                self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
+    @contextlib.contextmanager
+    def _told(self, limit_s: float) -> Iterator[None]:
+        """Turn errors of the channel into those of a job."""
+        try:
+            yield
+        except RemoteError as error:
+            raise JobFailed(str(error)) from error
+        except ChannelTimeout as error:
+            raise JobTimeout(
+                f"{self._label} did not answer within {limit_s:g} s; its process was killed"
+            ) from error
+        except ChannelClosed as error:
+            raise self._died() from error
 
     def _died(self) -> JobError:
         self.stop()

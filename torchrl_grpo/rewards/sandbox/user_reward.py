@@ -16,7 +16,6 @@ process; it counts as an error, and the object of a class is created anew.
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -201,10 +200,8 @@ class UserReward:
     def _score(
         self, completions: Sequence[str], examples: Sequence[Example]
     ) -> list[float | Mapping[str, float]]:
-        rows = [asdict(example) for example in examples]
-        # Columns of a table may hold dates and the like, which the function gets as text.
         result: list[float | Mapping[str, float]] = self._pool.call(
-            {"completions": list(completions), "examples": json.loads(json.dumps(rows, default=str))}
+            {"completions": list(completions), "examples": [example.plain() for example in examples]}
         )
         return result
 

@@ -37,24 +37,26 @@ def main(target: str, max_bytes: int) -> None:
 
         resource.setrlimit(resource.RLIMIT_AS, (max_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
     module, _, name = target.partition(":")
-    _send(replies, {"ready": True, **_attempt(lambda: importlib.import_module(module) and None)})
+    send(replies, {"ready": True, **attempt(lambda: importlib.import_module(module) and None)})
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for line in requests:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, request["limit_s"])
-        reply = _attempt(lambda: getattr(importlib.import_module(module), name)(request["payload"]))  # noqa: B023
+        reply = attempt(lambda: getattr(importlib.import_module(module), name)(request["payload"]))  # noqa: B023
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _send(replies, reply)
+        send(replies, reply)
 
 
-def _attempt(job: Any) -> dict[str, Any]:
+def attempt(job: Any) -> dict[str, Any]:
+    """Return the value of a job, or the error that it raised, as a reply."""
     try:
         return {"value": job()}
     except BaseException as error:  # noqa: BLE001  the parent raises it
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _send(replies: Any, reply: dict[str, Any]) -> None:
+def send(replies: Any, reply: dict[str, Any]) -> None:
+    """Write a reply as one line of JSON."""
     try:
         line = json.dumps(reply)
     except (TypeError, ValueError) as error:

@@ -112,10 +112,11 @@ class RolloutActor:
 
     def make_engine(self, spec: WorkerSpec) -> SteppingEngine:
         """Build the engine that the configuration selects."""
+        from torchrl_grpo.envs.episodes.build import with_episodes
         from torchrl_grpo.inference.build import build_engine
 
         device = torch.device("cuda:0" if spec.on_gpu else "cpu")
-        return build_engine(
+        engine = build_engine(
             spec.cfg,
             spec.source,
             device,
@@ -124,6 +125,7 @@ class RolloutActor:
             spec.max_num_seqs,
             gpu_memory_utilization=spec.gpu_memory_utilization,
         )
+        return with_episodes(spec.cfg, engine, spec.max_num_seqs)
 
     def load(self, packed: PackedWeights, command: LoadWeightsCommand) -> Any:
         """Run ``command`` with these weights.

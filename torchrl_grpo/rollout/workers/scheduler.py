@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchrl_grpo.rollout.groups import Group, Response
+from torchrl_grpo.rollout.groups import Group
 from torchrl_grpo.rollout.workers.staleness import StalenessTracker
 from torchrl_grpo.rollout.workers.types import GenerateForEval, GenerateGroups
 
@@ -99,8 +99,7 @@ class Scheduler:
     Args:
         tracker: tracker that decides how many groups may start without becoming too old.
         num_workers: number of workers.
-        num_samples: G, number of responses in a group.
-        prompt_of: function that maps a group number to its prompt and seed.
+        new_group: function that returns the group of a number before its first token.
         wait_for_running: whether weights wait until a worker's groups have finished, as with ``drain``.
         return_interrupted: whether groups interrupted by new weights go back into the queue, so that any
             worker may continue them.
@@ -116,8 +115,7 @@ class Scheduler:
         self,
         tracker: StalenessTracker,
         num_workers: int,
-        num_samples: int,
-        prompt_of: Callable[[int], tuple[list[int], int]],
+        new_group: Callable[[int], Group],
         *,
         wait_for_running: bool,
         return_interrupted: bool,
@@ -127,8 +125,7 @@ class Scheduler:
         self.round_requested = False
         self.may_run_ahead = False
         self.newest: PublishedWeights | None = None
-        self._samples = num_samples
-        self._prompt_of = prompt_of
+        self._new_group = new_group
         self._wait_for_running = wait_for_running and not return_interrupted
         self._return_interrupted = return_interrupted
         # Groups of a round are spread evenly: a worker with more would make the others wait.
@@ -173,10 +170,6 @@ class Scheduler:
             self.tracker.start(group.group_id, version if oldest_version is None else oldest_version)
             worker.running[group.group_id] = group
             yield group
-
-    def _new_group(self, group_id: int) -> Group:
-        prompt, seed = self._prompt_of(group_id)
-        return Group(group_id, prompt, seed, [Response() for _ in range(self._samples)])
 
     def on_groups_generated(self, worker_index: int, finished: list[Group]) -> list[Group]:
         """Record the groups that a worker has finished; return those that were not dropped."""

@@ -19,6 +19,7 @@ from torchrl_grpo.inference.protocol import (
     Sampling,
     SteppingEngine,
     build_requests,
+    in_order,
 )
 from torchrl_grpo.rollout.groups import Group
 from torchrl_grpo.rollout.workers.types import Command, GenerateGroups, LoadWeightsCommand
@@ -93,7 +94,9 @@ class RolloutWorker:
         if dropped:
             self._pause()
             for number in dropped:
-                self._groups.pop(number, None)
+                group = self._groups.pop(number, None)
+                if group is not None:
+                    self.engine.forget((number, sample) for sample in range(len(group.responses)))
             self._submit(self._groups.values())
         if groups:
             if not self._groups:
@@ -159,7 +162,7 @@ class RolloutWorker:
             return None
         found, self._answers = self._answers, None
         self._submit(self._groups.values())
-        return [[found[p, g] for g in range(sampling.num_samples)] for p in range(len(prompts))]
+        return in_order(found, len(prompts), sampling.num_samples)
 
     def close(self) -> None:
         """Close the engine."""
@@ -195,4 +198,5 @@ class RolloutWorker:
             self.temperature,
             # An interrupted response must not draw again what it drew for its first tokens.
             derive_seed(seed, "continued", len(done)) if done else seed,
+            problem=group.problem,
         )

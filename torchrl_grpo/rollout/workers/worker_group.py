@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
@@ -54,10 +53,8 @@ class WorkerGroup(Inference):
         share = -(-len(prompts) // self.size)
         jobs = []
         for start in range(0, len(prompts), share):
-            chosen = slice(start, start + share)
-            seeds = None if sampling.seeds is None else sampling.seeds[chosen]
-            part = dataclasses.replace(sampling, seeds=seeds)
-            jobs.append(GenerateForEval(list(prompts[chosen]), part))
+            chosen = range(start, min(start + share, len(prompts)))
+            jobs.append(GenerateForEval([prompts[number] for number in chosen], sampling.select(chosen)))
         return [group for part in self.dispatcher.run_tasks(jobs) for group in part]
 
     def close(self) -> None:

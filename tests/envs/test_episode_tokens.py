@@ -1,0 +1,351 @@
+"""Episodes of several turns token by token: what is trained on is what the engine saw and sampled."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from torchrl_grpo.batch.schema import build_batch
+from torchrl_grpo.config.schema import PolicyConfig
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.envs.chat import render
+from torchrl_grpo.envs.episodes.chat_tokens import TurnTokens
+from torchrl_grpo.envs.episodes.engine import EpisodeEngine
+from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
+from torchrl_grpo.envs.episodes.tools import load_tools
+from torchrl_grpo.envs.episodes.types import Step
+from torchrl_grpo.errors import ModelError
+from torchrl_grpo.inference.protocol import Completion, Request, Sampling
+from torchrl_grpo.inference.transformers_engine import TransformersEngine
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.objectives.build import build_objective
+
+# With a system message of its own, as that of SmolLM2.
+SMOL = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "<|im_start|>system\nYou are a helpful AI assistant.<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Tools in a system message, results of tools in one message of the user, and no line break after a message.
+QWEN = (
+    "{% if tools %}<|im_start|>system\n# Tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "<|im_end|>\n{% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>user{% endif %}"
+    "\n<tool_response>\n{{ message['content'] }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+STRICT = (
+    "{% for message in messages %}{% if message['role'] not in ['user', 'assistant'] %}"
+    "{{ raise_exception('only users and assistants') }}{% endif %}"
+    "<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir: Path) -> PreTrainedTokenizerBase:
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tiny_model_dir)
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir: Path) -> PreTrainedModel:
+    found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    return found.eval()
+
+
+class Talk:
+    """Says something different after each message, as a user or as tools, and ends when it likes."""
+
+    def reset(self, example: Example) -> None:
+        self.random = random.Random(example.id)
+
+    def step(self, message: str) -> Step:
+        if self.random.random() < 0.25:
+            return Step(reward=1.0, done=True)
+        roles = self.random.choice([["user"], ["tool"], ["tool", "tool"], ["tool", "user"]])
+        said = [{"role": role, "content": f"{message[-5:]!r}? no, {self.random.random()}"} for role in roles]
+        return Step(said, reward=self.random.random())
+
+
+class Recorder(TransformersEngine):
+    """Keeps what it was asked and what it answered."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.asked: dict[Hashable, list[Request]] = {}
+        self.answered: dict[Hashable, list[Completion]] = {}
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.asked.setdefault(request.key, []).append(request)
+        super().submit(requests)
+
+    def step(self) -> list[tuple[Hashable, Completion]]:
+        ended = super().step()
+        for key, completion in ended:
+            self.answered.setdefault(key, []).append(completion)
+        return ended
+
+    def abort_all(self) -> dict[Hashable, Completion]:
+        taken = super().abort_all()
+        for key, completion in taken.items():
+            self.answered.setdefault(key, []).append(completion)
+        return taken
+
+
+Make = Callable[..., tuple[EpisodeEngine, Recorder]]
+
+
+@pytest.fixture
+def make(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Make:
+    def build(template: str | None = None, max_turns: int = 5, ends: Sequence[int] = ()) -> Any:
+        inner = Recorder(model, [tokenizer.eos_token_id, *ends], tokenizer.pad_token_id)
+        options = RunnerOptions({}, Talk, in_process=False, host=None, timeout_s=5.0, max_characters=100)
+        engine = EpisodeEngine(
+            inner,
+            tokenizer,
+            TurnTokens(tokenizer, template),
+            partial(EpisodeRunner, options),
+            is_quick=True,
+            max_turns=max_turns,
+            max_episodes=4,
+            close=lambda: None,
+        )
+        return engine, inner
+
+    return build
+
+
+def problems(count: int) -> list[Example]:
+    return [Example(f"p{n}", [{"role": "user", "content": f"What is {n} + {n * n}?"}]) for n in range(count)]
+
+
+def ends_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end a turn beside the end token, so that a random model has turns of a few tokens."""
+    return list(range(20, 60))
+
+
+# The random model rarely ends a turn by itself, so a fifth of the vocabulary ends one.
+@pytest.mark.parametrize("template", [SMOL, QWEN], ids=["smollm2", "qwen"])
+def test_trained_tokens_are_those_that_the_engine_saw_and_sampled(
+    make: Make, tokenizer: PreTrainedTokenizerBase, template: str
+) -> None:
+    engine, inner = make(template, ends=ends_of(tokenizer))
+    given = problems(50)
+    prompts = [render(tokenizer, one, template)[1] for one in given]
+    found = engine.generate(prompts, Sampling(4, 400, 1.0, seeds=list(range(0, 500, 10)), problems=given))
+    turns = 0
+    for number, group in enumerate(found):
+        for sample, episode in enumerate(group):
+            key = ("generate", number, sample)
+            whole = list(prompts[number])
+            sampled: list[bool] = []
+            log_probs: list[float] = []
+            for request, answer in zip(inner.asked[key], inner.answered[key], strict=True):
+                # The engine saw all that came before, unchanged.
+                assert list(request.tokens)[: len(whole)] == whole
+                between = len(request.tokens) - len(whole)
+                whole = [*request.tokens, *answer.token_ids]
+                sampled += [False] * between + [True] * len(answer.token_ids)
+                log_probs += [0.0] * between + answer.log_probs
+            assert whole[len(prompts[number]) :] == episode.token_ids
+            assert episode.sampled == sampled and episode.log_probs == log_probs
+            assert sampled[0] and sampled[-1], "an episode begins and ends with a token of the model"
+            record = episode.record
+            assert record is not None and record.turns == len(inner.asked[key]) == len(
+                record.messages_of_model
+            )
+            turns += record.turns
+    assert turns > 2 * 200, "episodes of one turn test nothing"
+
+
+def test_what_comes_between_turns_is_what_the_template_writes(
+    make: Make, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """The text of an episode is the template's text of the whole conversation, where that can be said."""
+    engine, _ = make(SMOL, ends=[])
+    # The model ends its turn with the template's end token, at once or after some others.
+    replies = ["", " 4", " is 31", "?"]
+    for number, reply in enumerate(replies):
+        talk = [{"role": "tool", "content": f"no {number}"}, {"role": "user", "content": "again"}]
+        ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
+        start, prompt = render(tokenizer, problems(1)[0], SMOL)
+        between = engine._turn_tokens.between(tokenizer.eos_token_id, talk)
+        text = tokenizer.decode([*prompt, *ids, tokenizer.eos_token_id, *between])
+        said = [*problems(1)[0].messages, {"role": "assistant", "content": reply}, *talk]
+        assert text == tokenizer.apply_chat_template(
+            said, chat_template=SMOL, tokenize=False, add_generation_prompt=True
+        )
+
+
+def test_another_end_token_than_the_template_s_is_kept_and_completed(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    turn_tokens = TurnTokens(tokenizer, SMOL)
+    talk = [{"role": "user", "content": "no"}]
+    own = turn_tokens.between(tokenizer.convert_tokens_to_ids("<|endoftext|>"), talk)
+    assert tokenizer.decode(own).startswith("<|im_end|>\n<|im_start|>user")
+    assert own[1:] == turn_tokens.between(tokenizer.eos_token_id, talk)
+
+
+def test_a_template_that_refuses_a_role_says_so(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(ModelError, match="roles tool.*only users and assistants.*model.chat_template"):
+        TurnTokens(tokenizer, STRICT).between(2, [{"role": "tool", "content": "4"}])
+
+
+@pytest.mark.parametrize("max_turns", [1, 2, 3])
+def test_an_episode_has_at_most_so_many_turns(
+    make: Make, tokenizer: PreTrainedTokenizerBase, max_turns: int
+) -> None:
+    engine, _ = make(SMOL, max_turns, ends_of(tokenizer))
+    given = problems(12)
+    prompts = [render(tokenizer, one, SMOL)[1] for one in given]
+    found = engine.generate(prompts, Sampling(2, 300, 1.0, seeds=[*range(12)], problems=given))
+    counts = [one.record.turns for group in found for one in group if one.record is not None]
+    assert len(counts) == 24 and max(counts) == max_turns
+    assert all(one.finish_reason == "stop" for group in found for one in group)
+
+
+def test_an_episode_stays_within_its_length(make: Make, tokenizer: PreTrainedTokenizerBase) -> None:
+    engine, _ = make(SMOL, 8, ends_of(tokenizer))
+    given = problems(20)
+    prompts = [render(tokenizer, one, SMOL)[1] for one in given]
+    found = engine.generate(prompts, Sampling(2, 60, 1.0, seeds=[*range(20)], problems=given))
+    episodes = [one for group in found for one in group]
+    assert all(len(one.token_ids) <= 60 and one.sampled and one.sampled[-1] for one in episodes)
+    assert {one.finish_reason for one in episodes} == {"stop", "length"}
+
+
+def run_to_end(engine: EpisodeEngine, count: int, found: dict[Hashable, Completion]) -> None:
+    while len(found) < count:
+        found.update(engine.step())
+
+
+def test_an_interrupted_episode_goes_on_where_it_was(make: Make, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Greedy episodes with an interruption after every few tokens equal those without one."""
+    given = problems(8)
+    prompts = [render(tokenizer, one, SMOL)[1] for one in given]
+    engine, _ = make(SMOL, 4, ends_of(tokenizer))
+    whole = engine.generate(prompts, Sampling(1, 120, 0.0, problems=given))
+    engine, inner = make(SMOL, 4, ends_of(tokenizer))
+    requests = [
+        Request(n, prompt, 120, 0.0, problem=one)
+        for n, (prompt, one) in enumerate(zip(prompts, given, strict=True))
+    ]
+    parts: dict[Hashable, list[Completion]] = {n: [] for n in range(8)}
+    engine.submit(requests)
+    open_keys, interruptions = set(range(8)), 0
+    while open_keys:
+        for _ in range(3):
+            for key, completion in engine.step() if open_keys else []:
+                parts[key].append(completion)
+                open_keys.discard(int(str(key)))
+        taken = engine.abort_all()
+        for key, completion in taken.items():
+            parts[key].append(completion)
+            if completion.finish_reason != "aborted":
+                open_keys.discard(int(str(key)))
+        interruptions += bool(open_keys)
+        again = []
+        for key in sorted(open_keys):
+            done = [token for part in parts[key] for token in part.token_ids]
+            again.append(Request(key, [*prompts[key], *done], 120 - len(done), 0.0, problem=given[key]))
+        engine.submit(again)
+    assert interruptions > 5
+    for number, (expected,) in enumerate(whole):
+        assert [t for part in parts[number] for t in part.token_ids] == expected.token_ids
+        assert [s for part in parts[number] for s in part.sampled or []] == expected.sampled
+        got = [p for part in parts[number] for p in part.log_probs]
+        assert got == pytest.approx(expected.log_probs, abs=2e-5)
+        assert parts[number][-1].record == expected.record
+
+
+@pytest.mark.parametrize("shares_prefix", [True, False])
+def test_loss_and_gradient_are_those_of_a_loop_over_episodes(
+    make: Make, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, shares_prefix: bool
+) -> None:
+    """The batch of padded groups against one forward pass per episode, in the words of the paper."""
+    engine, _ = make(SMOL, 4, ends_of(tokenizer))
+    given = problems(3)
+    prompts = [render(tokenizer, one, SMOL)[1] for one in given]
+    G = 4
+    found = engine.generate(prompts, Sampling(G, 150, 1.0, seeds=[1, 2, 3], problems=given))
+    rewards = torch.tensor([[one.record.reward for one in group if one.record] for group in found])
+    batch = build_batch(
+        prompts,
+        found,
+        rewards[..., None],
+        rewards[..., None],
+        torch.arange(3)[:, None].repeat(1, G),
+        0,
+        tokenizer.pad_token_id,
+    )
+    cfg = PolicyConfig()
+    loss = ours(model, cfg, batch, shares_prefix)
+    expected, worst = by_hand(model, prompts, found, rewards)
+    model.zero_grad()
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    expected.backward()
+    assert worst < 2e-5, "the engine's log-probabilities are not the trainer's"
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        scale = float(parameter.grad.abs().max()) or 1.0
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-5 * scale)
+    model.zero_grad()
+
+
+def ours(model: PreTrainedModel, cfg: PolicyConfig, batch: TensorDict, shares_prefix: bool) -> Tensor:
+    scorer = TokenScorer(model, shares_prefix=shares_prefix)
+    objective, advantage = build_objective(cfg, scorer, [1.0], 150)
+    loss: Tensor = objective(advantage.inv(batch))["loss_objective"]
+    return loss
+
+
+def by_hand(
+    model: PreTrainedModel,
+    prompts: Sequence[list[int]],
+    found: Sequence[Sequence[Completion]],
+    rewards: Tensor,
+) -> tuple[Tensor, float]:
+    """GRPO's loss with a mean over tokens (arXiv 2402.03300, eq. 3, at ratio 1), episode by episode."""
+    total, count, worst = torch.zeros(()), 0, 0.0
+    for prompt, group, reward in zip(prompts, found, rewards, strict=True):
+        advantages = (reward - reward.mean()) / (reward.std(correction=0) + PolicyConfig().advantage_eps)
+        for episode, advantage in zip(group, advantages, strict=True):
+            ids = torch.tensor([[*prompt, *episode.token_ids]])
+            log_p = torch.log_softmax(model(ids).logits[0, :-1].double(), -1)
+            chosen = log_p.gather(-1, ids[0, 1:, None]).squeeze(-1)[len(prompt) - 1 :]
+            for position, is_sampled in enumerate(episode.sampled or []):
+                if is_sampled:
+                    gap = abs(float(chosen[position].detach()) - episode.log_probs[position])
+                    worst = max(worst, gap)
+                    ratio = torch.exp(chosen[position] - episode.log_probs[position])
+                    total = total - torch.minimum(
+                        ratio * advantage, ratio.clamp(1 - 0.2, 1 + 0.2) * advantage
+                    )
+                    count += 1
+    return total / count, worst
+
+
+def test_tools_are_described_by_the_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    schema = load_tools(["calculator"])[0].schema
+    example = Example("x", [{"role": "user", "content": "Hi"}], tools=[schema])
+    text = render(tokenizer, example, QWEN)[0]
+    assert '"name": "calculator"' in text and "expression" in text

@@ -1,0 +1,1 @@
+"""Episodes of several turns: environments, tools, and the tokens between the turns."""

@@ -1,0 +1,204 @@
+"""Give an engine the episodes of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.derived import has_episodes
+from torchrl_grpo.data.problems import Problems
+from torchrl_grpo.envs.episodes import python_tool
+from torchrl_grpo.envs.episodes.chat_tokens import TurnTokens
+from torchrl_grpo.envs.episodes.countdown import Countdown
+from torchrl_grpo.envs.episodes.engine import EpisodeEngine
+from torchrl_grpo.envs.episodes.guess import Guess
+from torchrl_grpo.envs.episodes.processes import CallError, EpisodeHost, UserCodeSpec
+from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
+from torchrl_grpo.envs.episodes.tool_calls import describe
+from torchrl_grpo.envs.episodes.tools import Tool, load_tools
+from torchrl_grpo.envs.episodes.types import Environment
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.inference.protocol import SteppingEngine
+from torchrl_grpo.models import loading
+from torchrl_grpo.runtime import user_code
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from torchrl_grpo.data.example import Example
+
+_BUILT_IN: dict[str, Callable[..., Environment]] = {"guess": Guess, "countdown": Countdown}
+
+
+def check_environment(cfg: Config) -> None:
+    """Check the environment and the tools of a configuration, before anything heavy starts.
+
+    Raises:
+        ConfigError: one cannot be loaded, or this machine cannot run it.
+    """
+    _load_tools(cfg)
+    name = cfg.env.environment
+    if name is None:
+        return
+    found = _find_environment(name)
+    user_code.check_arguments(found, cfg.env.environment_args, "env.environment_args")
+    missing = [one for one in ("reset", "step") if not callable(getattr(found, one, None))]
+    if isinstance(found, type) and missing:
+        raise ConfigError(
+            f"env.environment={name!r}: the class has no method {missing[0]}; write reset(self, example) and "
+            "step(self, message)"
+        )
+
+
+def _find_environment(name: str) -> Callable[..., Environment]:
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    if user_code.parse(name) is None:
+        raise ConfigError(
+            f"env.environment={name!r} is unknown; write {', '.join(_BUILT_IN)}, FILE.py:CLASS or "
+            "PACKAGE.MODULE:CLASS"
+        )
+    found: Callable[..., Environment] = user_code.load(name, "env.environment")
+    return found
+
+
+def _load_tools(cfg: Config) -> list[Tool]:
+    tools = load_tools(cfg.env.tools)
+    if any(tool.spec == "python" for tool in tools):
+        why = python_tool.why_unavailable()
+        if why is not None:
+            raise ConfigError(
+                f"env.tools has python, which cannot run safely on this machine: {why}. Remove it, or name a "
+                "tool of your own that runs the code elsewhere"
+            )
+    return tools
+
+
+def with_prompts(cfg: Config, problems: Problems, tokenizer: PreTrainedTokenizerBase) -> Problems:
+    """Give the problems the prompts of their environment, and the description of the tools.
+
+    Tools are described by the chat template. For a template that does not, the description becomes a system
+    message.
+
+    Args:
+        cfg: configuration of the run.
+        problems: problems as the data set has them.
+        tokenizer: tokenizer with the chat template.
+
+    Raises:
+        ConfigError: the environment fails on a problem.
+    """
+    if not has_episodes(cfg):
+        return problems
+    schemas = [tool.schema for tool in _load_tools(cfg)]
+    native = bool(schemas) and _describes_tools(tokenizer, schemas)
+    reset, close = _prompt_of(cfg)
+
+    def prompt(example: Example) -> Example:
+        example = reset(example)
+        if native:
+            return replace(example, tools=schemas)
+        if not schemas:
+            return example
+        messages = [dict(message) for message in example.messages]
+        if messages and messages[0]["role"] == "system":
+            messages[0]["content"] += "\n\n" + describe(schemas)
+        else:
+            messages.insert(0, {"role": "system", "content": describe(schemas)})
+        return replace(example, messages=messages)
+
+    try:
+        return Problems([prompt(one) for one in problems.train], [prompt(one) for one in problems.held_out])
+    finally:
+        close()
+
+
+def _describes_tools(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, object]]) -> bool:
+    """Whether the chat template writes anything about tools."""
+    render = partial(
+        tokenizer.apply_chat_template,
+        [{"role": "user", "content": "-"}],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    return bool(tokenizer.chat_template) and render(tools=schemas) != render()
+
+
+def _prompt_of(cfg: Config) -> tuple[Callable[[Example], Example], Callable[[], None]]:
+    """Return a function that gives an example the messages of its environment, and one that ends it."""
+    if cfg.env.environment is None or cfg.env.environment in _BUILT_IN:
+        # The built-in ones keep the messages of the example.
+        return lambda example: example, lambda: None
+    host = EpisodeHost(_user_code(cfg, []))
+    process = host.start_episode()
+
+    def reset(example: Example) -> Example:
+        try:
+            told = process.call({"do": "reset", "example": example.plain()}, cfg.env.tool_timeout_s)
+        except CallError as error:
+            raise ConfigError(
+                f"env.environment={cfg.env.environment!r}: reset failed on {example.id}: {error}; correct it"
+            ) from error
+        return replace(example, messages=told) if told else example
+
+    return reset, host.close
+
+
+def _user_code(cfg: Config, tools: list[Tool]) -> UserCodeSpec:
+    environment = cfg.env.environment
+    return UserCodeSpec(
+        environment=None if environment in _BUILT_IN else environment,
+        environment_args=dict(cfg.env.environment_args),
+        tools=[tool.spec for tool in tools if tool.run is None],
+        max_characters=cfg.env.max_tool_characters,
+    )
+
+
+def with_episodes(cfg: Config, engine: SteppingEngine, max_episodes: int) -> SteppingEngine:
+    """Return an engine whose responses are the episodes of a configuration.
+
+    Args:
+        cfg: configuration of the run.
+        engine: engine that generates; it is returned itself if a response is one turn.
+        max_episodes: number of episodes at a time.
+
+    Raises:
+        ConfigError: the user's code cannot be loaded in its own process.
+        ModelError: the chat template cannot render messages after the model's.
+    """
+    if not has_episodes(cfg):
+        return engine
+    tokenizer = loading.load_tokenizer(loading.resolve(cfg.model), cfg.model)
+    tools = _load_tools(cfg)
+    turn_tokens = TurnTokens(tokenizer)
+    # A template that refuses them must not do so after hours.
+    roles = [*(["tool"] if tools else []), *(["user"] if cfg.env.environment else [])]
+    for role in roles:
+        turn_tokens.between(tokenizer.eos_token_id, [{"role": role, "name": "-", "content": "-"}])
+    spec = _user_code(cfg, tools)
+    in_process = spec.environment is not None
+    host = EpisodeHost(spec) if in_process or spec.tools else None
+    make = None
+    if cfg.env.environment in _BUILT_IN:
+        make = partial(_BUILT_IN[cfg.env.environment], **cfg.env.environment_args)
+    options = RunnerOptions(
+        tools={tool.name: tool for tool in tools},
+        make_environment=make,
+        in_process=in_process,
+        host=host,
+        timeout_s=cfg.env.tool_timeout_s,
+        max_characters=cfg.env.max_tool_characters,
+    )
+    return EpisodeEngine(
+        engine,
+        tokenizer,
+        turn_tokens,
+        partial(EpisodeRunner, options),
+        is_quick=options.is_quick,
+        max_turns=cfg.env.max_turns,
+        max_episodes=max_episodes,
+        close=(lambda: None) if host is None else host.close,
+    )

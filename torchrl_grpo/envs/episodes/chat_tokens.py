@@ -1,0 +1,95 @@
+"""The tokens between two turns of the model, as the chat template writes them.
+
+What the model wrote is never tokenized again. After its turn, the rest of the assistant's message, the
+messages of the environment and the start of the next turn are appended. Their text is what the template adds
+to a short conversation of the same shape. So a template that treats earlier messages differently, for example
+one that removes reasoning from them, does not change tokens that the model has already read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from jinja2.exceptions import TemplateError
+
+from torchrl_grpo.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from torchrl_grpo.envs.episodes.types import Message
+
+# Stands for the model's message. No template changes letters.
+_ANSWER = "zqxanswerxqz"
+
+
+class TurnTokens:
+    """Renders what comes between two turns of the model.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        chat_template: Jinja text in place of the tokenizer's own template.
+        tools: JSON schemas of the tools, as in the prompt.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._tools = list(tools) or None
+        self._closing = lru_cache(1)(self._render_closing)
+
+    def between(self, end_token: int, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens from the model's end token to the start of its next turn.
+
+        Args:
+            end_token: token that ended the model's turn. It is not repeated.
+            messages: messages of the environment and of tools.
+
+        Raises:
+            ModelError: the template cannot render the messages.
+        """
+        text = self._after_answer(messages)
+        closing, end = self._closing(), self._tokenizer.decode([end_token])
+        # The model may end its turn with another end token than the template writes. Both are then kept.
+        if end and closing.startswith(end):
+            text = text[len(end) :]
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _after_answer(self, messages: Sequence[Message]) -> str:
+        text = self._render(messages, add_generation_prompt=True)
+        return text[text.index(_ANSWER) + len(_ANSWER) :]
+
+    def _render_closing(self) -> str:
+        text = self._render([], add_generation_prompt=False)
+        return text[text.index(_ANSWER) + len(_ANSWER) :]
+
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        start = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [*start, *messages],
+                chat_template=self._chat_template,
+                tools=self._tools,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except (TemplateError, TypeError) as error:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            name = self._tokenizer.name_or_path or type(self._tokenizer).__name__
+            raise ModelError(
+                f"The chat template of {name} refuses messages of the roles {roles} after the model's: "
+                f"{error}. Give another one as model.chat_template, or return messages of other roles."
+            ) from error
+        if _ANSWER not in text:
+            raise ModelError(
+                f"The chat template of {self._tokenizer.name_or_path} leaves out the model's own messages, "
+                "so an episode cannot go on; give another one as model.chat_template"
+            )
+        return str(text)

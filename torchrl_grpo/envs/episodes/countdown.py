@@ -1,0 +1,72 @@
+"""Countdown: combine given numbers to a target, with feedback on every attempt."""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+from typing import Any
+
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.envs.episodes.calculator import evaluate
+from torchrl_grpo.envs.episodes.types import Step
+
+_OPERATORS = ("+", "-", "*")
+
+
+def problems(split: str, size: int = 1_000, numbers: int = 3, largest: int = 9) -> list[dict[str, Any]]:
+    """Make solvable problems, for ``env.dataset``.
+
+    Args:
+        split: ``train`` or ``test``.
+        size: number of problems in a split.
+        numbers: how many numbers a problem has.
+        largest: largest of them.
+    """
+    draw = random.Random(f"countdown/{split}")
+    rows = []
+    for _ in range(size):
+        chosen = [draw.randint(1, largest) for _ in range(numbers)]
+        expression = str(chosen[0])
+        for number in chosen[1:]:
+            expression = f"({expression} {draw.choice(_OPERATORS)} {number})"
+        target = evaluate(ast.parse(expression, mode="eval").body)
+        shuffled = draw.sample(chosen, len(chosen))
+        rows.append(
+            {
+                "question": f"Use each of the numbers {', '.join(map(str, shuffled))} once, with + - * / and "
+                f"brackets, to make {target}. Reply with the expression alone.",
+                "answer": expression,
+                "numbers": shuffled,
+                "target": target,
+            }
+        )
+    return rows
+
+
+class Countdown:
+    """The game of one problem. The right expression is worth 1 and ends it."""
+
+    def reset(self, example: Example) -> None:
+        """Take the numbers and the target of a problem."""
+        self.numbers = sorted(example.columns["numbers"])
+        self.target = example.columns["target"]
+
+    def step(self, message: str) -> Step:
+        """Answer an attempt, which is the last line of the message, as far as an equals sign."""
+        lines = message.strip().splitlines()
+        expression = lines[-1].partition("=")[0].strip() if lines else ""
+        wrong = self._mistake(expression)
+        return Step(reward=1.0, done=True) if wrong is None else Step([{"role": "user", "content": wrong}])
+
+    def _mistake(self, expression: str) -> str | None:
+        used = sorted(int(number) for number in re.findall(r"\d{1,9}", expression))
+        try:
+            value = evaluate(ast.parse(expression, mode="eval").body)
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+            return "That is not an expression that I can compute. Try again."
+        if used != self.numbers:
+            return f"Use each of {', '.join(map(str, self.numbers))} exactly once. Try again."
+        if abs(value - self.target) > 1e-9:
+            return f"That makes {value:g}, not {self.target}. Try again."
+        return None

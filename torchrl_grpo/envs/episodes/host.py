@@ -1,0 +1,241 @@
+"""Program of the process that runs the user's environments and tools: one forked process for each episode.
+
+    python -m torchrl_grpo.envs.episodes.host SOCKET
+
+This process imports the user's code once. For every episode it forks a child, which is ready in about a
+millisecond and shares the imported code. An episode that hangs, or that is killed, affects no other. This
+process has one thread and no GPU, so it may fork.
+
+``SOCKET`` is the number of a socket on which the parent sends one byte per command. ``E`` comes with the
+socket of a new episode and is answered with the child's process id, in one line. ``K`` is followed by a line
+with the process id of a child to end, with all processes that it started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from typing import Any
+
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.envs.episodes.types import cut, messages_from, step_from
+from torchrl_grpo.rewards.sandbox.worker import attempt, send
+from torchrl_grpo.runtime import user_code
+
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
+
+
+class UserCodeError(Exception):
+    """The user's code raised. The message has its error and its line."""
+
+
+class Host:
+    """Forks a child per episode and ends what is left of them.
+
+    Args:
+        control: socket to the parent.
+        code: the user's code.
+    """
+
+    def __init__(self, control: socket.socket, code: UserCode) -> None:
+        self._control, self._code = control, code
+        self._children: set[int] = set()
+
+    def serve(self) -> None:
+        """Serve until the parent closes its socket."""
+        # Processes that an episode leaves behind become children of this one, which ends them.
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+        wake, wakes = os.pipe()
+        os.set_blocking(wakes, False)
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wakes)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ, True)
+            selector.register(wake, selectors.EVENT_READ, False)
+            while True:
+                for key, _ in selector.select():
+                    if not key.data:
+                        with contextlib.suppress(BlockingIOError):
+                            os.read(wake, 4_096)
+                        self._reap()
+                    elif not self._command([selector, wake, wakes]):
+                        self._end(list(self._children))
+                        return
+
+    def _command(self, private: list[Any]) -> bool:
+        command, files, _, _ = socket.recv_fds(self._control, 1, 1)
+        if command == b"E":
+            child = os.fork()
+            if child == 0:
+                _become_episode(socket.socket(fileno=files[0]), self._control, private, self._code)
+            os.close(files[0])
+            self._children.add(child)
+            self._control.sendall(f"{child}\n".encode())
+        elif command == b"K":
+            self._end([int(_line(self._control))])
+        return bool(command)
+
+    def _end(self, children: list[int]) -> None:
+        for child in children:
+            if child in self._children:
+                # Before it is reaped, after which the number may be another's.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+        self._reap()
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                child, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if child == 0:
+                break
+            if child in self._children:
+                self._children.discard(child)
+        for orphan in _own_children() - self._children:
+            # A process that the episode moved out of its process group.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(orphan, signal.SIGKILL)
+
+
+def _own_children() -> set[int]:
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            return {int(number) for number in file.read().split()}
+    except OSError:
+        # Only Linux tells, and only Linux gives orphans to this process.
+        return set()
+
+
+def _line(control: socket.socket) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = control.recv(1)
+        if not byte:
+            raise EOFError
+        line += byte
+    return line
+
+
+def _become_episode(own: socket.socket, control: socket.socket, private: list[Any], code: UserCode) -> None:
+    status = 1
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        control.close()
+        selector, *pipes = private
+        selector.close()
+        for pipe in pipes:
+            os.close(pipe)
+        code.serve(own)
+        status = 0
+    finally:
+        # Without the clean-up of the process that was copied.
+        os._exit(status)
+
+
+class UserCode:
+    """The user's environment and tools.
+
+    Args:
+        spec: ``environment`` (a name as in ``env.environment``, or None), ``environment_args`` and ``tools``,
+            names as in ``env.tools``; ``max_characters`` of the result of a tool.
+    """
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self._spec = spec
+        name = spec["environment"]
+        self._environment = None if name is None else user_code.load(name, "env.environment")
+        self._tools = {name: user_code.load(name, "env.tools") for name in spec["tools"]}
+        self._episode: Any = None
+        self._started_tools: dict[str, Any] = {}
+
+    def serve(self, own: socket.socket) -> None:
+        """Answer requests of the parent until it closes the socket."""
+        with (
+            own,
+            own.makefile("r", encoding="utf-8") as requests,
+            own.makefile("w", encoding="utf-8") as replies,
+        ):
+            for line in requests:
+                request = json.loads(line)
+                # For the case that the parent is gone, and its time limit with it.
+                signal.setitimer(signal.ITIMER_REAL, request["limit_s"])
+                reply = attempt(lambda: self._run(request["payload"]))  # noqa: B023
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                send(replies, reply)
+
+    def _run(self, payload: dict[str, Any]) -> Any:
+        kind = payload["do"]
+        if kind == "reset":
+            assert self._environment is not None
+            self._episode = call(self._environment, **self._spec["environment_args"])
+            told = call(self._episode.reset, Example(**payload["example"]))
+            return messages_from(told, "what reset returned")
+        if kind == "step":
+            step = step_from(call(self._episode.step, payload["message"]))
+            return [step.messages, step.reward, step.done]
+        result = call(self._tool(payload["tool"]), **payload["arguments"])
+        text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+        # Here, so that a long result does not travel.
+        return cut(text, self._spec["max_characters"])
+
+    def _tool(self, name: str) -> Any:
+        found = self._tools[name]
+        if not inspect.isclass(found):
+            return found
+        # A tool that is a class has a state of its own in each episode.
+        if name not in self._started_tools:
+            self._started_tools[name] = call(found)
+        return self._started_tools[name]
+
+
+def call(function: Any, *positional: Any, **named: Any) -> Any:
+    """Call a function of the user and wait for its result if it is a coroutine function.
+
+    Raises:
+        UserCodeError: it raised.
+    """
+
+    async def finish(result: Any) -> Any:
+        return await result
+
+    try:
+        result = function(*positional, **named)
+        return asyncio.run(finish(result)) if inspect.isawaitable(result) else result
+    except Exception as error:
+        raise UserCodeError(user_code.describe(error)) from error
+
+
+def main(number: int) -> None:
+    """Run the host on the socket of that number."""
+    control = socket.socket(fileno=number)
+    spec = json.loads(_line(control))
+    # What the user's code prints goes to stderr. It reads nothing.
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdout = sys.stderr
+    loaded: list[UserCode] = []
+    reply = attempt(lambda: loaded.append(UserCode(spec)))
+    control.sendall(json.dumps(reply).encode() + b"\n")
+    if loaded:
+        Host(control, loaded[0]).serve()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,194 @@
+"""The environment's side of one episode: it answers each message of the model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torchrl_grpo.data.episode import EpisodeRecord
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.envs.episodes.processes import CallError, EpisodeHost, EpisodeProcess
+from torchrl_grpo.envs.episodes.python_tool import PythonFailed
+from torchrl_grpo.envs.episodes.tool_calls import ToolCall, parse_calls
+from torchrl_grpo.envs.episodes.tools import Tool, check_arguments
+from torchrl_grpo.envs.episodes.types import (
+    Environment,
+    EpisodeError,
+    Message,
+    Step,
+    cut,
+    messages_from,
+    step_from,
+)
+
+# More calls in one message are refused: a model that repeats itself writes hundreds.
+_MOST_CALLS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class RunnerOptions:
+    """What the episodes of a run have in common.
+
+    Attributes:
+        tools: tools by name.
+        make_environment: function that makes a built-in environment; None for none.
+        in_process: whether the environment is the user's and runs in the process of the episode.
+        host: process that forks those of the episodes; None if nothing of the user runs.
+        timeout_s: time limit of a call of a tool or of an environment.
+        max_characters: longest result of a tool.
+    """
+
+    tools: Mapping[str, Tool]
+    make_environment: Callable[[], Environment] | None
+    in_process: bool
+    host: EpisodeHost | None
+    timeout_s: float
+    max_characters: int
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether every answer takes a moment at most, and need not run in another thread."""
+        return not self.in_process and all(tool.is_quick for tool in self.tools.values())
+
+
+class EpisodeRunner:
+    """Runs the environment and the tools of one episode. One thread uses it at a time.
+
+    Args:
+        options: what the episodes have in common.
+        example: problem of the episode.
+    """
+
+    def __init__(self, options: RunnerOptions, example: Example) -> None:
+        self._options = options
+        self._example = example
+        self._environment: Environment | None = None
+        # Apart, so that a tool that hangs does not take the environment's state with it.
+        self._environment_process: EpisodeProcess | None = None
+        self._tool_process: EpisodeProcess | None = None
+        self._started = False
+        self._closed = False
+        self.record = EpisodeRecord()
+
+    def step(self, message: str) -> Step:
+        """Answer a message of the model, and keep the record of the episode.
+
+        Args:
+            message: its text, without special tokens.
+
+        Returns:
+            The messages that follow, and whether the episode ends. An environment that fails ends it, and the
+            record has the error.
+        """
+        self.record.turns += 1
+        self.record.messages.append({"role": "assistant", "content": message})
+        try:
+            step = self._answer(message)
+        except EpisodeError as error:
+            self.record.error = str(error)
+            step = Step(done=True)
+        self.record.reward += step.reward
+        self.record.messages += step.messages
+        return step
+
+    def close(self) -> None:
+        """End the processes of the episode. It may be called twice."""
+        self._closed = True
+        for process in (self._environment_process, self._tool_process):
+            if process is not None:
+                process.close()
+
+    def _answer(self, message: str) -> Step:
+        calls = parse_calls(message) if self._options.tools else []
+        if not self._started and (self._options.in_process or self._options.make_environment):
+            # Also before a tool: an environment may count on its reset.
+            self._reset()
+        if calls:
+            self.record.tool_calls += len(calls)
+            return Step([self._message(call, number) for number, call in enumerate(calls)])
+        if self._options.in_process:
+            messages, reward, done = self._ask({"do": "step", "message": message}, "step")
+            return Step(messages, reward, done)
+        if self._environment is None:
+            return Step(done=True)
+        with _told("step"):
+            return step_from(self._environment.step(message))
+
+    def _reset(self) -> None:
+        self._started = True
+        if self._options.in_process:
+            told = self._ask({"do": "reset", "example": self._example.plain()}, "reset")
+        else:
+            assert self._options.make_environment is not None
+            with _told("reset"):
+                self._environment = self._options.make_environment()
+                told = messages_from(self._environment.reset(self._example), "what reset returned")
+        if told and told != self._example.messages:
+            raise EpisodeError(
+                f"env.environment: reset returned other messages for {self._example.id} than before; all "
+                "responses to a problem share its prompt, so make it depend on the example only, for example "
+                "with random.Random(example.id)"
+            )
+
+    def _ask(self, payload: dict[str, Any], what: str) -> Any:
+        with _told(what):
+            if self._environment_process is None:
+                self._environment_process = self._start_process()
+            return self._environment_process.call(payload, self._options.timeout_s)
+
+    def _message(self, call: ToolCall, number: int) -> Message:
+        failed = call.error
+        content = ""
+        if number >= _MOST_CALLS:
+            failed = f"a message may have at most {_MOST_CALLS} calls"
+        if failed is None:
+            try:
+                content = self._run(call)
+            except (
+                CallError,
+                PythonFailed,
+                ValueError,
+                ZeroDivisionError,
+                RecursionError,
+                MemoryError,
+            ) as error:
+                failed = str(error) or type(error).__name__
+        if failed is not None:
+            self.record.tool_errors += 1
+            content = f"error: {failed}"
+        return {"role": "tool", "name": call.name, "content": cut(content, self._options.max_characters)}
+
+    def _run(self, call: ToolCall) -> str:
+        tool = self._options.tools.get(call.name)
+        if tool is None:
+            raise CallError(f"there is no tool {call.name!r}; the tools are {', '.join(self._options.tools)}")
+        wrong = check_arguments(tool.schema, call.arguments)
+        if wrong is not None:
+            raise CallError(wrong)
+        if tool.run is not None:
+            return tool.run(call.arguments, self._options.timeout_s)
+        if self._tool_process is None or self._tool_process.ended:
+            self._tool_process = self._start_process()
+        payload = {"do": "tool", "tool": tool.spec, "arguments": call.arguments}
+        return str(self._tool_process.call(payload, self._options.timeout_s))
+
+    def _start_process(self) -> EpisodeProcess:
+        assert self._options.host is not None
+        process = self._options.host.start_episode()
+        if self._closed:
+            # Another thread has ended the episode in the meantime.
+            process.close()
+        return process
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Turn any error of an environment into one of the episode."""
+    try:
+        yield
+    except CallError as error:
+        raise EpisodeError(f"env.environment: {what} failed: {error}") from error
+    except Exception as error:
+        raise EpisodeError(f"env.environment: {what} failed: {type(error).__name__}: {error}") from error

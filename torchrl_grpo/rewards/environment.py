@@ -1,0 +1,25 @@
+"""The reward that the environment of an episode gave."""
+
+from __future__ import annotations
+
+from torchrl_grpo.data.episode import EpisodeText
+from torchrl_grpo.data.example import Example
+
+
+class EnvironmentReward:
+    """The sum of the rewards that the environment returned in an episode."""
+
+    name = "environment"
+
+    def __call__(self, completion: str, example: Example) -> float:
+        """Return the sum.
+
+        Raises:
+            ValueError: the completion is no episode.
+            RuntimeError: the environment failed.
+        """
+        if not isinstance(completion, EpisodeText):
+            raise ValueError("a completion outside an episode has no reward of an environment")
+        if completion.record.error is not None:
+            raise RuntimeError(completion.record.error)
+        return completion.record.reward
