@@ -183,7 +183,7 @@ def test_what_comes_between_turns_is_what_the_template_writes(
     for number, reply in enumerate(replies):
         talk = [{"role": "tool", "content": f"no {number}"}, {"role": "user", "content": "again"}]
         ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
-        start, prompt = render(tokenizer, problems(1)[0], SMOL)
+        prompt = render(tokenizer, problems(1)[0], SMOL)[1]
         between = engine._turn_tokens.between(tokenizer.eos_token_id, talk)
         text = tokenizer.decode([*prompt, *ids, tokenizer.eos_token_id, *between])
         said = [*problems(1)[0].messages, {"role": "assistant", "content": reply}, *talk]
@@ -203,7 +203,7 @@ def test_another_end_token_than_the_template_s_is_kept_and_completed(
 
 
 def test_a_template_that_refuses_a_role_says_so(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(ModelError, match="roles tool.*only users and assistants.*model.chat_template"):
+    with pytest.raises(ModelError, match=r"roles tool.*only users and assistants.*model.chat_template"):
         TurnTokens(tokenizer, STRICT).between(2, [{"role": "tool", "content": "4"}])
 
 
@@ -241,7 +241,7 @@ def test_an_interrupted_episode_goes_on_where_it_was(make: Make, tokenizer: PreT
     prompts = [render(tokenizer, one, SMOL)[1] for one in given]
     engine, _ = make(SMOL, 4, ends_of(tokenizer))
     whole = engine.generate(prompts, Sampling(1, 120, 0.0, problems=given))
-    engine, inner = make(SMOL, 4, ends_of(tokenizer))
+    engine, _ = make(SMOL, 4, ends_of(tokenizer))
     requests = [
         Request(n, prompt, 120, 0.0, problem=one)
         for n, (prompt, one) in enumerate(zip(prompts, given, strict=True))

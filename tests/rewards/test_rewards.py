@@ -27,8 +27,8 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards import RewardSet, extract, numbers
 from torchrl_grpo.rewards.format import FormatReward
 from torchrl_grpo.rewards.gsm8k import Gsm8kReward, grade_answer
-from torchrl_grpo.rewards.sandbox.math_verify import MathVerifyReward
 from torchrl_grpo.rewards.reasoning_gym import ReasoningGymReward
+from torchrl_grpo.rewards.sandbox.math_verify import MathVerifyReward
 from torchrl_grpo.rewards.sandbox.pool import JobError, JobFailed, JobTimeout, WorkerPool
 from torchrl_grpo.rewards.text import BareNumberReward, ExactMatchReward
 

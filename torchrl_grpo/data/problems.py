@@ -100,9 +100,7 @@ def split_off(examples: list[Example], count: int, source: str, key: Key = quest
     return separate(examples, choose(examples, count, key), source, key)
 
 
-def separate(
-    train: list[Example], held_out: list[Example], source: str, key: Key = question_key
-) -> Problems:
+def separate(train: list[Example], held_out: list[Example], source: str, key: Key = question_key) -> Problems:
     """Drop every held-out question from ``train``.
 
     Raises:

@@ -15,10 +15,10 @@ from torchrl_grpo.rewards.format import FormatReward
 from torchrl_grpo.rewards.graders import AccuracyGrader, CountingGrader, Gsm8kGrader
 from torchrl_grpo.rewards.gsm8k import Gsm8kReward
 from torchrl_grpo.rewards.ifeval import IFEvalGrader, IFEvalReward
-from torchrl_grpo.rewards.sandbox.math_verify import MathVerifyReward
 from torchrl_grpo.rewards.reasoning_gym import ReasoningGymReward
 from torchrl_grpo.rewards.reward_set import RewardSet, close_all
 from torchrl_grpo.rewards.sandbox import user_reward
+from torchrl_grpo.rewards.sandbox.math_verify import MathVerifyReward
 from torchrl_grpo.rewards.text import BareNumberReward, ClosenessReward, ExactMatchReward
 from torchrl_grpo.rewards.types import Grader, Reward
 

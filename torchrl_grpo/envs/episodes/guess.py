@@ -24,24 +24,39 @@ def problems(split: str, width: int = 8, largest: int = 90) -> list[dict[str, An
         high = low + width - 1
         if (low % 4 == 0) == (split == "test"):
             question = f"Guess my number. It is from {low} to {high}. Reply with one number only."
-            rows += [{"question": question, "answer": str(number)} for number in range(low, high + 1)]
+            rows += [
+                {"question": question, "answer": str(number), "low": low, "high": high}
+                for number in range(low, high + 1)
+            ]
     return rows
 
 
 class Guess:
-    """The game of one number. A right guess is worth 1 and ends it; a reply without a number ends it too."""
+    """The game of one number. The right guess ends it; a reply without a number ends it too.
+
+    Args:
+        possible: reward of a wrong guess that the answers so far allow. The right guess is worth 1.
+    """
+
+    def __init__(self, possible: float = 0.1) -> None:
+        self._possible = possible
 
     def reset(self, example: Example) -> None:
         """Think of the number of a problem."""
-        self.number = int(example.truth["answer"])
+        self._number = int(example.truth["answer"])
+        self._low, self._high = example.columns["low"], example.columns["high"]
 
     def step(self, message: str) -> Step:
         """Answer a guess, which is the first number of the message."""
         found = _NUMBER.search(message)
         if found is None:
             return Step(done=True)
-        guess = int(found.group()) if len(found.group()) < 20 else 10**20
-        if guess == self.number:
+        guess = int(found.group()[:20])
+        if guess == self._number:
             return Step(reward=1.0, done=True)
-        word = "higher" if self.number > guess else "lower"
-        return Step([{"role": "user", "content": word}])
+        reward = self._possible if self._low <= guess <= self._high else 0.0
+        if guess < self._number:
+            self._low = max(self._low, guess + 1)
+            return Step([{"role": "user", "content": "higher"}], reward)
+        self._high = min(self._high, guess - 1)
+        return Step([{"role": "user", "content": "lower"}], reward)

@@ -69,7 +69,7 @@ class Host:
                             os.read(wake, 4_096)
                         self._reap()
                     elif not self._command([selector, wake, wakes]):
-                        self._end(list(self._children))
+                        self._end_all()
                         return
 
     def _command(self, private: list[Any]) -> bool:
@@ -95,18 +95,24 @@ class Host:
                     os.kill(child, signal.SIGKILL)
         self._reap()
 
-    def _reap(self) -> None:
-        while True:
-            try:
-                child, _ = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if child == 0:
-                break
-            if child in self._children:
+    def _end_all(self) -> None:
+        self._end(list(self._children))
+        with contextlib.suppress(ChildProcessError):
+            # What a child leaves behind becomes a child of this process when it ends.
+            while True:
+                child, _ = os.waitpid(-1, 0)
                 self._children.discard(child)
+                self._end_orphans()
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while child := os.waitpid(-1, os.WNOHANG)[0]:
+                self._children.discard(child)
+        self._end_orphans()
+
+    def _end_orphans(self) -> None:
         for orphan in _own_children() - self._children:
-            # A process that the episode moved out of its process group.
+            # A process that an episode moved out of its process group.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(orphan, signal.SIGKILL)
 
