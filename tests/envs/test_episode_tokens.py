@@ -112,7 +112,9 @@ Make = Callable[..., tuple[EpisodeEngine, Recorder]]
 
 @pytest.fixture
 def make(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Make:
-    def build(template: str | None = None, max_turns: int = 5, ends: Sequence[int] = ()) -> Any:
+    def build(
+        template: str | None = None, max_turns: int = 5, ends: Sequence[int] = (), turn: int | None = None
+    ) -> Any:
         inner = Recorder(model, [tokenizer.eos_token_id, *ends], tokenizer.pad_token_id)
         options = RunnerOptions({}, Talk, in_process=False, host=None, timeout_s=5.0, max_characters=100)
         engine = EpisodeEngine(
@@ -122,6 +124,7 @@ def make(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Make:
             partial(EpisodeRunner, options),
             is_quick=True,
             max_turns=max_turns,
+            max_turn_tokens=turn,
             max_episodes=4,
             close=lambda: None,
         )
@@ -230,18 +233,24 @@ def test_an_episode_stays_within_its_length(make: Make, tokenizer: PreTrainedTok
     assert {one.finish_reason for one in episodes} == {"stop", "length"}
 
 
-def run_to_end(engine: EpisodeEngine, count: int, found: dict[Hashable, Completion]) -> None:
-    while len(found) < count:
-        found.update(engine.step())
+def test_a_turn_stays_within_its_length(make: Make, tokenizer: PreTrainedTokenizerBase) -> None:
+    engine, inner = make(SMOL, 8, ends_of(tokenizer), 6)
+    given = problems(20)
+    prompts = [render(tokenizer, one, SMOL)[1] for one in given]
+    found = engine.generate(prompts, Sampling(2, 800, 1.0, seeds=[*range(20)], problems=given))
+    lengths = [len(answer.token_ids) for answers in inner.answered.values() for answer in answers]
+    assert max(lengths) == 6 and min(lengths) < 6
+    cut = [one for group in found for one in group if one.finish_reason == "length"]
+    assert cut and all(one.sampled is not None and all(one.sampled[-6:]) for one in cut)
 
 
 def test_an_interrupted_episode_goes_on_where_it_was(make: Make, tokenizer: PreTrainedTokenizerBase) -> None:
     """Greedy episodes with an interruption after every few tokens equal those without one."""
     given = problems(8)
     prompts = [render(tokenizer, one, SMOL)[1] for one in given]
-    engine, _ = make(SMOL, 4, ends_of(tokenizer))
+    engine, _ = make(SMOL, 4, ends_of(tokenizer), 12)
     whole = engine.generate(prompts, Sampling(1, 120, 0.0, problems=given))
-    engine, _ = make(SMOL, 4, ends_of(tokenizer))
+    engine, _ = make(SMOL, 4, ends_of(tokenizer), 12)
     requests = [
         Request(n, prompt, 120, 0.0, problem=one)
         for n, (prompt, one) in enumerate(zip(prompts, given, strict=True))
@@ -265,7 +274,7 @@ def test_an_interrupted_episode_goes_on_where_it_was(make: Make, tokenizer: PreT
             done = [token for part in parts[key] for token in part.token_ids]
             again.append(Request(key, [*prompts[key], *done], 120 - len(done), 0.0, problem=given[key]))
         engine.submit(again)
-    assert interruptions > 5
+    assert interruptions > 2
     for number, (expected,) in enumerate(whole):
         assert [t for part in parts[number] for t in part.token_ids] == expected.token_ids
         assert [s for part in parts[number] for s in part.sampled or []] == expected.sampled

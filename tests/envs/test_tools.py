@@ -441,7 +441,7 @@ def test_guessing_by_halves_wins_and_held_out_ranges_are_not_trained_on() -> Non
         game = Guess()
         game.reset(Example("x", [], {"answer": row["answer"]}, row))
         low, high = row["low"], row["high"]
-        for _ in range(4):
+        for _ in range(3):
             guess = (low + high) // 2
             step = game.step(f"I say {guess}.")
             if step.done:

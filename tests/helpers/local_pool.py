@@ -18,6 +18,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.envs import GroupTextEnv
+from torchrl_grpo.envs.episodes.build import with_episodes
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import SteppingEngine
 from torchrl_grpo.rollout import build
@@ -150,7 +151,7 @@ def collect_locally(
             )
             if engine_type is not None:
                 made.__class__ = engine_type
-            return made
+            return with_episodes(cfg, made, 64)
 
         pools.append(LocalPool(engine, cfg, **options))
         reference = LocalReference(cfg, source, tokenizer) if source.plan.reference_actors else None

@@ -285,8 +285,8 @@ def test_columns_that_a_function_needs_are_checked_against_the_data() -> None:
     with pytest.raises(
         ConfigError, match=r"needs solution, which is no column of a \(columns: level, answer\)"
     ):
-        build_reward_set(config("needs"), EXAMPLES[0])
-    build_reward_set(config("needs", {"solution": "1"}), EXAMPLES[0]).close()
+        build_reward_set(config("needs"), {"": EXAMPLES[0]})
+    build_reward_set(config("needs", {"solution": "1"}), {"": EXAMPLES[0]}).close()
 
 
 @pytest.mark.usefixtures("scored")

@@ -47,6 +47,7 @@ class Rounds:
             [{} for _ in range(2 * size)],
             7,
             2,
+            [],
             {"time/generate_s": 1.0, "time/score_s": 0.5},
         )
 

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from user_files import blocks_below, train_in
 
 pytestmark = pytest.mark.slow
-
-
-def blocks_below(page: Path, title: str) -> list[str]:
-    """Return the texts of the code blocks in one section of a page."""
-    section = page.read_text().split(f"### {title}\n", 1)[1].split("\n### ", 1)[0]
-    return re.findall(r"^```\w*\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
 
 
 def test_the_rewards_of_the_documentation_train(
@@ -30,7 +20,6 @@ def test_the_rewards_of_the_documentation_train(
     (tmp_path / "my_rewards.py").write_text(source)
     rows = [{"question": f"{a} plus {b}", "answer": str(a + b)} for a in range(6) for b in range(6)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    script, *words = shlex.split(command)
     small = [
         f"model.name={tiny_model_dir}",
         "inference_model.backend=transformers",
@@ -43,11 +32,7 @@ def test_the_rewards_of_the_documentation_train(
         "hydra.run.dir=run",
         *format_words,
     ]
-    done = subprocess.run(
-        [sys.executable, str(repo_root / "sota-implementations/grpo" / script), *words, *small],
-        cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    train_in(tmp_path, repo_root, command, small)
     rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
     assert len(rollouts) == 16
     answers = {row["question"]: row["answer"] for row in rows}

@@ -21,6 +21,7 @@ from torchrl_grpo.config.checks_lora import check_lora
 from torchrl_grpo.config.checks_policy import check_policy
 from torchrl_grpo.config.derived import has_episodes, optim_batch_size
 from torchrl_grpo.config.keys import bad_value, show
+from torchrl_grpo.config.mixture import mixture_parts
 from torchrl_grpo.config.values import (
     ABOVE_ZERO,
     AT_LEAST,
@@ -33,6 +34,7 @@ from torchrl_grpo.config.values import (
     ZERO_STAGES,
     dataset_kind,
 )
+from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.runtime import user_code
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ def validate(cfg: Config) -> None:
     """
     _check_each(cfg)
     _check_devices(cfg)
+    _check_mixture(cfg)
     _check_task(cfg)
     _check_episodes(cfg)
     _check_rewards(cfg)
@@ -188,6 +191,42 @@ def _check_devices(cfg: Config) -> None:
         if isinstance(count, int) and count != len(devices):
             wrong = f"{len(devices)} named, and {name}.num_devices={count}"
             raise bad_value(f"{name}.devices", devices, wrong, f"{name}.num_devices={len(devices)}")
+
+
+def _check_mixture(cfg: Config) -> None:
+    parts = mixture_parts(cfg)
+    if not parts:
+        return
+    default = type(cfg.env)()
+    for name in ("task", "task_args", "data_path", "eval_data_path", "hub_name", "fields"):
+        value = getattr(cfg.env, name)
+        if value != getattr(default, name):
+            wrong = "with env.mixture each part has its own data set"
+            raise bad_value(
+                f"env.{name}", value, wrong, f"it in the parts that need it, and env.{name}=null or {{}}"
+            )
+    for name in ("weights", "functions", "args"):
+        value = getattr(cfg.reward, name)
+        if value:
+            wrong = "with env.mixture each part has its own rewards"
+            raise bad_value(
+                f"reward.{name}", value, wrong, f"reward: {{{name}: ...}} in the parts, and nothing here"
+            )
+    if cfg.eval.reward is not None:
+        wrong = "with env.mixture each part is graded by its own reward"
+        raise bad_value(
+            "eval.reward", cfg.eval.reward, wrong, "eval_reward in the parts, and eval.reward=null"
+        )
+    if cfg.policy.reward_combination == "apart":
+        wrong = "the parts of env.mixture have different rewards, of which no group has all"
+        raise bad_value("policy.reward_combination", "apart", wrong, "policy.reward_combination=together")
+    for part in parts:
+        try:
+            _check_task(part.cfg)
+            _check_episodes(part.cfg)
+            _check_rewards(part.cfg)
+        except ConfigError as error:
+            raise ConfigError(f"env.mixture, part {part.name}: {error}") from error
 
 
 def _check_dataset(env: EnvConfig) -> None:

@@ -106,12 +106,24 @@ class EnvConfig:
     max_turns: int = key(
         8, "With an environment or tools: largest number of the model's turns in a response."
     )
+    max_turn_tokens: int | None = key(
+        None,
+        "With an environment or tools: largest number of tokens of one turn of the model. A longer turn is "
+        "cut off and ends the response. null leaves inference_model.max_new_tokens, which bounds the whole "
+        "response.",
+    )
     tool_timeout_s: float = key(
         10.0,
         "Seconds that one call of a tool or of an environment of your own may take before its process is "
         "stopped.",
     )
     max_tool_characters: int = key(2_000, "Longest result of a tool, in characters. The rest is cut off.")
+    mixture: list[dict[str, Any]] = key(
+        [],
+        "Several data sets in place of one, e.g. [{dataset: gsm8k, weight: 0.7}, {dataset: reasoning_gym, "
+        "task: countdown, weight: 0.3}]. A part may have the keys of a data set above, prompt_template, "
+        "system_prompt, answer_format, reward (a mapping like the section reward), eval_reward and name.",
+    )
     num_envs: int = key(8, "Prompts in one collection round.")
     repeats: int = key(
         8,

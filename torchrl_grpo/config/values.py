@@ -76,6 +76,7 @@ AT_LEAST: dict[str, tuple[float, str]] = {
     "env.num_envs": (1, "8"),
     "env.repeats": (2, "8"),
     "env.max_turns": (1, "8"),
+    "env.max_turn_tokens": (1, "null"),
     "env.max_tool_characters": (1, "2000"),
     "reward.workers": (1, "1"),
     "policy.advantage_eps": (0, "1e-4"),

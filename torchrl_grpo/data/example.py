@@ -17,6 +17,7 @@ class Example:
         truth: JSON-serializable ground truth for the rewards. Each data set has its own keys.
         columns: the row as the data set has it, for rewards of the user; empty for generated problems.
         tools: JSON schemas of the tools that the chat template describes to the model; empty for none.
+        part: name of its part of a mixture; empty without a mixture.
     """
 
     id: str
@@ -24,6 +25,7 @@ class Example:
     truth: dict[str, Any] = field(default_factory=dict)
     columns: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] = field(default_factory=list)
+    part: str = ""
 
     def plain(self) -> dict[str, Any]:
         """Return the fields as values of JSON. Dates and the like in the columns become text."""

@@ -6,6 +6,8 @@ import importlib
 from types import ModuleType
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.mixture import mixture_parts
+from torchrl_grpo.data.mixture import mix
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.runtime import user_code
@@ -33,6 +35,9 @@ def load(cfg: Config) -> Problems:
         ConfigError: ``env.dataset`` is neither one of :data:`DATASETS` nor a function of the user.
         DataError: a file, a row or a task is missing, malformed, empty or too small.
     """
+    parts = mixture_parts(cfg)
+    if parts:
+        return mix(parts, [load(part.cfg) for part in parts])
     module = dataset_module(cfg.env.dataset)
     problems = module.load(cfg)
     assert isinstance(problems, Problems)

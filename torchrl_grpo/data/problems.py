@@ -37,6 +37,10 @@ class Problems:
     train: Sequence[Example]
     held_out: list[Example]
 
+    def first_examples(self) -> dict[str, Example]:
+        """Return the first training problem by the name of its part, which is empty without a mixture."""
+        return {"": self.train[0]}
+
 
 def question_key(example: Example) -> str:
     """Return the user's turn with normalized spacing. Examples with the same key are the same question."""

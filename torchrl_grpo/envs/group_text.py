@@ -27,7 +27,7 @@ from torchrl_grpo.envs.stream import PromptStream
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from torchrl_grpo.rewards import ResponseScore, RewardSet
+    from torchrl_grpo.rewards import MixtureRewardSet, ResponseScore, RewardSet
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class GroupTextEnv(EnvBase):
         self,
         stream: PromptStream,
         tokenizer: PreTrainedTokenizerBase,
-        reward_set: RewardSet,
+        reward_set: RewardSet | MixtureRewardSet,
         *,
         num_envs: int,
         repeats: int,
@@ -315,7 +315,7 @@ class GroupTextEnv(EnvBase):
     def _set_seed(self, seed: int | None) -> None:
         """Restart the data in the order of another seed."""
         if seed is not None:
-            self.stream = PromptStream(self.stream.examples, seed, self.stream.shuffle)
+            self.stream = self.stream.reseeded(seed)
 
     def get_extra_state(self) -> dict[str, int]:
         """Return the position in the data, which ``state_dict`` includes."""

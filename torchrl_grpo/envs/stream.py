@@ -1,7 +1,7 @@
 """The order of the training problems: endless, reshuffled each epoch, and resumable.
 
 The order of an epoch depends only on the seed and the number of the epoch, and not on the state of a random
-generator. So two numbers are the whole state. Weighted sampling and mixtures of data sets are not supported.
+generator. So two numbers are the whole state.
 """
 
 from __future__ import annotations
@@ -81,6 +81,10 @@ class PromptStream:
             drawn += [self.examples[row] for row in rows]
         return drawn
 
+    def reseeded(self, seed: int) -> PromptStream:
+        """Return a new stream of the same examples with another seed."""
+        return PromptStream(self.examples, seed, self.shuffle)
+
     def state_dict(self) -> dict[str, int]:
         """Return the epoch and the number of examples drawn in it."""
         return {"epoch": self.epoch, "position": self.position}
@@ -100,3 +104,82 @@ class PromptStream:
             )
         self.epoch, self.position = epoch, position
         self._current_order = self.epoch_order(epoch)
+
+
+#: Draws within which a mixture has its parts in exact proportion.
+MIXTURE_BLOCK = 1_000
+
+
+class MixtureStream(PromptStream):
+    """An endless stream of several data sets, each with epochs of its own.
+
+    Of every :data:`MIXTURE_BLOCK` draws, each part has its share, in an order that depends only on the seed
+    and on the number of the block. So the number of draws is the whole state, as without a mixture.
+
+    Args:
+        examples: examples of all parts.
+        parts: weight and examples of each part.
+        seed: seed of all orders.
+        shuffle: whether the epochs of the parts are shuffled.
+
+    Raises:
+        DataError: a part has no examples.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        parts: Sequence[tuple[float, Sequence[Example]]],
+        seed: int,
+        shuffle: bool = True,
+    ) -> None:
+        super().__init__(examples, seed, shuffle)
+        self._weighted = list(parts)
+        self._parts = [PromptStream(one, seed, shuffle) for _, one in parts]
+        self._shares = shares([weight for weight, _ in parts], MIXTURE_BLOCK)
+        # Number of a block, and the part and its own draw for each of its draws.
+        self._block: tuple[int, list[tuple[int, int]]] = (-1, [])
+
+    def reseeded(self, seed: int) -> MixtureStream:
+        """Return a new stream of the same examples with another seed."""
+        return MixtureStream(self.examples, self._weighted, seed, self.shuffle)
+
+    def draw(self, count: int) -> list[Example]:
+        """Draw the next ``count`` examples."""
+        first = self.drawn
+        self.epoch, self.position = divmod(first + count, len(self.examples))
+        return [self.at(first + offset) for offset in range(count)]
+
+    def at(self, number: int) -> Example:
+        """Return the example of draw ``number``. Thread-safe."""
+        block, place = divmod(number, MIXTURE_BLOCK)
+        known, order = self._block
+        if known != block:
+            order = self._order_of_block(block)
+            # Replaced as a whole, because several threads read it.
+            self._block = block, order
+        part, rank = order[place]
+        return self._parts[part].at(block * self._shares[part] + rank)
+
+    def _order_of_block(self, block: int) -> list[tuple[int, int]]:
+        chosen = [part for part, share in enumerate(self._shares) for _ in range(share)]
+        random.Random(f"{self.seed}/mixture/{block}").shuffle(chosen)
+        counts = [0] * len(self._parts)
+        order = []
+        for part in chosen:
+            order.append((part, counts[part]))
+            counts[part] += 1
+        return order
+
+
+def shares(weights: Sequence[float], total: int) -> list[int]:
+    """Divide a total by weights into whole numbers, each at least 1 (largest remainders)."""
+    exact = [max(1.0, total * weight / sum(weights)) for weight in weights]
+    exact = [total * one / sum(exact) for one in exact]
+    found = [max(1, int(one)) for one in exact]
+    order = sorted(range(len(exact)), key=lambda number: int(exact[number]) - exact[number])
+    for number in range(total - sum(found)):
+        found[order[number % len(order)]] += 1
+    while sum(found) > total:
+        found[found.index(max(found))] -= 1
+    return found

@@ -14,13 +14,14 @@ from torchrl_grpo.rewards.registry import (
     check_weights,
     eval_reward_name,
 )
-from torchrl_grpo.rewards.reward_set import RewardSet
+from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet
 from torchrl_grpo.rewards.types import Grader, ResponseScore, Reward
 
 __all__ = [
     "DEFAULT_WEIGHTS",
     "REWARD_BUILDERS",
     "Grader",
+    "MixtureRewardSet",
     "ResponseScore",
     "Reward",
     "RewardSet",

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         completions, examples = _examples(rows, cfg.env)
         means = _Means()
         with contextlib.ExitStack() as stack:
-            rewards = build_reward_set(cfg, examples[0])
+            rewards = build_reward_set(cfg, {"": examples[0]})
             stack.callback(rewards.close)
             output = stack.enter_context(_output(args.output))
             source = "stdin" if args.input == "-" else args.input

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards.gsm8k import grade_answer
@@ -62,6 +63,42 @@ class AccuracyGrader:
         """Close the reward if the grader owns it."""
         if self._owned:
             close_all([self._reward])
+
+
+class MixtureGrader:
+    """``accuracy`` over all parts of a mixture, and ``<part>/accuracy`` of each.
+
+    Both count the primary metric of the part's own grader.
+
+    Args:
+        graders: graders of the parts, by their names.
+    """
+
+    primary = "accuracy"
+
+    def __init__(self, graders: Mapping[str, Grader]) -> None:
+        self._graders = dict(graders)
+        self.metrics = ("accuracy", *(f"{part}/accuracy" for part in graders))
+
+    def grade(self, completion: str, example: Example) -> dict[str, float]:
+        """Return the grade under the two names that the example counts for, and 0 for the others.
+
+        Raises:
+            Exception: the grader failed.
+        """
+        grader = self._graders[example.part]
+        value = grader.grade(completion, example)[grader.primary]
+        return {name: value * weight for name, weight in self.weights(example).items()}
+
+    def weights(self, example: Example) -> dict[str, float]:
+        """Return weight 1 for the two metrics of the example, and 0 for the others."""
+        own = ("accuracy", f"{example.part}/accuracy")
+        return {name: float(name in own) for name in self.metrics}
+
+    def close(self) -> None:
+        """Close the graders."""
+        for grader in self._graders.values():
+            grader.close()
 
 
 class CountingGrader:

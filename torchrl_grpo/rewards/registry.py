@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from torchrl_grpo.config import Config, values
+from torchrl_grpo.config.mixture import mixture_parts
 from torchrl_grpo.config.values import dataset_kind
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards.environment import EnvironmentReward
 from torchrl_grpo.rewards.format import FormatReward
-from torchrl_grpo.rewards.graders import AccuracyGrader, CountingGrader, Gsm8kGrader
+from torchrl_grpo.rewards.graders import AccuracyGrader, CountingGrader, Gsm8kGrader, MixtureGrader
 from torchrl_grpo.rewards.gsm8k import Gsm8kReward
 from torchrl_grpo.rewards.ifeval import IFEvalGrader, IFEvalReward
 from torchrl_grpo.rewards.reasoning_gym import ReasoningGymReward
-from torchrl_grpo.rewards.reward_set import RewardSet, close_all
+from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet, close_all
 from torchrl_grpo.rewards.sandbox import user_reward
 from torchrl_grpo.rewards.sandbox.math_verify import MathVerifyReward
 from torchrl_grpo.rewards.text import BareNumberReward, ClosenessReward, ExactMatchReward
@@ -118,13 +119,16 @@ def _build(cfg: Config, name: str, example: Example | None) -> Reward:
     return REWARD_BUILDERS[name](cfg)
 
 
-def build_reward_set(cfg: Config, example: Example | None = None) -> RewardSet:
+def build_reward_set(
+    cfg: Config, examples: Mapping[str, Example] | None = None
+) -> RewardSet | MixtureRewardSet:
     """Build the rewards of a run. Some start worker processes, so the caller must close the result.
 
     Args:
         cfg: configuration; ``reward``, ``env.dataset`` and ``env.answer_format`` are read.
-        example: any problem of the run. The columns that the user's reward functions need must be in its
-            data-set row (``Example.columns``). None skips this check.
+        examples: any problem of each part of a mixture by its name, or one under an empty name without a
+            mixture. The columns that the user's reward functions need must be in its data-set row
+            (``Example.columns``). None skips this check.
 
     Returns:
         The rewards, combined.
@@ -132,6 +136,19 @@ def build_reward_set(cfg: Config, example: Example | None = None) -> RewardSet:
     Raises:
         ConfigError: see :func:`check_weights`.
     """
+    examples = examples or {}
+    if parts := mixture_parts(cfg):
+        with ExitStack() as stack:
+            sets = {}
+            for part in parts:
+                sets[part.name] = _build_one_set(part.cfg, examples.get(part.name))
+                stack.callback(sets[part.name].close)
+            stack.pop_all()
+        return MixtureRewardSet(sets)
+    return _build_one_set(cfg, examples.get(""))
+
+
+def _build_one_set(cfg: Config, example: Example | None) -> RewardSet:
     pairs: list[tuple[Reward, float]] = []
     with ExitStack() as stack:
         for name, weight in check_weights(cfg).items():
@@ -181,7 +198,9 @@ def eval_reward_name(cfg: Config) -> str:
 
 
 def build_grader(
-    cfg: Config, shared: RewardSet | None = None, example: Example | None = None
+    cfg: Config,
+    shared: RewardSet | MixtureRewardSet | None = None,
+    examples: Mapping[str, Example] | None = None,
 ) -> CountingGrader:
     """Build the grader that :func:`eval_reward_name` names. The caller must close it: it may start processes.
 
@@ -190,19 +209,31 @@ def build_grader(
         shared: rewards of the run. If they include the reward that the grader needs, the grader uses it and
             its worker processes instead of starting its own. Close the grader before the rewards. A reward of
             the user is not shared, because it may have a state.
-        example: see :func:`build_reward_set`.
+        examples: see :func:`build_reward_set`.
 
     Returns:
         A grader that counts its errors.
     """
-    inner: Grader
+    examples = examples or {}
+    if parts := mixture_parts(cfg):
+        with ExitStack() as stack:
+            graders = {}
+            for part in parts:
+                own = shared.sets[part.name] if isinstance(shared, MixtureRewardSet) else None
+                graders[part.name] = _build_one_grader(part.cfg, own, examples.get(part.name))
+                stack.callback(graders[part.name].close)
+            stack.pop_all()
+        return CountingGrader(MixtureGrader(graders))
+    assert not isinstance(shared, MixtureRewardSet)
+    return CountingGrader(_build_one_grader(cfg, shared, examples.get("")))
+
+
+def _build_one_grader(cfg: Config, shared: RewardSet | None, example: Example | None) -> Grader:
     name = eval_reward_name(cfg)
     if name == "gsm8k":
-        inner = Gsm8kGrader()
-    elif name == "ifeval":
-        inner = IFEvalGrader()
-    else:
-        shares = shared is not None and name not in cfg.reward.functions
-        reward = shared.get(name) if shared is not None and shares else None
-        inner = AccuracyGrader(reward or _build(cfg, name, example), owned=reward is None)
-    return CountingGrader(inner)
+        return Gsm8kGrader()
+    if name == "ifeval":
+        return IFEvalGrader()
+    shares = shared is not None and name not in cfg.reward.functions
+    reward = shared.get(name) if shared is not None and shares else None
+    return AccuracyGrader(reward or _build(cfg, name, example), owned=reward is None)

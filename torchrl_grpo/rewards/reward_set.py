@@ -134,6 +134,55 @@ class RewardSet:
         )  # fmt: skip
 
 
+class MixtureRewardSet:
+    """The rewards of a mixture: each problem is scored by those of its part.
+
+    A reward is called ``<part>/<name>`` in the scores.
+
+    Args:
+        sets: rewards of each part, by its name.
+    """
+
+    def __init__(self, sets: Mapping[str, RewardSet]) -> None:
+        self.sets = dict(sets)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all rewards, part by part."""
+        return tuple(f"{part}/{name}" for part, one in self.sets.items() for name in one.names)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Weights of the rewards, in the order of the names."""
+        return tuple(weight for one in self.sets.values() for weight in one.weights)
+
+    @property
+    def error_count(self) -> int:
+        """Number of rewards that raised."""
+        return sum(one.error_count for one in self.sets.values())
+
+    def score(self, completions: Sequence[str], examples: Sequence[Example]) -> list[ResponseScore]:
+        """Score each completion by the rewards of its example's part. See :meth:`RewardSet.score`."""
+        if len(completions) != len(examples):
+            raise ValueError(f"{len(completions)} completions but {len(examples)} examples")
+        scores: dict[int, ResponseScore] = {}
+        for part, one in self.sets.items():
+            rows = [row for row, example in enumerate(examples) if example.part == part]
+            found = one.score([completions[row] for row in rows], [examples[row] for row in rows])
+            for row, score in zip(rows, found, strict=True):
+                scores[row] = ResponseScore(
+                    score.total,
+                    {f"{part}/{name}": value for name, value in score.parts.items()},
+                    {f"{part}/{name}": message for name, message in score.errors.items()},
+                )
+        return [scores[row] for row in range(len(examples))]
+
+    def close(self) -> None:
+        """Close the rewards. It may be called twice."""
+        for one in self.sets.values():
+            one.close()
+
+
 def close_all(parts: Sequence[object]) -> None:
     """Close the objects that have a ``close`` method."""
     for part in parts:

@@ -79,5 +79,6 @@ def _assemble_round(rounds: Sequence[Round], chosen: Sequence[tuple[int, int]]) 
         errors=[rounds[number].errors[row] for number, row in responses],
         response_tokens=sum(one.response_tokens for one in rounds),
         error_count=sum(one.error_count for one in rounds),
+        records=[rounds[number].records[row] for number, row in responses if rounds[number].records],
         seconds={phase: sum(one.seconds[phase] for one in rounds) for phase in rounds[0].seconds},
     )

@@ -13,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.batch.schema import build_batch
+from torchrl_grpo.data.episode import EpisodeRecord
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.envs.responses import judged_texts
@@ -45,6 +46,7 @@ class Round:
         response_tokens: number of sampled tokens. Refill rounds and the groups discarded from them are
             included; groups dropped as too old are not.
         error_count: reward errors of the same responses.
+        records: records of the P x G responses, if they are episodes of several turns; otherwise empty.
         seconds: seconds that the trainer spent on each phase of the round, by metric name.
     """
 
@@ -55,6 +57,7 @@ class Round:
     errors: list[dict[str, str]]
     response_tokens: int
     error_count: int
+    records: list[EpisodeRecord]
     seconds: dict[str, float]
 
 
@@ -133,6 +136,7 @@ def build_round(
         errors=[dict(one.errors) for one in scores],
         response_tokens=int(batch["masks", "sampled"].sum()),
         error_count=sum(len(one.errors) for one in scores),
+        records=[one.record for group in responses for one in group if one.record is not None],
         seconds=seconds,
     )
 
@@ -158,6 +162,19 @@ def staleness_metrics(groups: TensorDict, step: int, steps_per_round: int) -> di
         "policy/age_max": max(ages),
         **{f"policy/age_{age}": counts[age] / len(ages) for age in sorted(counts)},
         "policy/mixed": sum(a != b for a, b in zip(oldest, newest, strict=True)) / len(ages),
+    }
+
+
+def episode_metrics(round_: Round) -> dict[str, float]:
+    """Return the metrics of episodes of several turns: means over the responses. Empty for one turn."""
+    records = round_.records
+    if not records:
+        return {}
+    return {
+        "episode/turns": sum(one.turns for one in records) / len(records),
+        "episode/tool_calls": sum(one.tool_calls for one in records) / len(records),
+        "episode/tool_errors": sum(one.tool_errors for one in records) / len(records),
+        "episode/failed": sum(one.error is not None for one in records) / len(records),
     }
 
 

@@ -19,11 +19,13 @@ from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import describe_length, has_episodes, needs_reference, with_total_turns
 from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.mixture import Mixture, map_parts
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.envs import GroupTextEnv, PromptStream, lengths
 from torchrl_grpo.envs.chat import render
 from torchrl_grpo.envs.episodes.build import check_environment, with_prompts
+from torchrl_grpo.envs.stream import MixtureStream
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Inference
 from torchrl_grpo.models import loading, lora
@@ -39,7 +41,7 @@ from torchrl_grpo.planning import placement
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.rewards.graders import CountingGrader
-from torchrl_grpo.rewards.reward_set import RewardSet
+from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet
 from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.rollout.build import CollectorFactory, EngineSource, build_single_engine
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
@@ -75,7 +77,7 @@ class Job:
     cfg: Config
     run_dir: Path
     problems: Problems
-    reward_set: RewardSet
+    reward_set: RewardSet | MixtureRewardSet
     grader: CountingGrader
     resume_from: Path | None = None
 
@@ -137,9 +139,7 @@ def _build(
     source = loading.resolve(cfg.model)
     tokenizer = loading.load_tokenizer(source, cfg.model)
     loading.check_context(source, cfg)
-    problems = with_prompts(cfg, job.problems, tokenizer)
-    problems, overlong_message = lengths.handle_overlong_prompts(problems, tokenizer, cfg)
-    messages(overlong_message)
+    problems = map_parts(cfg, job.problems, partial(_fit_prompts, tokenizer, messages))
     messages(describe_length(cfg, len(problems.train)) if cfg.train.num_epochs else None)
     env = _environment(cfg, problems, job.reward_set, tokenizer)
     evaluator = Evaluator(problems.held_out, tokenizer, job.grader, cfg)
@@ -215,12 +215,26 @@ def _build(
     return Session(job.cfg, schedule, state=state, outputs=outputs, exit_stack=exit_stack.pop_all())
 
 
+def _fit_prompts(
+    tokenizer: PreTrainedTokenizerBase, notify: Callable[[str | None], None], cfg: Config, problems: Problems
+) -> Problems:
+    problems = with_prompts(cfg, problems, tokenizer)
+    problems, message = lengths.handle_overlong_prompts(problems, tokenizer, cfg)
+    notify(message)
+    return problems
+
+
 def _environment(
-    cfg: Config, problems: Problems, reward_set: RewardSet, tokenizer: PreTrainedTokenizerBase
+    cfg: Config,
+    problems: Problems,
+    reward_set: RewardSet | MixtureRewardSet,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> GroupTextEnv:
     options = cfg.inference_model
     return GroupTextEnv(
-        PromptStream(problems.train, cfg.seed, cfg.env.shuffle),
+        MixtureStream(problems.train, problems.training_sets, cfg.seed, cfg.env.shuffle)
+        if isinstance(problems, Mixture)
+        else PromptStream(problems.train, cfg.seed, cfg.env.shuffle),
         tokenizer,
         reward_set,
         num_envs=cfg.env.num_envs,

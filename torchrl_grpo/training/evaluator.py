@@ -74,6 +74,9 @@ class Evaluator:
         metrics: dict[str, float] = {}
         for name in self.grader.metrics:
             total = sum(weight[name] for weight in weights)
+            if total == 0:
+                # A part of a mixture without held-out problems.
+                continue
             right = sum(grade[name] * weight[name] for grade, weight in zip(grades, weights, strict=True))
             metrics[f"eval/{name}"] = right / total
             if name == self.grader.primary:

@@ -96,8 +96,8 @@ def _prepare_and_train(
     try:
         with (
             screen.libraries_to_log(),
-            closing(rewards.build_reward_set(cfg, problems.train[0])) as reward_set,
-            closing(rewards.build_grader(cfg, reward_set, problems.train[0])) as grader,
+            closing(rewards.build_reward_set(cfg, problems.first_examples())) as reward_set,
+            closing(rewards.build_grader(cfg, reward_set, problems.first_examples())) as grader,
         ):
             return _train(
                 cfg,
@@ -123,7 +123,7 @@ def _train(
     run_dir: Path,
     *,
     problems: data.Problems,
-    reward_set: rewards.RewardSet,
+    reward_set: rewards.RewardSet | rewards.MixtureRewardSet,
     grader: CountingGrader,
     resume_from: Path | None,
     plan: Plan,

@@ -9,7 +9,7 @@ from torchrl_grpo.batch.schema import sampled_mask
 from torchrl_grpo.objectives.advantage import is_constant
 from torchrl_grpo.observe.stats import cuda_in_use, peak_cuda_gib, peak_memory_gib
 from torchrl_grpo.rollout.dynamic_sampling import collect_with_signal
-from torchrl_grpo.rollout.round import Round, staleness_metrics
+from torchrl_grpo.rollout.round import Round, episode_metrics, staleness_metrics
 from torchrl_grpo.training.session import Session
 from torchrl_grpo.training.throughput import unattributed_seconds
 
@@ -124,6 +124,7 @@ def record_round(run: Session, round_: Round) -> dict[str, float]:
         "policy/version": int(groups["policy_version"].min()),
         **staleness_metrics(groups, run.counters.step, run.schedule.steps_per_round),
         "data/epoch": run.parts.collector.env.stream.epoch_of(int(groups["group_id"].max())),
+        **episode_metrics(round_),
         **round_.seconds,
         **run.parts.collector.round_metrics(round_),
     }

@@ -199,6 +199,7 @@ def with_episodes(cfg: Config, engine: SteppingEngine, max_episodes: int) -> Ste
         partial(EpisodeRunner, options),
         is_quick=options.is_quick,
         max_turns=cfg.env.max_turns,
+        max_turn_tokens=cfg.env.max_turn_tokens,
         max_episodes=max_episodes,
         close=(lambda: None) if host is None else host.close,
     )

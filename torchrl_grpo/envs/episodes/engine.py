@@ -95,6 +95,7 @@ class EpisodeEngine(SteppingEngine):
         make_runner: function that makes the environment of an episode from its problem.
         is_quick: whether environments answer at once, and need no threads.
         max_turns: largest number of turns of the model in an episode.
+        max_turn_tokens: largest number of tokens of a turn; None for no limit.
         max_episodes: number of environments that may answer at the same time.
         close: function that frees what the environments share.
     """
@@ -108,6 +109,7 @@ class EpisodeEngine(SteppingEngine):
         *,
         is_quick: bool,
         max_turns: int,
+        max_turn_tokens: int | None,
         max_episodes: int,
         close: Callable[[], None],
     ) -> None:
@@ -116,6 +118,7 @@ class EpisodeEngine(SteppingEngine):
         self._turn_tokens = turn_tokens
         self._make_runner = make_runner
         self._max_turns = max_turns
+        self._max_turn_tokens = max_turn_tokens
         self._close = close
         self._threads = None if is_quick else ThreadPoolExecutor(max_episodes, thread_name_prefix="episode")
         self._episodes: dict[Hashable, _Episode] = {}
@@ -150,12 +153,12 @@ class EpisodeEngine(SteppingEngine):
                 self._count += 1
                 episode = _Episode(request, self._make_runner(request.problem), self._count)
                 self._episodes[request.key] = episode
-                generate.append(request)
+                generate.append(self._bounded(episode, request))
                 continue
             assert episode.interrupted, f"there is an episode {request.key!r} already"
             episode.request, episode.interrupted = request, False
             if not episode.waits and episode.answer is None:
-                generate.append(request)
+                generate.append(self._bounded(episode, request))
         self._submit(generate)
         continued = [(request.key, self._episodes.get(request.key)) for request in requests]
         for key, episode in continued:
@@ -278,7 +281,14 @@ class EpisodeEngine(SteppingEngine):
             # The next turn must not draw again what an earlier one drew.
             seed = derive_seed(seed, "turn", episode.runner.record.turns)
         tokens = [*request.tokens, *episode.tokens]
-        return replace(request, tokens=tokens, max_new_tokens=room, seed=seed)
+        return self._bounded(episode, replace(request, tokens=tokens, max_new_tokens=room, seed=seed))
+
+    def _bounded(self, episode: _Episode, request: Request) -> Request:
+        """Bound a request by the length of a turn, of which a part may be generated already."""
+        if self._max_turn_tokens is None:
+            return request
+        room = self._max_turn_tokens - len(episode.turn)
+        return replace(request, max_new_tokens=min(request.max_new_tokens, room))
 
     def _finish(self, key: Hashable, episode: _Episode, reason: str) -> None:
         episode.runner.close()

@@ -11,7 +11,7 @@ from torchrl_grpo.envs.episodes.types import Step
 _NUMBER = re.compile(r"-?\d+")
 
 
-def problems(split: str, width: int = 8, largest: int = 90) -> list[dict[str, Any]]:
+def problems(split: str, width: int = 6, largest: int = 90) -> list[dict[str, Any]]:
     """Make problems of the game, for ``env.dataset``: every number of every range.
 
     Args:
@@ -23,7 +23,7 @@ def problems(split: str, width: int = 8, largest: int = 90) -> list[dict[str, An
     for low in range(1, largest + 1):
         high = low + width - 1
         if (low % 4 == 0) == (split == "test"):
-            question = f"Guess my number. It is from {low} to {high}. Reply with one number only."
+            question = f"Guess my number. It is from {low} to {high}."
             rows += [
                 {"question": question, "answer": str(number), "low": low, "high": high}
                 for number in range(low, high + 1)

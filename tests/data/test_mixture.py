@@ -1,0 +1,190 @@
+"""Mixtures of data sets: shares, order, rewards and held-out problems of each part."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrl_grpo import data
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.checks import validate
+from torchrl_grpo.config.mixture import mixture_parts
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.mixture import Mixture
+from torchrl_grpo.envs.stream import MIXTURE_BLOCK, MixtureStream, shares
+from torchrl_grpo.errors import ConfigError, DataError
+from torchrl_grpo.rewards import build_grader, build_reward_set
+
+
+def examples(name: str, count: int) -> list[Example]:
+    return [
+        Example(f"{name}/{number}", [{"role": "user", "content": f"{name} {number}"}])
+        for number in range(count)
+    ]
+
+
+def stream(
+    seed: int = 0, weights: tuple[float, ...] = (0.7, 0.3), sizes: tuple[int, ...] = (50, 7)
+) -> MixtureStream:
+    parts = [
+        (weight, examples(f"p{number}", size))
+        for number, (weight, size) in enumerate(zip(weights, sizes, strict=True))
+    ]
+    return MixtureStream([one for _, part in parts for one in part], parts, seed)
+
+
+def test_every_block_has_the_shares_and_every_part_its_own_epochs() -> None:
+    made = stream()
+    drawn = [made.draw(8) for _ in range(3 * MIXTURE_BLOCK // 8)]
+    ids = [example.id for round_ in drawn for example in round_]
+    for start in range(0, len(ids), MIXTURE_BLOCK):
+        counts = Counter(one.partition("/")[0] for one in ids[start : start + MIXTURE_BLOCK])
+        assert counts == {"p0": 700, "p1": 300}
+    small = [one for one in ids if one.startswith("p1")]
+    for epoch in range(len(small) // 7):
+        assert len(set(small[7 * epoch : 7 * epoch + 7])) == 7, "an epoch has every problem once"
+    assert small[:7] != small[7:14], "epochs are shuffled apart"
+
+
+def test_the_order_is_a_function_of_the_seed_and_survives_a_resume() -> None:
+    whole, again, other = stream(3), stream(3), stream(4)
+    first = [one.id for _ in range(400) for one in whole.draw(5)]
+    assert first == [again.at(number).id for number in range(2_000)]
+    assert first[:50] != [other.at(number).id for number in range(50)]
+    resumed = stream(3)
+    resumed.load_state_dict({key: value for key, value in whole.state_dict().items()})
+    assert resumed.drawn == whole.drawn == 2_000
+    assert [one.id for one in resumed.draw(9)] == [one.id for one in whole.draw(9)]
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (0.7, 0.3), (1e-9, 1.0), (3, 3, 3), (5, 0.001, 0.002, 9)])
+def test_shares_are_whole_and_near_the_weights(weights: tuple[float, ...]) -> None:
+    found = shares(weights, 1_000)
+    assert sum(found) == 1_000 and min(found) >= 1
+    for share, weight in zip(found, weights, strict=True):
+        assert share == pytest.approx(1_000 * weight / sum(weights), abs=len(weights) + 1)
+
+
+# --- from a configuration ---------------------------------------------------------------------------------
+
+
+def config(tmp_path: Path, *parts: dict[str, Any]) -> Config:
+    for name in ("easy", "hard"):
+        rows = [{"question": f"{name} {n}?", "answer": str(n)} for n in range(20)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = Config()
+    cfg.eval.num_problems = 5
+    cfg.env.mixture = list(parts) or [
+        {
+            "name": "easy",
+            "dataset": "jsonl",
+            "data_path": str(tmp_path / "easy.jsonl"),
+            "weight": 3,
+            "answer_format": "plain",
+            "system_prompt": "Be brief.",
+        },
+        {
+            "name": "hard",
+            "dataset": "jsonl",
+            "data_path": str(tmp_path / "hard.jsonl"),
+            "reward": {"weights": {"exact_match": 2.0, "format": 0.5}},
+        },
+    ]
+    return cfg
+
+
+def test_each_part_has_its_prompts_and_its_held_out_problems(tmp_path: Path) -> None:
+    cfg = config(tmp_path)
+    validate(cfg)
+    found = data.load(cfg)
+    assert isinstance(found, Mixture)
+    assert Counter(one.part for one in found.train) == {"easy": 15, "hard": 15}
+    assert Counter(one.part for one in found.held_out) == {"easy": 5, "hard": 5}
+    easy, hard = found.train[0], found.train[-1]
+    assert [m["role"] for m in easy.messages] == ["system", "user"] and "<answer>" not in easy.messages[1][
+        "content"
+    ]
+    assert len(hard.messages) == 1 and "<answer>" in hard.messages[0]["content"]
+    assert [weight for weight, _ in found.training_sets] == [3.0, 1.0]
+
+
+def test_each_part_is_scored_and_graded_by_its_own_rewards(tmp_path: Path) -> None:
+    cfg = config(tmp_path)
+    found = data.load(cfg)
+    rewards = build_reward_set(cfg, found.first_examples())
+    grader = build_grader(cfg, rewards, found.first_examples())
+    assert rewards.names == ("easy/exact_match", "hard/exact_match", "hard/format")
+    assert rewards.weights == (1.0, 2.0, 0.5)
+    easy, hard = found.train[3], found.train[20]
+    good = f"<think>so</think><answer>{hard.truth['answer']}</answer>"
+    scores = rewards.score([good, easy.truth["answer"], "x"], [hard, easy, easy])
+    assert [score.total for score in scores] == [2.5, 1.0, 0.0]
+    assert {"hard/exact_match", "hard/format"} <= scores[0].parts.keys() and "easy/exact_match" not in scores[
+        0
+    ].parts
+    assert scores[1].parts == {"easy/exact_match": 1.0}
+    assert grader.metrics == ("accuracy", "easy/accuracy", "hard/accuracy") and grader.primary == "accuracy"
+    assert grader.grade(good, hard) == {"accuracy": 1.0, "easy/accuracy": 0.0, "hard/accuracy": 1.0}
+    assert grader.weights(easy) == {"accuracy": 1.0, "easy/accuracy": 1.0, "hard/accuracy": 0.0}
+    grader.close()
+    rewards.close()
+
+
+@pytest.mark.parametrize(
+    ("part", "error"),
+    [
+        ("gsm8k", r"env.mixture\[0\]=gsm8k: a part is a mapping"),
+        ({"weight": 1}, "a part needs a data set"),
+        ({"dataset": "jsonl"}, "part jsonl: env.data_path=null"),
+        ({"dataset": "gsm9k"}, "part gsm9k: env.dataset=gsm9k.*gsm8k"),
+        ({"dataset": "gsm8k", "num_envs": 3}, r"env.mixture\[0\].num_envs: a part has no such key"),
+        ({"dataset": "gsm8k", "weight": 0}, r"env.mixture\[0\].weight=0: must be a number greater than 0"),
+        ({"dataset": "gsm8k", "weight": "much"}, "weight=much"),
+        ({"dataset": "gsm8k", "task_size": "x"}, r"env.mixture\[0\].task_size=x"),
+        ({"dataset": "gsm8k", "answer_format": "tag"}, r"env.mixture\[0\].answer_format=tag"),
+        ({"dataset": "gsm8k", "reward": 1}, r"env.mixture\[0\].reward=1: must be a mapping"),
+        ({"dataset": "gsm8k", "reward": {"weight": {}}}, r"env.mixture\[0\].reward.weight"),
+        ({"dataset": "gsm8k", "reward": {"weights": {"ifeval": 1.0}}}, "part gsm8k: .*cannot judge"),
+        ({"dataset": "gsm8k", "eval_reward": "none"}, "part gsm8k: eval.reward=none"),
+        ({"dataset": "gsm8k", "name": ""}, r"env.mixture\[0\].name"),
+    ],
+)
+def test_a_mistake_in_a_part_names_the_part(tmp_path: Path, part: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        validate(config(tmp_path, part))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"env.task": "chain_sum"}, "each part has its own data set"),
+        ({"reward.weights": {"gsm8k": 1.0}}, "each part has its own rewards"),
+        ({"eval.reward": "gsm8k"}, "graded by its own reward"),
+        ({"policy.reward_combination": "apart"}, "of which no group has all"),
+    ],
+)
+def test_what_a_mixture_leaves_no_room_for_is_refused(
+    tmp_path: Path, change: dict[str, Any], error: str
+) -> None:
+    cfg = config(tmp_path)
+    for key, value in change.items():
+        group, _, leaf = key.partition(".")
+        setattr(getattr(cfg, group), leaf, value)
+    with pytest.raises(ConfigError, match=error):
+        validate(cfg)
+
+
+def test_two_parts_of_one_name_are_refused(tmp_path: Path) -> None:
+    cfg = config(tmp_path, {"dataset": "gsm8k"}, {"dataset": "gsm8k"})
+    with pytest.raises(ConfigError, match="two parts 'gsm8k'"):
+        mixture_parts(cfg)
+
+
+def test_an_empty_part_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(DataError):
+        data.load(config(tmp_path, {"dataset": "jsonl", "data_path": str(tmp_path / "empty.jsonl")}))

@@ -1,0 +1,28 @@
+"""Files of a user's code, as the documentation shows them, and the command that trains with them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def blocks_below(page: Path, title: str, level: int = 3) -> list[str]:
+    """Return the texts of the code blocks in one section of a page."""
+    mark = "#" * level
+    section = page.read_text().split(f"{mark} {title}\n", 1)[1].split(f"\n{mark} ", 1)[0]
+    return re.findall(r"^```\w*\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+
+
+def train_in(folder: Path, repo_root: Path, command: str, changes: Sequence[str]) -> None:
+    """Run a command of the documentation in a folder, with changes that make it small; it must end well."""
+    script, *words = shlex.split(command)
+    done = subprocess.run(
+        [sys.executable, str(repo_root / "sota-implementations/grpo" / script), *words, *changes],
+        cwd=folder, env=os.environ, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,184 @@
+"""Whole runs whose responses are episodes: synchronous, asynchronous, in ranks, resumed, with own code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from async_runs import AsyncRunner, pools  # noqa: F401  fixtures
+from async_runs import train as train_async  # noqa: F401
+from rank_runs import command
+from tiny_runs import Runner, config, train  # noqa: F401  fixtures
+from user_files import blocks_below, train_in
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.tools.verify_resume import read, unmeasured
+
+pytestmark = pytest.mark.slow
+
+OWN = '''
+import random
+
+def problems(split):
+    for number in range(24 if split == "train" else 6):
+        yield {"question": f"{split} {number}"}
+
+def shout(text: str = "") -> str:
+    """Say it loud.
+
+    Args:
+        text: What.
+    """
+    return text.upper() + "!"
+
+class Talk:
+    """Pays for short messages, says something after each one, and ends when it likes."""
+
+    def reset(self, example):
+        self.random = random.Random(example.id)
+
+    def step(self, message):
+        done = self.random.random() < 0.3
+        reward = 1 / (1 + len(message))
+        roles = self.random.choice([["user"], ["tool", "user"]])
+        return [{"role": role, "content": f"{message[:3]}?"} for role in roles], reward, done
+'''
+
+
+@pytest.fixture
+def talk(config: Config, tiny_model_dir: Path, tmp_path: Path) -> Config:
+    """A model whose turns are short, because many tokens end one, in an environment of the user's."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, model)
+    generation = json.loads((model / "generation_config.json").read_text())
+    generation["eos_token_id"] = [generation["eos_token_id"], *range(20, 60)]
+    (model / "generation_config.json").write_text(json.dumps(generation))
+    (tmp_path / "own.py").write_text(OWN)
+    config.model.name = str(model)
+    config.env.data_path = None
+    config.env.dataset = f"{tmp_path}/own.py:problems"
+    config.env.environment = f"{tmp_path}/own.py:Talk"
+    config.env.tools = [f"{tmp_path}/own.py:shout", "calculator"]
+    config.env.max_turns = 4
+    config.reward.weights = {}
+    config.inference_model.max_model_len, config.inference_model.max_new_tokens = 900, 160
+    return config
+
+
+@pytest.mark.float32
+@pytest.mark.parametrize("update", ["drain", "in_flight"])
+def test_an_age_of_zero_is_the_synchronous_run_line_by_line(
+    talk: Config,
+    train: Runner,
+    train_async: AsyncRunner,
+    tmp_path: Path,
+    update: str,
+) -> None:
+    together = train("sync")
+    assert all(1.5 < line["episode/turns"] <= 4 for line in together[1:]), "one turn each tests nothing"
+    assert any(line["advantage/abs_mean"] > 0 for line in together[1:])
+    assert all(line["episode/failed"] == line["reward/errors"] == 0 for line in together[1:])
+    # The engine's log-probabilities are the trainer's, turn by turn.
+    assert all(abs(line["policy/log_prob_gap"]) < 1e-4 for line in together[1:])
+    apart = train_async("async", collector__max_policy_age=0, collector__weight_update=update)
+    for one, other in zip(together, apart, strict=True):
+        # Slow answers of the environment may change the order of sums.
+        assert {name: other[name] for name in one} == pytest.approx(one, rel=1e-4, abs=1e-5)
+    ours, theirs = (read(tmp_path / name / "rollouts.jsonl") for name in ("sync", "async"))
+    assert [row["response"] for row in ours] == [row["response"] for row in theirs]
+
+
+def test_new_weights_arrive_in_the_middle_of_episodes(
+    talk: Config,
+    train_async: AsyncRunner,
+    tmp_path: Path,
+) -> None:
+    lines = train_async(
+        "run",
+        {"delay": 0.005},
+        collector__max_policy_age=2,
+        collector__weight_update="in_flight",
+        inference_model__num_devices=2,
+        # Larger steps may teach this model never to end a turn.
+        optimizer__lr=1e-3,
+        train__total_dialog_turns=128,
+        eval__frequency=0,
+        eval__num_problems=0,
+    )
+    assert len(lines) == 8 and any(line["policy/mixed"] > 0 for line in lines), "no episode was cut"
+    assert [line["episode/failed"] for line in lines] == [0] * 8
+    assert lines[0]["episode/turns"] > 1
+
+
+@pytest.mark.float32
+def test_a_resumed_run_is_the_uninterrupted_run(talk: Config, train: Runner, tmp_path: Path) -> None:
+    whole = train("whole")
+    train("broken", train__checkpoint_frequency=2, checkpoint__keep=9)
+    resumed = train("broken", resume=str(tmp_path / "broken/checkpoints/2"))
+    for one, other in zip(whole, resumed, strict=True):
+        assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
+    ours, theirs = (read(tmp_path / name / "rollouts.jsonl") for name in ("whole", "broken"))
+    assert [row["response"] for row in ours] == [row["response"] for row in theirs]
+
+
+@pytest.mark.float32
+def test_two_ranks_follow_one(talk: Config, train: Runner, repo_root: Path, tmp_path: Path) -> None:
+    alone = train("one")
+    flags = [
+        f"hydra.run.dir={tmp_path}/two",
+        f"model.name={talk.model.name}",
+        f"env.dataset={talk.env.dataset}",
+        f"env.environment={talk.env.environment}",
+        f"env.tools=[{','.join(talk.env.tools)}]",
+        "env.max_turns=4 env.num_envs=4 env.repeats=4 env.answer_format=plain",
+        "inference_model.max_model_len=900 inference_model.max_new_tokens=160",
+        "inference_model.dtype=float32",
+        "inference_model.backend=transformers train_model.autocast='no' optimizer.lr=0.01 eval.frequency=2",
+        "eval.num_problems=6 train.total_dialog_turns=64 train_model.num_devices=2",
+        "train.checkpoint_frequency=0",
+    ]
+    words = [word.replace("'", '"') for flag in flags for word in flag.split(" ")]
+    done = command(repo_root, [sys.executable], words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for one, other in zip(alone, map(unmeasured, read(tmp_path / "two/metrics.jsonl")), strict=True):
+        shared = {name: value for name, value in one.items() if name in other}
+        assert {name: other[name] for name in shared} == pytest.approx(shared, rel=1e-3, abs=1e-4)
+
+
+def test_an_environment_that_fails_is_a_counted_error(talk: Config, train: Runner, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        OWN.replace("done = self", "done = 1 / (self.random.random() > 0.2); self")
+    )
+    lines = train("run", train__total_dialog_turns=16)
+    assert 0 < lines[1]["episode/failed"] < 1 and lines[1]["reward/errors"] > 0
+    errors = [
+        row["errors"]["environment"] for row in read(tmp_path / "run/rollouts.jsonl") if "errors" in row
+    ]
+    assert all("env.environment: step failed: ZeroDivisionError" in error for error in errors) and errors
+
+
+def test_the_environment_of_the_documentation_trains(
+    repo_root: Path, tmp_path: Path, tiny_model_dir: Path, format_words: list[str]
+) -> None:
+    source, command_line = blocks_below(repo_root / "docs/episodes.md", "An environment of your own", level=2)
+    assert len([line for line in source.splitlines() if line.strip()]) <= 30
+    (tmp_path / "my_env.py").write_text(source)
+    small = [
+        f"model.name={tiny_model_dir}",
+        "inference_model.backend=transformers",
+        "inference_model.max_model_len=900",
+        "inference_model.max_new_tokens=60",
+        "env.num_envs=2",
+        "env.repeats=4",
+        "train.total_dialog_turns=16",
+        "eval.num_problems=6",
+        "hydra.run.dir=run",
+        *format_words,
+    ]
+    train_in(tmp_path, repo_root, command_line, small)
+    rollouts = read(tmp_path / "run/rollouts.jsonl")
+    assert len(rollouts) == 16
+    assert all("price" in row["prompt"] and row["rewards"].keys() == {"environment"} for row in rollouts)

@@ -1,0 +1,99 @@
+"""The parts of a mixture of data sets: ``env.mixture``, each with a configuration of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_grpo.config.keys import show
+from torchrl_grpo.config.schema import Config, EnvConfig, RewardConfig
+from torchrl_grpo.errors import ConfigError
+
+# Keys of a data set. A part that does not write one has its default, and not the value of the whole run.
+_OF_A_DATASET = (
+    "task", "task_args", "data_path", "eval_data_path", "hub_name", "hub_subset", "train_split", "eval_split",
+    "fields", "train_on_ifeval",
+)  # fmt: skip
+# Keys that a part shares with the whole run.
+_SHARED = (*_OF_A_DATASET, "dataset", "task_size", "system_prompt", "prompt_template", "answer_format")
+_OWN = ("name", "weight", "reward", "eval_reward")
+
+
+@dataclass(frozen=True)
+class MixturePart:
+    """One part of a mixture.
+
+    Attributes:
+        name: name in metrics and in the problems.
+        weight: weight in the draw.
+        cfg: configuration of a run on this part alone.
+    """
+
+    name: str
+    weight: float
+    cfg: Config
+
+
+def mixture_parts(cfg: Config) -> list[MixturePart]:
+    """Return the parts of ``env.mixture``; empty without a mixture. Their values are not checked.
+
+    Raises:
+        ConfigError: a part is no mapping, has an unknown key or a wrong type, or two have the same name.
+    """
+    parts: dict[str, MixturePart] = {}
+    for number, given in enumerate(cfg.env.mixture):
+        part = _part(cfg, given, f"env.mixture[{number}]")
+        if part.name in parts:
+            raise ConfigError(
+                f"env.mixture has two parts {part.name!r}; give one another name, "
+                f"e.g. {{name: {part.name}_2, ...}}"
+            )
+        parts[part.name] = part
+    return list(parts.values())
+
+
+def _part(cfg: Config, given: Any, key: str) -> MixturePart:
+    if not isinstance(given, dict):
+        raise ConfigError(f"{key}={show(given)}: a part is a mapping; write {{dataset: NAME, weight: 1.0}}")
+    unknown = [name for name in given if name not in _SHARED and name not in _OWN]
+    if unknown:
+        raise ConfigError(
+            f"{key}.{unknown[0]}: a part has no such key; it may have {', '.join([*_OWN, *_SHARED])}"
+        )
+    if "dataset" not in given:
+        raise ConfigError(f"{key}={show(given)}: a part needs a data set; write {{dataset: NAME, ...}}")
+    weight = given.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise ConfigError(f"{key}.weight={show(weight)}: must be a number greater than 0; write e.g. 1.0")
+    start = {name: getattr(EnvConfig(), name) for name in _OF_A_DATASET}
+    base = {**vars(cfg.env), **start, "mixture": []}
+    env = _typed(EnvConfig, base, {name: given[name] for name in given if name in _SHARED}, key)
+    reward = given.get("reward", {})
+    if not isinstance(reward, dict):
+        raise ConfigError(f"{key}.reward={show(reward)}: must be a mapping; write {{weights: {{NAME: 1.0}}}}")
+    own: dict[str, Any] = {"weights": {}, "functions": {}, "args": {}}
+    rewards = _typed(RewardConfig, {**vars(cfg.reward), **own}, reward, f"{key}.reward")
+    name = given.get("name", given.get("task") or given["dataset"])
+    if not isinstance(name, str) or not name.strip():
+        raise ConfigError(f"{key}.name={show(name)}: must be a name; write e.g. sums")
+    evaluation = dataclasses.replace(cfg.eval, reward=given.get("eval_reward"))
+    whole = dataclasses.replace(cfg, env=env, reward=rewards, eval=evaluation)
+    return MixturePart(name.rpartition("/")[2].replace(":", "."), float(weight), whole)
+
+
+def _typed(schema: type, base: dict[str, Any], given: dict[str, Any], key: str) -> Any:
+    """Return an object of the schema with values of ``base``, over which those of ``given`` are laid."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    node = OmegaConf.structured(schema(**base))
+    for name, value in given.items():
+        try:
+            # Of a mapping, all entries are replaced.
+            OmegaConf.update(node, name, value, merge=False)
+        except OmegaConfBaseException as error:
+            why = str(error).strip().splitlines()[0].rstrip(".")
+            raise ConfigError(f"{key}.{name}={show(value)}: {why}; write another value") from error
+    return OmegaConf.to_object(node)

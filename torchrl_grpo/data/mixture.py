@@ -1,0 +1,95 @@
+"""Problems of several data sets, each with its own prompts, rewards and held-out problems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import overload
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.mixture import MixturePart
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.problems import Problems
+
+
+class Joined(Sequence[Example]):
+    """Several sequences of examples as one, without a copy, and with the name of its part on each example.
+
+    Args:
+        parts: names and examples.
+    """
+
+    def __init__(self, parts: Sequence[tuple[str, Sequence[Example]]]) -> None:
+        self._parts = list(parts)
+
+    def __len__(self) -> int:
+        return sum(len(examples) for _, examples in self._parts)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        for name, examples in self._parts:
+            if index < len(examples):
+                return replace(examples[index], part=name)
+            index -= len(examples)
+        raise AssertionError("the index is below the length")
+
+
+@dataclass
+class Mixture(Problems):
+    """The problems of a mixture.
+
+    ``train`` and ``held_out`` have those of all parts, one part after the other.
+
+    Attributes:
+        parts: name, weight and configuration of each part.
+        problems: problems of each part, in the same order.
+    """
+
+    parts: Sequence[MixturePart]
+    problems: Sequence[Problems]
+
+    def first_examples(self) -> dict[str, Example]:
+        """Return the first training problem of each part."""
+        return {part.name: one.train[0] for part, one in zip(self.parts, self.problems, strict=True)}
+
+    @property
+    def training_sets(self) -> list[tuple[float, Sequence[Example]]]:
+        """Weight and training problems of each part."""
+        return [
+            (part.weight, Joined([(part.name, one.train)]))
+            for part, one in zip(self.parts, self.problems, strict=True)
+        ]
+
+
+def mix(parts: Sequence[MixturePart], problems: Sequence[Problems]) -> Mixture:
+    """Put the problems of the parts together."""
+    named = list(zip([part.name for part in parts], problems, strict=True))
+    train = Joined([(name, one.train) for name, one in named])
+    held_out = [replace(example, part=name) for name, one in named for example in one.held_out]
+    # A list says that all problems are known before they are drawn.
+    known = all(isinstance(one.train, list) for one in problems)
+    return Mixture(list(train) if known else train, held_out, parts, problems)
+
+
+def map_parts(cfg: Config, problems: Problems, function: Callable[[Config, Problems], Problems]) -> Problems:
+    """Apply a function to the problems of a run, or to those of each part of a mixture.
+
+    Args:
+        cfg: configuration of the run.
+        problems: problems of the run.
+        function: function of the configuration of a part, and of its problems.
+    """
+    if not isinstance(problems, Mixture):
+        return function(cfg, problems)
+    changed = [function(part.cfg, one) for part, one in zip(problems.parts, problems.problems, strict=True)]
+    return mix(problems.parts, changed)
