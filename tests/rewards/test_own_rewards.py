@@ -209,7 +209,7 @@ def test_parts_of_a_function_are_logged(scored: Callable[..., list[ResponseScore
     [
         ("hangs", "did not answer within 2 s"),
         ("dies", "exited unexpectedly (exit code 3)"),
-        ("raises", "FunctionError: KeyError: 'no such thing', line 46 of mine.py"),
+        ("raises", "UserCodeError: KeyError: 'no such thing', line 46 of mine.py"),
         ("text", "ValueError: could not convert string to float: 'good'"),
         ("too_many", "ValueError: it returned 2 numbers for 1 completions"),
         ("no_list", "TypeError: it returned float, not a list of 1 numbers"),

@@ -11,6 +11,7 @@ from async_runs import train as train_async  # noqa: F401
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import ProblemSampling
 from torchrl_grpo.tools.verify_resume import read
 
 pytestmark = pytest.mark.slow
@@ -65,5 +66,23 @@ def test_a_mixture_trains_is_measured_by_part_and_resumes(
     assert train("broken", resume=str(tmp_path / "broken/checkpoints/3")) == whole
     assert read(tmp_path / "broken/rollouts.jsonl") == rows
     mixture.resume, mixture.train.checkpoint_frequency = None, 0
+    apart = train_async("async", collector__max_policy_age=0)
+    assert [{name: line[name] for name in one} for line, one in zip(apart, whole, strict=True)] == whole
+
+
+def test_a_curriculum_resumes_and_is_the_same_with_workers(
+    config: Config, train: Runner, train_async: AsyncRunner, tmp_path: Path
+) -> None:
+    config.env.sampling = ProblemSampling.pass_rate
+    config.env.pass_rate_weights = [1.0, 2.0, 0.0]
+    # Half of the responses of this model are right by this measure.
+    config.reward.weights = {"bare_number": 2.0}
+    whole = train("whole", train__total_dialog_turns=96)
+    assert 0 < whole[1]["data/seen"] < whole[-1]["data/seen"] < 1
+    assert any(0 < line["data/pass_rate"] < 1 for line in whole[1:])
+    train("broken", train__checkpoint_frequency=2, checkpoint__keep=9)
+    assert train("broken", resume=str(tmp_path / "broken/checkpoints/4")) == whole
+    assert read(tmp_path / "broken/rollouts.jsonl") == read(tmp_path / "whole/rollouts.jsonl")
+    config.resume, config.train.checkpoint_frequency = None, 0
     apart = train_async("async", collector__max_policy_age=0)
     assert [{name: line[name] for name in one} for line, one in zip(apart, whole, strict=True)] == whole

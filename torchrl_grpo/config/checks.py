@@ -65,6 +65,7 @@ def validate(cfg: Config) -> None:
     _check_mixture(cfg)
     _check_task(cfg)
     _check_episodes(cfg)
+    _check_sampling(cfg)
     _check_rewards(cfg)
     _check_length(cfg)
     _check_batches(cfg)
@@ -273,6 +274,39 @@ def _check_episodes(cfg: Config) -> None:
     if env.overlong_prompts in ("truncate_left", "truncate_right", "truncate_middle"):
         wrong = f"cutting a question would change the problem of {key}={show(value)}"
         raise bad_value("env.overlong_prompts", env.overlong_prompts, wrong, "env.overlong_prompts=drop")
+
+
+def _check_sampling(cfg: Config) -> None:
+    env, default = cfg.env, type(cfg.env)()
+    for name in ("pass_rate_bands", "pass_rate_weights", "unseen_weight"):
+        value = getattr(env, name)
+        if env.sampling == "uniform" and value != getattr(default, name):
+            wrong = "env.sampling=uniform reads no pass rates"
+            raise bad_value(f"env.{name}", value, wrong, "env.sampling=pass_rate too,")
+    bands, weights = env.pass_rate_bands, env.pass_rate_weights
+    if sorted(set(bands)) != bands or not all(0 <= one <= 1 for one in bands):
+        wrong = "must be numbers from 0 to 1 in increasing order"
+        raise bad_value("env.pass_rate_bands", bands, wrong, "env.pass_rate_bands=[0.1,0.9]")
+    if len(weights) != len(bands) + 1 or min(weights) < 0 or max(weights) <= 0:
+        wrong = f"must be {len(bands) + 1} numbers, one for each band, of at least 0 and not all 0"
+        good = f"env.pass_rate_weights={show([1.0] * (len(bands) + 1))}"
+        raise bad_value("env.pass_rate_weights", weights, wrong, good)
+    if env.sampling == "pass_rate" and env.mixture:
+        wrong = "the shares of env.mixture are fixed"
+        raise bad_value("env.sampling", env.sampling, wrong, "env.sampling=uniform")
+    if env.sampling == "pass_rate" and cfg.train.num_epochs is not None:
+        wrong = "env.sampling=pass_rate draws with replacement and has no epochs"
+        raise bad_value(
+            "train.num_epochs", cfg.train.num_epochs, wrong, "train.total_dialog_turns=N and null"
+        )
+    if env.order_by is None:
+        return
+    if env.shuffle or env.sampling != "uniform":
+        wrong = "an order needs env.shuffle=false and env.sampling=uniform"
+        raise bad_value("env.order_by", env.order_by, wrong, "env.shuffle=false too,")
+    if env.dataset == "reasoning_gym" or env.mixture:
+        wrong = "generated problems have no columns, and a mixture has an order of its own"
+        raise bad_value("env.order_by", env.order_by, wrong, "env.order_by=null")
 
 
 def _check_task(cfg: Config) -> None:

@@ -22,6 +22,7 @@ from torchrl_grpo.config.values import (
     LRSchedule,
     OverlongPrompts,
     Placement,
+    ProblemSampling,
     WeightUpdate,
 )
 
@@ -148,6 +149,28 @@ class EnvConfig:
     shuffle: bool = key(
         True,
         "Draw training problems in an order that depends on the seed; false keeps the order of the file.",
+    )
+    sampling: ProblemSampling = key(
+        ProblemSampling.uniform,
+        "How training problems are drawn: uniform takes each once per epoch, pass_rate draws them by the share "
+        "of right responses so far.",
+    )
+    pass_rate_bands: list[float] = key(
+        [0.1, 0.9],
+        "With sampling=pass_rate: the bounds between bands of pass rates.",
+    )
+    pass_rate_weights: list[float] = key(
+        [0.2, 1.0, 0.2],
+        "With sampling=pass_rate: the weight of a problem in each band, one more than there are bounds.",
+    )
+    unseen_weight: float = key(
+        1.0,
+        "With sampling=pass_rate: the weight of a problem that no group has answered.",
+    )
+    order_by: str | None = key(
+        None,
+        "Column by which training problems are sorted, smallest first, e.g. a difficulty. It needs "
+        "shuffle=false. null keeps the order of the file.",
     )
     train_on_ifeval: bool = key(
         False,

@@ -10,6 +10,7 @@ AnswerFormat = StrEnum("AnswerFormat", ["tags", "plain", "equation"])
 OverlongPrompts = StrEnum(
     "OverlongPrompts", ["error", "drop", "truncate_left", "truncate_right", "truncate_middle"]
 )
+ProblemSampling = StrEnum("ProblemSampling", ["uniform", "pass_rate"])
 Surrogate = StrEnum("Surrogate", ["clip", "cispo", "log_likelihood", "sapo"])
 Level = StrEnum("Level", ["token", "sequence", "trajectory"])
 Aggregation = StrEnum("Aggregation", ["token", "sequence", "constant"])
@@ -73,6 +74,7 @@ def dataset_kind(dataset: str) -> str:
 AT_LEAST: dict[str, tuple[float, str]] = {
     "seed": (0, "0"),
     "env.task_size": (1, "10000"),
+    "env.unseen_weight": (0, "1.0"),
     "env.num_envs": (1, "8"),
     "env.repeats": (2, "8"),
     "env.max_turns": (1, "8"),

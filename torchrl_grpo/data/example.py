@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, overload
 
 
 @dataclass(frozen=True)
@@ -31,3 +33,24 @@ class Example:
         """Return the fields as values of JSON. Dates and the like in the columns become text."""
         fields: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
         return fields
+
+
+class LazyExamples(Sequence[Example]):
+    """Examples that are made on access."""
+
+    @abstractmethod
+    def example_at(self, index: int) -> Example:
+        """Return the example with an index of at least 0 and below the length."""
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self.example_at(number) for number in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self.example_at(index % len(self))

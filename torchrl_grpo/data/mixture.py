@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.mixture import MixturePart
-from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.example import Example, LazyExamples
 from torchrl_grpo.data.problems import Problems
 
 
-class Joined(Sequence[Example]):
+class Joined(LazyExamples):
     """Several sequences of examples as one, without a copy, and with the name of its part on each example.
 
     Args:
@@ -25,18 +24,8 @@ class Joined(Sequence[Example]):
     def __len__(self) -> int:
         return sum(len(examples) for _, examples in self._parts)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index %= len(self)
+    def example_at(self, index: int) -> Example:
+        """See :class:`~torchrl_grpo.data.example.LazyExamples`."""
         for name, examples in self._parts:
             if index < len(examples):
                 return replace(examples[index], part=name)

@@ -72,11 +72,33 @@ def build(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
         return [replace(to_example(row, cfg.env, id), columns=row.values) for row, id in named]
 
     key: Key = question_key if cfg.env.environment is None else game_key
-    train = examples(splits.train, "train")
+    train = ordered(examples(splits.train, "train"), cfg.env.order_by)
     if splits.test is None:
         return split_off(train, cfg.eval.num_problems, splits.train_source, key)
     held_out = examples(splits.test, "test")
     return separate(train, choose(held_out, cfg.eval.num_problems, key), splits.train_source, key)
+
+
+def ordered(examples: list[Example], column: str | None) -> list[Example]:
+    """Sort examples by a column, smallest first; keep their order if there is none.
+
+    Raises:
+        DataError: an example lacks the column, or its values cannot be compared.
+    """
+    if column is None:
+        return examples
+    for example in examples:
+        if example.columns.get(column) is None:
+            raise DataError(
+                f"env.order_by={column!r}: {example.id} has no such column; its columns are "
+                f"{', '.join(example.columns) or 'none'}. Name one of those that every row has"
+            )
+    try:
+        return sorted(examples, key=lambda example: example.columns[column])
+    except TypeError as error:
+        raise DataError(
+            f"env.order_by={column!r}: its values cannot be compared ({error}); write numbers or texts only"
+        ) from error
 
 
 def choose(examples: list[Example], count: int, key: Key = question_key) -> list[Example]:

@@ -8,13 +8,12 @@ a separate seed that no run trains on. A training question that is also held out
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.data import codec, columns, problems, prompts, sources
-from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.example import Example, LazyExamples
 from torchrl_grpo.errors import ConfigError, DataError
 
 #: ``reasoning_gym`` draws question i from seed + i. Training seeds start below 2**31, held-out seeds above.
@@ -127,7 +126,7 @@ def make(task: str, args: dict[str, Any], seed: int, size: int) -> Any:
         ) from error
 
 
-class Generated(Sequence[Example]):
+class Generated(LazyExamples):
     """``env.task_size`` training problems, each generated on access.
 
     Args:
@@ -148,18 +147,12 @@ class Generated(Sequence[Example]):
     def __len__(self) -> int:
         return self._env.task_size
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
+    def example_at(self, index: int) -> Example:
+        """See :class:`~torchrl_grpo.data.example.LazyExamples`.
 
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index %= len(self)
+        Raises:
+            DataError: the task has too few questions that are not held out.
+        """
         for draw in range(_MAX_DRAWS):
             row = sources.Row(self._draw(draw)[index], index + 1, f"{self._task} (training)")
             found = _example(self._env, self._task, self._args, row, f"reasoning_gym/train/{index + 1}")

@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.data import prompts
-from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.example import Example, LazyExamples
 from torchrl_grpo.data.problems import Problems, separate
 from torchrl_grpo.envs.chat import lengths_above, render
 from torchrl_grpo.errors import DataError
@@ -140,7 +140,7 @@ class Cutter:
         return len(render(self._tokenizer, example)[1])
 
 
-class _CutWhenDrawn(Sequence[Example]):
+class _CutWhenDrawn(LazyExamples):
     """Problems that are generated on demand and then cut."""
 
     def __init__(self, problems: Sequence[Example], cut: Cutter) -> None:
@@ -149,15 +149,8 @@ class _CutWhenDrawn(Sequence[Example]):
     def __len__(self) -> int:
         return len(self._problems)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self._cut(one) for one in self._problems[index]]
+    def example_at(self, index: int) -> Example:
+        """See :class:`~torchrl_grpo.data.example.LazyExamples`."""
         return self._cut(self._problems[index])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import CheckpointError, DataError
@@ -85,6 +86,20 @@ class PromptStream:
         """Return a new stream of the same examples with another seed."""
         return PromptStream(self.examples, seed, self.shuffle)
 
+    def observe(self, rates: Mapping[int, float]) -> None:
+        """Take note of the pass rates of groups, by number. A stream without a curriculum does not."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of what the stream has learned; none without a curriculum."""
+        return {}
+
+    def learned_state(self) -> dict[str, Any]:
+        """Return what the stream has learned, for a checkpoint; nothing without a curriculum."""
+        return {}
+
+    def load_learned_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`learned_state`."""
+
     def state_dict(self) -> dict[str, int]:
         """Return the epoch and the number of examples drawn in it."""
         return {"epoch": self.epoch, "position": self.position}
@@ -106,11 +121,21 @@ class PromptStream:
         self._current_order = self.epoch_order(epoch)
 
 
+class CountedStream(PromptStream):
+    """A stream whose draws are found by their number, so that their count is the whole position."""
+
+    def draw(self, count: int) -> list[Example]:
+        """Draw the next ``count`` examples."""
+        first = self.drawn
+        self.epoch, self.position = divmod(first + count, len(self.examples))
+        return [self.at(first + offset) for offset in range(count)]
+
+
 #: Draws within which a mixture has its parts in exact proportion.
 MIXTURE_BLOCK = 1_000
 
 
-class MixtureStream(PromptStream):
+class MixtureStream(CountedStream):
     """An endless stream of several data sets, each with epochs of its own.
 
     Of every :data:`MIXTURE_BLOCK` draws, each part has its share, in an order that depends only on the seed
@@ -143,12 +168,6 @@ class MixtureStream(PromptStream):
     def reseeded(self, seed: int) -> MixtureStream:
         """Return a new stream of the same examples with another seed."""
         return MixtureStream(self.examples, self._weighted, seed, self.shuffle)
-
-    def draw(self, count: int) -> list[Example]:
-        """Draw the next ``count`` examples."""
-        first = self.drawn
-        self.epoch, self.position = divmod(first + count, len(self.examples))
-        return [self.at(first + offset) for offset in range(count)]
 
     def at(self, number: int) -> Example:
         """Return the example of draw ``number``. Thread-safe."""

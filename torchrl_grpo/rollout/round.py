@@ -165,6 +165,23 @@ def staleness_metrics(groups: TensorDict, step: int, steps_per_round: int) -> di
     }
 
 
+def pass_rates(round_: Round, reward: str) -> dict[int, float]:
+    """Return the share of right responses of each group, by its number.
+
+    Args:
+        round_: the round.
+        reward: name of the reward that is 1 or more for a right response. The sum of the rewards counts for a
+            response that has no such reward.
+    """
+    P, G = round_.groups["group_id"].shape
+    numbers = round_.groups["group_id"][:, 0].tolist()
+    totals = round_.groups["next", "reward"].flatten().tolist()
+    right = [
+        parts.get(reward, total) >= 1.0 for parts, total in zip(round_.rewards_by_name, totals, strict=True)
+    ]
+    return {numbers[p]: sum(right[p * G : (p + 1) * G]) / G for p in range(P)}
+
+
 def episode_metrics(round_: Round) -> dict[str, float]:
     """Return the metrics of episodes of several turns: means over the responses. Empty for one turn."""
     records = round_.records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import hashlib
@@ -156,6 +157,27 @@ def _told(what: str) -> Iterator[None]:
         raise
     except BaseException as error:
         raise ConfigError(f"{what}: {describe(error)}; correct the file, or install what it needs") from error
+
+
+class UserCodeError(Exception):
+    """The user's code raised. The message has its error and its line."""
+
+
+def call(function: Any, *positional: Any, **named: Any) -> Any:
+    """Call a function of the user, and wait for its result if it is a coroutine function.
+
+    Raises:
+        UserCodeError: it raised.
+    """
+
+    async def finish(result: Any) -> Any:
+        return await result
+
+    try:
+        result = function(*positional, **named)
+        return asyncio.run(finish(result)) if inspect.isawaitable(result) else result
+    except Exception as error:
+        raise UserCodeError(describe(error)) from error
 
 
 def describe(error: BaseException) -> str:

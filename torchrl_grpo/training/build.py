@@ -24,6 +24,7 @@ from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.envs import GroupTextEnv, PromptStream, lengths
 from torchrl_grpo.envs.chat import render
+from torchrl_grpo.envs.curriculum import PassRateStream
 from torchrl_grpo.envs.episodes.build import check_environment, with_prompts
 from torchrl_grpo.envs.stream import MixtureStream
 from torchrl_grpo.inference.build import build_engine
@@ -224,6 +225,20 @@ def _fit_prompts(
     return problems
 
 
+def _stream(cfg: Config, problems: Problems) -> PromptStream:
+    if isinstance(problems, Mixture):
+        return MixtureStream(problems.train, problems.training_sets, cfg.seed, cfg.env.shuffle)
+    if cfg.env.sampling == "pass_rate":
+        return PassRateStream(
+            problems.train,
+            cfg.seed,
+            bands=cfg.env.pass_rate_bands,
+            weights=cfg.env.pass_rate_weights,
+            unseen_weight=cfg.env.unseen_weight,
+        )
+    return PromptStream(problems.train, cfg.seed, cfg.env.shuffle)
+
+
 def _environment(
     cfg: Config,
     problems: Problems,
@@ -232,9 +247,7 @@ def _environment(
 ) -> GroupTextEnv:
     options = cfg.inference_model
     return GroupTextEnv(
-        MixtureStream(problems.train, problems.training_sets, cfg.seed, cfg.env.shuffle)
-        if isinstance(problems, Mixture)
-        else PromptStream(problems.train, cfg.seed, cfg.env.shuffle),
+        _stream(cfg, problems),
         tokenizer,
         reward_set,
         num_envs=cfg.env.num_envs,

@@ -9,7 +9,7 @@ from torchrl_grpo.batch.schema import sampled_mask
 from torchrl_grpo.objectives.advantage import is_constant
 from torchrl_grpo.observe.stats import cuda_in_use, peak_cuda_gib, peak_memory_gib
 from torchrl_grpo.rollout.dynamic_sampling import collect_with_signal
-from torchrl_grpo.rollout.round import Round, episode_metrics, staleness_metrics
+from torchrl_grpo.rollout.round import Round, episode_metrics, pass_rates, staleness_metrics
 from torchrl_grpo.training.session import Session
 from torchrl_grpo.training.throughput import unattributed_seconds
 
@@ -111,6 +111,8 @@ def record_round(run: Session, round_: Round) -> dict[str, float]:
     lengths = sampled_mask(groups).sum(-1).float()
     run.counters.response_tokens += round_.response_tokens
     run.counters.reward_errors += round_.error_count
+    stream = run.parts.collector.env.stream
+    stream.observe(pass_rates(round_, run.pass_reward))
     run.counters.any_signal |= not bool(run.parts.learner.advantage.no_signal_mask(groups).all())
     metrics = {
         "reward/mean": float(rewards.mean()),
@@ -123,7 +125,8 @@ def record_round(run: Session, round_: Round) -> dict[str, float]:
         "response/truncated": float(groups["truncated"].float().mean()),
         "policy/version": int(groups["policy_version"].min()),
         **staleness_metrics(groups, run.counters.step, run.schedule.steps_per_round),
-        "data/epoch": run.parts.collector.env.stream.epoch_of(int(groups["group_id"].max())),
+        "data/epoch": stream.epoch_of(int(groups["group_id"].max())),
+        **stream.metrics(),
         **episode_metrics(round_),
         **round_.seconds,
         **run.parts.collector.round_metrics(round_),

@@ -19,6 +19,7 @@ from torchrl_grpo.models import saving
 from torchrl_grpo.observe.loggers import Loggers
 from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
 from torchrl_grpo.observe.progress import Progress
+from torchrl_grpo.rewards.registry import eval_reward_name
 from torchrl_grpo.rollout.round import Round, rollout_rows
 from torchrl_grpo.runtime.malloc import release_freed_memory
 from torchrl_grpo.training.learner import Learner
@@ -82,6 +83,8 @@ class Session:
         exit_stack: ExitStack,
     ) -> None:
         self.cfg = cfg
+        # Reward that says whether a response is right.
+        self.pass_reward = eval_reward_name(cfg)
         self.schedule = schedule
         self.state = state
         self.parts = state.parts

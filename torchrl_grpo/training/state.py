@@ -137,6 +137,7 @@ class SessionState:
             },
             "optimise": parts.ranks.call_all(Learner.optimizer_state, parts.learner),
             "collector": parts.collector.state_dict(),
+            "curriculum": parts.collector.env.stream.learned_state(),
             "buffer": parts.buffer.state_dict(),
             "publisher": parts.publisher.state_dict(),
             "reference": self._reference_weights(),
@@ -162,6 +163,9 @@ class SessionState:
         parts.collector.load_state_dict(
             {"taken": rounds_taken, **checkpoint.clone_tensors(state["collector"])}
         )
+        if state.get("curriculum"):
+            # Empty without a curriculum, and missing in older checkpoints.
+            parts.collector.env.stream.load_learned_state(state["curriculum"])
         parts.buffer.load_state_dict(checkpoint.clone_tensors(state["buffer"]))
         parts.publisher.load_state_dict(state["publisher"])
         if state["reference"]:

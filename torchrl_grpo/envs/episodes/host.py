@@ -13,7 +13,6 @@ with the process id of a child to end, with all processes that it started.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import inspect
@@ -31,10 +30,6 @@ from torchrl_grpo.rewards.sandbox.worker import attempt, send
 from torchrl_grpo.runtime import user_code
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
-
-
-class UserCodeError(Exception):
-    """The user's code raised. The message has its error and its line."""
 
 
 class Host:
@@ -190,13 +185,13 @@ class UserCode:
         kind = payload["do"]
         if kind == "reset":
             assert self._environment is not None
-            self._episode = call(self._environment, **self._spec["environment_args"])
-            told = call(self._episode.reset, Example(**payload["example"]))
+            self._episode = user_code.call(self._environment, **self._spec["environment_args"])
+            told = user_code.call(self._episode.reset, Example(**payload["example"]))
             return messages_from(told, "what reset returned")
         if kind == "step":
-            step = step_from(call(self._episode.step, payload["message"]))
+            step = step_from(user_code.call(self._episode.step, payload["message"]))
             return [step.messages, step.reward, step.done]
-        result = call(self._tool(payload["tool"]), **payload["arguments"])
+        result = user_code.call(self._tool(payload["tool"]), **payload["arguments"])
         text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
         # Here, so that a long result does not travel.
         return cut(text, self._spec["max_characters"])
@@ -207,25 +202,8 @@ class UserCode:
             return found
         # A tool that is a class has a state of its own in each episode.
         if name not in self._started_tools:
-            self._started_tools[name] = call(found)
+            self._started_tools[name] = user_code.call(found)
         return self._started_tools[name]
-
-
-def call(function: Any, *positional: Any, **named: Any) -> Any:
-    """Call a function of the user and wait for its result if it is a coroutine function.
-
-    Raises:
-        UserCodeError: it raised.
-    """
-
-    async def finish(result: Any) -> Any:
-        return await result
-
-    try:
-        result = function(*positional, **named)
-        return asyncio.run(finish(result)) if inspect.isawaitable(result) else result
-    except Exception as error:
-        raise UserCodeError(user_code.describe(error)) from error
 
 
 def main(number: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,10 +11,6 @@ from torchrl_grpo.runtime import user_code
 
 # The function of this process, and how it is called.
 _loaded: list[tuple[Any, user_reward.CallForm]] = []
-
-
-class FunctionError(Exception):
-    """The user's function raised. The message has its error and its line."""
 
 
 def run(payload: dict[str, Any]) -> list[Any] | None:
@@ -31,37 +25,26 @@ def run(payload: dict[str, Any]) -> list[Any] | None:
         What the function returned for each completion; None after loading.
 
     Raises:
-        FunctionError: the function raised.
+        UserCodeError: the function raised.
         TypeError: a function of lists returned no list.
         ValueError: it returned a list of another length.
     """
     if "spec" in payload:
         spec = user_reward.UserRewardSpec(**payload)
         found, form = spec.load()
-        _loaded.append((_call(user_code.with_arguments, found, spec.arguments), form))
+        _loaded.append((user_code.call(user_code.with_arguments, found, spec.arguments), form))
         return None
     function, form = _loaded[-1]
     completions: list[str] = payload["completions"]
     examples = [Example(**fields) for fields in payload["examples"]]
     if not form.batched:
-        return [_plain(_call(function, *pair)) for pair in zip(completions, examples, strict=True)]
-    values = _call(function, **form.select(user_reward.lists(completions, examples)))
+        return [_plain(user_code.call(function, *pair)) for pair in zip(completions, examples, strict=True)]
+    values = user_code.call(function, **form.select(user_reward.lists(completions, examples)))
     if isinstance(values, (str, Mapping)) or not hasattr(values, "__len__"):
         raise TypeError(f"it returned {type(values).__name__}, not a list of {len(completions)} numbers")
     if len(values) != len(completions):
         raise ValueError(f"it returned {len(values)} numbers for {len(completions)} completions")
     return [_plain(value) for value in values]
-
-
-def _call(function: Any, *positional: Any, **named: Any) -> Any:
-    async def finish(result: Any) -> Any:
-        return await result
-
-    try:
-        result = function(*positional, **named)
-        return asyncio.run(finish(result)) if inspect.isawaitable(result) else result
-    except Exception as error:
-        raise FunctionError(user_code.describe(error)) from error
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,123 @@
+"""Problems drawn by their pass rate: probabilities, memory and state."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrl_grpo import data
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.checks import validate
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.envs.curriculum import PassRateStream
+from torchrl_grpo.errors import ConfigError, DataError
+
+EXAMPLES = [Example(f"e/{n}", [{"role": "user", "content": str(n)}]) for n in range(6)]
+
+
+def stream(seed: int = 0, **changes: Any) -> PassRateStream:
+    settings = {"bands": [0.2, 0.8], "weights": [1.0, 4.0, 0.0], "unseen_weight": 2.0, **changes}
+    return PassRateStream(EXAMPLES, seed, **settings)
+
+
+def index_of(example: Example) -> int:
+    return EXAMPLES.index(example)
+
+
+def with_rates(rates: dict[int, float], **changes: Any) -> PassRateStream:
+    """A stream that knows these pass rates of problems."""
+    made = stream(**changes)
+    made.load_learned_state({"rates": list(rates.items()), "chosen": []})
+    return made
+
+
+def test_the_weights_of_the_bands_are_the_probabilities() -> None:
+    made = with_rates({0: 0.0, 1: 0.5, 2: 1.0, 3: 0.2})
+    counts = Counter(index_of(one) for one in made.draw(20_000))
+    weights = {0: 1.0, 1: 4.0, 2: 0.0, 3: 4.0, 4: 2.0, 5: 2.0}
+    assert counts[2] == 0
+    for index, weight in weights.items():
+        assert counts[index] / 20_000 == pytest.approx(weight / 13, abs=0.012)
+
+
+def test_a_new_group_counts_half() -> None:
+    made = stream()
+    first = index_of(made.at(0))
+    made.observe({0: 0.5})
+    number = next(n for n in range(1, 1_000) if index_of(made.at(n)) == first)
+    made.observe({number: 1.0})
+    assert dict(made.learned_state()["rates"])[first] == 0.75
+    assert made.metrics() == {"data/seen": 1 / 6, "data/pass_rate": 0.75}
+
+
+def test_a_draw_stays_what_it_was_when_rates_change() -> None:
+    made = stream()
+    before = [made.at(number).id for number in range(50)]
+    made.observe({number: 1.0 for number in range(40)})
+    assert [made.at(number).id for number in range(50)] == before
+    after = [made.at(number).id for number in range(50, 300)]
+    solved = set(before[:40])
+    assert len(solved) == 6 or not solved & set(after), "solved problems have weight 0"
+
+
+def test_problems_are_drawn_evenly_where_every_weight_is_zero() -> None:
+    made = with_rates(dict.fromkeys(range(6), 1.0))
+    counts = Counter(index_of(one) for one in made.draw(6_000))
+    assert min(counts.values()) > 800
+
+
+def test_the_state_goes_on_with_the_same_problems() -> None:
+    whole = stream(5)
+    for start in range(0, 64, 8):
+        whole.draw(8)
+        whole.observe({number: (number % 3) / 2 for number in range(start, start + 8)})
+    resumed = stream(5)
+    resumed.load_state_dict(whole.state_dict())
+    resumed.load_learned_state(json.loads(json.dumps(whole.learned_state())))
+    assert [one.id for one in resumed.draw(40)] == [one.id for one in whole.draw(40)]
+    assert resumed.learned_state() == whole.learned_state()
+    assert [one.id for one in stream(6).draw(40)] != [one.id for one in stream(5).draw(40)]
+
+
+def config(tmp_path: Path, **changes: Any) -> Config:
+    rows = [{"question": f"{n}?", "answer": str(n), "level": (7 * n) % 10} for n in range(10)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = Config()
+    cfg.eval.num_problems = 2
+    cfg.env.dataset, cfg.env.data_path = "jsonl", str(tmp_path / "rows.jsonl")
+    for name, value in changes.items():
+        setattr(cfg.env, name, value)
+    return cfg
+
+
+def test_a_column_orders_the_problems(tmp_path: Path) -> None:
+    cfg = config(tmp_path, order_by="level", shuffle=False)
+    validate(cfg)
+    levels = [one.columns["level"] for one in data.load(cfg).train]
+    assert levels == sorted(levels) and len(levels) == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        (
+            {"order_by": "depth", "shuffle": False},
+            "has no such column; its columns are question, answer, level",
+        ),
+        ({"order_by": "level"}, "an order needs env.shuffle=false"),
+        ({"pass_rate_weights": [1.0, 2.0]}, "env.sampling=uniform reads no pass rates"),
+        ({"sampling": "pass_rate", "pass_rate_bands": [0.5, 0.5]}, "in increasing order"),
+        ({"sampling": "pass_rate", "pass_rate_bands": [0.5]}, "must be 2 numbers, one for each band"),
+        ({"sampling": "pass_rate", "pass_rate_weights": [0.0, 0.0, 0.0]}, "not all 0"),
+        ({"sampling": "pass_rate", "mixture": [{"dataset": "gsm8k"}]}, "env"),
+    ],
+)
+def test_mistakes_are_told(tmp_path: Path, changes: dict[str, Any], error: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=error):
+        cfg = config(tmp_path, **changes)
+        validate(cfg)
+        data.load(cfg)

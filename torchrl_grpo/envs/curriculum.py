@@ -1,0 +1,108 @@
+"""Draw problems by what is known of their pass rate: the share of right responses in a group."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import random
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.envs.stream import CountedStream
+
+# Weight of the newest group in a problem's pass rate.
+_NEWEST = 0.5
+# Draws whose problem is remembered after the newest draw that is known.
+_REMEMBERED = 100_000
+
+
+class PassRateStream(CountedStream):
+    """A stream in which the weight of a problem depends on its pass rate.
+
+    The pass rates fall into bands, each with a weight. A problem that no group has answered has a weight of
+    its own. Draws are with replacement. Which problem a draw has depends on the seed, the number of the draw
+    and the pass rates known at the first time it is asked for; it stays the same from then on.
+
+    Args:
+        examples: the problems.
+        seed: seed of the draws.
+        bands: N - 1 bounds between N bands, in increasing order.
+        weights: weight of a problem in each of the N bands.
+        unseen_weight: weight of a problem whose pass rate is not known.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        seed: int,
+        *,
+        bands: Sequence[float],
+        weights: Sequence[float],
+        unseen_weight: float,
+    ) -> None:
+        super().__init__(examples, seed, shuffle=False)
+        self.bands, self.weights, self.unseen_weight = list(bands), list(weights), unseen_weight
+        self._lock = threading.Lock()
+        self._rates: dict[int, float] = {}
+        self._chosen: dict[int, int] = {}
+
+    def reseeded(self, seed: int) -> PassRateStream:
+        """Return a new stream of the same examples with another seed, which knows no pass rate."""
+        return PassRateStream(
+            self.examples,
+            seed,
+            bands=self.bands,
+            weights=self.weights,
+            unseen_weight=self.unseen_weight,
+        )
+
+    def at(self, number: int) -> Example:
+        """Return the example of draw ``number``. Thread-safe."""
+        with self._lock:
+            if number not in self._chosen:
+                self._chosen[number] = self._choose(number)
+            return self.examples[self._chosen[number]]
+
+    def _choose(self, number: int) -> int:
+        weights = [self.unseen_weight] * len(self.examples)
+        for index, rate in self._rates.items():
+            weights[index] = self.weights[bisect.bisect_right(self.bands, rate)]
+        bounds = list(itertools.accumulate(weights))
+        # With weights of 0 everywhere, nothing is known against any problem.
+        if bounds[-1] == 0:
+            bounds = list(range(1, len(weights) + 1))
+        draw = random.Random(f"{self.seed}/pass_rate/{number}").random() * bounds[-1]
+        return min(bisect.bisect_right(bounds, draw), len(weights) - 1)
+
+    def observe(self, rates: Mapping[int, float]) -> None:
+        """Take note of the pass rates of groups, by the numbers of their draws."""
+        with self._lock:
+            for number, rate in rates.items():
+                index = self._chosen[number]
+                before = self._rates.get(index, rate)
+                self._rates[index] = before + _NEWEST * (rate - before)
+            oldest = max(rates) - _REMEMBERED
+            for number in [one for one in self._chosen if one < oldest]:
+                del self._chosen[number]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the share of problems whose pass rate is known, and the mean of the known rates."""
+        with self._lock:
+            known = list(self._rates.values())
+        return {
+            "data/seen": len(known) / len(self.examples),
+            "data/pass_rate": sum(known) / len(known) if known else 0.0,
+        }
+
+    def learned_state(self) -> dict[str, Any]:
+        """Return the pass rates and the chosen problems, as values of JSON."""
+        with self._lock:
+            return {"rates": sorted(self._rates.items()), "chosen": sorted(self._chosen.items())}
+
+    def load_learned_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`learned_state`."""
+        with self._lock:
+            self._rates = {int(index): float(rate) for index, rate in state["rates"]}
+            self._chosen = {int(number): int(index) for number, index in state["chosen"]}
