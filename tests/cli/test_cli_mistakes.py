@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cli_calls import SEEN, call, mistake, set_up, snapshot, write_run
 
-from torchrl_grpo.config import checks
+from torchrl_grpo.config.checks import whole as checks
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import validate
-from torchrl_grpo.config.checks_schedule import check_async, check_sync
+from torchrl_grpo.config.checks.schedule import check_async, check_sync
 from torchrl_grpo.config.derived import describe_length, rounds, steps_per_round, with_total_turns
 from torchrl_grpo.config.values import ConstantGroups, Proximal
 from torchrl_grpo.errors import ConfigError

@@ -13,9 +13,10 @@ import pytest
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
-from torchrl_grpo.data import Example, codec, load, problems, prompts, sources
+from torchrl_grpo.data import Example, load, problems, prompts
 from torchrl_grpo.data.latex import last_boxed
 from torchrl_grpo.data.problems import question_key
+from torchrl_grpo.data.rows import codec, sources
 from torchrl_grpo.errors import ConfigError, DataError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]

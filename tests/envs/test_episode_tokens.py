@@ -22,7 +22,7 @@ from torchrl_grpo.envs.chat import render
 from torchrl_grpo.envs.episodes.chat_tokens import TurnTokens
 from torchrl_grpo.envs.episodes.engine import EpisodeEngine
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
-from torchrl_grpo.envs.episodes.tools import load_tools
+from torchrl_grpo.envs.episodes.tools.registry import load_tools
 from torchrl_grpo.envs.episodes.types import Step
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.protocol import Completion, Request, Sampling

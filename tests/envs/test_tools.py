@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.envs.episodes import python_tool
-from torchrl_grpo.envs.episodes.calculator import calculator
 from torchrl_grpo.envs.episodes.countdown import Countdown
 from torchrl_grpo.envs.episodes.countdown import problems as countdown_problems
 from torchrl_grpo.envs.episodes.guess import Guess
 from torchrl_grpo.envs.episodes.guess import problems as guess_problems
 from torchrl_grpo.envs.episodes.processes import EpisodeHost, UserCodeSpec
-from torchrl_grpo.envs.episodes.python_tool import PythonFailed, run_python
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
-from torchrl_grpo.envs.episodes.tool_calls import parse_calls
-from torchrl_grpo.envs.episodes.tools import load_tools
+from torchrl_grpo.envs.episodes.tools import python_tool
+from torchrl_grpo.envs.episodes.tools.calculator import calculator
+from torchrl_grpo.envs.episodes.tools.python_tool import PythonFailed, run_python
+from torchrl_grpo.envs.episodes.tools.registry import load_tools
+from torchrl_grpo.envs.episodes.tools.tool_calls import parse_calls
 from torchrl_grpo.errors import ConfigError
 
 TOOLS = '''

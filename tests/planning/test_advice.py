@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from torchrl_grpo.config import Config, checks, checks_schedule, parse
+from torchrl_grpo.config import Config, parse
+from torchrl_grpo.config.checks import schedule, whole
 from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.shape import ModelShape
@@ -51,7 +52,7 @@ SCHEMA = OmegaConf.structured(Config)
 
 @pytest.fixture(autouse=True)
 def _a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "cuda_device_present", lambda: True)
+    monkeypatch.setattr(whole, "cuda_device_present", lambda: True)
 
 
 def read(words: str) -> Config:
@@ -64,7 +65,7 @@ def read(words: str) -> Config:
 def planned(words: str, asynchronous: bool, there: Hardware) -> preflight.Planned:
     """The plan of a command, with all that is checked before a run."""
     cfg = read(words)
-    (checks_schedule.check_async if asynchronous else checks_schedule.check_sync)(cfg)
+    (schedule.check_async if asynchronous else schedule.check_sync)(cfg)
     found = preflight.make(cfg, asynchronous, there)
     preflight.check_memory(found)
     return found

@@ -6,7 +6,7 @@ The scripts of ``sota-implementations/grpo`` and the entry points of the wheel c
 from __future__ import annotations
 
 from torchrl_grpo.cli.main import main
-from torchrl_grpo.config.checks_schedule import check_async, check_sync
+from torchrl_grpo.config.checks.schedule import check_async, check_sync
 from torchrl_grpo.runtime.config_dir import config_dir
 
 

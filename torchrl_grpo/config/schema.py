@@ -152,8 +152,8 @@ class EnvConfig:
     )
     sampling: ProblemSampling = key(
         ProblemSampling.uniform,
-        "How training problems are drawn: uniform takes each once per epoch, pass_rate draws them by the share "
-        "of right responses so far.",
+        "How training problems are drawn: uniform takes each once per epoch, pass_rate draws them by the "
+        "share of right responses so far.",
     )
     pass_rate_bands: list[float] = key(
         [0.1, 0.9],

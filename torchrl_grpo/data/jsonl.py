@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
-from torchrl_grpo.data import columns, fields, problems, prompts, sources
+from torchrl_grpo.data import problems, prompts
 from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.rows import columns, fields, sources
 from torchrl_grpo.errors import ConfigError, DataError
 
 _FIELDS = ("question", "messages", "answer")

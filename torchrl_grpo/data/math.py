@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
-from torchrl_grpo.data import columns, problems, prompts, sources
+from torchrl_grpo.data import problems, prompts
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.latex import last_boxed
+from torchrl_grpo.data.rows import columns, sources
 from torchrl_grpo.errors import DataError
 
 HUB = sources.Hub(

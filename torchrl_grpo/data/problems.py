@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.data.sources import Row, Splits
+from torchrl_grpo.data.rows.sources import Row, Splits
 from torchrl_grpo.errors import DataError
 
 _log = logging.getLogger(__name__)

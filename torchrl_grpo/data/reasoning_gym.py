@@ -12,8 +12,9 @@ from typing import Any
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
-from torchrl_grpo.data import codec, columns, problems, prompts, sources
+from torchrl_grpo.data import problems, prompts
 from torchrl_grpo.data.example import Example, LazyExamples
+from torchrl_grpo.data.rows import codec, columns, sources
 from torchrl_grpo.errors import ConfigError, DataError
 
 #: ``reasoning_gym`` draws question i from seed + i. Training seeds start below 2**31, held-out seeds above.

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.data import problems, sources
+from torchrl_grpo.data import problems
 from torchrl_grpo.data.jsonl import example, field_names
+from torchrl_grpo.data.rows import sources
 from torchrl_grpo.errors import ConfigError, DataError
 from torchrl_grpo.runtime import user_code
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from torchrl_grpo.config.checks_lora import ALL_LINEAR
+from torchrl_grpo.config.checks.lora import ALL_LINEAR
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.schema import LoraConfig
 from torchrl_grpo.errors import CheckpointError

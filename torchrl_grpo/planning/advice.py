@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from torchrl_grpo.config import Config, checks_schedule
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.checks import schedule
 from torchrl_grpo.config.derived import token_budget
 from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.resume import is_changeable_on_resume
@@ -200,7 +201,7 @@ def _ladders_of_engine(cfg: Config, planned: Planned) -> Iterator[list[Change]]:
         sizes = range(now - 1, fewest - 1, -1) if now >= fewest else range(fewest, fewest + 1)
         yield [("inference_model.kv_cache_gib", gib) for gib in sizes]
     # vLLM can sleep on GPUs only. On a CPU, sleep of the transformers engine saved no memory when measured.
-    may_sleep = on_gpu and vllm and checks_schedule.may_sleep(cfg)
+    may_sleep = on_gpu and vllm and schedule.may_sleep(cfg)
     if plan.colocated and not plan.own_process and not plan.sleeps and may_sleep:
         yield [("inference_model.sleep", True)]
     if not (vllm and on_gpu):

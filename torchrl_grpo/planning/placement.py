@@ -3,7 +3,7 @@
 :func:`plan` takes a :class:`~torchrl_grpo.planning.request.Request` and the number of GPUs. It returns a
 :class:`~torchrl_grpo.planning.plan.Plan`, or raises an error that names a fix. It does not predict memory
 (:mod:`~torchrl_grpo.planning.memory`), and does not check whether a script can run the plan
-(:mod:`~torchrl_grpo.config.checks_schedule`).
+(:mod:`~torchrl_grpo.config.checks.schedule`).
 """
 
 from __future__ import annotations

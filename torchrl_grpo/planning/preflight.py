@@ -6,8 +6,8 @@ import math
 import sys
 from dataclasses import dataclass, replace
 
-from torchrl_grpo.config import Config, checks_schedule
-from torchrl_grpo.config.checks import validate
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.checks import schedule, validate
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.values import VLLM_CPU_BLOCK_SIZE, Proximal
 from torchrl_grpo.errors import ConfigError
@@ -125,9 +125,9 @@ def make(cfg: Config, asynchronous: bool, there: Hardware) -> Planned:
 def _made(cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape | Unknown) -> Planned:
     plan = placement.plan(build_request(cfg, asynchronous, rank_env.world_size()), len(there.gpus))
     if plan.own_process and not asynchronous:
-        checks_schedule.check_in_turn(cfg)
+        schedule.check_in_turn(cfg)
     if plan.sleeps:
-        checks_schedule.check_sleep(cfg)
+        schedule.check_sleep(cfg)
     prediction = memory.predict(cfg, plan, shape, there) if isinstance(shape, ModelShape) else None
     return Planned(cfg, plan, asynchronous, there, shape, prediction)
 
@@ -295,7 +295,7 @@ def _fits(planned: Planned) -> bool:
 
 def _advice(planned: Planned, mild: bool = False) -> list[str]:
     """Return overrides with which the prediction fits; each was planned again (:func:`~.advice.advise`)."""
-    check = checks_schedule.check_async if planned.asynchronous else checks_schedule.check_sync
+    check = schedule.check_async if planned.asynchronous else schedule.check_sync
 
     def plan(changed: Config) -> Planned | None:
         try:

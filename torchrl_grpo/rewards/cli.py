@@ -25,8 +25,8 @@ from typing import Any, TextIO
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig, RewardConfig
 from torchrl_grpo.data import DATASETS, Example
-from torchrl_grpo.data.columns import text
-from torchrl_grpo.data.sources import Row, read_file
+from torchrl_grpo.data.rows.columns import text
+from torchrl_grpo.data.rows.sources import Row, read_file
 from torchrl_grpo.errors import ConfigError, DataError, UserError
 from torchrl_grpo.rewards.registry import build_reward_set, check_weights
 from torchrl_grpo.rewards.types import ResponseScore

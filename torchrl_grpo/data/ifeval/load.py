@@ -10,10 +10,11 @@ import warnings
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
-from torchrl_grpo.data import columns, problems, prompts, sources
+from torchrl_grpo.data import problems, prompts
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.ifeval import compose
 from torchrl_grpo.data.ifeval.schema import clean_truth
+from torchrl_grpo.data.rows import columns, sources
 from torchrl_grpo.errors import ConfigError, DataError
 
 HUB_NAME = "google/IFEval"

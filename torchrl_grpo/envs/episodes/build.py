@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import has_episodes
 from torchrl_grpo.data.problems import Problems
-from torchrl_grpo.envs.episodes import python_tool
 from torchrl_grpo.envs.episodes.chat_tokens import TurnTokens
 from torchrl_grpo.envs.episodes.countdown import Countdown
 from torchrl_grpo.envs.episodes.engine import EpisodeEngine
 from torchrl_grpo.envs.episodes.guess import Guess
 from torchrl_grpo.envs.episodes.processes import CallError, EpisodeHost, UserCodeSpec
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
-from torchrl_grpo.envs.episodes.tool_calls import describe
-from torchrl_grpo.envs.episodes.tools import Tool, load_tools
+from torchrl_grpo.envs.episodes.tools import python_tool
+from torchrl_grpo.envs.episodes.tools.registry import Tool, load_tools
+from torchrl_grpo.envs.episodes.tools.tool_calls import describe
 from torchrl_grpo.envs.episodes.types import Environment
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.protocol import SteppingEngine

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.envs.episodes.calculator import evaluate
+from torchrl_grpo.envs.episodes.tools.calculator import evaluate
 from torchrl_grpo.envs.episodes.types import Step
 
 _OPERATORS = ("+", "-", "*")

@@ -10,9 +10,9 @@ from typing import Any
 from torchrl_grpo.data.episode import EpisodeRecord
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.episodes.processes import CallError, EpisodeHost, EpisodeProcess
-from torchrl_grpo.envs.episodes.python_tool import PythonFailed
-from torchrl_grpo.envs.episodes.tool_calls import ToolCall, parse_calls
-from torchrl_grpo.envs.episodes.tools import Tool, check_arguments
+from torchrl_grpo.envs.episodes.tools.python_tool import PythonFailed
+from torchrl_grpo.envs.episodes.tools.registry import Tool, check_arguments
+from torchrl_grpo.envs.episodes.tools.tool_calls import ToolCall, parse_calls
 from torchrl_grpo.envs.episodes.types import (
     Environment,
     EpisodeError,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from torchrl_grpo.data import codec, gym_library  # noqa: F401  (takes seconds, which the first job must not pay)
+from torchrl_grpo.data import gym_library  # noqa: F401  (takes seconds, which the first job must not pay)
 from torchrl_grpo.data import reasoning_gym as tasks
+from torchrl_grpo.data.rows import codec
 
 _scorers: dict[str, Any] = {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchrl_grpo.data.sources import Row
+from torchrl_grpo.data.rows.sources import Row
 from torchrl_grpo.errors import ConfigError, DataError
 
 

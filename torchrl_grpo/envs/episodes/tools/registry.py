@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_grpo.envs.episodes.calculator import calculator
-from torchrl_grpo.envs.episodes.python_tool import run_python
+from torchrl_grpo.envs.episodes.tools.calculator import calculator
+from torchrl_grpo.envs.episodes.tools.python_tool import run_python
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.runtime import user_code
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from torchrl_grpo.data.sources import Row
+from torchrl_grpo.data.rows.sources import Row
 from torchrl_grpo.errors import DataError
 
 

@@ -1,0 +1,1 @@
+"""Read rows from files, the hub and functions, and values from their columns."""
