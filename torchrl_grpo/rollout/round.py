@@ -196,7 +196,7 @@ def episode_metrics(round_: Round) -> dict[str, float]:
 
 
 def rollout_rows(round_: Round, groups: TensorDictBase) -> list[dict[str, Any]]:
-    """One row for each of the P x G responses, group by group.
+    """One row for each of the P x G responses, group by group. A row of an episode has its messages too.
 
     Args:
         round_: texts, named rewards and their errors.
@@ -214,4 +214,7 @@ def rollout_rows(round_: Round, groups: TensorDictBase) -> list[dict[str, Any]]:
         groups["group_id"].flatten().tolist(),
         strict=True,
     )
-    return [dict(zip(_ROLLOUT_FIELDS, column, strict=True)) for column in columns]
+    rows = [dict(zip(_ROLLOUT_FIELDS, column, strict=True)) for column in columns]
+    for row, record in zip(rows, round_.records, strict=False):
+        row["messages"] = record.messages
+    return rows

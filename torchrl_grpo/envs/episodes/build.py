@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from torchrl_grpo.data.example import Example
 
-_BUILT_IN: dict[str, Callable[..., Environment]] = {"guess": Guess, "countdown": Countdown}
+#: The built-in environments.
+BUILT_IN_ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"guess": Guess, "countdown": Countdown}
 
 
 def check_environment(cfg: Config) -> None:
@@ -54,12 +55,12 @@ def check_environment(cfg: Config) -> None:
 
 
 def _find_environment(name: str) -> Callable[..., Environment]:
-    if name in _BUILT_IN:
-        return _BUILT_IN[name]
+    if name in BUILT_IN_ENVIRONMENTS:
+        return BUILT_IN_ENVIRONMENTS[name]
     if user_code.parse(name) is None:
         raise ConfigError(
-            f"env.environment={name!r} is unknown; write {', '.join(_BUILT_IN)}, FILE.py:CLASS or "
-            "PACKAGE.MODULE:CLASS"
+            f"env.environment={name!r} is unknown; write {', '.join(BUILT_IN_ENVIRONMENTS)}, FILE.py:CLASS "
+            "or PACKAGE.MODULE:CLASS"
         )
     found: Callable[..., Environment] = user_code.load(name, "env.environment")
     return found
@@ -129,7 +130,7 @@ def _describes_tools(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str,
 
 def _prompt_of(cfg: Config) -> tuple[Callable[[Example], Example], Callable[[], None]]:
     """Return a function that gives an example the messages of its environment, and one that ends it."""
-    if cfg.env.environment is None or cfg.env.environment in _BUILT_IN:
+    if cfg.env.environment is None or cfg.env.environment in BUILT_IN_ENVIRONMENTS:
         # The built-in ones keep the messages of the example.
         return lambda example: example, lambda: None
     host = EpisodeHost(_user_code(cfg, []))
@@ -150,7 +151,7 @@ def _prompt_of(cfg: Config) -> tuple[Callable[[Example], Example], Callable[[], 
 def _user_code(cfg: Config, tools: list[Tool]) -> UserCodeSpec:
     environment = cfg.env.environment
     return UserCodeSpec(
-        environment=None if environment in _BUILT_IN else environment,
+        environment=None if environment in BUILT_IN_ENVIRONMENTS else environment,
         environment_args=dict(cfg.env.environment_args),
         tools=[tool.spec for tool in tools if tool.run is None],
         max_characters=cfg.env.max_tool_characters,
@@ -182,8 +183,8 @@ def with_episodes(cfg: Config, engine: SteppingEngine, max_episodes: int) -> Ste
     in_process = spec.environment is not None
     host = EpisodeHost(spec) if in_process or spec.tools else None
     make = None
-    if cfg.env.environment in _BUILT_IN:
-        make = partial(_BUILT_IN[cfg.env.environment], **cfg.env.environment_args)
+    if cfg.env.environment in BUILT_IN_ENVIRONMENTS:
+        make = partial(BUILT_IN_ENVIRONMENTS[cfg.env.environment], **cfg.env.environment_args)
     options = RunnerOptions(
         tools={tool.name: tool for tool in tools},
         make_environment=make,
