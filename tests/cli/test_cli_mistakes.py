@@ -276,7 +276,6 @@ BAD: list[tuple[str, str]] = [
         "that of answer if there is one",
     ),
     ("env.dataset=jsonl env.data_path=. env.fields={question:q,messages:m}", "of question or of messages"),
-    ("env.dataset=gsm9k", "write env.dataset=gsm8k"),
     ("env.dataset=my_data.py", "or name a function of your own"),
     ("env.dataset=my_data.py:load env.train_split=train", "has no splits of a file"),
     ("env.dataset=my_data.py:load env.hub_name=a/b", "reads no hub"),

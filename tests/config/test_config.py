@@ -15,9 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchrl_grpo import rewards
 from torchrl_grpo.cli.compose import composer, open_free_form
-from torchrl_grpo.config import Config, checks, parse
+from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config import keys as config_keys
 from torchrl_grpo.config.__main__ import files
+from torchrl_grpo.config.checks import whole as checks
 from torchrl_grpo.config.parsing import keys
 from torchrl_grpo.config.values import Backend
 from torchrl_grpo.data import load
@@ -30,7 +31,7 @@ YAMLS = sorted(path for path in CONFIG.rglob("*.yaml") if path.parent.name != "a
 PRIMARIES = ["grpo_gsm8k", "grpo_ifeval", "grpo_quickstart", "grpo_quickstart_lora"]
 # Rooms that show keys and check them. Of their modules only two act on keys.
 NOT_READERS = {"cli", "config"}
-READERS = {"cli/main.py", "config/derived.py"}
+READERS = {"cli/main.py", "config/derived.py", "config/mixture.py"}
 
 
 def composed(*words: str, name: str = "grpo_gsm8k") -> Config:

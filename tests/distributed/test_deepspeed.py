@@ -26,7 +26,8 @@ from rank_runs import (
     sums,  # noqa: F401
 )
 
-from torchrl_grpo.config import Config, checks
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.checks import whole as checks
 from torchrl_grpo.config.values import ZERO_STAGES, Backend, Parallelism
 from torchrl_grpo.distributed.deepspeed import engine_config
 from torchrl_grpo.errors import ConfigError

@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from torchrl_grpo.config import Config, checks, parse
+from torchrl_grpo.config import Config, parse
+from torchrl_grpo.config.checks import whole as checks
 from torchrl_grpo.config.schema import LoraConfig, ModelConfig, TrainModelConfig
 from torchrl_grpo.config.values import Autocast, Backend, Dtype, Quantization
 from torchrl_grpo.errors import ConfigError, TrainingStopped

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from plan_cases import answer, dry_run, read
 
-from torchrl_grpo.config import Config, checks
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.checks import whole as checks
 from torchrl_grpo.config.values import Backend
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning import preflight

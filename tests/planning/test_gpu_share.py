@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchrl_grpo.config import Config, checks
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.checks import whole as checks
 from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.inference import vllm_engine
 from torchrl_grpo.planning import placement

@@ -16,7 +16,8 @@ import pytest
 from cli_calls import ROOT
 from omegaconf import DictConfig, OmegaConf
 
-from torchrl_grpo.config import Config, checks, parse
+from torchrl_grpo.config import Config, parse
+from torchrl_grpo.config.checks import whole as checks
 from torchrl_grpo.config.derived import steps_per_round
 from torchrl_grpo.config.schema import LoraConfig, ModelConfig
 from torchrl_grpo.config.values import AnswerFormat, Autocast, Backend, Dtype, Quantization

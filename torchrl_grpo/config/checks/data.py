@@ -100,7 +100,7 @@ def _check_episodes(cfg: Config) -> None:
     key = "env.environment" if env.environment is not None else "env.tools"
     value = env.environment if env.environment is not None else env.tools
     if env.dataset == "reasoning_gym":
-        wrong = "its problems are generated when they are drawn, and an episode's prompt is made before"
+        wrong = f"env.task={env.task} is generated when it is drawn, and an episode's prompt is made before"
         raise bad_value(
             "env.dataset", env.dataset, wrong, "another data set, or null and [] for environment and tools,"
         )

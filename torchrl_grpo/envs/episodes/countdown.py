@@ -23,7 +23,7 @@ def problems(split: str, size: int = 1_000, numbers: int = 3, largest: int = 9) 
         numbers: how many numbers a problem has.
         largest: largest of them.
     """
-    draw = random.Random(f"countdown/{split}")
+    draw = random.Random(f"countdown of {split}")
     rows = []
     for _ in range(size):
         chosen = [draw.randint(1, largest) for _ in range(numbers)]
