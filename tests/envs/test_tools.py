@@ -78,6 +78,10 @@ def fork(path: str) -> str:
         file.write(" ".join(map(str, numbers)))
     return "forked"
 
+def surrogate() -> str:
+    """Return what no tokenizer takes."""
+    return "a\\ud800b"
+
 def die() -> str:
     """Kill this process."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -119,7 +123,7 @@ class Room:
             return [], float("inf"), True
         return f"{len(self.said)} of {self.limit}", 0.5, len(self.said) == self.limit
 '''
-NAMES = ["echo", "later", "hang", "fail", "flood", "fork", "die", "leave", "Counter"]
+NAMES = ["echo", "later", "hang", "fail", "flood", "fork", "surrogate", "die", "leave", "Counter"]
 EXAMPLE = Example("room/1", [{"role": "user", "content": "say something about room/1"}])
 
 MakeRunner = Callable[..., EpisodeRunner]
@@ -223,6 +227,10 @@ def test_a_tool_that_hangs_is_ended_and_the_next_call_works(make: MakeRunner) ->
         ask(runner, "python", code="while True: pass") == "error: the code took longer than 1 s and was ended"
     )
     assert ask(runner, "echo", text="again") == "again"
+
+
+def test_what_no_tokenizer_takes_is_replaced(make: MakeRunner) -> None:
+    assert ask(make(), "surrogate") == "a?b"
 
 
 def test_a_long_result_is_cut_where_it_is_made(make: MakeRunner) -> None:
@@ -393,6 +401,8 @@ def test_code_in_the_sandbox_works(code: str, printed: str) -> None:
 def test_endless_code_and_endless_output_end() -> None:
     with pytest.raises(PythonFailed, match=r"longer than 0\.5 s"):
         run_python("import time; time.sleep(100)", 0.5)
+    with pytest.raises(PythonFailed, match=r"longer than 0\.5 s"):
+        run_python("import os, time; os.close(1); os.close(2); time.sleep(100)", 0.5)
     with pytest.raises(PythonFailed, match="printed more than"):
         run_python("while True: print('x' * 1000)", 20.0)
 

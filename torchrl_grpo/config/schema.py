@@ -186,7 +186,8 @@ class RewardConfig:
     weights: dict[str, float] = key(
         {},
         "Weight of each reward in the sum, e.g. {gsm8k: 1.0, format: 0.2}; {} takes the dataset's defaults. "
-        "Names: gsm8k, format, math_verify, reasoning_gym, bare_number, closeness, ifeval, exact_match.",
+        "Names: gsm8k, format, math_verify, reasoning_gym, bare_number, closeness, ifeval, exact_match, "
+        "environment.",
     )
     functions: dict[str, str] = key(
         {},

@@ -214,6 +214,13 @@ class GroupTextEnv(EnvBase):
         examples = self.stream.draw(self.batch_size[0])
         return [self._render(first + offset, example) for offset, example in enumerate(examples)]
 
+    def problem_of(self, prompt: Prompt) -> Example | None:
+        """Return the problem that an environment starts an episode with; None if a response is one turn.
+
+        Its values are those of JSON, because it travels to workers and into checkpoints.
+        """
+        return Example(**prompt.example.plain()) if self.episodes else None
+
     def prompt(self, group_id: int) -> Prompt:
         """Render the prompt of group ``group_id``, whether or not it has been drawn yet.
 

@@ -43,7 +43,7 @@ class GroupScorer:
             prompt.token_ids,
             group_seed(self.seed, number, self.env.batch_size[0]),
             [Response() for _ in range(self.env.batch_size[1])],
-            prompt.example if self.env.episodes else None,
+            self.env.problem_of(prompt),
         )
 
     def score(self, group: Group) -> ScoredGroup:

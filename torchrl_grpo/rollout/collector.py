@@ -161,6 +161,7 @@ class RolloutCollector(CollectorInterface):
         prompts = self.env.draw()
         start = self._clock()
         seeds = self._seeds(len(prompts))
+        problems = [self.env.problem_of(prompt) for prompt in prompts]
         completions = self.engine.generate(
             [prompt.token_ids for prompt in prompts],
             Sampling(
@@ -168,7 +169,7 @@ class RolloutCollector(CollectorInterface):
                 self.max_new_tokens,
                 self.temperature,
                 seeds,
-                problems=[prompt.example for prompt in prompts] if self.env.episodes else None,
+                problems=[one for one in problems if one is not None] or None,
             ),
         )
         generated = self._clock()
@@ -179,9 +180,9 @@ class RolloutCollector(CollectorInterface):
                 prompt.token_ids,
                 seed,
                 [response_from_completion(one, version) for one in group],
-                prompt.example if self.env.episodes else None,
+                problem,
             )
-            for prompt, seed, group in zip(prompts, seeds, completions, strict=True)
+            for prompt, seed, group, problem in zip(prompts, seeds, completions, problems, strict=True)
         ]
         examples = [prompt.example for prompt in prompts]
         scored = score_groups(self.env, self.tokenizer, groups=groups, examples=examples)

@@ -68,5 +68,6 @@ class Countdown:
         if used != self.numbers:
             return f"Use each of {', '.join(map(str, self.numbers))} exactly once. Try again."
         if abs(value - self.target) > 1e-9:
-            return f"That makes {value:g}, not {self.target}. Try again."
+            made = f"{value:g}" if abs(value) < 1e15 else "a very large number"
+            return f"That makes {made}, not {self.target}. Try again."
         return None

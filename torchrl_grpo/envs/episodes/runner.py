@@ -19,12 +19,17 @@ from torchrl_grpo.envs.episodes.types import (
     Message,
     Step,
     cut,
+    encodable,
     messages_from,
     step_from,
 )
 
 # More calls in one message are refused: a model that repeats itself writes hundreds.
 _MOST_CALLS = 16
+# An OSError comes from a machine that has no process left for the python tool.
+_CALL_ERRORS = (
+    CallError, PythonFailed, OSError, ValueError, ZeroDivisionError, RecursionError, MemoryError
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,26 +144,19 @@ class EpisodeRunner:
             return self._environment_process.call(payload, self._options.timeout_s)
 
     def _message(self, call: ToolCall, number: int) -> Message:
-        failed = call.error
+        failed, limit = call.error, self._options.max_characters
         content = ""
         if number >= _MOST_CALLS:
             failed = f"a message may have at most {_MOST_CALLS} calls"
         if failed is None:
             try:
                 content = self._run(call)
-            except (
-                CallError,
-                PythonFailed,
-                ValueError,
-                ZeroDivisionError,
-                RecursionError,
-                MemoryError,
-            ) as error:
+            except _CALL_ERRORS as error:
                 failed = str(error) or type(error).__name__
         if failed is not None:
             self.record.tool_errors += 1
             content = f"error: {failed}"
-        return {"role": "tool", "name": call.name, "content": cut(content, self._options.max_characters)}
+        return {"role": "tool", "name": call.name, "content": encodable(cut(content, limit))}
 
     def _run(self, call: ToolCall) -> str:
         tool = self._options.tools.get(call.name)

@@ -75,7 +75,7 @@ def messages_from(value: Any, what: str) -> list[Message]:
     if value is None:
         return []
     if isinstance(value, str):
-        return [{"role": "user", "content": value}]
+        return [{"role": "user", "content": encodable(value)}]
     if not isinstance(value, Sequence):
         raise TypeError(f"{what} is {type(value).__name__} {value!r:.80}, not a text or a list of messages")
     for one in value:
@@ -83,7 +83,7 @@ def messages_from(value: Any, what: str) -> list[Message]:
             raise TypeError(
                 f"{what} has {one!r:.80}, which is no message; write {{'role': 'user', 'content': TEXT}}"
             )
-    return [dict(one) for one in value]
+    return [{**one, "content": encodable(one["content"])} for one in value]
 
 
 def step_from(value: Any) -> Step:
@@ -109,6 +109,11 @@ def step_from(value: Any) -> Step:
     if not step.messages and not step.done:
         raise ValueError("step returned no message and done=False, so the model has nothing to answer")
     return step
+
+
+def encodable(text: str) -> str:
+    """Replace lone surrogates, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def cut(text: str, max_characters: int) -> str:

@@ -176,7 +176,8 @@ class RolloutWorker:
         assert isinstance(key, tuple)
         group, sample = key
         self._groups[group].responses[sample].extend(completion, self.engine.policy_version)
-        self._sampled += len(completion.token_ids)
+        own = completion.sampled
+        self._sampled += len(completion.token_ids) if own is None else sum(own)
 
     def _submit(self, groups: Iterable[Group]) -> None:
         self.engine.submit(

@@ -34,14 +34,15 @@ _MACHINES: dict[str, tuple[int, int, tuple[int, ...]]] = {
         56,
         # fork vfork execve execveat socket socketpair connect kill tkill tgkill ptrace process_vm_*
         # pidfd_* io_uring_* bpf userfaultfd perf_event_open mount unshare setns keyctl add_key
+        # shmget semget msgget mq_open, which would outlive the process
         (57, 58, 59, 322, 41, 53, 42, 62, 200, 234, 129, 297, 101, 310, 311, 424, 434, 438, 425, 426, 427,
-         321, 323, 298, 165, 272, 308, 250, 248),
+         321, 323, 298, 165, 272, 308, 250, 248, 29, 64, 68, 240),
     ),
     "aarch64": (
         0xC00000B7,
         220,
         (221, 281, 198, 199, 203, 129, 130, 131, 138, 240, 117, 270, 271, 424, 434, 438, 425, 426, 427,
-         280, 282, 241, 40, 97, 268, 219, 217),
+         280, 282, 241, 40, 97, 268, 219, 217, 194, 190, 186, 180),
     ),
 }  # fmt: skip
 _CLONE3, _CLONE_THREAD = 435, 0x10000

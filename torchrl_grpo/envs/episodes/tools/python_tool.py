@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import selectors
@@ -104,5 +105,8 @@ def _communicate(process: subprocess.Popen[bytes], code: str, limit_s: float) ->
                 if len(output) > _MAX_OUTPUT:
                     raise PythonFailed(f"the code printed more than {_MAX_OUTPUT} bytes and was ended")
                 if not chunk:
-                    process.wait()
-                    return output
+                    # The code may have closed its output and gone on.
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(max(0.0, end - time.monotonic()))
+                        return output
+                    raise PythonFailed(f"the code took longer than {limit_s:g} s and was ended")
