@@ -372,6 +372,16 @@ def test_the_sandbox_works_on_this_machine() -> None:
         ("import subprocess; subprocess.run(['ls'])", "PermissionError"),
         ("import os; os.execv('/bin/ls', ['ls'])", "PermissionError"),
         ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
+        (
+            "import fcntl, os; r, w = os.pipe(); fcntl.fcntl(r, fcntl.F_SETOWN, os.getppid())",
+            "PermissionError",
+        ),
+        ("import resource as r, os; r.prlimit(os.getppid(), r.RLIMIT_CPU, (1, 1))", "PermissionError"),
+        ("import os; os.sched_setaffinity(os.getppid(), {0})", "PermissionError"),
+        ("import os; os.chmod('/tmp', 0)", "PermissionError"),
+        ("import os; os.utime('/tmp')", "PermissionError"),
+        ("import os; os.truncate('/tmp/any', 0)", "PermissionError"),
+        ("import ctypes; print(ctypes.CDLL(None).shmget(0, 4096, 0o1000))", "-1"),
         ("x = 'a' * 2**31", "MemoryError"),
         ("open('big', 'w').write('a' * 2**21)", "File too large"),
         ("def f(:", "SyntaxError"),
@@ -478,3 +488,8 @@ def test_countdown_takes_every_right_expression_and_says_what_is_wrong() -> None
         wrong = game.step(" + ".join(map(str, [*row["numbers"], 1])))
         assert not wrong.done and "exactly once" in wrong.messages[0]["content"]
         assert "not an expression" in game.step("I do not know").messages[0]["content"]
+        assert (
+            "not an expression" in game.step(f"{row['answer']} # {row['numbers'][0]}").messages[0]["content"]
+        )
+    game.reset(Example("x", [], {}, {"numbers": [3, 9, 9], "target": 1}))
+    assert all(not game.step(one).done for one in ("9**9**3", "3.9*9", "9_9 + 3"))

@@ -20,6 +20,7 @@ class Example:
         columns: the row as the data set has it, for rewards of the user; empty for generated problems.
         tools: JSON schemas of the tools that the chat template describes to the model; empty for none.
         part: name of its part of a mixture; empty without a mixture.
+        source_messages: messages of the data set, if an environment or tools have changed ``messages``.
     """
 
     id: str
@@ -28,6 +29,7 @@ class Example:
     columns: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] = field(default_factory=list)
     part: str = ""
+    source_messages: list[dict[str, str]] = field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:
         """Return the fields as values of JSON. Dates and the like in the columns become text."""

@@ -111,7 +111,8 @@ def _build(cfg: Config, name: str, example: Example | None) -> Reward:
         return user_reward.build(
             _user_reward_spec(cfg, name), cfg.reward.timeout_s, cfg.reward.workers, example
         )
-    if name in _NEED_ANSWER and example is not None and "answer" not in example.truth:
+    needs_answer = dataset_kind(cfg.env.dataset) == "jsonl" and name in _NEED_ANSWER
+    if needs_answer and example is not None and "answer" not in example.truth:
         raise ConfigError(
             f"reward.weights.{name}: {example.id} has no answer to compare with; name its column with "
             "env.fields={question:COLUMN,answer:COLUMN}, or write a reward of your own with reward.functions"

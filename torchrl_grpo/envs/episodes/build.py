@@ -99,7 +99,8 @@ def with_prompts(cfg: Config, problems: Problems, tokenizer: PreTrainedTokenizer
     reset, close = _prompt_of(cfg)
 
     def prompt(example: Example) -> Example:
-        example = reset(example)
+        # An environment is always reset with the messages of the data set.
+        example = replace(reset(example), source_messages=example.messages)
         if native:
             return replace(example, tools=schemas)
         if not schemas:

@@ -12,6 +12,8 @@ from torchrl_grpo.envs.episodes.tools.calculator import evaluate
 from torchrl_grpo.envs.episodes.types import Step
 
 _OPERATORS = ("+", "-", "*")
+# Whole numbers, the four operations and brackets; no powers, which "**" would be.
+_ALLOWED = re.compile(r"(?:[\d ()/+-]|\*(?!\*)){1,200}")
 
 
 def problems(split: str, size: int = 1_000, numbers: int = 3, largest: int = 9) -> list[dict[str, Any]]:
@@ -60,6 +62,8 @@ class Countdown:
         return Step(reward=1.0, done=True) if wrong is None else Step([{"role": "user", "content": wrong}])
 
     def _mistake(self, expression: str) -> str | None:
+        if not _ALLOWED.fullmatch(expression):
+            return "That is not an expression that I can compute. Try again."
         used = sorted(int(number) for number in re.findall(r"\d{1,9}", expression))
         try:
             value = evaluate(ast.parse(expression, mode="eval").body)

@@ -123,14 +123,18 @@ class EpisodeRunner:
 
     def _reset(self) -> None:
         self._started = True
+        example = self._example
+        if example.source_messages:
+            example = dataclasses.replace(example, messages=example.source_messages, source_messages=[])
         if self._options.in_process:
-            told = self._ask({"do": "reset", "example": self._example.plain()}, "reset")
+            told = self._ask({"do": "reset", "example": example.plain()}, "reset")
         else:
             assert self._options.make_environment is not None
             with _told("reset"):
                 self._environment = self._options.make_environment()
-                told = messages_from(self._environment.reset(self._example), "what reset returned")
-        if told and told != self._example.messages:
+                told = messages_from(self._environment.reset(example), "what reset returned")
+        # The description of the tools may have changed earlier messages.
+        if told and told[-1] != self._example.messages[-1]:
             raise EpisodeError(
                 f"env.environment: reset returned other messages for {self._example.id} than before; all "
                 "responses to a problem share its prompt, so make it depend on the example only, for example "

@@ -30,7 +30,7 @@ class Step:
 class Environment(Protocol):
     """One episode of an environment. A new object is created for each episode.
 
-    ``reset`` and ``step`` may be coroutine functions. An environment may also have a method ``close``.
+    ``reset`` and ``step`` may be coroutine functions.
     """
 
     def reset(self, example: Example) -> Sequence[Message] | str | None:

@@ -26,6 +26,22 @@ _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
 _READ_FILE, _READ_FOLDER, _WRITE_FILE = 1 << 2, 1 << 3, 1 << 1
 
+# Calls that reach other processes or files without opening them: prlimit64, scheduling and priorities,
+# ownership, modes, times and attributes of files, truncate, shared memory of System V, request_key.
+_OTHERS_X86 = (
+    302, 203, 144, 142, 314, 141, 251, 90, 91, 268, 452, 92, 93, 94, 260, 132, 235, 261, 280, 76,
+    188, 189, 190, 197, 198, 199, 463, 466, 469, 30, 31, 67, 65, 66, 220, 69, 70, 71, 249,
+)  # fmt: skip
+_OTHERS_ARM = (
+    261, 122, 119, 118, 274, 140, 30, 52, 53, 452, 54, 55, 88, 45, 5, 6, 7, 14, 15, 16, 463, 466,
+    469, 187, 188, 189, 191, 192, 193, 195, 196, 197, 218,
+)  # fmt: skip
+# fcntl by its number, and the commands with which the kernel would send a signal to another process.
+_FCNTL = {"x86_64": 72, "aarch64": 25}
+_F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
+_IOCTL = {"x86_64": 16, "aarch64": 29}
+_FIOSETOWN, _SIOCSPGRP, _FIOASYNC = 0x8901, 0x8902, 0x5452
+
 # Machine -> its number in seccomp, and numbers of the calls that fail: processes, programs, sockets, signals,
 # other processes' memory, and the interfaces that do the same in other ways. clone is handled apart.
 _MACHINES: dict[str, tuple[int, int, tuple[int, ...]]] = {
@@ -36,13 +52,13 @@ _MACHINES: dict[str, tuple[int, int, tuple[int, ...]]] = {
         # pidfd_* io_uring_* bpf userfaultfd perf_event_open mount unshare setns keyctl add_key
         # shmget semget msgget mq_open, which would outlive the process
         (57, 58, 59, 322, 41, 53, 42, 62, 200, 234, 129, 297, 101, 310, 311, 424, 434, 438, 425, 426, 427,
-         321, 323, 298, 165, 272, 308, 250, 248, 29, 64, 68, 240),
+         321, 323, 298, 165, 272, 308, 250, 248, 29, 64, 68, 240, *_OTHERS_X86),
     ),
     "aarch64": (
         0xC00000B7,
         220,
         (221, 281, 198, 199, 203, 129, 130, 131, 138, 240, 117, 270, 271, 424, 434, 438, 425, 426, 427,
-         280, 282, 241, 40, 97, 268, 219, 217, 194, 190, 186, 180),
+         280, 282, 241, 40, 97, 268, 219, 217, 194, 190, 186, 180, *_OTHERS_ARM),
     ),
 }  # fmt: skip
 _CLONE3, _CLONE_THREAD = 435, 0x10000
@@ -153,6 +169,16 @@ def _restrict_calls() -> None:
         (_RETURN, 0, 0, _EPERM),
         (_RETURN, 0, 0, _ALLOW),
     ]
+    for call, commands in (
+        (_FCNTL[platform.machine()], (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX)),
+        (_IOCTL[platform.machine()], (_FIOSETOWN, _SIOCSPGRP, _FIOASYNC)),
+    ):
+        # Of these two calls only some commands fail: the second argument.
+        program.append((_EQUAL, 0, 2 + 2 * len(commands), call))
+        program.append((_LOAD, 0, 0, 24))
+        for command in commands:
+            program += [(_EQUAL, 0, 1, command), (_RETURN, 0, 0, _EPERM)]
+        program.append((_RETURN, 0, 0, _ALLOW))
     for call in forbidden:
         program += [(_EQUAL, 0, 1, call), (_RETURN, 0, 0, _EPERM)]
     program.append((_RETURN, 0, 0, _ALLOW))
