@@ -63,6 +63,8 @@ def talk(config: Config, tiny_model_dir: Path, tmp_path: Path) -> Config:
     config.env.environment = f"{tmp_path}/own.py:Talk"
     config.env.tools = [f"{tmp_path}/own.py:shout", "calculator"]
     config.env.max_turns = 4
+    # Larger steps may teach this model never to end a turn.
+    config.optimizer.lr = 1e-3
     config.reward.weights = {}
     config.inference_model.max_model_len, config.inference_model.max_new_tokens = 900, 160
     return config
@@ -102,8 +104,6 @@ def test_new_weights_arrive_in_the_middle_of_episodes(
         collector__max_policy_age=2,
         collector__weight_update="in_flight",
         inference_model__num_devices=2,
-        # Larger steps may teach this model never to end a turn.
-        optimizer__lr=1e-3,
         train__total_dialog_turns=128,
         eval__frequency=0,
         eval__num_problems=0,
@@ -136,7 +136,7 @@ def test_two_ranks_follow_one(talk: Config, train: Runner, repo_root: Path, tmp_
         "env.max_turns=4 env.num_envs=4 env.repeats=4 env.answer_format=plain",
         "inference_model.max_model_len=900 inference_model.max_new_tokens=160",
         "inference_model.dtype=float32",
-        "inference_model.backend=transformers train_model.autocast='no' optimizer.lr=0.01 eval.frequency=2",
+        "inference_model.backend=transformers train_model.autocast='no' optimizer.lr=0.001 eval.frequency=2",
         "eval.num_problems=6 train.total_dialog_turns=64 train_model.num_devices=2",
         "train.checkpoint_frequency=0",
     ]
