@@ -162,6 +162,8 @@ def test_a_mistake_in_a_part_names_the_part(tmp_path: Path, part: Any, error: st
     ("change", "error"),
     [
         ({"env.task": "chain_sum"}, "each part has its own data set"),
+        ({"env.train_split": "easy"}, "each part has its own data set"),
+        ({"env.hub_subset": "main"}, "each part has its own data set"),
         ({"reward.weights": {"gsm8k": 1.0}}, "each part has its own rewards"),
         ({"eval.reward": "gsm8k"}, "graded by its own reward"),
         ({"policy.reward_combination": "apart"}, "of which no group has all"),

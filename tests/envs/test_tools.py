@@ -27,7 +27,7 @@ from torchrl_grpo.envs.episodes.tools.calculator import calculator
 from torchrl_grpo.envs.episodes.tools.python_tool import PythonFailed, run_python
 from torchrl_grpo.envs.episodes.tools.registry import load_tools
 from torchrl_grpo.envs.episodes.tools.tool_calls import parse_calls
-from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.errors import ConfigError, TrainingStopped
 
 TOOLS = '''
 import asyncio, os, signal, subprocess, sys, time
@@ -254,6 +254,17 @@ def test_everything_ends_with_the_host(file: Path, tmp_path: Path) -> None:
     assert ask(EpisodeRunner(options, EXAMPLE), "fork", path=str(tmp_path / "numbers")) == "forked"
     host.close()
     wait_for_end([int(number) for number in (tmp_path / "numbers").read_text().split()])
+
+
+def test_a_host_that_has_ended_stops_the_run(file: Path) -> None:
+    host = EpisodeHost(UserCodeSpec(None, {}, [f"{file}:echo"]))
+    tools = load_tools([f"{file}:echo"])
+    options = RunnerOptions({tool.name: tool for tool in tools}, None, False, host, 20.0, 100)
+    host._process.kill()
+    host._process.wait()
+    with pytest.raises(TrainingStopped, match="resume=auto"):
+        ask(EpisodeRunner(options, EXAMPLE), "echo", text="x")
+    host.close()
 
 
 def test_malformed_calls_are_told_and_too_many_are_refused(make: MakeRunner) -> None:

@@ -34,20 +34,32 @@ def _check_mixture(cfg: Config) -> None:
     parts = mixture_parts(cfg)
     if not parts:
         return
-    default = type(cfg.env)()
-    for name in ("task", "task_args", "data_path", "eval_data_path", "hub_name", "fields"):
-        value = getattr(cfg.env, name)
-        if value != getattr(default, name):
+    env, default = cfg.env, type(cfg.env)()
+    of_one_data_set = {
+        "env.task": (env.task, default.task),
+        "env.task_args": (env.task_args, default.task_args),
+        "env.data_path": (env.data_path, default.data_path),
+        "env.eval_data_path": (env.eval_data_path, default.eval_data_path),
+        "env.hub_name": (env.hub_name, default.hub_name),
+        "env.hub_subset": (env.hub_subset, default.hub_subset),
+        "env.train_split": (env.train_split, default.train_split),
+        "env.eval_split": (env.eval_split, default.eval_split),
+        "env.fields": (env.fields, default.fields),
+    }
+    for key, (value, unset) in of_one_data_set.items():
+        if value != unset:
             wrong = "with env.mixture each part has its own data set"
-            raise bad_value(
-                f"env.{name}", value, wrong, f"it in the parts that need it, and env.{name}=null or {{}}"
-            )
-    for name in ("weights", "functions", "args"):
-        value = getattr(cfg.reward, name)
-        if value:
+            raise bad_value(key, value, wrong, f"it in the parts that need it, and {key}={show(unset)}")
+    reward = cfg.reward
+    for name, given in {
+        "weights": reward.weights,
+        "functions": reward.functions,
+        "args": reward.args,
+    }.items():
+        if given:
             wrong = "with env.mixture each part has its own rewards"
             raise bad_value(
-                f"reward.{name}", value, wrong, f"reward: {{{name}: ...}} in the parts, and nothing here"
+                f"reward.{name}", given, wrong, f"reward: {{{name}: ...}} in the parts, and nothing here"
             )
     if cfg.eval.reward is not None:
         wrong = "with env.mixture each part is graded by its own reward"
@@ -114,11 +126,15 @@ def _check_episodes(cfg: Config) -> None:
 
 def _check_sampling(cfg: Config) -> None:
     env, default = cfg.env, type(cfg.env)()
-    for name in ("pass_rate_bands", "pass_rate_weights", "unseen_weight"):
-        value = getattr(env, name)
-        if env.sampling == "uniform" and value != getattr(default, name):
+    of_pass_rates = {
+        "env.pass_rate_bands": (env.pass_rate_bands, default.pass_rate_bands),
+        "env.pass_rate_weights": (env.pass_rate_weights, default.pass_rate_weights),
+        "env.unseen_weight": (env.unseen_weight, default.unseen_weight),
+    }
+    for key, (value, unset) in of_pass_rates.items():
+        if env.sampling == "uniform" and value != unset:
             wrong = "env.sampling=uniform reads no pass rates"
-            raise bad_value(f"env.{name}", value, wrong, "env.sampling=pass_rate too,")
+            raise bad_value(key, value, wrong, "env.sampling=pass_rate too,")
     bands, weights = env.pass_rate_bands, env.pass_rate_weights
     if sorted(set(bands)) != bands or not all(0 <= one <= 1 for one in bands):
         wrong = "must be numbers from 0 to 1 in increasing order"

@@ -175,7 +175,10 @@ def with_episodes(cfg: Config, engine: SteppingEngine, max_episodes: int) -> Ste
         return engine
     tokenizer = loading.load_tokenizer(loading.resolve(cfg.model), cfg.model)
     tools = _load_tools(cfg)
-    turn_tokens = TurnTokens(tokenizer)
+    schemas = [tool.schema for tool in tools]
+    native = bool(schemas) and _describes_tools(tokenizer, schemas)
+    # As in the prompt: some templates are other ones with tools.
+    turn_tokens = TurnTokens(tokenizer, tools=schemas if native else ())
     # A template that refuses them must not do so after hours.
     roles = [*(["tool"] if tools else []), *(["user"] if cfg.env.environment else [])]
     for role in roles:

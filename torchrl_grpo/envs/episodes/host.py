@@ -7,8 +7,8 @@ millisecond and shares the imported code. An episode that hangs, or that is kill
 process has one thread and no GPU, so it may fork.
 
 ``SOCKET`` is the number of a socket on which the parent sends one byte per command. ``E`` comes with the
-socket of a new episode and is answered with the child's process id, in one line. ``K`` is followed by a line
-with the process id of a child to end, with all processes that it started.
+socket of a new episode. It is answered with the child's process id in one line, or with 0 if there is no room
+for a process. ``K`` is followed by a line with the process id of a child to end, with all that it started.
 """
 
 from __future__ import annotations
@@ -70,7 +70,12 @@ class Host:
     def _command(self, private: list[Any]) -> bool:
         command, files, _, _ = socket.recv_fds(self._control, 1, 1)
         if command == b"E":
-            child = os.fork()
+            try:
+                child = os.fork()
+            except OSError:
+                os.close(files[0])
+                self._control.sendall(b"0\n")
+                return True
             if child == 0:
                 _become_episode(socket.socket(fileno=files[0]), self._control, private, self._code)
             os.close(files[0])

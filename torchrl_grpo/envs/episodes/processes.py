@@ -12,7 +12,7 @@ import threading
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.errors import ConfigError, TrainingStopped
 from torchrl_grpo.rewards.sandbox.pool import START_LIMIT_S
 from torchrl_grpo.runtime.json_channel import ChannelClosed, ChannelTimeout, JsonChannel, RemoteError
 
@@ -87,9 +87,13 @@ class EpisodeHost:
         """Fork the process of an episode.
 
         Raises:
-            CallError: the host has ended.
+            CallError: the machine has no room for another process.
+            TrainingStopped: the host has ended. Without it every episode would fail in silence.
         """
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise CallError(f"no process can be started: {error}") from error
         with theirs:
             try:
                 with self._lock:
@@ -97,7 +101,13 @@ class EpisodeHost:
                     number = int(self._line())
             except (OSError, EOFError, ValueError) as error:
                 ours.close()
-                raise CallError("the process of the environments and tools has ended") from error
+                raise TrainingStopped(
+                    "the process that runs env.environment and env.tools has ended, perhaps for lack of "
+                    "memory; free some and resume with resume=auto"
+                ) from error
+        if number == 0:
+            ours.close()
+            raise CallError("no process can be started")
         return EpisodeProcess(self, ours, number)
 
     def kill(self, number: int) -> None:

@@ -23,6 +23,7 @@ from torchrl_grpo.envs.episodes.types import (
     messages_from,
     step_from,
 )
+from torchrl_grpo.errors import TrainingStopped
 
 # More calls in one message are refused: a model that repeats itself writes hundreds.
 _MOST_CALLS = 16
@@ -150,11 +151,16 @@ class EpisodeRunner:
     def _message(self, call: ToolCall, number: int) -> Message:
         failed, limit = call.error, self._options.max_characters
         content = ""
+        if self._closed:
+            failed = "the episode has ended"
         if number >= _MOST_CALLS:
             failed = f"a message may have at most {_MOST_CALLS} calls"
         if failed is None:
             try:
                 content = self._run(call)
+            except TrainingStopped:
+                # It is a ValueError too, but no mistake of the model.
+                raise
             except _CALL_ERRORS as error:
                 failed = str(error) or type(error).__name__
         if failed is not None:
@@ -190,6 +196,8 @@ def _told(what: str) -> Iterator[None]:
     """Turn any error of an environment into one of the episode."""
     try:
         yield
+    except TrainingStopped:
+        raise
     except CallError as error:
         raise EpisodeError(f"env.environment: {what} failed: {error}") from error
     except Exception as error:

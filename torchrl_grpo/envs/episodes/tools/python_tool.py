@@ -37,7 +37,7 @@ def run_python(code: str, limit_s: float) -> str:
     Raises:
         PythonFailed: the code took too long or printed too much.
     """
-    with tempfile.TemporaryDirectory(prefix="grpo-python-") as folder:
+    with tempfile.TemporaryDirectory(prefix="grpo-python-", ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
             [sys.executable, "-I", "-B", str(_PROGRAM), folder, str(math.ceil(limit_s) + 1), str(_MAX_BYTES)],
             stdin=subprocess.PIPE,
