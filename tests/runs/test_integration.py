@@ -53,6 +53,8 @@ def test_gsm8k_trains_evaluates_saves_and_loads(
     repo_root: Path, shared_data: Path | None, tmp_path: Path
 ) -> None:
     data = shared_data / "gsm8k" if shared_data is not None else write_gsm8k(tmp_path / "gsm8k")
+    # A reward in which answers always differ: without it the seed and the processor decide whether weights move.
+    (tmp_path / "own.py").write_text("def brevity(completion, example):\n    return 1 / (1 + len(completion))\n")
     # Another directory than the checkout, and a path relative to it.
     printed = grpo(
         repo_root,
@@ -61,7 +63,8 @@ def test_gsm8k_trains_evaluates_saves_and_loads(
         f"env.data_path={relative_to(tmp_path, data)}",
         "hydra.run.dir=run",
         "logging.backends=[csv,tensorboard]",
-        "reward.weights={gsm8k: 1.0, format: 0.1, math_verify: 0.5}",
+        "reward.functions={brevity: own.py:brevity}",
+        "reward.weights={gsm8k: 1.0, format: 0.1, math_verify: 0.5, brevity: 1.0}",
         # As on every GPU, with a rate that moves weights far from those that bfloat16 was made of.
         *BFLOAT16,
         "optimizer.lr=1e-4",
@@ -79,7 +82,7 @@ def test_gsm8k_trains_evaluates_saves_and_loads(
     assert divergences[0] == pytest.approx(0.0, abs=BFLOAT16_ROUNDING / 10) and divergences[2] > 0
     rollouts = lines(run / "rollouts.jsonl")
     assert len(rollouts) == 24
-    assert {"gsm8k", "format", "math_verify"} <= rollouts[0]["rewards"].keys()
+    assert {"gsm8k", "format", "math_verify", "brevity"} <= rollouts[0]["rewards"].keys()
     assert all(len(row["response"]) > 0 and row["prompt"].endswith("assistant\n") for row in rollouts)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["peak_memory_gib"] < 10

@@ -102,7 +102,7 @@ class EpisodeHost:
             except (OSError, EOFError, ValueError) as error:
                 ours.close()
                 raise TrainingStopped(
-                    "the process that runs env.environment and env.tools has ended, perhaps for lack of "
+                    "the process that runs the environment and the tools has ended, perhaps for lack of "
                     "memory; free some and resume with resume=auto"
                 ) from error
         if number == 0:
