@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import re
 from enum import Enum
@@ -18,11 +19,13 @@ from torchrl_grpo.cli.compose import composer, open_free_form
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config import keys as config_keys
 from torchrl_grpo.config.__main__ import files
+from torchrl_grpo.config.builtin import DATASETS, ENVIRONMENTS, REWARDS, TOOLS, load_built_in
 from torchrl_grpo.config.checks import whole as checks
 from torchrl_grpo.config.parsing import keys
 from torchrl_grpo.config.values import Backend
 from torchrl_grpo.data import load
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.rewards.reward_set import close_all
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "config"
@@ -142,18 +145,26 @@ def test_key_use_finds_reads_and_only_reads(source: str, expected: bool) -> None
     assert ("env.num_envs" in read_keys(source)) is expected
 
 
-def test_tables_of_the_checks_agree_with_the_code_they_speak_for() -> None:
-    from torchrl_grpo.config import values
-    from torchrl_grpo.data.load import DATASETS
-    from torchrl_grpo.rewards.registry import REWARD_BUILDERS
+def test_what_is_registered_exists_and_has_its_own_name() -> None:
+    for dataset in DATASETS.values():
+        module = importlib.import_module(dataset.module)
+        assert callable(module.load) and callable(module.example)
+    for name, reward in REWARDS.items():
+        built = load_built_in(reward.build)(Config())
+        assert built.name == name
+        close_all([built])
+        assert reward.grader is None or load_built_in(reward.grader)().primary
+    for environment in ENVIRONMENTS.values():
+        assert callable(load_built_in(environment).step)
+    assert [load_built_in(tool)().name for tool in TOOLS.values()] == list(TOOLS)
 
-    assert set(values.DATASETS) == set(DATASETS)
-    assert set(values.REWARD_DATASETS) == set(REWARD_BUILDERS)
-    for dataset in values.DATASETS:
-        for reward, reads in values.REWARD_DATASETS.items():
+
+def test_a_reward_judges_the_datasets_that_it_is_registered_for_and_no_others() -> None:
+    for dataset in DATASETS:
+        for reward, registered in REWARDS.items():
             cfg = Config()
             cfg.env.dataset, cfg.reward.weights = dataset, {reward: 1.0}
-            if dataset in reads:
+            if dataset in registered.datasets:
                 assert rewards.registry.check_weights(cfg)
             else:
                 with pytest.raises(ConfigError):

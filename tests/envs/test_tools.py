@@ -13,16 +13,14 @@ from typing import Any
 
 import pytest
 
-from torchrl_grpo.config import values
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.envs.episodes import build
 from torchrl_grpo.envs.episodes.countdown import Countdown
 from torchrl_grpo.envs.episodes.countdown import problems as countdown_problems
 from torchrl_grpo.envs.episodes.guess import Guess
 from torchrl_grpo.envs.episodes.guess import problems as guess_problems
 from torchrl_grpo.envs.episodes.processes import EpisodeHost, UserCodeSpec
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
-from torchrl_grpo.envs.episodes.tools import python_tool, registry
+from torchrl_grpo.envs.episodes.tools import python_tool
 from torchrl_grpo.envs.episodes.tools.calculator import calculator
 from torchrl_grpo.envs.episodes.tools.python_tool import PythonFailed, run_python
 from torchrl_grpo.envs.episodes.tools.registry import load_tools
@@ -355,11 +353,6 @@ def test_two_tools_of_one_name_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="two tools 'calculator'"):
         load_tools(["calculator", f"{tmp_path}/own.py:calculator"])
-
-
-def test_the_names_in_the_configuration_are_those_that_are_built_in() -> None:
-    assert set(values.TOOLS) == set(registry.BUILT_IN)
-    assert set(values.ENVIRONMENTS) == set(build.BUILT_IN_ENVIRONMENTS)
 
 
 # --- the python tool -----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import pytest
 
 from torchrl_grpo import rewards
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.builtin import DATASETS
 from torchrl_grpo.config.schema import EnvConfig, RewardConfig
 from torchrl_grpo.config.values import AnswerFormat
 from torchrl_grpo.data import Example, load
@@ -671,11 +672,9 @@ def config(dataset: str = "gsm8k", weights: dict[str, float] | None = None, **en
 
 
 def test_every_dataset_has_default_weights_that_pass_the_check() -> None:
-    from torchrl_grpo.data import DATASETS
-
-    assert set(rewards.DEFAULT_WEIGHTS) == set(DATASETS)
-    for dataset, weights in rewards.DEFAULT_WEIGHTS.items():
-        assert rewards.check_weights(config(dataset)) == weights
+    for name, dataset in DATASETS.items():
+        assert rewards.check_weights(config(name)) == dataset.weights
+        assert dataset.weights[dataset.eval_reward] == max(dataset.weights.values())
 
 
 def test_the_defaults_of_gsm8k() -> None:

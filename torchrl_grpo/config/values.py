@@ -44,32 +44,6 @@ SURROGATE_OPTIONS: dict[str, dict[str, float]] = {
 # Values of train_model.parallelism that use DeepSpeed -> its ZeRO stage.
 ZERO_STAGES = {"deepspeed_zero2": 2, "deepspeed_zero3": 3}
 
-# The built-in data sets. env.dataset may also name a function of the user.
-DATASETS = ("gsm8k", "math", "ifeval", "reasoning_gym", "jsonl")
-# The built-in environments and tools. Tests compare these tables with envs/episodes.
-ENVIRONMENTS = ("guess", "countdown")
-TOOLS = ("calculator", "python")
-
-# Reward -> the datasets whose ground truths it can read. A test compares this table with rewards/registry.py.
-_ANSWERS = ("gsm8k", "math", "jsonl")
-REWARD_DATASETS: dict[str, tuple[str, ...]] = {
-    "gsm8k": _ANSWERS,
-    "format": DATASETS,
-    "math_verify": _ANSWERS,
-    "reasoning_gym": ("reasoning_gym",),
-    "bare_number": DATASETS,
-    "closeness": (*_ANSWERS, "reasoning_gym"),
-    "ifeval": ("ifeval",),
-    "exact_match": _ANSWERS,
-    "environment": DATASETS,
-}
-
-
-def dataset_kind(dataset: str) -> str:
-    """Return the built-in data set whose rewards and prompts a data set has: jsonl for one of the user."""
-    return "jsonl" if ":" in dataset else dataset
-
-
 # Key -> the smallest valid value, and a value to suggest.
 AT_LEAST: dict[str, tuple[float, str]] = {
     "seed": (0, "0"),

@@ -7,7 +7,7 @@ import torch, and imports heavy readers on first use.
 from __future__ import annotations
 
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.data.load import DATASETS, load
+from torchrl_grpo.data.load import load
 from torchrl_grpo.data.problems import Problems
 
-__all__ = ["DATASETS", "Example", "Problems", "load"]
+__all__ = ["Example", "Problems", "load"]

@@ -6,20 +6,12 @@ import importlib
 from types import ModuleType
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.builtin import DATASETS
 from torchrl_grpo.config.mixture import mixture_parts
 from torchrl_grpo.data.mixture import mix
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.runtime import user_code
-
-#: Data set name -> module with ``load(cfg) -> Problems`` and ``example(row, env, id) -> Example``.
-DATASETS: dict[str, str] = {
-    "gsm8k": "torchrl_grpo.data.gsm8k",
-    "math": "torchrl_grpo.data.math",
-    "ifeval": "torchrl_grpo.data.ifeval.load",
-    "reasoning_gym": "torchrl_grpo.data.reasoning_gym",
-    "jsonl": "torchrl_grpo.data.jsonl",
-}
 
 
 def load(cfg: Config) -> Problems:
@@ -32,7 +24,7 @@ def load(cfg: Config) -> Problems:
         Training and held-out problems that share no question.
 
     Raises:
-        ConfigError: ``env.dataset`` is neither one of :data:`DATASETS` nor a function of the user.
+        ConfigError: ``env.dataset`` is neither a built-in one nor a function of the user.
         DataError: a file, a row or a task is missing, malformed, empty or too small.
     """
     parts = mixture_parts(cfg)
@@ -57,4 +49,4 @@ def dataset_module(name: str) -> ModuleType:
             f"env.dataset={name!r} is unknown; write one of: {', '.join(sorted(DATASETS))}, or a function of "
             "your own, FILE.py:FUNCTION"
         )
-    return importlib.import_module(DATASETS[name])
+    return importlib.import_module(DATASETS[name].module)

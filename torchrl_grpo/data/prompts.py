@@ -8,8 +8,8 @@ system prompt must describe the answer format itself, so nothing is added to it.
 
 from __future__ import annotations
 
+from torchrl_grpo.config.builtin import dataset_kind
 from torchrl_grpo.config.schema import EnvConfig
-from torchrl_grpo.config.values import dataset_kind
 from torchrl_grpo.errors import ConfigError
 
 PLAIN_TEMPLATE = "{question}"

@@ -7,8 +7,6 @@
 from __future__ import annotations
 
 from torchrl_grpo.rewards.registry import (
-    DEFAULT_WEIGHTS,
-    REWARD_BUILDERS,
     build_grader,
     build_reward_set,
     check_weights,
@@ -18,8 +16,6 @@ from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet
 from torchrl_grpo.rewards.types import Grader, ResponseScore, Reward
 
 __all__ = [
-    "DEFAULT_WEIGHTS",
-    "REWARD_BUILDERS",
     "Grader",
     "MixtureRewardSet",
     "ResponseScore",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import sys
 import tempfile
@@ -23,8 +22,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.builtin import DATASETS
 from torchrl_grpo.config.schema import EnvConfig, RewardConfig
-from torchrl_grpo.data import DATASETS, Example
+from torchrl_grpo.data import Example
+from torchrl_grpo.data.load import dataset_module
 from torchrl_grpo.data.rows.columns import text
 from torchrl_grpo.data.rows.sources import Row, read_file
 from torchrl_grpo.errors import ConfigError, DataError, UserError
@@ -206,7 +207,7 @@ def _rows(source: str) -> list[Row]:
 
 
 def _examples(rows: list[Row], env: EnvConfig) -> tuple[list[str], list[Example]]:
-    module = importlib.import_module(DATASETS[env.dataset])
+    module = dataset_module(env.dataset)
     completions = []
     examples = []
     for row in rows:

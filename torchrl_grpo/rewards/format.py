@@ -8,6 +8,7 @@ A text without any tag scores 0, and repeating a tag never raises the score.
 
 from __future__ import annotations
 
+from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -37,3 +38,8 @@ def _in_order(text: str) -> bool:
     between = text[think_end + len(_TAGS[1]) : answer]
     inside = (text[len(_TAGS[0]) : think_end], text[answer + len(_TAGS[2]) : answer_end])
     return not between.strip() and all(part.strip() for part in inside)
+
+
+def build(cfg: Config) -> FormatReward:
+    """Return the reward. It reads no key."""
+    return FormatReward()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.latex import last_boxed
 from torchrl_grpo.rewards import extract, numbers
@@ -80,3 +81,9 @@ def _value(marked: str) -> Fraction | None:
         return numbers.only(boxed)
     _, _, rest = marked.rpartition("####")
     return numbers.only(rest.strip())
+
+
+def build(cfg: Config) -> Gsm8kReward:
+    """Return the reward of a configuration; ``env.answer_format`` is read."""
+    # If the prompt requests tags, they are required. Otherwise the number may be anywhere.
+    return Gsm8kReward("strict" if cfg.env.answer_format == "tags" else "flexible")

@@ -6,6 +6,7 @@ return.
 
 from __future__ import annotations
 
+from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards import extract
 from torchrl_grpo.rewards.sandbox.pool import WorkerPool
@@ -45,3 +46,8 @@ class ReasoningGymReward:
     def close(self) -> None:
         """End the worker processes."""
         self._pool.close()
+
+
+def build(cfg: Config) -> ReasoningGymReward:
+    """Return the reward of a configuration; ``env.answer_format`` and ``reward`` are read."""
+    return ReasoningGymReward(cfg.env.answer_format, cfg.reward.timeout_s, cfg.reward.workers)

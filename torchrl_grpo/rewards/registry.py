@@ -1,56 +1,20 @@
-"""Rewards by name, default weights of each data set, and the choice of the grader."""
+"""Rewards by name, the weights of a run, and the choice of the grader."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 
-from torchrl_grpo.config import Config, values
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.builtin import DATASETS, REWARDS, dataset_kind, load_built_in
 from torchrl_grpo.config.mixture import mixture_parts
-from torchrl_grpo.config.values import dataset_kind
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.rewards.environment import EnvironmentReward
-from torchrl_grpo.rewards.format import FormatReward
-from torchrl_grpo.rewards.graders import AccuracyGrader, CountingGrader, Gsm8kGrader, MixtureGrader
-from torchrl_grpo.rewards.gsm8k import Gsm8kReward
-from torchrl_grpo.rewards.ifeval import IFEvalGrader, IFEvalReward
-from torchrl_grpo.rewards.reasoning_gym import ReasoningGymReward
+from torchrl_grpo.rewards.graders import AccuracyGrader, CountingGrader, MixtureGrader
 from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet, close_all
 from torchrl_grpo.rewards.sandbox import user_reward
-from torchrl_grpo.rewards.sandbox.math_verify import MathVerifyReward
-from torchrl_grpo.rewards.text import BareNumberReward, ClosenessReward, ExactMatchReward
 from torchrl_grpo.rewards.types import Grader, Reward
-
-#: Weights for an empty ``reward.weights``.
-DEFAULT_WEIGHTS: dict[str, dict[str, float]] = {
-    "gsm8k": {"gsm8k": 1.0, "format": 0.1},
-    "math": {"math_verify": 1.0, "format": 0.1},
-    "reasoning_gym": {"reasoning_gym": 1.0},
-    "jsonl": {"exact_match": 1.0},
-    "ifeval": {"ifeval": 1.0},
-}
-
-
-def _gsm8k(cfg: Config) -> Reward:
-    # If the prompt requests tags, they are required. Otherwise the number may be anywhere.
-    return Gsm8kReward("strict" if cfg.env.answer_format == "tags" else "flexible")
-
-
-REWARD_BUILDERS: dict[str, Callable[[Config], Reward]] = {
-    "gsm8k": _gsm8k,
-    "format": lambda cfg: FormatReward(),
-    "math_verify": lambda cfg: MathVerifyReward(cfg.reward.timeout_s, cfg.reward.workers),
-    "reasoning_gym": lambda cfg: ReasoningGymReward(
-        cfg.env.answer_format, cfg.reward.timeout_s, cfg.reward.workers
-    ),
-    "ifeval": lambda cfg: IFEvalReward(),
-    "exact_match": lambda cfg: ExactMatchReward(cfg.env.answer_format),
-    "bare_number": lambda cfg: BareNumberReward(cfg.env.answer_format),
-    "closeness": lambda cfg: ClosenessReward(cfg.env.answer_format),
-    "environment": lambda cfg: EnvironmentReward(),
-}
 
 
 def check_weights(cfg: Config) -> dict[str, float]:
@@ -75,12 +39,12 @@ def check_weights(cfg: Config) -> dict[str, float]:
             raise ConfigError(f"reward.weights.{name}={weight!r} is not a finite number; write e.g. 1.0")
         if name in cfg.reward.functions:
             continue
-        if name not in REWARD_BUILDERS:
+        if name not in REWARDS:
             raise ConfigError(
                 f"reward.weights.{name}={weight!r}: no such reward; write one of: "
-                f"{', '.join([*REWARD_BUILDERS, *cfg.reward.functions])}"
+                f"{', '.join([*REWARDS, *cfg.reward.functions])}"
             )
-        if dataset_kind(cfg.env.dataset) not in (supported := values.REWARD_DATASETS[name]):
+        if dataset_kind(cfg.env.dataset) not in (supported := REWARDS[name].datasets):
             raise ConfigError(
                 f"reward.weights.{name}: this reward cannot judge env.dataset={cfg.env.dataset}; it supports "
                 f"{', '.join(supported)}. Write e.g. reward.weights={_default_weights(cfg)}"
@@ -99,7 +63,7 @@ def _weights(cfg: Config) -> dict[str, float]:
 def _default_weights(cfg: Config) -> dict[str, float]:
     if cfg.env.environment is not None:
         return {"environment": 1.0}
-    return DEFAULT_WEIGHTS[dataset_kind(cfg.env.dataset)]
+    return dict(DATASETS[dataset_kind(cfg.env.dataset)].weights)
 
 
 def _user_reward_spec(cfg: Config, name: str) -> user_reward.UserRewardSpec:
@@ -111,13 +75,14 @@ def _build(cfg: Config, name: str, example: Example | None) -> Reward:
         return user_reward.build(
             _user_reward_spec(cfg, name), cfg.reward.timeout_s, cfg.reward.workers, example
         )
-    needs_answer = dataset_kind(cfg.env.dataset) == "jsonl" and name in _NEED_ANSWER
+    needs_answer = dataset_kind(cfg.env.dataset) == "jsonl" and REWARDS[name].needs_answer
     if needs_answer and example is not None and "answer" not in example.truth:
         raise ConfigError(
             f"reward.weights.{name}: {example.id} has no answer to compare with; name its column with "
             "env.fields={question:COLUMN,answer:COLUMN}, or write a reward of your own with reward.functions"
         )
-    return REWARD_BUILDERS[name](cfg)
+    reward: Reward = load_built_in(REWARDS[name].build)(cfg)
+    return reward
 
 
 def build_reward_set(
@@ -160,27 +125,13 @@ def _build_one_set(cfg: Config, example: Example | None) -> RewardSet:
     return RewardSet(pairs, cfg.reward.on_error, cfg.reward.workers)
 
 
-# Rewards that compare a response with the answer of its problem.
-_NEED_ANSWER = ("gsm8k", "math_verify", "exact_match", "closeness")
-
-#: Rewards of correctness, which can also grade the evaluation.
-CORRECTNESS_REWARDS = ("gsm8k", "math_verify", "exact_match", "reasoning_gym", "ifeval", "environment")
-_DEFAULT_EVAL_REWARD = {
-    "gsm8k": "gsm8k",
-    "math": "math_verify",
-    "reasoning_gym": "reasoning_gym",
-    "jsonl": "exact_match",
-    "ifeval": "ifeval",
-}
-
-
 def eval_reward_name(cfg: Config) -> str:
     """Return the name of the reward that grades the evaluation.
 
-    It is ``eval.reward`` if that is set. Otherwise it is the correctness reward (:data:`CORRECTNESS_REWARDS`)
-    with the largest positive weight. In a tie, the data set's default is chosen if it is among the tied
-    rewards, and the first of them otherwise. If no correctness reward has a positive weight, it is the data
-    set's default.
+    It is ``eval.reward`` if that is set. Otherwise it is the reward of correctness with the largest positive
+    weight (:class:`~torchrl_grpo.config.builtin.BuiltInReward`). In a tie, the data set's default is chosen
+    if it is among the tied rewards, and the first of them otherwise. If no reward of correctness has a
+    positive weight, it is the data set's default.
 
     Args:
         cfg: configuration; ``eval.reward``, ``reward`` and ``env.dataset`` are read.
@@ -188,11 +139,13 @@ def eval_reward_name(cfg: Config) -> str:
     if cfg.eval.reward is not None:
         return cfg.eval.reward
     weights = _weights(cfg)
-    default = _DEFAULT_EVAL_REWARD[dataset_kind(cfg.env.dataset)]
+    default = DATASETS[dataset_kind(cfg.env.dataset)].eval_reward
     if cfg.env.environment is not None:
         default = "environment"
     rewarded = {
-        name: weight for name, weight in weights.items() if name in CORRECTNESS_REWARDS and weight > 0
+        name: weight
+        for name, weight in weights.items()
+        if name in REWARDS and REWARDS[name].is_correctness and weight > 0
     }
     heaviest = [name for name, weight in rewarded.items() if weight == max(rewarded.values())]
     return default if default in heaviest or not heaviest else heaviest[0]
@@ -231,10 +184,9 @@ def build_grader(
 
 def _build_one_grader(cfg: Config, shared: RewardSet | None, example: Example | None) -> Grader:
     name = eval_reward_name(cfg)
-    if name == "gsm8k":
-        return Gsm8kGrader()
-    if name == "ifeval":
-        return IFEvalGrader()
+    if name in REWARDS and (own := REWARDS[name].grader) is not None:
+        grader: Grader = load_built_in(own)()
+        return grader
     shares = shared is not None and name not in cfg.reward.functions
     reward = shared.get(name) if shared is not None and shares else None
     return AccuracyGrader(reward or _build(cfg, name, example), owned=reward is None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards import extract, numbers
 
@@ -68,3 +69,18 @@ class ClosenessReward(_AnswerReward):
             return 0.0
         value = numbers.only(answer)
         return 0.0 if value is None else float(1 / (1 + abs(value - goal)))
+
+
+def build_exact_match(cfg: Config) -> ExactMatchReward:
+    """Return the reward of a configuration; ``env.answer_format`` is read."""
+    return ExactMatchReward(cfg.env.answer_format)
+
+
+def build_bare_number(cfg: Config) -> BareNumberReward:
+    """Return the reward of a configuration; ``env.answer_format`` is read."""
+    return BareNumberReward(cfg.env.answer_format)
+
+
+def build_closeness(cfg: Config) -> ClosenessReward:
+    """Return the reward of a configuration; ``env.answer_format`` is read."""
+    return ClosenessReward(cfg.env.answer_format)

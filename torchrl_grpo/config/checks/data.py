@@ -6,10 +6,10 @@ import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchrl_grpo.config.builtin import DATASETS, ENVIRONMENTS, REWARDS, TOOLS, dataset_kind
 from torchrl_grpo.config.derived import has_episodes
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.mixture import mixture_parts
-from torchrl_grpo.config.values import DATASETS, ENVIRONMENTS, REWARD_DATASETS, TOOLS, dataset_kind
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.runtime import user_code
 
@@ -234,7 +234,7 @@ def _check_jsonl(cfg: Config) -> None:
 
 def _check_rewards(cfg: Config) -> None:
     weights, functions = cfg.reward.weights, cfg.reward.functions
-    known = [*REWARD_DATASETS, *functions]
+    known = [*REWARDS, *functions]
     for name, spec in functions.items():
         _check_function(name, spec)
     for name, arguments in cfg.reward.args.items():
@@ -250,7 +250,7 @@ def _check_rewards(cfg: Config) -> None:
         wrong = f"there is no reward of this name, only {', '.join(known)}"
         raise bad_value("eval.reward", grader, wrong, "one of these, or null,")
     kind = dataset_kind(cfg.env.dataset)
-    if grader is not None and grader not in functions and kind not in REWARD_DATASETS[grader]:
+    if grader is not None and grader not in functions and kind not in REWARDS[grader].datasets:
         wrong = f"this reward cannot judge env.dataset={cfg.env.dataset}"
         raise bad_value("eval.reward", grader, wrong, "null, or a reward that can,")
     if cfg.env.environment is None:
@@ -263,13 +263,13 @@ def _check_rewards(cfg: Config) -> None:
     for name, weight in weights.items():
         if name in functions:
             continue
-        if name not in REWARD_DATASETS:
+        if name not in REWARDS:
             wrong = f"there is no reward of this name, only {', '.join(known)}"
             raise bad_value(
                 f"reward.weights.{name}", weight, wrong, "e.g. reward.weights={gsm8k: 1.0, format: 0.2}"
             )
-        if kind not in REWARD_DATASETS[name]:
-            able = [other for other, reads in REWARD_DATASETS.items() if kind in reads]
+        if kind not in REWARDS[name].datasets:
+            able = [other for other, reward in REWARDS.items() if kind in reward.datasets]
             wrong = f"this reward cannot judge env.dataset={cfg.env.dataset}"
             raise bad_value(f"reward.weights.{name}", weight, wrong, f"a weight for one of {', '.join(able)}")
     if weights and not any(weights.values()):
@@ -278,7 +278,7 @@ def _check_rewards(cfg: Config) -> None:
 
 def _check_function(name: str, spec: str) -> None:
     key = f"reward.functions.{name}"
-    if name in REWARD_DATASETS:
+    if name in REWARDS:
         wrong = "a built-in reward has this name"
         raise bad_value(key, spec, wrong, f"another name, e.g. reward.functions={{my_{name}:{spec}}},")
     if not name.replace("-", "_").isidentifier():

@@ -8,16 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.builtin import ENVIRONMENTS, load_built_in
 from torchrl_grpo.config.derived import has_episodes
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.envs.episodes.chat_tokens import TurnTokens
-from torchrl_grpo.envs.episodes.countdown import Countdown
 from torchrl_grpo.envs.episodes.engine import EpisodeEngine
-from torchrl_grpo.envs.episodes.guess import Guess
 from torchrl_grpo.envs.episodes.processes import CallError, EpisodeHost, UserCodeSpec
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
 from torchrl_grpo.envs.episodes.tools import python_tool
-from torchrl_grpo.envs.episodes.tools.registry import Tool, load_tools
+from torchrl_grpo.envs.episodes.tools.registry import load_tools
+from torchrl_grpo.envs.episodes.tools.tool import Tool
 from torchrl_grpo.envs.episodes.tools.tool_calls import describe
 from torchrl_grpo.envs.episodes.types import Environment
 from torchrl_grpo.errors import ConfigError
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from torchrl_grpo.data.example import Example
-
-#: The built-in environments.
-BUILT_IN_ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"guess": Guess, "countdown": Countdown}
 
 
 def check_environment(cfg: Config) -> None:
@@ -55,11 +52,12 @@ def check_environment(cfg: Config) -> None:
 
 
 def _find_environment(name: str) -> Callable[..., Environment]:
-    if name in BUILT_IN_ENVIRONMENTS:
-        return BUILT_IN_ENVIRONMENTS[name]
+    if name in ENVIRONMENTS:
+        built_in: Callable[..., Environment] = load_built_in(ENVIRONMENTS[name])
+        return built_in
     if user_code.parse(name) is None:
         raise ConfigError(
-            f"env.environment={name!r} is unknown; write {', '.join(BUILT_IN_ENVIRONMENTS)}, FILE.py:CLASS "
+            f"env.environment={name!r} is unknown; write {', '.join(ENVIRONMENTS)}, FILE.py:CLASS "
             "or PACKAGE.MODULE:CLASS"
         )
     found: Callable[..., Environment] = user_code.load(name, "env.environment")
@@ -131,7 +129,7 @@ def _describes_tools(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str,
 
 def _prompt_of(cfg: Config) -> tuple[Callable[[Example], Example], Callable[[], None]]:
     """Return a function that gives an example the messages of its environment, and one that ends it."""
-    if cfg.env.environment is None or cfg.env.environment in BUILT_IN_ENVIRONMENTS:
+    if cfg.env.environment is None or cfg.env.environment in ENVIRONMENTS:
         # The built-in ones keep the messages of the example.
         return lambda example: example, lambda: None
     host = EpisodeHost(_user_code(cfg, []))
@@ -152,7 +150,7 @@ def _prompt_of(cfg: Config) -> tuple[Callable[[Example], Example], Callable[[], 
 def _user_code(cfg: Config, tools: list[Tool]) -> UserCodeSpec:
     environment = cfg.env.environment
     return UserCodeSpec(
-        environment=None if environment in BUILT_IN_ENVIRONMENTS else environment,
+        environment=None if environment in ENVIRONMENTS else environment,
         environment_args=dict(cfg.env.environment_args),
         tools=[tool.spec for tool in tools if tool.run is None],
         max_characters=cfg.env.max_tool_characters,
@@ -187,8 +185,8 @@ def with_episodes(cfg: Config, engine: SteppingEngine, max_episodes: int) -> Ste
     in_process = spec.environment is not None
     host = EpisodeHost(spec) if in_process or spec.tools else None
     make = None
-    if cfg.env.environment in BUILT_IN_ENVIRONMENTS:
-        make = partial(BUILT_IN_ENVIRONMENTS[cfg.env.environment], **cfg.env.environment_args)
+    if cfg.env.environment in ENVIRONMENTS:
+        make = partial(_find_environment(cfg.env.environment), **cfg.env.environment_args)
     options = RunnerOptions(
         tools={tool.name: tool for tool in tools},
         make_environment=make,

@@ -11,7 +11,8 @@ from torchrl_grpo.data.episode import EpisodeRecord
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.episodes.processes import CallError, EpisodeHost, EpisodeProcess
 from torchrl_grpo.envs.episodes.tools.python_tool import PythonFailed
-from torchrl_grpo.envs.episodes.tools.registry import Tool, check_arguments
+from torchrl_grpo.envs.episodes.tools.registry import check_arguments
+from torchrl_grpo.envs.episodes.tools.tool import Tool
 from torchrl_grpo.envs.episodes.tools.tool_calls import ToolCall, parse_calls
 from torchrl_grpo.envs.episodes.types import (
     Environment,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.ifeval.schema import clean_truth
 from torchrl_grpo.rewards.ifeval.scoring import follow_list
@@ -108,3 +109,8 @@ class IFEvalGrader:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def build(cfg: Config) -> IFEvalReward:
+    """Return the reward. It reads no key."""
+    return IFEvalReward()

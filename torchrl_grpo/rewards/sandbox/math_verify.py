@@ -6,6 +6,7 @@ A comparison that raises, hangs or kills its process is an error
 
 from __future__ import annotations
 
+from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards import extract
 from torchrl_grpo.rewards.sandbox.pool import WorkerPool
@@ -47,3 +48,8 @@ class MathVerifyReward:
     def close(self) -> None:
         """End the worker processes."""
         self._pool.close()
+
+
+def build(cfg: Config) -> MathVerifyReward:
+    """Return the reward of a configuration; ``reward`` is read."""
+    return MathVerifyReward(cfg.reward.timeout_s, cfg.reward.workers)

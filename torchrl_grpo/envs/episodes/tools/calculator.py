@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchrl_grpo.envs.episodes.tools.tool import Tool, make_schema
 
 _Number = int | float
 
@@ -92,3 +95,12 @@ def _bounded(value: _Number) -> _Number:
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         raise ValueError("the result is too large")
     return value
+
+
+def build() -> Tool:
+    """Return the tool."""
+
+    def run(arguments: Mapping[str, Any], limit_s: float) -> str:
+        return calculator(str(arguments["expression"]))
+
+    return Tool("calculator", "calculator", make_schema(calculator, "calculator"), run, is_quick=True)

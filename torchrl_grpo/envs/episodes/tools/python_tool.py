@@ -11,8 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
+
+from torchrl_grpo.envs.episodes.tools.tool import Tool, make_schema
 
 _PROGRAM = Path(__file__).with_name("python_sandbox.py")
 _MAX_BYTES = 2**30
@@ -110,3 +114,20 @@ def _communicate(process: subprocess.Popen[bytes], code: str, limit_s: float) ->
                         process.wait(max(0.0, end - time.monotonic()))
                         return output
                     raise PythonFailed(f"the code took longer than {limit_s:g} s and was ended")
+
+
+def _python(code: str) -> None:
+    """Run Python code and return what it prints. It has no network and no files.
+
+    Args:
+        code: The code. Print what you want to see.
+    """
+
+
+def build() -> Tool:
+    """Return the tool."""
+
+    def run(arguments: Mapping[str, Any], limit_s: float) -> str:
+        return run_python(str(arguments["code"]), limit_s)
+
+    return Tool("python", "python", make_schema(_python, "python", "python"), run)
