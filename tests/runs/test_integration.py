@@ -53,7 +53,7 @@ def test_gsm8k_trains_evaluates_saves_and_loads(
     repo_root: Path, shared_data: Path | None, tmp_path: Path
 ) -> None:
     data = shared_data / "gsm8k" if shared_data is not None else write_gsm8k(tmp_path / "gsm8k")
-    # A reward in which answers always differ: without it the seed and the processor decide whether weights move.
+    # In this reward answers always differ. Without it the seed and the processor decide whether weights move.
     (tmp_path / "own.py").write_text(
         "def brevity(completion, example):\n    return 1 / (1 + len(completion))\n"
     )
