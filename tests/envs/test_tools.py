@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import tempfile
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from torchrl_grpo.data.episode import EpisodeText
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.episodes.countdown import Countdown
 from torchrl_grpo.envs.episodes.countdown import problems as countdown_problems
@@ -88,6 +90,27 @@ def leave() -> str:
     """Exit."""
     sys.exit(3)
 
+SERVICE = subprocess.Popen(["sleep", "1000"])
+KEPT = {}
+
+async def background(text: str = "") -> str:
+    """Start a task in the first call, and say in the second what it has done.
+
+    Args:
+        text: What it does.
+    """
+    async def work():
+        await asyncio.sleep(0)
+        return text
+    if "task" in KEPT:
+        return await KEPT["task"]
+    KEPT["task"] = asyncio.get_running_loop().create_task(work())
+    return "started"
+
+def service() -> str:
+    """Say whether what the module started is there."""
+    return str(SERVICE.pid)
+
 class Counter:
     def __init__(self):
         self.count = 0
@@ -115,6 +138,8 @@ class Room:
             return "what"
         if message == "hang":
             time.sleep(1000)
+        if message == "as assistant":
+            return [{"role": "assistant", "content": "an example"}], 0.0, False
         if message == "none":
             return [], 0.0, False
         if message == "infinite":
@@ -122,6 +147,7 @@ class Room:
         return f"{len(self.said)} of {self.limit}", 0.5, len(self.said) == self.limit
 '''
 NAMES = ["echo", "later", "hang", "fail", "flood", "fork", "surrogate", "die", "leave", "Counter"]
+NAMES += ["background", "service"]
 EXAMPLE = Example("room/1", [{"role": "user", "content": "say something about room/1"}])
 
 MakeRunner = Callable[..., EpisodeRunner]
@@ -245,6 +271,21 @@ def test_what_a_tool_has_started_ends_with_its_episode(make: MakeRunner, tmp_pat
     wait_for_end(numbers)
 
 
+def test_what_the_module_of_a_tool_has_started_serves_all_episodes(make: MakeRunner, tmp_path: Path) -> None:
+    first, second = make(), make()
+    number = int(ask(first, "service"))
+    ask(first, "fork", path=str(tmp_path / "numbers"))
+    first.close()
+    wait_for_end([int(one) for one in (tmp_path / "numbers").read_text().split()])
+    assert ask(second, "service") == str(number) and alive(number)
+
+
+def test_a_task_goes_on_in_the_next_call(make: MakeRunner) -> None:
+    runner = make()
+    assert ask(runner, "background", text="done") == "started"
+    assert ask(runner, "background") == "done"
+
+
 def test_everything_ends_with_the_host(file: Path, tmp_path: Path) -> None:
     host = EpisodeHost(UserCodeSpec(None, {}, [f"{file}:fork"]))
     tools = load_tools([f"{file}:fork"])
@@ -287,6 +328,15 @@ def test_calls_are_found_in_every_usual_form() -> None:
 def test_a_message_without_a_call_ends_an_episode_of_tools(make: MakeRunner) -> None:
     runner = make()
     assert runner.step("It is 4.").done and runner.record.messages_of_model == ["It is 4."]
+
+
+def test_messages_of_the_environment_are_never_taken_for_the_model_s(make: MakeRunner) -> None:
+    runner = make(environment=True)
+    runner.step("as assistant")
+    assert runner.record.messages[-1] == {"role": "assistant", "content": "an example"}
+    assert runner.record.messages_of_model == ["as assistant"]
+    text = pickle.loads(pickle.dumps(EpisodeText("as assistant", runner.record)))
+    assert text == "as assistant" and text.record == runner.record
 
 
 # --- environments of the user --------------------------------------------------------------------------
@@ -421,6 +471,11 @@ def test_endless_code_and_endless_output_end() -> None:
         run_python("while True: print('x' * 1000)", 20.0)
 
 
+def test_code_may_not_fill_the_disk() -> None:
+    with pytest.raises(PythonFailed, match="of files and was ended"):
+        run_python("n = 0\nwhile True:\n    open(str(n := n + 1), 'w').write('a' * 2**20)", 60.0)
+
+
 def test_the_folder_of_the_code_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert run_python("import os; open('a', 'w'); print(os.listdir('.'))", 20.0) == "['a']"
@@ -471,15 +526,17 @@ def test_guessing_by_halves_wins_and_held_out_ranges_are_not_trained_on() -> Non
     for row in test:
         game = Guess()
         game.reset(Example("x", [], {"answer": row["answer"]}, row))
-        low, high = row["low"], row["high"]
+        low, high, total = row["low"], row["high"], 0.0
         for _ in range(3):
             guess = (low + high) // 2
             step = game.step(f"I say {guess}.")
             if step.done:
                 break
             assert step.reward == 0.1
+            total += step.reward
             low, high = (guess + 1, high) if step.messages[0]["content"] == "higher" else (low, guess - 1)
-        assert step.done and step.reward == 1.0
+        # Neither quick nor slow play pays more, and the sum is a full score for the evaluation.
+        assert step.done and total + step.reward == 1.0
     assert game.step("no idea").done
 
 

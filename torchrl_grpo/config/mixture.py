@@ -75,12 +75,14 @@ def _part(cfg: Config, given: Any, key: str) -> MixturePart:
         raise ConfigError(f"{key}.reward={show(reward)}: must be a mapping; write {{weights: {{NAME: 1.0}}}}")
     own: dict[str, Any] = {"weights": {}, "functions": {}, "args": {}}
     rewards = _typed(RewardConfig, {**vars(cfg.reward), **own}, reward, f"{key}.reward")
-    name = given.get("name", given.get("task") or given["dataset"])
-    if not isinstance(name, str) or not name.strip():
-        raise ConfigError(f"{key}.name={show(name)}: must be a name; write e.g. sums")
+    # Of a file with its path, the last part is enough.
+    default = str(given.get("task") or given["dataset"]).rpartition("/")[2].replace(":", ".")
+    name = given.get("name", default)
+    if not isinstance(name, str) or not name.strip() or "/" in name:
+        raise ConfigError(f"{key}.name={show(name)}: must be a name without /; write e.g. sums")
     evaluation = dataclasses.replace(cfg.eval, reward=given.get("eval_reward"))
     whole = dataclasses.replace(cfg, env=env, reward=rewards, eval=evaluation)
-    return MixturePart(name.rpartition("/")[2].replace(":", "."), float(weight), whole)
+    return MixturePart(name, float(weight), whole)
 
 
 def _typed(schema: type, base: dict[str, Any], given: dict[str, Any], key: str) -> Any:

@@ -12,6 +12,7 @@ class EpisodeRecord:
 
     Attributes:
         messages: messages after the prompt, in order: the model's, and what its environment and tools said.
+        messages_of_model: texts of those of the model.
         reward: sum of the environment's rewards; 0 without an environment.
         turns: number of the model's messages.
         tool_calls: number of calls of tools.
@@ -20,16 +21,12 @@ class EpisodeRecord:
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
+    messages_of_model: list[str] = field(default_factory=list)
     reward: float = 0.0
     turns: int = 0
     tool_calls: int = 0
     tool_errors: int = 0
     error: str | None = None
-
-    @property
-    def messages_of_model(self) -> list[str]:
-        """Texts of the model's messages."""
-        return [one["content"] for one in self.messages if one["role"] == "assistant"]
 
 
 class EpisodeText(str):
@@ -46,3 +43,6 @@ class EpisodeText(str):
         made = super().__new__(cls, text)
         made.record = record
         return made
+
+    def __getnewargs__(self) -> tuple[str, EpisodeRecord]:
+        return str(self), self.record

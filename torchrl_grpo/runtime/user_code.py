@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -159,6 +160,17 @@ def _told(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {describe(error)}; correct the file, or install what it needs") from error
 
 
+_of_thread = threading.local()
+
+
+def _runner() -> asyncio.Runner:
+    """Return the event loop of this thread: tasks and clients that outlive a call are there in the next."""
+    if not hasattr(_of_thread, "runner"):
+        _of_thread.runner = asyncio.Runner()
+    runner: asyncio.Runner = _of_thread.runner
+    return runner
+
+
 class UserCodeError(Exception):
     """The user's code raised. The message has its error and its line."""
 
@@ -175,7 +187,7 @@ def call(function: Any, *positional: Any, **named: Any) -> Any:
 
     try:
         result = function(*positional, **named)
-        return asyncio.run(finish(result)) if inspect.isawaitable(result) else result
+        return _runner().run(finish(result)) if inspect.isawaitable(result) else result
     except Exception as error:
         raise UserCodeError(describe(error)) from error
 

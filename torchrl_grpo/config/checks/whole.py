@@ -21,6 +21,7 @@ from torchrl_grpo.config.checks.lora import check_lora
 from torchrl_grpo.config.checks.policy import check_policy
 from torchrl_grpo.config.derived import optim_batch_size
 from torchrl_grpo.config.keys import bad_value, show
+from torchrl_grpo.config.mixture import mixture_parts
 from torchrl_grpo.config.values import (
     ABOVE_ZERO,
     AT_LEAST,
@@ -28,6 +29,7 @@ from torchrl_grpo.config.values import (
     VLLM_LEAST_TEMPERATURE,
     ZERO_STAGES,
 )
+from torchrl_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from torchrl_grpo.config.schema import (
@@ -52,6 +54,11 @@ def validate(cfg: Config) -> None:
         ConfigError: a value is invalid; the error names the first one found.
     """
     _check_each(cfg)
+    for part in mixture_parts(cfg):
+        try:
+            _check_each(part.cfg)
+        except ConfigError as error:
+            raise ConfigError(f"env.mixture, part {part.name}: {error}") from error
     _check_devices(cfg)
     check_data(cfg)
     _check_length(cfg)

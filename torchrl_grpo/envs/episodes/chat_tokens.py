@@ -9,7 +9,6 @@ one that removes reasoning from them, does not change tokens that the model has 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
@@ -43,7 +42,6 @@ class TurnTokens:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._tools = list(tools) or None
-        self._closing = lru_cache(1)(self._render_closing)
 
     def between(self, end_token: int, messages: Sequence[Message]) -> list[int]:
         """Return the tokens from the model's end token to the start of its next turn.
@@ -56,21 +54,11 @@ class TurnTokens:
             ModelError: the template cannot render the messages.
         """
         text = self._after_answer(messages)
-        closing, end = self._closing(), self._tokenizer.decode([end_token])
         # The model may end its turn with another end token than the template writes. Both are then kept.
-        if end and closing.startswith(end):
-            text = text[len(end) :]
+        text = text.removeprefix(self._tokenizer.decode([end_token]))
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _after_answer(self, messages: Sequence[Message]) -> str:
-        text = self._render(messages, add_generation_prompt=True)
-        return text[text.index(_ANSWER) + len(_ANSWER) :]
-
-    def _render_closing(self) -> str:
-        text = self._render([], add_generation_prompt=False)
-        return text[text.index(_ANSWER) + len(_ANSWER) :]
-
-    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         start = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER}]
         try:
             text = self._tokenizer.apply_chat_template(
@@ -78,7 +66,7 @@ class TurnTokens:
                 chat_template=self._chat_template,
                 tools=self._tools,
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=True,
             )
         except (TemplateError, TypeError) as error:
             roles = ", ".join(str(message["role"]) for message in messages)
@@ -92,4 +80,4 @@ class TurnTokens:
                 f"The chat template of {self._tokenizer.name_or_path} leaves out the model's own messages, "
                 "so an episode cannot go on; give another one as model.chat_template"
             )
-        return str(text)
+        return str(text[text.index(_ANSWER) + len(_ANSWER) :])

@@ -34,12 +34,15 @@ def problems(split: str, width: int = 6, largest: int = 90) -> list[dict[str, An
 class Guess:
     """The game of one number. The right guess ends it; a reply without a number ends it too.
 
+    The rewards of a game that finds the number add up to 1, however many guesses it takes.
+
     Args:
-        possible: reward of a wrong guess that the answers so far allow. The right guess is worth 1.
+        possible: reward of a wrong guess that the answers so far allow.
     """
 
     def __init__(self, possible: float = 0.1) -> None:
         self._possible = possible
+        self._paid = 0.0
 
     def reset(self, example: Example) -> None:
         """Think of the number of a problem."""
@@ -53,8 +56,10 @@ class Guess:
             return Step(done=True)
         guess = int(found.group()[:20])
         if guess == self._number:
-            return Step(reward=1.0, done=True)
+            # Otherwise slow play would pay.
+            return Step(reward=1.0 - self._paid, done=True)
         reward = self._possible if self._low <= guess <= self._high else 0.0
+        self._paid += reward
         if guess < self._number:
             self._low = max(self._low, guess + 1)
             return Step([{"role": "user", "content": "higher"}], reward)

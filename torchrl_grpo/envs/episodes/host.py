@@ -43,6 +43,8 @@ class Host:
     def __init__(self, control: socket.socket, code: UserCode) -> None:
         self._control, self._code = control, code
         self._children: set[int] = set()
+        # What the user's module started when it was imported serves all episodes.
+        self._kept = _own_children()
 
     def serve(self) -> None:
         """Serve until the parent closes its socket."""
@@ -111,7 +113,7 @@ class Host:
         self._end_orphans()
 
     def _end_orphans(self) -> None:
-        for orphan in _own_children() - self._children:
+        for orphan in _own_children() - self._children - self._kept:
             # A process that an episode moved out of its process group.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(orphan, signal.SIGKILL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -75,8 +76,11 @@ class EpisodeRunner:
         # Apart, so that a tool that hangs does not take the environment's state with it.
         self._environment_process: EpisodeProcess | None = None
         self._tool_process: EpisodeProcess | None = None
+        self._processes: list[EpisodeProcess] = []
         self._started = False
         self._closed = False
+        # Another thread may end an episode that is about to start a process.
+        self._lock = threading.Lock()
         self.record = EpisodeRecord()
 
     def step(self, message: str) -> Step:
@@ -91,6 +95,7 @@ class EpisodeRunner:
         """
         self.record.turns += 1
         self.record.messages.append({"role": "assistant", "content": message})
+        self.record.messages_of_model.append(message)
         try:
             step = self._answer(message)
         except EpisodeError as error:
@@ -102,10 +107,11 @@ class EpisodeRunner:
 
     def close(self) -> None:
         """End the processes of the episode. It may be called twice."""
-        self._closed = True
-        for process in (self._environment_process, self._tool_process):
-            if process is not None:
-                process.close()
+        with self._lock:
+            self._closed = True
+            processes = list(self._processes)
+        for process in processes:
+            process.close()
 
     def _answer(self, message: str) -> Step:
         calls = parse_calls(message) if self._options.tools else []
@@ -186,8 +192,10 @@ class EpisodeRunner:
     def _start_process(self) -> EpisodeProcess:
         assert self._options.host is not None
         process = self._options.host.start_episode()
-        if self._closed:
-            # Another thread has ended the episode in the meantime.
+        with self._lock:
+            self._processes.append(process)
+            closed = self._closed
+        if closed:
             process.close()
         return process
 

@@ -22,6 +22,9 @@ _PROGRAM = Path(__file__).with_name("python_sandbox.py")
 _MAX_BYTES = 2**30
 # Output after this is not read, and the code is ended.
 _MAX_OUTPUT = 2**16
+# More in files ends the code. A limit of the kernel is for each file alone, so this is looked at.
+_MAX_FOLDER = 2**26
+_FOLDER_CHECK_S = 0.2
 
 
 class PythonFailed(Exception):
@@ -39,7 +42,7 @@ def run_python(code: str, limit_s: float) -> str:
         limit_s: time limit in seconds.
 
     Raises:
-        PythonFailed: the code took too long or printed too much.
+        PythonFailed: the code took too long, printed too much, or wrote too much.
     """
     with tempfile.TemporaryDirectory(prefix="grpo-python-", ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
@@ -58,7 +61,7 @@ def run_python(code: str, limit_s: float) -> str:
             start_new_session=True,
         )
         try:
-            output = _communicate(process, code, limit_s)
+            output = _communicate(process, code, limit_s, Path(folder))
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -82,18 +85,27 @@ def why_unavailable() -> str | None:
     return None if said == "ready" else said or "the process ended without a word"
 
 
-def _communicate(process: subprocess.Popen[bytes], code: str, limit_s: float) -> bytes:
+def _communicate(process: subprocess.Popen[bytes], code: str, limit_s: float, folder: Path) -> bytes:
+    """Give the code to the process, and return its output when the process has ended."""
     assert process.stdin is not None and process.stdout is not None
     end = time.monotonic() + limit_s
     output, rest = b"", code.encode(errors="replace")
     os.set_blocking(process.stdin.fileno(), False)
-    with selectors.DefaultSelector() as selector:
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        ended = os.pidfd_open(process.pid)
+        stack.callback(os.close, ended)
         selector.register(process.stdin, selectors.EVENT_WRITE)
         selector.register(process.stdout, selectors.EVENT_READ)
-        while True:
-            ready = selector.select(max(0.0, end - time.monotonic()))
-            if not ready:
+        # The code may close its output and go on.
+        selector.register(ended, selectors.EVENT_READ)
+        while selector.get_map():
+            left = end - time.monotonic()
+            if left <= 0:
                 raise PythonFailed(f"the code took longer than {limit_s:g} s and was ended")
+            ready = selector.select(min(left, _FOLDER_CHECK_S))
+            if _is_too_large(folder):
+                raise PythonFailed(f"the code wrote more than {_MAX_FOLDER} bytes of files and was ended")
             for key, _ in ready:
                 if key.fileobj is process.stdin:
                     try:
@@ -103,17 +115,29 @@ def _communicate(process: subprocess.Popen[bytes], code: str, limit_s: float) ->
                     if not rest:
                         selector.unregister(process.stdin)
                         process.stdin.close()
-                    continue
-                chunk = os.read(process.stdout.fileno(), 65_536)
-                output += chunk
-                if len(output) > _MAX_OUTPUT:
-                    raise PythonFailed(f"the code printed more than {_MAX_OUTPUT} bytes and was ended")
-                if not chunk:
-                    # The code may have closed its output and gone on.
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(max(0.0, end - time.monotonic()))
-                        return output
-                    raise PythonFailed(f"the code took longer than {limit_s:g} s and was ended")
+                elif key.fileobj is ended:
+                    selector.unregister(ended)
+                else:
+                    chunk = os.read(process.stdout.fileno(), 65_536)
+                    output += chunk
+                    if len(output) > _MAX_OUTPUT:
+                        raise PythonFailed(f"the code printed more than {_MAX_OUTPUT} bytes and was ended")
+                    if not chunk:
+                        selector.unregister(process.stdout)
+    process.wait()
+    return output
+
+
+def _is_too_large(folder: Path) -> bool:
+    """Whether the files of a folder have too many bytes, counting 4 KiB for each file and folder."""
+    total = 0
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            with contextlib.suppress(FileNotFoundError):
+                total += 4096 + os.lstat(os.path.join(place, name)).st_size
+            if total > _MAX_FOLDER:
+                return True
+    return False
 
 
 def _python(code: str) -> None:

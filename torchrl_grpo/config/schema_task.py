@@ -1,0 +1,178 @@
+"""The part of the schema that says what is trained on: problems, prompts, episodes and rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_grpo.config.keys import key
+from torchrl_grpo.config.values import AnswerFormat, OverlongPrompts, ProblemSampling
+
+
+@dataclass
+class EnvConfig:
+    """The problems and how many of them a collection round takes."""
+
+    dataset: str = key(
+        "gsm8k",
+        "Source of the problems: gsm8k, math, ifeval, reasoning_gym, jsonl, or a function of your own, "
+        "FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION.",
+    )
+    task: str | None = key(None, "The reasoning_gym task, e.g. chain_sum; null for every other dataset.")
+    task_args: dict[str, Any] = key(
+        {},
+        "Arguments of the reasoning_gym task, e.g. {max_terms: 3}, or of your own function in dataset.",
+    )
+    task_size: int = key(
+        10_000,
+        "Number of problems to generate for training, for reasoning_gym and for composed IFEval prompts.",
+    )
+    data_path: str | None = key(
+        None,
+        "Read problems from this path instead of the hub: a JSONL file, a folder of splits or a saved "
+        "dataset.",
+    )
+    eval_data_path: str | None = key(
+        None,
+        "Read the held-out problems from this path; null reads them from eval_split.",
+    )
+    hub_name: str | None = key(
+        None,
+        "Name of the dataset on the Hugging Face hub; null takes the dataset's usual one.",
+    )
+    hub_subset: str | None = key(
+        None,
+        "Configuration of the dataset on the hub; null takes the dataset's usual one.",
+    )
+    train_split: str | None = key(None, "Split to train on; null takes train.")
+    eval_split: str | None = key(
+        None,
+        "Split of the held-out problems. null takes a test or validation split, or part of the training "
+        "split if there is none. If it names the training split, part of that split is held out.",
+    )
+    fields: dict[str, str] = key(
+        {},
+        "Columns of a jsonl dataset or of your own: question or messages, and answer. Each is a column, a "
+        "path into one, e.g. {question: item.text}, or a Jinja template, e.g. "
+        "{question: '{{ title }}: {{ text }}'}.",
+    )
+    environment: str | None = key(
+        None,
+        "Environment in which a response is an episode of several turns: guess, countdown, or a class of "
+        "your own, FILE.py:CLASS or PACKAGE.MODULE:CLASS. null is one turn, unless there are tools.",
+    )
+    environment_args: dict[str, Any] = key({}, "Arguments of the environment.")
+    tools: list[str] = key(
+        [],
+        "Tools that the model may call in a response: calculator, python, or functions of your own, e.g. "
+        "[calculator, my_tools.py:search].",
+    )
+    max_turns: int = key(
+        8, "With an environment or tools: largest number of the model's turns in a response."
+    )
+    max_turn_tokens: int | None = key(
+        None,
+        "With an environment or tools: largest number of tokens of one turn of the model. A longer turn is "
+        "cut off and ends the response. null leaves inference_model.max_new_tokens, which bounds the whole "
+        "response.",
+    )
+    tool_timeout_s: float = key(
+        10.0,
+        "Seconds that one call of a tool or of an environment of your own may take before its process is "
+        "stopped.",
+    )
+    max_tool_characters: int = key(2_000, "Longest result of a tool, in characters. The rest is cut off.")
+    mixture: list[dict[str, Any]] = key(
+        [],
+        "Several data sets in place of one, e.g. [{dataset: gsm8k, weight: 0.7}, {dataset: reasoning_gym, "
+        "task: countdown, weight: 0.3}]. A part may have the keys of a data set above, prompt_template, "
+        "system_prompt, answer_format, reward (a mapping like the section reward), eval_reward and name.",
+    )
+    num_envs: int = key(8, "Prompts in one collection round.")
+    repeats: int = key(
+        8,
+        "Responses to each prompt: the group within which advantages are computed. At least 2.",
+    )
+    system_prompt: str | None = key(None, "System message before every question; null sends none.")
+    prompt_template: str = key(
+        "{question}",
+        "Text of the user message; {question} is replaced by the question.",
+    )
+    answer_format: AnswerFormat = key(
+        AnswerFormat.tags,
+        "How a response gives its answer: tags expects <answer>...</answer>, plain expects the bare answer, "
+        'equation expects anything that ends in "= answer".',
+    )
+    overlong_prompts: OverlongPrompts = key(
+        OverlongPrompts.error,
+        "What to do with a prompt that leaves no room for inference_model.max_new_tokens in max_model_len: "
+        "error ends the run, drop skips the problem, truncate_left, truncate_right and truncate_middle cut "
+        "the question at that place.",
+    )
+    shuffle: bool = key(
+        True,
+        "Draw training problems in an order that depends on the seed; false keeps the order of the file.",
+    )
+    sampling: ProblemSampling = key(
+        ProblemSampling.uniform,
+        "How training problems are drawn: uniform takes each once per epoch, pass_rate draws them by the "
+        "share of right responses so far.",
+    )
+    pass_rate_bands: list[float] = key(
+        [0.1, 0.9],
+        "With sampling=pass_rate: the bounds between bands of pass rates.",
+    )
+    pass_rate_weights: list[float] = key(
+        [0.2, 1.0, 0.2],
+        "With sampling=pass_rate: the weight of a problem in each band, one more than there are bounds.",
+    )
+    unseen_weight: float = key(
+        1.0,
+        "With sampling=pass_rate: the weight of a problem that no group has answered.",
+    )
+    order_by: str | None = key(
+        None,
+        "Column by which training problems are sorted, smallest first, e.g. a difficulty. It needs "
+        "shuffle=false. null keeps the order of the file.",
+    )
+    train_on_ifeval: bool = key(
+        False,
+        "Train on the prompts of the IFEval benchmark itself. Its accuracy then says nothing about new "
+        "prompts.",
+    )
+
+
+@dataclass
+class RewardConfig:
+    """The rewards and how they are run."""
+
+    weights: dict[str, float] = key(
+        {},
+        "Weight of each reward in the sum, e.g. {gsm8k: 1.0, format: 0.2}; {} takes the dataset's defaults. "
+        "Names: gsm8k, format, math_verify, reasoning_gym, bare_number, closeness, ifeval, exact_match, "
+        "environment.",
+    )
+    functions: dict[str, str] = key(
+        {},
+        "Rewards of your own by name, each FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION, e.g. "
+        "{brevity: my_rewards.py:brevity}. docs/tasks_and_rewards.md describes the functions. Without "
+        "reward.weights, each has weight 1 and the dataset's defaults do not apply.",
+    )
+    args: dict[str, Any] = key(
+        {},
+        "Arguments of the rewards in functions, by name, e.g. {brevity: {target: 50}}.",
+    )
+    on_error: float = key(
+        0.0,
+        "Value of a reward that raises an error. The error is also counted and logged.",
+    )
+    timeout_s: float = key(
+        5.0,
+        "Seconds that one call of a checker or of a function of your own may take before its process is "
+        "stopped.",
+    )
+    workers: int = key(
+        1,
+        "Worker processes per reward. math_verify, reasoning_gym and each function of your own start this "
+        "many.",
+    )
