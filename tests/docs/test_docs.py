@@ -121,7 +121,8 @@ def test_command_lines_of_the_recipe_use_keys_and_configurations_that_exist(page
             if word in ("--config-name", "-cn"):
                 known = (ROOT / "config" / f"{following}.yaml").is_file()
                 assert known or following in own, f"{' '.join(words)}: no such configuration"
-            key = word.split("=", 1)[0]
+            # A group may be added to those of a primary configuration.
+            key = word.split("=", 1)[0].removeprefix("+")
             if "=" in word and not word.startswith("-") and not key.startswith("hydra."):
                 # Several, as a sweep has them.
                 options = word.split("=", 1)[1].split(",")

@@ -26,6 +26,7 @@ from torchrl_grpo.distributed import launch
 from torchrl_grpo.errors import ConfigError, UserError
 from torchrl_grpo.models import kind
 from torchrl_grpo.planning import launcher
+from torchrl_grpo.planning.default_model import with_model
 from torchrl_grpo.runtime import rank_env
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ class _Command:
     def _train(self) -> None:
         configs: list[Config] = []
         for job in self._jobs():
-            cfg = launcher.resolved(parse(job.node))
+            cfg = with_model(launcher.resolved(parse(job.node)))
             self.check(cfg)
             kind.check_kind(cfg.model)
             if cfg.dry_run and rank_env.rank() == 0:
@@ -329,7 +330,7 @@ class _Command:
         hydra_cfg = HydraConfig.get()
         where = f"job {hydra_cfg.job.num} ({hydra_cfg.job.override_dirname}): " if self.sweep else ""
         try:
-            cfg = launcher.resolved(parse(node))
+            cfg = with_model(launcher.resolved(parse(node)))
             module, _, name = self.run.partition(":")
             function = vars(importlib.import_module(module))[name]
             return function(cfg, Path(hydra_cfg.runtime.output_dir))
