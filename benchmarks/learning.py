@@ -1,0 +1,178 @@
+"""``python -m benchmarks.learning EXPERIMENT``: what is learned, over several seeds, with intervals.
+
+An experiment has one arm or several. An arm is one command, or several of which each begins with the model
+of the one before. Every arm runs with each seed. For every held-out accuracy the table has the mean before,
+the values after, the rise, and the paired difference to the first arm. The last two have 95 % intervals over
+the seeds, of Student's t distribution.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parent.parent
+_GRPO, _SFT = "sota-implementations/grpo/grpo.py", "sota-implementations/sft/sft.py"
+# 97.5 % quantiles of Student's t distribution, by degrees of freedom.
+_T = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command of an arm: a script and its words."""
+
+    script: str
+    words: tuple[str, ...]
+
+
+_SUMS = ("--config-name=grpo_quickstart", "eval.num_problems=200")
+_SFT_SUMS = Stage(_SFT, ("--config-name=sft_quickstart", "eval.num_problems=200"))
+
+
+def _arithmetic(name: str, operator: str, example: str) -> str:
+    """Return a part of a mixture: arithmetic with two numbers up to 10."""
+    return (
+        f"{{name: {name}, dataset: reasoning_gym, task: basic_arithmetic, answer_format: equation, "
+        f"system_prompt: 'Reply like this: {example}', task_args: {{min_terms: 2, max_terms: 2, "
+        f"min_digits: 1, max_digits: 1, operators: ['{operator}'], allow_parentheses: false, "
+        "format_style: natural}, reward: {weights: {reasoning_gym: 1.0, closeness: 0.3, bare_number: 0.1}}}"
+    )
+
+
+_MIXTURE = f"[{_arithmetic('sums', '+', '1 + 1 = 2')}, {_arithmetic('differences', '-', '5 - 2 = 3')}]"
+# Sums of two or three numbers of one or two digits: some are easy, and some hard.
+_SUMS_OF_ALL_SIZES = (
+    *_SUMS,
+    "env.task_args.max_terms=3",
+    "env.task_args.max_digits=2",
+    "inference_model.max_new_tokens=20",
+    "env.task_size=512",
+)
+
+EXPERIMENTS: dict[str, dict[str, tuple[Stage, ...]]] = {
+    # Supervised fine-tuning and GRPO on one task, and one after the other.
+    "sft": {
+        "GRPO": (Stage(_GRPO, _SUMS),),
+        "SFT": (_SFT_SUMS,),
+        "SFT, then GRPO": (_SFT_SUMS, Stage(_GRPO, _SUMS)),
+    },
+    # A game of several turns.
+    "episodes": {
+        "guess": (
+            Stage(
+                _GRPO,
+                ("--config-name=grpo_guess", "eval.num_problems=132", "train.total_dialog_turns=2048"),
+            ),
+        )
+    },
+    # Two tasks at once.
+    "mixture": {
+        "mixture": (
+            Stage(
+                _GRPO,
+                (*_SUMS, "env=gsm8k", f"env.mixture={_MIXTURE}", "train.total_dialog_turns=2048"),
+            ),
+        )
+    },
+    # The same task with problems drawn uniformly, and by their pass rate.
+    "curriculum": {
+        "uniform": (Stage(_GRPO, _SUMS_OF_ALL_SIZES),),
+        "pass rate": (Stage(_GRPO, (*_SUMS_OF_ALL_SIZES, "env.sampling=pass_rate")),),
+    },
+}
+# For each accuracy, its value before and after training.
+Accuracies = dict[str, tuple[float, float]]
+
+
+def run_arm(stages: Sequence[Stage], seed: int, folder: Path, words: Sequence[str]) -> Accuracies:
+    """Run the commands of an arm.
+
+    Args:
+        stages: commands; each begins with the last model of the one before.
+        seed: seed of the runs.
+        folder: folder for the runs.
+        words: further words of every command.
+
+    Returns:
+        For each accuracy in ``metrics.jsonl``, its value before the first command and after the last.
+    """
+    before: dict[str, float] = {}
+    after: dict[str, float] = {}
+    model: list[str] = []
+    for number, stage in enumerate(stages):
+        run = folder / str(number)
+        if not (run / "summary.json").is_file():
+            command = [
+                sys.executable,
+                str(_ROOT / stage.script),
+                *stage.words,
+                f"seed={seed}",
+                *model,
+                *words,
+            ]
+            subprocess.run([*command, f"hydra.run.dir={run}", "logging.progress=false"], check=True)
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        accuracies = [
+            {name: value for name, value in line.items() if name.endswith("/accuracy")} for line in lines
+        ]
+        before = before or accuracies[0]
+        after = accuracies[-1]
+        model = [f"model.name={run}/checkpoints/{lines[-1]['step']}/model"]
+    return {name: (before[name], after[name]) for name in before}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of values, and half the width of its 95 % interval; NaN for one value."""
+    count = len(values)
+    half = _T[count - 1] * statistics.stdev(values) / math.sqrt(count) if count > 1 else math.nan
+    return statistics.fmean(values), half
+
+
+def table(found: dict[str, list[Accuracies]]) -> str:
+    """Return the results as Markdown.
+
+    Args:
+        found: for each arm, the accuracies before and after of each seed.
+    """
+    lines = [
+        "| arm | accuracy | before | after, by seed | rise | difference to the first arm |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    first = next(iter(found.values()))
+    for arm, seeds in found.items():
+        for name in seeds[0]:
+            before = statistics.fmean(seed[name][0] for seed in seeds)
+            after = ", ".join(f"{seed[name][1]:.3f}" for seed in seeds)
+            rise = "{:+.3f} ± {:.3f}".format(*interval([seed[name][1] - seed[name][0] for seed in seeds]))
+            pairs = [one[name][1] - other[name][1] for one, other in zip(seeds, first, strict=True)]
+            difference = "" if seeds is first else "{:+.3f} ± {:.3f}".format(*interval(pairs))
+            lines.append(f"| {arm} | {name} | {before:.3f} | {after} | {rise} | {difference} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run an experiment and print its table. Runs that are already in the folder are not repeated."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("experiment", choices=EXPERIMENTS)
+    parser.add_argument("words", nargs="*", help="further words of every command, key=value")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, required=True, help="folder for the runs")
+    asked = parser.parse_args()
+    found: dict[str, list[Accuracies]] = {arm: [] for arm in EXPERIMENTS[asked.experiment]}
+    # Seed by seed, so that what has been measured can be compared at any time.
+    for seed in range(asked.seeds):
+        for arm, stages in EXPERIMENTS[asked.experiment].items():
+            folder = asked.folder.resolve() / f"{arm} {seed}".replace(",", "").replace(" ", "-")
+            found[arm].append(run_arm(stages, seed, folder, asked.words))
+        print(f"\n{seed + 1} seed(s)\n{table(found)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
