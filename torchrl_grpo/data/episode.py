@@ -28,6 +28,11 @@ class EpisodeRecord:
     tool_errors: int = 0
     error: str | None = None
 
+    def add_message_of_model(self, text: str) -> None:
+        """Append a message of the model."""
+        self.messages.append({"role": "assistant", "content": text})
+        self.messages_of_model.append(text)
+
 
 class EpisodeText(str):
     """The model's last message in an episode, as rewards read it, with the record of the episode.
@@ -44,5 +49,5 @@ class EpisodeText(str):
         made.record = record
         return made
 
-    def __getnewargs__(self) -> tuple[str, EpisodeRecord]:
-        return str(self), self.record
+    def __reduce__(self) -> tuple[type[EpisodeText], tuple[str, EpisodeRecord]]:
+        return EpisodeText, (str(self), self.record)

@@ -217,7 +217,7 @@ class EpisodeEngine(SteppingEngine):
         if completion.finish_reason == "length":
             # The environment does not see a message that was cut off.
             episode.runner.record.turns += 1
-            episode.runner.record.messages.append({"role": "assistant", "content": text})
+            episode.runner.record.add_message_of_model(text)
             self._finish(key, episode, "length")
         elif self._threads is None:
             self._go_on(key, episode, episode.runner.step(text))

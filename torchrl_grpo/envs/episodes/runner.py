@@ -94,8 +94,7 @@ class EpisodeRunner:
             record has the error.
         """
         self.record.turns += 1
-        self.record.messages.append({"role": "assistant", "content": message})
-        self.record.messages_of_model.append(message)
+        self.record.add_message_of_model(message)
         try:
             step = self._answer(message)
         except EpisodeError as error:
