@@ -89,7 +89,7 @@ BAD: list[tuple[str, str]] = [
     ("policy.ratio=word", "token, sequence, trajectory"),
     ("policy.aggregation=mean", "token, sequence, constant"),
     ("policy.aggregation_length=0", "at least 1"),
-    ("policy.advantage_estimator=gae", "group_mean, leave_one_out, maxent"),
+    ("policy.advantage_estimator=gae", "group_mean, leave_one_out, reward, maxent"),
     ("policy.advantage_std=sample", "population, unbiased, batch, none"),
     ("policy.reward_combination=product", "together, apart"),
     ("policy.reward_clip=0", "greater than 0"),
@@ -272,7 +272,7 @@ BAD: list[tuple[str, str]] = [
     ("env.dataset=jsonl", "needs a file"),
     ("env=jsonl env.data_path=. env.fields.answer=''", "that of answer if there is one"),
     (
-        "env.dataset=jsonl env.data_path=. env.fields={question:q,solution:s}",
+        "env.dataset=jsonl env.data_path=. env.fields={question:q,explanation:s}",
         "that of answer if there is one",
     ),
     ("env.dataset=jsonl env.data_path=. env.fields={question:q,messages:m}", "of question or of messages"),

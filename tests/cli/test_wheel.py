@@ -86,10 +86,10 @@ def test_the_wheel_holds_the_package_and_the_yaml_files_alone(wheel: Path, repo_
     assert f"{info}licenses/LICENSE" in names
 
 
-def test_the_wheel_has_both_commands(installed: Path) -> None:
+def test_the_wheel_has_all_commands(installed: Path) -> None:
     parser = ConfigParser()
     parser.read(installed / "torchrl_grpo-0.1.0.dist-info" / "entry_points.txt")
-    assert set(parser["console_scripts"]) == {"grpo", "grpo-async"}
+    assert set(parser["console_scripts"]) == {"grpo", "grpo-async", "grpo-sft"}
 
 
 @pytest.mark.parametrize("name", ["grpo", "grpo-async"])

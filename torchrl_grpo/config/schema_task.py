@@ -52,8 +52,8 @@ class EnvConfig:
     )
     fields: dict[str, str] = key(
         {},
-        "Columns of a jsonl dataset or of your own: question or messages, and answer. Each is a column, a "
-        "path into one, e.g. {question: item.text}, or a Jinja template, e.g. "
+        "Columns of a jsonl dataset or of your own: question or messages, answer, and solution for "
+        "sft.py. Each is a column, a path into one, e.g. {question: item.text}, or a Jinja template, e.g. "
         "{question: '{{ title }}: {{ text }}'}.",
     )
     environment: str | None = key(

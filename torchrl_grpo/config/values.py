@@ -14,7 +14,7 @@ ProblemSampling = StrEnum("ProblemSampling", ["uniform", "pass_rate"])
 Surrogate = StrEnum("Surrogate", ["clip", "cispo", "log_likelihood", "sapo"])
 Level = StrEnum("Level", ["token", "sequence", "trajectory"])
 Aggregation = StrEnum("Aggregation", ["token", "sequence", "constant"])
-AdvantageEstimator = StrEnum("AdvantageEstimator", ["group_mean", "leave_one_out", "maxent"])
+AdvantageEstimator = StrEnum("AdvantageEstimator", ["group_mean", "leave_one_out", "reward", "maxent"])
 AdvantageStd = StrEnum("AdvantageStd", ["population", "unbiased", "batch", "none"])
 RewardCombination = StrEnum("RewardCombination", ["together", "apart"])
 ConstantGroups = StrEnum("ConstantGroups", ["keep", "drop", "refill"])
@@ -32,6 +32,7 @@ Quantization = StrEnum("Quantization", ["none", "nf4"])
 Backend = StrEnum("Backend", ["vllm", "transformers"])
 WeightUpdate = StrEnum("WeightUpdate", ["drain", "in_flight"])
 Placement = StrEnum("Placement", ["pack", "spread"])
+TrainMethod = StrEnum("TrainMethod", ["grpo", "sft"])
 LRSchedule = StrEnum("LRSchedule", ["constant", "linear", "cosine"])
 
 # Surrogate -> its options and their defaults. A test compares this table with objectives/surrogates.py.
@@ -50,7 +51,7 @@ AT_LEAST: dict[str, tuple[float, str]] = {
     "env.task_size": (1, "10000"),
     "env.unseen_weight": (0, "1.0"),
     "env.num_envs": (1, "8"),
-    "env.repeats": (2, "8"),
+    "env.repeats": (1, "8"),
     "env.max_turns": (1, "8"),
     "env.max_turn_tokens": (1, "null"),
     "env.max_tool_characters": (1, "2000"),

@@ -21,6 +21,8 @@ class Example:
         tools: JSON schemas of the tools that the chat template describes to the model; empty for none.
         part: name of its part of a mixture; empty without a mixture.
         source_messages: messages of the data set, if an environment or tools have changed ``messages``.
+        solution: a solution in the format that the prompt asks for, for supervised fine-tuning; empty for
+            none.
     """
 
     id: str
@@ -30,6 +32,7 @@ class Example:
     tools: list[dict[str, Any]] = field(default_factory=list)
     part: str = ""
     source_messages: list[dict[str, str]] = field(default_factory=list)
+    solution: str = ""
 
     def plain(self) -> dict[str, Any]:
         """Return the fields as values of JSON. Dates and the like in the columns become text."""

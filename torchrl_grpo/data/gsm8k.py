@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.data import problems, prompts
@@ -9,6 +11,7 @@ from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.rows import columns, sources
 from torchrl_grpo.errors import DataError
 
+_CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 HUB = sources.Hub("openai/gsm8k", ("main",))
 
 
@@ -32,4 +35,12 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
             f"gsm8k: {row.where}: the answer has no '####' followed by a number: {solution[-80:]!r}; "
             "end the answer with '#### N', or read the file with env.dataset=jsonl"
         )
-    return Example(id, prompts.messages(env, "gsm8k", question), {"answer": final})
+    # The marks of a calculator are no text that a model should write.
+    reasoning = _CALCULATOR.sub("", solution[: solution.rindex("####")]).strip()
+    text = f"{reasoning}\n#### {final}".strip()
+    return Example(
+        id,
+        prompts.messages(env, "gsm8k", question),
+        {"answer": final},
+        solution=prompts.solution(env, reasoning, final, text),
+    )

@@ -9,7 +9,7 @@ from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.rows import columns, fields, sources
 from torchrl_grpo.errors import ConfigError, DataError
 
-_FIELDS = ("question", "messages", "answer")
+_FIELDS = ("question", "messages", "answer", "solution")
 
 
 def load(cfg: Config) -> problems.Problems:
@@ -45,8 +45,9 @@ def field_names(env: EnvConfig) -> dict[str, str]:
 def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
     """Convert a row to an example; ``truth`` is ``{"answer": text}``, or empty.
 
-    Without ``env.fields.answer``, the column ``answer`` is read if there is one. ``env.fields.messages``
-    names a list of chat messages, which is the prompt as it is.
+    Without ``env.fields.answer``, the column ``answer`` is read if there is one, and so is ``solution``.
+    ``env.fields.messages`` names a list of chat messages, which is the prompt as it is. A last message of the
+    assistant is the solution, and no part of the prompt. Without any solution, the answer is one.
 
     Raises:
         ConfigError: ``env.fields`` has unknown keys.
@@ -58,21 +59,33 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
     if "answer" in names or "answer" in row.values:
         column = names.get("answer", "answer")
         truth["answer"] = columns.answer(fields.resolve(row, column, "env.fields.answer"), column, "jsonl")
+    solution = ""
+    if "solution" in names or "solution" in row.values:
+        column = names.get("solution", "solution")
+        solution = columns.text(fields.resolve(row, column, "env.fields.solution"), column, "jsonl")
+    elif "answer" in truth:
+        solution = prompts.solution(env, "", truth["answer"])
     if "messages" in names:
         column = names["messages"]
         found = fields.resolve(row, column, "env.fields.messages").values.get(column)
-        return Example(id, _messages(found, row, column, env), truth)
+        if isinstance(found, list) and len(found) > 1 and _is_message(found[-1], "assistant"):
+            *found, last = found
+            solution = last["content"]
+        return Example(id, _messages(found, row, column, env), truth, solution=solution)
     column = names["question"]
     question = columns.text(fields.resolve(row, column, "env.fields.question"), column, "jsonl")
-    return Example(id, prompts.messages(env, env.dataset, question), truth)
+    return Example(id, prompts.messages(env, env.dataset, question), truth, solution=solution)
+
+
+def _is_message(value: object, role: str | None = None) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+        return False
+    return isinstance(value.get("role"), str) and role in (None, value["role"])
 
 
 def _messages(found: object, row: sources.Row, column: str, env: EnvConfig) -> list[dict[str, str]]:
     chat = found if isinstance(found, list) else []
-    good = bool(chat) and all(
-        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
-        for one in chat
-    )
+    good = bool(chat) and all(map(_is_message, chat))
     if not good or chat[-1]["role"] != "user":
         raise DataError(
             f"jsonl: {row.where}: column {column!r} is {str(found)[:80]!r}, not a list of chat messages that "

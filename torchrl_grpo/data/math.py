@@ -38,19 +38,23 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
         DataError: a column is missing or not text, or the solution has no closed ``\boxed{}``.
     """
     question = columns.text(row, "problem", "math")
+    text = row.values.get("solution")
+    reasoning = text if isinstance(text, str) else ""
     if "answer" in row.values:
-        answer: str | None = columns.answer(row, "answer", "math")
+        answer = columns.answer(row, "answer", "math")
     elif "solution" in row.values:
-        solution = columns.text(row, "solution", "math")
-        answer = last_boxed(solution)
-        if answer is None:
+        boxed = columns.text(row, "solution", "math")
+        found = last_boxed(boxed)
+        if found is None:
             raise DataError(
-                f"math: {row.where}: the solution has no closed \\boxed{{}}: {solution[-80:]!r}; "
+                f"math: {row.where}: the solution has no closed \\boxed{{}}: {boxed[-80:]!r}; "
                 "box the final answer or give it in a column 'answer'"
             )
+        answer = found
     else:
         raise DataError(
             f"math: {row.where} has neither a column 'answer' nor 'solution'; its columns are "
             f"{', '.join(map(repr, row.values))}. Add one of the two"
         )
-    return Example(id, prompts.messages(env, "math", question), {"answer": answer})
+    solution = prompts.solution(env, reasoning, answer, reasoning or None)
+    return Example(id, prompts.messages(env, "math", question), {"answer": answer}, solution=solution)

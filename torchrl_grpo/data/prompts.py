@@ -56,6 +56,22 @@ def messages(env: EnvConfig, dataset: str, question: str) -> list[dict[str, str]
     return turns
 
 
+def solution(env: EnvConfig, reasoning: str, answer: str, text: str | None = None) -> str:
+    """Write a solution in the format that the prompt asks for.
+
+    Args:
+        env: configuration; ``answer_format`` is read.
+        reasoning: steps to the answer, or an expression that equals it; may be empty.
+        answer: the answer.
+        text: the solution as the data set has it, for ``answer_format=plain``; None for the answer alone.
+    """
+    if env.answer_format == "tags":
+        return f"<think>{reasoning}</think><answer>{answer}</answer>"
+    if env.answer_format == "equation":
+        return f"{reasoning} = {answer}".strip()
+    return answer if text is None else text
+
+
 def frame(env: EnvConfig, dataset: str) -> tuple[str, str]:
     """Return the text before the first and after the last occurrence of the question in the user's turn."""
     content = messages(env, dataset, "\0")[-1]["content"]

@@ -74,6 +74,26 @@ def render(
     return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def end_of_message(
+    tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int], chat_template: str | None = None
+) -> int:
+    """Return the token with which the chat template ends a message of the assistant.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        end_token_ids: tokens that end a response.
+        chat_template: as for :func:`render`.
+
+    Returns:
+        The first of the end tokens that follows such a message, or the tokenizer's own if none does.
+    """
+    answer = "zqxanswerxqz"
+    messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": answer}]
+    text = str(tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False))
+    after = tokenizer(text.rpartition(answer)[2], add_special_tokens=False)["input_ids"]
+    return int(next((one for one in after if one in end_token_ids), tokenizer.eos_token_id))
+
+
 def check_length(example: Example, length: int, max_prompt_tokens: int) -> None:
     """Reject a prompt that leaves no room for its response.
 

@@ -167,8 +167,11 @@ class GroupAdvantage(Transform):
     def no_signal_mask(self, tensordict: TensorDictBase) -> Tensor:
         """Return ``[P]`` bool, True for groups whose responses all have the same reward, before any penalty.
 
-        With ``policy.reward_combination=apart``, each reward with a weight other than 0 must be equal.
+        With ``policy.reward_combination=apart``, each reward with a weight other than 0 must be equal. With
+        ``policy.advantage_estimator=reward`` there is no baseline, so the rewards must be 0.
         """
+        if self.cfg.advantage_estimator == "reward":
+            return self._shape_rewards(tensordict["next", "reward"]).eq(0).flatten(1).all(1)
         if self.cfg.reward_combination == "together":
             return is_constant(self._shape_rewards(tensordict["next", "reward"].squeeze(-1)), self._offset)
         parts = self._shape_rewards(tensordict["next", "reward_parts"]).unbind(-1)
@@ -221,6 +224,8 @@ class GroupAdvantage(Transform):
         cfg = self.cfg
         if cfg.advantage_estimator == "maxent":
             return self._maxent(tensordict, rewards)
+        if cfg.advantage_estimator == "reward":
+            return rewards
         leave_one_out = cfg.advantage_estimator == "leave_one_out"
         return group_advantage(rewards, cfg.advantage_std, cfg.advantage_eps, leave_one_out, self._offset)
 

@@ -145,6 +145,7 @@ class Progress:
         step: int,
         *,
         reward: float | None = None,
+        loss: float | None = None,
         accuracy: float | None = None,
         kl: float | None = None,
         tokens_per_s: float | None = None,
@@ -154,6 +155,7 @@ class Progress:
         Args:
             step: optimizer steps done so far.
             reward: mean reward of the step's responses.
+            loss: loss of the step.
             accuracy: held-out accuracy; between evaluations the last one stays in view, with its step.
             kl: divergence from the reference, or from the policy that generated.
             tokens_per_s: response tokens per second of the step.
@@ -162,6 +164,8 @@ class Progress:
             return
         self._show_bar()
         parts = [] if reward is None else [f"reward {reward:.3f}"]
+        if loss is not None:
+            parts.append(f"loss {loss:.3f}")
         if accuracy is not None:
             self._accuracy = f"accuracy {accuracy:.3f}"
         if self._accuracy:

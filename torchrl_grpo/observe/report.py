@@ -207,6 +207,11 @@ def _empty(axes: Axes, text: str) -> None:
 def _draw_reward(axes: Axes, rows: list[dict[str, Any]]) -> None:
     _heading(axes, "Mean reward of the training responses")
     steps, (rewards,) = _column(rows, "reward/mean")
+    losses = _column(rows, "loss/total")
+    if not steps and losses[0]:
+        # Supervised fine-tuning has no rewards.
+        _heading(axes, "Loss: negative log-likelihood of the solutions, nats per token")
+        steps, (rewards,) = losses
     if not steps:
         _empty(axes, "no optimizer step was taken")
         return

@@ -17,16 +17,20 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.derived import describe_length, has_episodes, needs_reference, with_total_turns
+from torchrl_grpo.config.derived import (
+    describe_length,
+    needs_reference,
+    total_turns,
+    with_total_turns,
+)
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.data.mixture import Mixture, map_parts
+from torchrl_grpo.data.mixture import map_parts
 from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.distributed.ranks import Ranks
-from torchrl_grpo.envs import GroupTextEnv, PromptStream, lengths
-from torchrl_grpo.envs.chat import render
-from torchrl_grpo.envs.curriculum import PassRateStream
+from torchrl_grpo.envs import lengths
+from torchrl_grpo.envs.build import build_environment
+from torchrl_grpo.envs.chat import end_of_message, render
 from torchrl_grpo.envs.episodes.build import check_environment, with_prompts
-from torchrl_grpo.envs.stream import MixtureStream
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Inference
 from torchrl_grpo.models import loading, lora
@@ -43,9 +47,12 @@ from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.rewards.graders import CountingGrader
 from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet
+from torchrl_grpo.rollout.async_collector import AsyncCollector
 from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.rollout.build import CollectorFactory, EngineSource, build_single_engine
+from torchrl_grpo.rollout.collector import RolloutCollector
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
+from torchrl_grpo.rollout.solutions import SolutionCollector
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.rng import derive_seed
 from torchrl_grpo.training.data_parallel_engine import build_data_parallel_engine
@@ -142,7 +149,7 @@ def _build(
     loading.check_context(source, cfg)
     problems = map_parts(cfg, job.problems, partial(_fit_prompts, tokenizer, messages))
     messages(describe_length(cfg, len(problems.train)) if cfg.train.num_epochs else None)
-    env = _environment(cfg, problems, job.reward_set, tokenizer)
+    env = build_environment(cfg, problems, job.reward_set, tokenizer)
     evaluator = Evaluator(problems.held_out, tokenizer, job.grader, cfg)
     weights = weights_source(cfg, source, resume_from)
     # From here on total_dialog_turns is set, also if the user gave num_epochs. The session keeps the
@@ -171,8 +178,18 @@ def _build(
         else build_engine,
     )
     progress.phase("starting the engine")
-    engine, collector = build_collector(cfg, engine_source, env, tokenizer)
-    exit_stack.callback(collector.shutdown)
+    engine, sampling = build_collector(cfg, engine_source, env, tokenizer)
+    exit_stack.callback(sampling.shutdown)
+    collector: RolloutCollector | AsyncCollector | SolutionCollector = sampling
+    if cfg.train.method == "sft":
+        collector = SolutionCollector(
+            sampling,
+            env,
+            tokenizer,
+            end_token_id=end_of_message(tokenizer, engine_source.eos_token_ids),
+            max_new_tokens=cfg.inference_model.max_new_tokens,
+            total_dialog_turns=total_turns(cfg),
+        )
     # A reference model in processes of its own scores a group before the group reaches the trainer.
     in_trainer = not plan.reference.own_process
     reference = build_reference(cfg, source, plan.reference_devices, learner) if in_trainer else None
@@ -223,38 +240,6 @@ def _fit_prompts(
     problems, message = lengths.handle_overlong_prompts(problems, tokenizer, cfg)
     notify(message)
     return problems
-
-
-def _stream(cfg: Config, problems: Problems) -> PromptStream:
-    if isinstance(problems, Mixture):
-        return MixtureStream(problems.train, problems.training_sets, cfg.seed, cfg.env.shuffle)
-    if cfg.env.sampling == "pass_rate":
-        return PassRateStream(
-            problems.train,
-            cfg.seed,
-            bands=cfg.env.pass_rate_bands,
-            weights=cfg.env.pass_rate_weights,
-            unseen_weight=cfg.env.unseen_weight,
-        )
-    return PromptStream(problems.train, cfg.seed, cfg.env.shuffle)
-
-
-def _environment(
-    cfg: Config,
-    problems: Problems,
-    reward_set: RewardSet | MixtureRewardSet,
-    tokenizer: PreTrainedTokenizerBase,
-) -> GroupTextEnv:
-    options = cfg.inference_model
-    return GroupTextEnv(
-        _stream(cfg, problems),
-        tokenizer,
-        reward_set,
-        num_envs=cfg.env.num_envs,
-        repeats=cfg.env.repeats,
-        max_prompt_tokens=options.max_model_len - options.max_new_tokens,
-        episodes=has_episodes(cfg),
-    )
 
 
 def _open_outputs(job: Job, schedule: RunSchedule, exit_stack: ExitStack, progress: Progress) -> Outputs:

@@ -93,11 +93,15 @@ def _claim_and_train(cfg: Config, run_dir: Path, asynchronous: bool) -> dict[str
 def _prepare_and_train(
     cfg: Config, run_dir: Path, problems: data.Problems, *, resume_from: Path | None, plan: Plan
 ) -> dict[str, Any]:
+    # With these it is checked that each problem has what the rewards need.
+    examples = problems.first_examples()
+    rewarded = examples if cfg.train.method == "grpo" else None
+    graded = examples if cfg.eval.num_problems > 0 else None
     try:
         with (
             screen.libraries_to_log(),
-            closing(rewards.build_reward_set(cfg, problems.first_examples())) as reward_set,
-            closing(rewards.build_grader(cfg, reward_set, problems.first_examples())) as grader,
+            closing(rewards.build_reward_set(cfg, rewarded)) as reward_set,
+            closing(rewards.build_grader(cfg, reward_set, graded)) as grader,
         ):
             return _train(
                 cfg,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from tensordict import TensorDictBase
+
 from torchrl_grpo.batch.schema import sampled_mask
 from torchrl_grpo.objectives.advantage import is_constant
 from torchrl_grpo.observe.stats import cuda_in_use, peak_cuda_gib, peak_memory_gib
@@ -92,12 +94,31 @@ def collect(run: Session) -> dict[str, float]:
     run.write_rollouts(round_)
     tokens = run.parts.buffer.contents()["masks", "response"].sum().item()
     return {
-        **record_round(run, round_),
+        **(record_round(run, round_) if run.samples else record_solutions(run)),
         **refill,
         **generating,
         **cuda_in_use("memory/prepare_cuda_gib", device),
         "time/prepare_s": prepared,
         "throughput/prepared_tokens_per_s": tokens / prepared,
+    }
+
+
+def record_solutions(run: Session) -> dict[str, float]:
+    """Return the metrics of a round of solutions."""
+    groups = run.parts.buffer.contents()
+    run.counters.any_signal = True
+    return {
+        **_lengths(groups),
+        "data/epoch": run.parts.collector.env.stream.epoch_of(int(groups["group_id"].max())),
+    }
+
+
+def _lengths(groups: TensorDictBase) -> dict[str, float]:
+    lengths = sampled_mask(groups).sum(-1).float()
+    return {
+        "response/length_mean": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
+        "response/truncated": float(groups["truncated"].float().mean()),
     }
 
 
@@ -108,7 +129,6 @@ def record_round(run: Session, round_: Round) -> dict[str, float]:
     """
     groups = run.parts.buffer.contents()
     rewards = groups["next", "reward"]
-    lengths = sampled_mask(groups).sum(-1).float()
     run.counters.response_tokens += round_.response_tokens
     run.counters.reward_errors += round_.error_count
     stream = run.parts.collector.env.stream
@@ -120,9 +140,7 @@ def record_round(run: Session, round_: Round) -> dict[str, float]:
         "reward/constant_groups": float(is_constant(rewards.squeeze(-1)).float().mean()),
         "reward/errors": round_.error_count,
         "advantage/abs_mean": float(groups["advantage"].abs().mean()),
-        "response/length_mean": float(lengths.mean()),
-        "response/length_max": float(lengths.max()),
-        "response/truncated": float(groups["truncated"].float().mean()),
+        **_lengths(groups),
         "policy/version": int(groups["policy_version"].min()),
         **staleness_metrics(groups, run.counters.step, run.schedule.steps_per_round),
         "data/epoch": stream.epoch_of(int(groups["group_id"].max())),

@@ -42,10 +42,13 @@ class RunSchedule:
         The configuration comes from :func:`~torchrl_grpo.config.derived.with_total_turns`.
         """
         per_round = steps_per_round(cfg)
+        total_steps = rounds(cfg) * per_round
+        # Without sampling, the engine needs weights for evaluations only.
+        publish_every = total_steps if cfg.train.method == "sft" else per_round
         return cls(
             steps_per_round=per_round,
-            total_steps=rounds(cfg) * per_round,
-            publish_every=cfg.train.weight_update_frequency or per_round,
+            total_steps=total_steps,
+            publish_every=cfg.train.weight_update_frequency or publish_every,
             evaluate_every=cfg.eval.frequency,
             checkpoint_every=cfg.train.checkpoint_frequency,
             refresh_every=cfg.ref_model.refresh_frequency,

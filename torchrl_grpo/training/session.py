@@ -28,6 +28,11 @@ from torchrl_grpo.training.schedule import RunSchedule
 from torchrl_grpo.training.state import SessionState
 from torchrl_grpo.training.throughput import ThroughputMeter
 
+# Metrics that compare the model with the policy that sampled.
+_OF_SAMPLING = frozenset(
+    {"kl/sampling_policy", "policy/clip_fraction", "policy/ratio", "policy/ess", "policy/log_prob_gap"}
+)
+
 
 @dataclass(frozen=True)
 class Outputs:
@@ -54,6 +59,7 @@ class Outputs:
         self.progress.update(
             step,
             reward=metrics.get("reward/mean"),
+            loss=None if "reward/mean" in metrics else metrics.get("loss/total"),
             accuracy=metrics.get("eval/accuracy"),
             kl=metrics.get("kl/reference", metrics.get("kl/sampling_policy")),
             tokens_per_s=metrics.get("throughput/generated_tokens_per_s"),
@@ -85,6 +91,8 @@ class Session:
         self.cfg = cfg
         # Reward that says whether a response is right.
         self.pass_reward = eval_reward_name(cfg)
+        # Whether the model learns from responses that it sampled, and not from solutions.
+        self.samples = cfg.train.method == "grpo"
         self.schedule = schedule
         self.state = state
         self.parts = state.parts
@@ -140,7 +148,10 @@ class Session:
 
     def train_on(self, batch: TensorDictBase) -> dict[str, float]:
         """Take one optimizer step on all training ranks."""
-        return self.parts.ranks.call_all(Learner.step, self.parts.learner, batch)
+        metrics = self.parts.ranks.call_all(Learner.step, self.parts.learner, batch)
+        if self.samples:
+            return metrics
+        return {name: value for name, value in metrics.items() if name not in _OF_SAMPLING}
 
     def training_throughput(self, batch: TensorDictBase, seconds: float) -> dict[str, float]:
         """Return the throughput of an optimizer step on ``batch`` that took ``seconds``."""

@@ -20,6 +20,7 @@ from torchrl_grpo.rollout.async_collector import AsyncCollector
 from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.rollout.collector import RolloutCollector
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
+from torchrl_grpo.rollout.solutions import SolutionCollector
 from torchrl_grpo.training.evaluator import Evaluator
 from torchrl_grpo.training.learner import Learner
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
@@ -87,7 +88,7 @@ class Parts:
     tokenizer: PreTrainedTokenizerBase
     learner: Learner
     engine: Inference
-    collector: RolloutCollector | AsyncCollector
+    collector: RolloutCollector | AsyncCollector | SolutionCollector
     reference: LogProbScorer | None
     buffer: GroupBuffer
     publisher: WeightPublisher

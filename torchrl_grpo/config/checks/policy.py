@@ -39,6 +39,13 @@ def check_policy(cfg: Config) -> None:
         ConfigError: a value is invalid; the error names the first one found.
     """
     policy = cfg.policy
+    if cfg.env.repeats == 1 and policy.advantage_estimator != "reward":
+        raise bad_value(
+            "env.repeats", 1, "must be at least 2 (a group of one has no advantage)", "env.repeats=8"
+        )
+    if policy.advantage_estimator == "reward" and policy.reward_combination == "apart":
+        wrong = "nothing is normalized with policy.advantage_estimator=reward"
+        raise bad_value("policy.reward_combination", "apart", wrong, "policy.reward_combination=together")
     if policy.kl_in == "loss" and needs_reference(policy) and policy.kl_estimator == "k1":
         wrong = "in the loss its gradient is zero on average, so it would only add noise"
         raise bad_value("policy.kl_estimator", "k1", wrong, "policy.kl_estimator=k3, or policy.kl_in=reward")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torchrl_grpo.config.derived import num_devices, optim_batch_size, steps_per_round
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.schema import Config, InferenceModelConfig, TrainModelConfig
+from torchrl_grpo.config.values import TrainMethod
 from torchrl_grpo.errors import ConfigError
 
 
@@ -17,13 +18,66 @@ def check_sync(cfg: Config) -> None:
     _check_ranks(cfg)
 
 
+def check_method(cfg: Config, method: TrainMethod) -> None:
+    """Check that a configuration is one for the script that was called.
+
+    Args:
+        cfg: validated configuration.
+        method: what the script learns from.
+
+    Raises:
+        ConfigError: it is for another script, or keys contradict supervised fine-tuning.
+    """
+    if cfg.train.method != method:
+        wrong = "this script learns from rewards" if method == "grpo" else "this script learns from solutions"
+        good = "train.method=grpo, or call sft.py" if method == "grpo" else "+method=sft, or call grpo.py"
+        raise bad_value("train.method", cfg.train.method, wrong, good)
+    if method == "sft":
+        _check_sft(cfg)
+
+
+def _check_sft(cfg: Config) -> None:
+    policy = cfg.policy
+    for key, value, needed, wrong in (
+        ("env.repeats", cfg.env.repeats, 1, "a problem has one solution"),
+        (
+            "policy.surrogate",
+            policy.surrogate,
+            "log_likelihood",
+            "a solution was not sampled, so it has no ratio",
+        ),
+        ("policy.advantage_estimator", policy.advantage_estimator, "reward", "a solution has no baseline"),
+        ("policy.constant_groups", policy.constant_groups, "keep", "solutions have no rewards"),
+        ("policy.kl_inference_coef", policy.kl_inference_coef, 0.0, "a solution was not sampled"),
+        ("policy.correction", policy.correction, "none", "a solution was not sampled"),
+        (
+            "inference_model.temperature",
+            cfg.inference_model.temperature,
+            1.0,
+            "nothing is sampled in training",
+        ),
+        ("env.sampling", cfg.env.sampling, "uniform", "solutions have no pass rate"),
+        ("env.environment", cfg.env.environment, None, "solutions have one turn"),
+        ("env.tools", cfg.env.tools, [], "solutions have one turn"),
+    ):
+        if value != needed:
+            raise bad_value(key, value, f"{wrong} with train.method=sft", f"{key}={show(needed)}")
+    for key, value, refused, good in (
+        ("policy.overlong", policy.overlong, "penalise", "keep or mask"),
+        ("policy.kl_in", policy.kl_in, "reward", "loss"),
+    ):
+        if value == refused:
+            raise bad_value(key, value, "solutions have no rewards with train.method=sft", f"{key}={good}")
+
+
 def check_in_turn(cfg: Config) -> None:
     """Check the requirements of ``grpo.py`` if its engines are workers, which allow a policy age of 0 only.
 
     Raises:
         ConfigError: keys contradict each other, or there are more workers than groups in a round.
     """
-    _check_rounds(cfg, 0, "and engines in processes of their own allow none (docs/devices.md)")
+    if cfg.train.method == "grpo":
+        _check_rounds(cfg, 0, "and engines in processes of their own allow none (docs/devices.md)")
     _check_workers(cfg)
 
 

@@ -129,8 +129,7 @@ def _check_each(cfg: Config) -> None:
     for key, (smallest, good) in AT_LEAST.items():
         value = attrgetter(key)(cfg)
         if value is not None and value < smallest:
-            why = " (a group of one has no advantage)" if key == "env.repeats" else ""
-            raise bad_value(key, value, f"must be at least {smallest}{why}", f"{key}={good}")
+            raise bad_value(key, value, f"must be at least {smallest}", f"{key}={good}")
     for key, good in ABOVE_ZERO.items():
         value = attrgetter(key)(cfg)
         if value is not None and value <= 0:
