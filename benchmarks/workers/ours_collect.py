@@ -13,7 +13,8 @@ from benchmarks.workers.ours import Drawn
 from benchmarks.workload import Workload, use_all_cores
 from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.envs import GroupTextEnv, PromptStream
+from torchrl_grpo.envs.group_text import GroupTextEnv
+from torchrl_grpo.envs.stream import PromptStream
 from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
 from torchrl_grpo.objectives.advantage import GroupAdvantage

@@ -13,7 +13,9 @@ from torchrl.envs.utils import check_env_specs
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.envs import GroupTextEnv, PromptStream, check_lengths, render
+from torchrl_grpo.envs.chat import check_lengths, render
+from torchrl_grpo.envs.group_text import GroupTextEnv
+from torchrl_grpo.envs.stream import PromptStream
 from torchrl_grpo.errors import CheckpointError, DataError, ModelError
 
 TEMPLATE = (

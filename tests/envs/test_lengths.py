@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import OverlongPrompts
 from torchrl_grpo.data import Example, Problems, prompts
-from torchrl_grpo.envs import lengths, render
+from torchrl_grpo.envs import lengths
+from torchrl_grpo.envs.chat import render
 from torchrl_grpo.errors import DataError
 
 

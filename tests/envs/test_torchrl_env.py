@@ -19,8 +19,9 @@ from torchrl.modules.llm import TransformersWrapper
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.envs import GroupTextEnv, PromptStream
+from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.envs.responses import is_truncated, response_texts
+from torchrl_grpo.envs.stream import PromptStream
 
 MODES = ("text", "tokens", "history")
 BOUND = 6

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.envs.episodes.build import with_episodes
+from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import SteppingEngine
 from torchrl_grpo.rollout import build

@@ -13,7 +13,8 @@ from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.envs import GroupTextEnv, PromptStream
+from torchrl_grpo.envs.group_text import GroupTextEnv
+from torchrl_grpo.envs.stream import PromptStream
 from torchrl_grpo.inference import Completion, Sampling
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.rewards.types import ResponseScore

@@ -1,10 +1,4 @@
-"""The TorchRL environment of examples and rewards, and the order in which examples are drawn.
+"""TorchRL environments of problems and rewards, the order of problems, and episodes of several turns.
 
-Importing this package imports TorchRL, which takes seconds.
+This package itself imports nothing, because the processes of episodes start from it.
 """
-
-from torchrl_grpo.envs.chat import check_lengths, render
-from torchrl_grpo.envs.group_text import GroupTextEnv
-from torchrl_grpo.envs.stream import PromptStream
-
-__all__ = ["GroupTextEnv", "PromptStream", "check_lengths", "render"]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from torchrl_grpo.envs import GroupTextEnv
+from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.inference.protocol import Probe
 from torchrl_grpo.rewards.types import ResponseScore
 from torchrl_grpo.rollout.groups import Group, Response, ScoredGroup

@@ -15,8 +15,8 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import rounds, steps_per_round, total_turns
 from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.distributed.ranks import cores_to_divide
-from torchrl_grpo.envs import GroupTextEnv
 from torchrl_grpo.envs.episodes.build import with_episodes
+from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Engine, Inference, SteppingEngine
 from torchrl_grpo.models.precision import resolve_dtype

@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from torchrl_grpo.envs import GroupTextEnv
+from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.inference.protocol import Engine, Probe, Sampling
 from torchrl_grpo.models.lora import merged_weights
 from torchrl_grpo.rollout.groups import Group, response_from_completion

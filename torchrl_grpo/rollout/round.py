@@ -15,7 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from torchrl_grpo.batch.schema import build_batch
 from torchrl_grpo.data.episode import EpisodeRecord
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.envs import GroupTextEnv
+from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.envs.responses import judged_texts
 from torchrl_grpo.inference.protocol import Completion
 from torchrl_grpo.models.scoring.padding import pad_right

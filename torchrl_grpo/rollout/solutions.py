@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from torchrl_grpo.envs import GroupTextEnv
-from torchrl_grpo.envs.group_text import Prompt
+from torchrl_grpo.envs.group_text import GroupTextEnv, Prompt
 from torchrl_grpo.errors import DataError
 from torchrl_grpo.inference.protocol import Probe
 from torchrl_grpo.rewards.types import ResponseScore
