@@ -44,12 +44,14 @@ class Options:
         pairs: number of measured pairs per comparison.
         warm_up: number of warm-up pairs, which are discarded.
         plot: file of the part's plot, if it has one.
+        ours: settings of this project.
     """
 
     base: Workload
     pairs: int
     warm_up: int
     plot: Path
+    ours: dict[str, Any]
 
     def work(self, **changes: Any) -> Workload:
         """Return the base workload with changes."""
@@ -71,7 +73,7 @@ def _say(text: str) -> None:
 def _end_to_end(peer: str, response_tokens: int, **settings: Any) -> Run:
     def run(options: Options) -> Iterator[results.Part]:
         theirs = options.work(response_tokens=response_tokens, settings=settings)
-        ours = dataclasses.replace(theirs, settings=_OURS)
+        ours = dataclasses.replace(theirs, settings=options.ours)
         for found in options.compare(("ours", ours), (peer, theirs)):
             yield results.whole_step(ours, theirs, found, options.pairs)
 
@@ -87,7 +89,7 @@ def _training(peer: str, **settings: Any) -> Run:
                 worker.step()
             del os.environ["BENCH_RECORD"]
             theirs = options.work(rollouts=str(recorded), settings=settings)
-            ours = dataclasses.replace(theirs, settings=_OURS)
+            ours = dataclasses.replace(theirs, settings=options.ours)
             for found in options.compare(("ours", ours), (peer, theirs)):
                 yield results.training_phase(ours, theirs, found, options.pairs)
 
@@ -202,6 +204,11 @@ def main() -> None:
         default="auto",
         help="number format of both sides; auto: bf16 if the machine is fast in it (default)",
     )
+    parser.add_argument(
+        "--no-compile",
+        action="store_true",
+        help="leave this project uncompiled: it starts minutes earlier, and is slower",
+    )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder of the report")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(parts):
@@ -224,6 +231,10 @@ def main() -> None:
     unusual = [
         f"{one}={getattr(args, one)}" for one in sizes if getattr(args, one) != parser.get_default(one)
     ]
+    ours = dict(_OURS)
+    if args.no_compile:
+        unusual.append("no-compile")
+        ours |= {"inference_model.enforce_eager": True, "train_model.compile": False}
     machine = results.machine()
     failed = {}
     for name in chosen:
@@ -231,7 +242,7 @@ def main() -> None:
         key = "-".join([name, *(["gpu"] if here.type == "cuda" else []), *unusual])
         plot = args.output / f"{key}.svg"
         try:
-            for part in parts[name](Options(base, args.pairs, args.warm_up, plot)):
+            for part in parts[name](Options(base, args.pairs, args.warm_up, plot, ours)):
                 results.save(key, part, machine, args.output)
         except (RuntimeError, SystemExit) as error:
             # Go on with the other parts, which take hours. The report has this part's results so far.

@@ -126,12 +126,11 @@ def test_groups_are_divided_by_cost(costs: list[int], ranks: int, loads: list[in
 
 HOW: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "grpo.py starts two ranks": (None, ("train_model.num_devices=2",)),
-    "grpo.py starts two shards, compiled": (
-        None,
-        ("train_model.num_devices=2", "train_model.parallelism=fsdp2", "train_model.compile=true"),
-    ),
     "accelerate launch, ddp": ("multi_gpu", ()),
-    "accelerate launch, fsdp2": ("fsdp2", ("train_model.num_devices=2",)),
+    "accelerate launch, fsdp2, compiled": (
+        "fsdp2",
+        ("train_model.num_devices=2", "train_model.compile=true"),
+    ),
 }
 
 

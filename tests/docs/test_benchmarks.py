@@ -204,11 +204,11 @@ def test_collection_and_training_are_measured_against_the_real_libraries(tmp_pat
     model = build_tiny_model(tmp_path / "model")
     outcome = command(
         tmp_path, "collection", "training-trl", "--pairs", "1", "--warm-up", "0", "--model", str(model),
-        "--prompts", "2", "--samples", "4",
+        "--prompts", "2", "--samples", "4", "--no-compile",
     )  # fmt: skip
     assert outcome.returncode == 0, outcome.stderr[-3000:]
     found = json.loads((tmp_path / "results.json").read_text())
-    figures = found["training-trl-model=model-prompts=2-samples=4"]["figures"]
+    figures = found["training-trl-model=model-prompts=2-samples=4-no-compile"]["figures"]
     (ours,), (theirs,) = (figures[side] for side in ("ours", "theirs"))
     assert figures["ratio"][1] == theirs["train"] / ours["train"]
     report = (tmp_path / "RESULTS.md").read_text()

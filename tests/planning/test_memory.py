@@ -846,11 +846,9 @@ def build_wide_model(folder: Path, tiny: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["smollm2", "wide"])
-def test_predicted_memory_is_that_of_a_run(
-    kind: str, tiny_model_dir: Path, smollm2_dir: Path, tmp_path: Path
-) -> None:
-    model = smollm2_dir if kind == "smollm2" else build_wide_model(tmp_path / "model", tiny_model_dir)
+def test_predicted_memory_is_that_of_a_run(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """For SmolLM2, tests/runs/test_integration.py compares the two."""
+    model = build_wide_model(tmp_path / "model", tiny_model_dir)
     (tmp_path / "questions.jsonl").write_text(
         "".join(json.dumps({"question": text, "answer": "#### 1"}) + "\n" for text in QUESTIONS)
     )

@@ -61,12 +61,12 @@ def talk(config: Config, tiny_model_dir: Path, tmp_path: Path) -> Config:
     config.env.data_path = None
     config.env.dataset = f"{tmp_path}/own.py:problems"
     config.env.environment = f"{tmp_path}/own.py:Talk"
-    config.env.tools = [f"{tmp_path}/own.py:shout", "calculator"]
+    config.env.tools = [f"{tmp_path}/own.py:shout"]
     config.env.max_turns = 4
     # Larger steps may teach this model never to end a turn.
     config.optimizer.lr = 1e-3
     config.reward.weights = {}
-    config.inference_model.max_model_len, config.inference_model.max_new_tokens = 900, 160
+    config.inference_model.max_model_len, config.inference_model.max_new_tokens = 640, 80
     return config
 
 
@@ -136,7 +136,7 @@ def test_two_ranks_follow_one(talk: Config, train: Runner, repo_root: Path, tmp_
         f"env.environment={talk.env.environment}",
         f"env.tools=[{','.join(talk.env.tools)}]",
         "env.max_turns=4 env.num_envs=4 env.repeats=4 env.answer_format=plain",
-        "inference_model.max_model_len=900 inference_model.max_new_tokens=160",
+        "inference_model.max_model_len=640 inference_model.max_new_tokens=80",
         "inference_model.dtype=float32",
         "inference_model.backend=transformers train_model.autocast='no' optimizer.lr=0.001 eval.frequency=2",
         "eval.num_problems=6 train.total_dialog_turns=64 train_model.num_devices=2",

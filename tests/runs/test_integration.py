@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,7 +88,10 @@ def test_gsm8k_trains_evaluates_saves_and_loads(
     assert {"gsm8k", "format", "math_verify", "brevity"} <= rollouts[0]["rewards"].keys()
     assert all(len(row["response"]) > 0 and row["prompt"].endswith("assistant\n") for row in rollouts)
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["steps"] == 3 and summary["peak_memory_gib"] < 10
+    assert summary["steps"] == 3
+    # tests/planning/test_memory.py compares a run of another shape.
+    (predicted,) = re.findall(r"memory: cpu at most ([0-9.]+) of", printed)
+    assert float(predicted) == pytest.approx(summary["peak_memory_gib"], rel=0.2)
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
     assert "held-out accuracy" in printed and str(run) in printed
 
