@@ -105,7 +105,7 @@ def _divert(path: Path, stack: ExitStack) -> _Screen:
         os.dup2(log, number)
     os.close(log)
     # A process that crashes in C or C++ says so where the user looks.
-    if not faulthandler.is_enabled():
+    if not faulthandler.is_enabled() and _has_descriptor(seen.err):
         faulthandler.enable(seen.err)
         stack.callback(faulthandler.disable)
     return seen
@@ -123,6 +123,15 @@ def _kept(stream: TextIO, number: int, stack: ExitStack) -> TextIO:
     return stack.enter_context(
         open(os.dup(number), "w", encoding=stream.encoding, errors=stream.errors, buffering=1)
     )
+
+
+def _has_descriptor(stream: TextIO) -> bool:
+    """Whether a stream leads to a file. That of a notebook does not."""
+    try:
+        stream.fileno()
+    except OSError:
+        return False
+    return True
 
 
 def _point(number: int, descriptor: int) -> None:
