@@ -6,7 +6,7 @@
 ARGS ?=
 PY := .venv/bin/python
 RECIPE := sota-implementations/grpo
-CHECKED := torchrl_grpo sota-implementations tests benchmarks scripts setup.py
+CHECKED := torchrl_grpo sota-implementations tests benchmarks examples scripts setup.py
 
 help:  ## Show this list (what `make` alone does)
 	@echo 'make TARGET [ARGS="..."] [PYTHON=/path/to/python3.12] [ACCELERATOR=cpu|cuda]'

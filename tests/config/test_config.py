@@ -220,7 +220,10 @@ def test_values_arrive_with_their_types(tmp_path: Path) -> None:
 
 
 def test_interpolations_are_resolved() -> None:
-    assert composed("logging.experiment=${model.name}", "model.name=smollm2-135m").logging.experiment == "smollm2-135m"
+    assert (
+        composed("logging.experiment=${model.name}", "model.name=smollm2-135m").logging.experiment
+        == "smollm2-135m"
+    )
 
 
 # The parser by itself

@@ -18,7 +18,7 @@ def grpo() -> None:
         run="torchrl_grpo.training.job:run",
         config_name="grpo_gsm8k",
         config_dir=config_dir(),
-        check=_check_grpo,
+        check=lambda cfg: check_job(cfg, asynchronous=False, method=TrainMethod.grpo),
     )
 
 
@@ -28,7 +28,7 @@ def grpo_async() -> None:
         run="torchrl_grpo.training.job:run_async",
         config_name="grpo_gsm8k",
         config_dir=config_dir(),
-        check=_check_grpo_async,
+        check=lambda cfg: check_job(cfg, asynchronous=True, method=TrainMethod.grpo),
         asynchronous=True,
     )
 
@@ -39,20 +39,20 @@ def sft() -> None:
         run="torchrl_grpo.training.job:run",
         config_name="sft_gsm8k",
         config_dir=config_dir(),
-        check=_check_sft,
+        check=lambda cfg: check_job(cfg, asynchronous=False, method=TrainMethod.sft),
     )
 
 
-def _check_grpo(cfg: Config) -> None:
-    check_method(cfg, TrainMethod.grpo)
-    check_sync(cfg)
+def check_job(cfg: Config, asynchronous: bool, method: TrainMethod | None = None) -> None:
+    """Check what a command requires beyond :func:`~torchrl_grpo.config.checks.validate`.
 
+    Args:
+        cfg: validated configuration.
+        asynchronous: whether workers sample while the trainer trains.
+        method: what the command learns from; None accepts what the configuration says.
 
-def _check_grpo_async(cfg: Config) -> None:
-    check_method(cfg, TrainMethod.grpo)
-    check_async(cfg)
-
-
-def _check_sft(cfg: Config) -> None:
-    check_method(cfg, TrainMethod.sft)
-    check_sync(cfg)
+    Raises:
+        ConfigError: the configuration is for another command, or keys contradict each other.
+    """
+    check_method(cfg, (TrainMethod.grpo if asynchronous else cfg.train.method) if method is None else method)
+    (check_async if asynchronous else check_sync)(cfg)

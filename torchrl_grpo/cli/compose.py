@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from torchrl_grpo.cli.quoting import quote
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.parsing import first_line, keys
 from torchrl_grpo.errors import ConfigError
@@ -228,6 +229,31 @@ def open_free_form(word: str) -> str:
     """
     key = word.split("=", 1)[0]
     return f"++{word}" if "=" in word and keys().free_form_parent(key) is not None else word
+
+
+def write_override(key: str, value: object) -> str:
+    """Write a key and its value as an override.
+
+    Args:
+        key: dotted key, or name of a group.
+        value: number, text, bool, None, list or mapping.
+
+    Returns:
+        The override, see :func:`open_free_form`.
+    """
+    return open_free_form(f"{key}={_written(value)}")
+
+
+def _written(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{_written(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_written, value)) + "]"
+    if isinstance(value, int | float):
+        return repr(value)
+    return quote(str(value))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchrl_grpo.checkpoints import run_dir
 from torchrl_grpo.cli.help import help_text, primary_configs
+from torchrl_grpo.cli.quoting import quote
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config.checks import check_installed
 from torchrl_grpo.distributed import launch
@@ -82,6 +83,22 @@ def main(
         raise SystemExit(INTERRUPTED_CODE) from None
     finally:
         gc.enable()
+
+
+def resolve_job(node: DictConfig, check: Callable[[Config], None]) -> Config:
+    """Parse and check a composed configuration, and resolve what depends on launcher and machine.
+
+    Args:
+        node: composed configuration.
+        check: check of the command.
+
+    Raises:
+        UserError: a value is invalid; the message names it and a fix.
+    """
+    cfg = with_model(launcher.resolved(parse(node)))
+    check(cfg)
+    kind.check_kind(cfg.model)
+    return cfg
 
 
 def _report(error: UserError, where: str = "") -> None:
@@ -209,9 +226,7 @@ class _Command:
     def _train(self) -> None:
         configs: list[Config] = []
         for job in self._jobs():
-            cfg = with_model(launcher.resolved(parse(job.node)))
-            self.check(cfg)
-            kind.check_kind(cfg.model)
+            cfg = resolve_job(job.node, self.check)
             if cfg.dry_run and rank_env.rank() == 0:
                 self._show_plan(cfg, len(configs), job)
             else:
@@ -230,7 +245,7 @@ class _Command:
             sys.stderr.write(f"{warning}\n")
         extra, undo = self._folder(job, configs)
         name = Path(sys.argv[0]).stem or "grpo"
-        overrides = [f"hydra.job.name={_quote(name)}", *self._overrides(), *extra]
+        overrides = [f"hydra.job.name={quote(name)}", *self._overrides(), *extra]
         try:
             self._hydra([*self._flags(), *overrides])
         except (UserError, SystemExit):
@@ -289,12 +304,12 @@ class _Command:
         for cfg in configs:
             if (resumed := self._to_resume(cfg, job)) is not None:
                 record = run_dir.ResumeRecord(resumed)
-                return [f"{key}={_quote(str(resumed))}", f"hydra.output_subdir={record.name}"], record.undo
+                return [f"{key}={quote(str(resumed))}", f"hydra.output_subdir={record.name}"], record.undo
         if self._chosen(key):
             run_dir.check_free(key, folder)
             return [], lambda: None
         created = run_dir.new_folder(folder)
-        return [f"{key}={_quote(str(created))}"], lambda: run_dir.remove_if_unused(created)
+        return [f"{key}={quote(str(created))}"], lambda: run_dir.remove_if_unused(created)
 
     def _hydra(self, words: list[str]) -> None:
         """Run Hydra. It reads ``sys.argv``, and reports errors itself unless HYDRA_FULL_ERROR is set."""
@@ -353,9 +368,3 @@ def _folder(option: str, value: str) -> Path:
     if not folder.is_dir():
         raise ConfigError(f"{option}={value}: there is no such folder; write the path of a folder instead")
     return folder.resolve()
-
-
-def _quote(text: str) -> str:
-    """Return the text as a quoted value of Hydra's command-line grammar."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${")
-    return f"'{escaped}'"

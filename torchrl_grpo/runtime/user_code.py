@@ -29,7 +29,7 @@ def parse(spec: str) -> tuple[str, str] | None:
 def absolute(spec: str) -> str:
     """Return a name whose file has a whole path. Other names stay as they are."""
     place, colon, name = spec.rpartition(":")
-    if not place.endswith(".py"):
+    if not place.endswith((".py", ".pkl")):
         return spec
     return f"{Path(place).expanduser().resolve()}{colon}{name}"
 
@@ -38,8 +38,9 @@ def load(spec: str, key: str) -> Any:
     """Load what ``spec`` names, and run the code of its module once per process.
 
     Args:
-        spec: ``FILE.py:NAME``, with the file relative to the working directory, or ``PACKAGE.MODULE:NAME``.
-            Modules beside the file can be imported from it.
+        spec: ``FILE.py:NAME``, with the file relative to the working directory, ``PACKAGE.MODULE:NAME``, or
+            ``FILE.pkl:NAME`` for an object that was passed to a trainer in Python. Modules beside a file can
+            be imported from it.
         key: configuration key that has this value, for messages.
 
     Returns:
@@ -55,6 +56,8 @@ def load(spec: str, key: str) -> Any:
             f"{key}=my_code.py:my_function"
         )
     place, name = parsed
+    if place.endswith(".pkl"):
+        return _pickled(place, name, key, spec)
     module = _from_file(place, key, spec) if place.endswith(".py") else _from_package(place, key, spec)
     found = getattr(module, name, None)
     if found is None:
@@ -108,6 +111,30 @@ def check_arguments(found: Any, arguments: Mapping[str, Any], key: str) -> None:
 def with_arguments(found: Any, arguments: Mapping[str, Any]) -> Any:
     """Create the object if ``found`` is a class, or fix arguments of the function."""
     return found(**arguments) if inspect.isclass(found) else functools.partial(found, **arguments)
+
+
+# Objects of a file that this process has written itself, by the file's path.
+_remembered: dict[str, dict[str, Any]] = {}
+
+
+def remember(path: Path, objects: Mapping[str, Any]) -> None:
+    """Let this process use objects that it has written to a file, without reading them."""
+    _remembered[str(path)] = dict(objects)
+
+
+def _pickled(place: str, name: str, key: str, spec: str) -> Any:
+    path = Path(place).expanduser().resolve()
+    if str(path) not in _remembered:
+        import cloudpickle
+
+        if not path.is_file():
+            raise ConfigError(f"{key}={spec!r}: there is no file {path}; correct the path before the colon")
+        with _told(f"{key}={spec!r}: reading {path} failed"):
+            _remembered[str(path)] = cloudpickle.loads(path.read_bytes())
+    found = _remembered[str(path)]
+    if name not in found:
+        raise ConfigError(f"{key}={spec!r}: {place} has no {name}; it has {', '.join(found)}")
+    return found[name]
 
 
 def _from_file(place: str, key: str, spec: str) -> ModuleType:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,40 @@ def run(cfg: Config, run_dir: Path) -> dict[str, Any]:
 def run_async(cfg: Config, run_dir: Path) -> dict[str, Any]:
     """Train like :func:`run`, with rollout workers on Ray that generate while the trainer trains."""
     return _claim_and_train(cfg, run_dir, asynchronous=True)
+
+
+def evaluate(cfg: Config, resume_from: Path | None) -> dict[str, float]:
+    """Measure the held-out accuracy of a model, without a run folder.
+
+    Args:
+        cfg: validated configuration.
+        resume_from: checkpoint with the model; None for ``model.name``.
+
+    Returns:
+        The metrics ``eval/*``.
+
+    Raises:
+        UserError: the data, checkpoint or model is invalid.
+    """
+    problems = data.load(cfg)
+    examples = problems.first_examples()
+    plan = preflight.announce(cfg, asynchronous=False)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        screen.libraries_to_log(),
+        closing(rewards.build_reward_set(cfg)) as reward_set,
+        closing(rewards.build_grader(cfg, reward_set, examples)) as grader,
+    ):
+        _prepare_process(cfg)
+        from torchrl_grpo.rollout.build import collection_for
+        from torchrl_grpo.training.build import Job, build_session
+
+        job = Job(cfg, Path(folder), problems, reward_set, grader, resume_from)
+        session = build_session(job, build_collector=collection_for(plan), plan=plan)
+        try:
+            return session.evaluate_only()
+        finally:
+            session.close()
 
 
 def follow() -> None:

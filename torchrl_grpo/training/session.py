@@ -193,6 +193,11 @@ class Session:
         self.parts.publisher.verify_new_results()
         return {**metrics, "time/eval_s": time.perf_counter() - started}
 
+    def evaluate_only(self) -> dict[str, float]:
+        """Give the engine the model's weights, and measure their held-out accuracy."""
+        self.parts.publisher.verify_at_start(self.counters.step)
+        return {name: value for name, value in self.evaluate().items() if name.startswith("eval/")}
+
     def log(self, metrics: dict[str, float]) -> None:
         """Write the metrics of the current step everywhere."""
         self.state.unlogged = {}

@@ -1,0 +1,229 @@
+"""``GRPOTrainer``: the run of the command, from Python, with Python's own objects."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from torchrl_grpo import GRPOTrainer
+from torchrl_grpo.cli.compose import write_override
+from torchrl_grpo.errors import ConfigError, DataError, UserError
+from torchrl_grpo.tools.verify_resume import read, unmeasured
+
+ROWS = [{"question": f"{a} plus {b}", "answer": str(a + b)} for a in range(5) for b in range(5)]
+SMALL = {
+    "env.num_envs": 2,
+    "env.repeats": 4,
+    "env.answer_format": "plain",
+    "inference_model.backend": "transformers",
+    "inference_model.dtype": "float32",
+    "inference_model.max_model_len": 400,
+    "inference_model.max_new_tokens": 8,
+    "train_model.autocast": "no",
+    "train.total_dialog_turns": 16,
+    "eval.num_problems": 4,
+    "eval.frequency": 0,
+    "logging.progress": False,
+}
+
+Make = Callable[..., GRPOTrainer]
+
+
+@pytest.fixture
+def make(tiny_model_dir: Path, tmp_path: Path) -> Iterator[Make]:
+    """Builds a trainer of two steps on the tiny model, each in a folder of its own."""
+    count = iter(range(100))
+
+    def build(config: dict[str, Any] | None = None, **arguments: Any) -> GRPOTrainer:
+        arguments = {"model": str(tiny_model_dir), "output_dir": tmp_path / f"run{next(count)}", **arguments}
+        return GRPOTrainer(config={**SMALL, **(config or {})}, **arguments)
+
+    yield build
+
+
+def shorter(completion: str, example: Any) -> float:
+    return 1 / (1 + len(completion))
+
+
+@pytest.mark.slow
+def test_a_run_from_python_is_the_run_of_the_command(
+    make: Make, repo_root: Path, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = {"reward.weights": {"reasoning_gym": 1.0, "bare_number": 0.1}, "optimizer.lr": 1e-3}
+    words = {**SMALL, **config, "model.name": tiny_model_dir, "hydra.run.dir": tmp_path / "command"}
+    command = [sys.executable, str(repo_root / "sota-implementations/grpo/grpo.py")]
+    command += [write_override(key, value) for key, value in words.items()]
+    done = subprocess.run(
+        [*command, "--config-name=grpo_quickstart"], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = [unmeasured(line) for line in read(tmp_path / "command/metrics.jsonl")]
+    # torch is imported already, and the second run is in the process of the first.
+    for _ in range(2):
+        trainer = make(config, config_name="grpo_quickstart")
+        summary = trainer.train()
+        found = [unmeasured(line) for line in trainer.metrics()]
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+        assert summary["steps"] == 2 and summary == json.loads(
+            (trainer.output_dir / "summary.json").read_text()
+        )
+    texts = [read(path / "rollouts.jsonl") for path in (tmp_path / "command", trainer.output_dir)]
+    assert texts[0] == texts[1]
+
+
+def test_rows_rewards_tools_and_an_environment_of_the_script(make: Make) -> None:
+    bonus = 0.25
+
+    def with_bonus(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+        return [bonus + len(text) % 3 + 0 * len(true) for text, true in zip(completions, answer, strict=True)]
+
+    def shout(text: str) -> str:
+        """Say it loud.
+
+        Args:
+            text: What.
+        """
+        return text.upper()
+
+    class Talk:
+        def reset(self, example: Any) -> None:
+            self.turns = 0
+
+        def step(self, message: str) -> tuple[str, float, bool]:
+            self.turns += 1
+            return "Go on.", 1.0, self.turns == 2
+
+    trainer = make(
+        train_dataset=ROWS, rewards=[shorter, with_bonus, "bare_number"], config={"reward.workers": 1}
+    )
+    trainer.train()
+    rows = read(trainer.output_dir / "rollouts.jsonl")
+    assert rows[0]["rewards"].keys() == {"shorter", "with_bonus", "bare_number"}
+    assert all(row["rewards"]["with_bonus"] == bonus + len(row["response"]) % 3 for row in rows)
+    assert not any("errors" in row for row in rows)
+
+    trainer = make(
+        train_dataset=ROWS,
+        environment=Talk,
+        tools=[shout, "calculator"],
+        config={"env.max_turns": 3, "inference_model.max_model_len": 900},
+    )
+    trainer.train()
+    rows = read(trainer.output_dir / "rollouts.jsonl")
+    assert "shout" in rows[0]["prompt"] and "calculator" in rows[0]["prompt"]
+    assert {row["reward"] for row in rows} <= {0.0, 1.0, 2.0} and not any("errors" in row for row in rows)
+
+
+class Asking:
+    """Rows on demand, with rewards of their own."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"prompt": [{"role": "user", "content": f"What is {self.start + index}?"}]}
+
+    def get_reward(self, index: int, completion: str) -> float:
+        return float(self.start + index)
+
+
+def test_a_dataset_with_rewards_of_its_own(make: Make) -> None:
+    trainer = make(
+        {"env.shuffle": False, "eval.num_problems": 8}, train_dataset=Asking(10), eval_dataset=Asking(0)
+    )
+    trainer.train()
+    rows = read(trainer.output_dir / "rollouts.jsonl")
+    assert [row["reward"] for row in rows[:8]] == [10.0] * 4 + [11.0] * 4
+    assert "What is 10?" in rows[0]["prompt"]
+    # Of the eight that are held out, all but the first have a reward of 1 or more.
+    assert trainer.metrics()[0]["eval/accuracy"] == 7 / 8
+
+
+def test_a_hugging_face_dataset_and_a_chat_column(make: Make) -> None:
+    chat = [
+        {"messages": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in ROWS
+    ]
+    trainer = make(train_dataset=Dataset.from_list(chat), rewards=shorter)
+    assert trainer.train()["steps"] == 2
+
+
+def test_evaluation_resumption_and_saving(make: Make, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = {"optimizer.lr": 1e-2, "train.checkpoint_frequency": 1, "train.total_dialog_turns": 24}
+    trainer = make(config, train_dataset=ROWS, rewards=shorter)
+    before = trainer.evaluate()
+    assert before["eval/accuracy"] == 0.0 and not trainer.metrics()
+    with pytest.raises(ConfigError, match="no checkpoint to save"):
+        trainer.save(tmp_path / "saved")
+    trainer.train()
+    whole = trainer.metrics()
+    assert [line["step"] for line in whole] == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        trainer.train()
+    found = trainer.evaluate()
+    assert found == {name: value for name, value in whole[-1].items() if name in found}
+    saved = AutoModelForCausalLM.from_pretrained(trainer.save(tmp_path / "saved"))
+    written = AutoModelForCausalLM.from_pretrained(trainer.output_dir / "checkpoints/3/model")
+    assert all(map(torch.equal, saved.parameters(), written.parameters()))
+    with pytest.raises(ConfigError, match="exists already"):
+        trainer.save(tmp_path / "saved")
+    # As if the run had ended after two steps.
+    (trainer.output_dir / "summary.json").unlink()
+    (trainer.output_dir / "checkpoints/3").rename(tmp_path / "3")
+    again = make(config, train_dataset=ROWS, rewards=shorter, output_dir=trainer.output_dir)
+    again.train(resume=True)
+    for line, expected in zip(again.metrics(), whole, strict=True):
+        assert unmeasured(line) == pytest.approx(unmeasured(expected), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"config": {"optimizer.lrr": 1}}, r"optimizer\.lrr.*optimizer\.lr"),
+        ({"config": {"optimizer.lr": "fast"}}, r"optimizer\.lr"),
+        ({"config": {"env.num_envs": 0}}, r"env\.num_envs=0: must be at least 1"),
+        ({"config_name": "grpo_gsm9k"}, "grpo_gsm9k"),
+        ({"train_dataset": []}, "train_dataset has no rows"),
+        ({"eval_dataset": ROWS}, "without train_dataset"),
+        ({"rewards": [3]}, "rewards has 3, which cannot be called"),
+        ({"rewards": [shorter, shorter]}, "rewards has two functions 'shorter'"),
+        ({"rewards": "no_such_reward"}, r"reward\.weights\.no_such_reward"),
+        ({"model": 3}, "model is int"),
+        ({"tools": ["hammer"]}, r"env\.tools"),
+    ],
+)
+def test_mistakes_name_the_argument(make: Make, arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        make(**arguments)
+
+
+def test_what_cannot_leave_the_process_is_said(make: Make) -> None:
+    import threading
+
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"held_by_a_lock: .* cannot be sent to another process"):
+
+        def held_by_a_lock(completion: str, example: Any) -> float:
+            with lock:
+                return 1.0
+
+        make(train_dataset=ROWS, rewards=held_by_a_lock)
+
+
+def test_a_row_that_is_no_mapping_is_said(make: Make) -> None:
+    trainer = make(train_dataset=[*ROWS, "two plus two"], rewards=shorter)
+    with pytest.raises(DataError, match=r"train_dataset\[25\] is str 'two plus two', not a mapping"):
+        trainer.train()

@@ -1,0 +1,257 @@
+"""A run from Python: the same configuration, checks and run folder as those of the commands."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrl_grpo.api import objects
+from torchrl_grpo.api.rows import PassedDataset, PassedReward, Rows, fields_of
+from torchrl_grpo.checkpoints import run_dir as run_folder
+from torchrl_grpo.cli.commands import check_job
+from torchrl_grpo.cli.compose import composer, write_override
+from torchrl_grpo.cli.main import resolve_job
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.builtin import REWARDS
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.runtime import rank_env
+from torchrl_grpo.runtime.config_dir import config_dir
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# A function or class, or how the configuration names one: FILE.py:NAME, or the name of a built-in one.
+Named = Callable[..., Any] | str
+
+
+class GRPOTrainer:
+    """Trains a language model with GRPO, or on solutions with a configuration for ``sft.py``.
+
+    Functions and classes may be defined anywhere, in a notebook too. They are sent to the processes that call
+    them, so they must not hold open files or connections.
+
+    Attributes:
+        cfg: configuration of the run.
+        output_dir: folder of the run.
+
+    Args:
+        model: hub name or folder; None takes that of the configuration.
+        train_dataset: problems: a list of mappings, a Hugging Face data set, or an object with ``__len__``
+            and ``__getitem__``. The prompt is the column ``question``, ``prompt`` or ``messages``, and the
+            answer the column ``answer``; ``env.fields`` names others. If the object has
+            ``get_reward(index, completion)``, that is the reward, unless ``rewards`` are given, and a value
+            of 1 is a right answer. None takes the data set of the configuration.
+        eval_dataset: held-out problems; None takes some of ``train_dataset``.
+        rewards: reward functions, or names of built-in rewards. Each has weight 1, unless ``reward.weights``
+            gives others. See ``docs/tasks_and_rewards.md`` for the signatures.
+        tools: functions that the model may call, or names of built-in tools.
+        environment: class of an environment of several turns, or the name of a built-in one.
+        config: keys and values, such as ``{"optimizer.lr": 2e-5}``. They win over the other arguments.
+        config_name: primary configuration to start from.
+        output_dir: folder of the run; None takes one below ``outputs`` that is named after the time.
+        asynchronous: whether to sample and train at the same time, as ``grpo-async.py`` does.
+
+    Raises:
+        UserError: a value is wrong; the message names it and a fix.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        train_dataset: Rows | None = None,
+        eval_dataset: Rows | None = None,
+        rewards: Sequence[Named] | Named | None = None,
+        tools: Sequence[Named] = (),
+        environment: Named | None = None,
+        config: Mapping[str, Any] | None = None,
+        *,
+        config_name: str = "grpo_gsm8k",
+        output_dir: str | Path | None = None,
+        asynchronous: bool = False,
+    ) -> None:
+        self._asynchronous = asynchronous
+        given: dict[str, Any] = {} if model is None else {"model.name": _model_name(model)}
+        passed: dict[str, Any] = {}
+        if train_dataset is not None:
+            if len(train_dataset) == 0:
+                raise ConfigError("train_dataset has no rows; give at least two")
+            passed["dataset"] = dataset = PassedDataset(train_dataset, eval_dataset)
+            given |= {
+                "env": "jsonl",
+                "env.dataset": _Passed("dataset"),
+                "env.fields": fields_of(train_dataset[0]),
+            }
+            if rewards is None and hasattr(train_dataset, "get_reward"):
+                rewards = PassedReward(dataset)
+                given["eval.reward"] = objects.label(rewards)
+        elif eval_dataset is not None:
+            raise ConfigError(
+                "eval_dataset is given without train_dataset; give both, or name them in config"
+            )
+        chosen = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards or ())
+        functions = _by_name(chosen, passed, "rewards", REWARDS)
+        if chosen:
+            given["reward.functions"] = {
+                name: one for name, one in functions.items() if isinstance(one, _Passed) or ":" in one
+            }
+            given["reward.weights"] = dict.fromkeys(functions, 1.0)
+        if tools:
+            given["env.tools"] = list(_by_name(tools, passed, "tools").values())
+        if environment is not None:
+            (given["env.environment"],) = _by_name([environment], passed, "environment").values()
+        with composer(config_dir(), config_name) as tree:
+            # The folder is needed before the objects can be named.
+            planned = tree.compose([]).run_dir
+            if output_dir is None:
+                self.output_dir = run_folder.new_folder(planned).resolve() if _is_main() else planned
+            else:
+                self.output_dir = Path(output_dir).resolve()
+            names = objects.write(passed, self.output_dir)
+            whole = {**given, **(config or {})}
+            words = [write_override(key, _replaced(value, names)) for key, value in whole.items()]
+            (overrides,) = tree.jobs(words, sweep=False)
+            node = tree.compose(overrides).node
+            self.cfg: Config = resolve_job(node, lambda cfg: check_job(cfg, asynchronous))
+
+    def train(self, resume: bool = False) -> dict[str, Any]:
+        """Train, and write the run folder.
+
+        Args:
+            resume: whether to continue from the newest checkpoint of ``output_dir``.
+
+        Returns:
+            The contents of ``summary.json``; of other training ranks than the first, an empty mapping.
+
+        Raises:
+            UserError: the data, checkpoint, model or training is invalid; the message names the fix.
+        """
+        from dataclasses import replace
+
+        from torchrl_grpo.training import job
+
+        if rank_env.rank() > 0:
+            job.follow()
+            return {}
+        cfg = self.cfg
+        if resume:
+            run_folder.folder_to_resume(str(self.output_dir), None)
+            cfg = replace(cfg, resume=str(self.output_dir))
+        elif cfg.resume is None:
+            run_folder.check_free("output_dir", self.output_dir)
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        with _log_file(self.output_dir / "python.log"):
+            run = job.run_async if self._asynchronous else job.run
+            return run(cfg, self.output_dir)
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the held-out accuracy of the newest checkpoint, or of the model before training.
+
+        Returns:
+            The metrics ``eval/*``.
+
+        Raises:
+            UserError: the data, checkpoint or model is invalid.
+        """
+        from torchrl_grpo.training import job
+
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        with _log_file(self.output_dir / "python.log"):
+            return job.evaluate(self.cfg, self._newest())
+
+    def save(self, folder: str | Path) -> Path:
+        """Copy the model of the newest checkpoint, in the format of ``from_pretrained``.
+
+        Args:
+            folder: folder to write. With adapters it has the adapters alone.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ConfigError: there is no checkpoint yet, or the folder exists.
+        """
+        newest, target = self._newest(), Path(folder)
+        if newest is None:
+            raise ConfigError(f"{self.output_dir} has no checkpoint to save; call train() first")
+        if target.exists():
+            raise ConfigError(f"{target}: exists already; name another folder")
+        shutil.copytree(newest / "model", target)
+        return target
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the metrics of the run so far: one mapping for each line of ``metrics.jsonl``."""
+        path = self.output_dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def _newest(self) -> Path | None:
+        found = run_folder.complete_checkpoints(self.output_dir)
+        return found[-1] if found else None
+
+
+class _Passed(str):
+    """Name of an object that was passed, until its place in a file is known."""
+
+
+def _is_main() -> bool:
+    return rank_env.rank() == 0
+
+
+def _model_name(model: Any) -> str:
+    if isinstance(model, str | Path):
+        return str(model)
+    raise ConfigError(
+        f"model is {type(model).__name__}, not a name; write the name of a model on the hub or a folder, for "
+        "example one that save_pretrained() has written"
+    )
+
+
+def _by_name(
+    chosen: Sequence[Named], passed: dict[str, Any], what: str, built_in: Mapping[str, Any] | None = None
+) -> dict[str, str]:
+    """Return the given functions by name, and add those that are Python objects to ``passed``.
+
+    Raises:
+        ConfigError: one cannot be called, or two have the same name.
+    """
+    found: dict[str, str] = {}
+    for one in chosen:
+        is_name = isinstance(one, str)
+        if not is_name and not callable(one):
+            raise ConfigError(f"{what} has {one!r:.80}, which cannot be called; give functions or classes")
+        name = one.rpartition(":")[2] if isinstance(one, str) else objects.label(one)
+        if not is_name and (name in (built_in or ()) or not name.isidentifier()):
+            name = f"my_{name}" if f"my_{name}".isidentifier() else f"my_function_{len(found)}"
+        if name in found or (not is_name and name in passed):
+            raise ConfigError(f"{what} has two functions {name!r}; rename one")
+        found[name] = one if isinstance(one, str) else _Passed(name)
+        if not isinstance(one, str):
+            passed[name] = one
+    return found
+
+
+def _replaced(value: Any, names: Mapping[str, str]) -> Any:
+    """Put how the configuration names passed objects in place of their names."""
+    if isinstance(value, _Passed):
+        return names[value]
+    if isinstance(value, Mapping):
+        return {key: _replaced(one, names) for key, one in value.items()}
+    return [_replaced(one, names) for one in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def _log_file(path: Path) -> Iterator[None]:
+    """Send records of the root logger, and what libraries print, to a file."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()
