@@ -22,9 +22,11 @@ import selectors
 import signal
 import socket
 import sys
+import zlib
 from typing import Any
 
 from torchrl_grpo.data.example import Example
+from torchrl_grpo.envs.episodes import torchrl_env
 from torchrl_grpo.envs.episodes.types import cut, messages_from, step_from
 from torchrl_grpo.rewards.sandbox.worker import attempt, send
 from torchrl_grpo.runtime import user_code
@@ -191,9 +193,9 @@ class UserCode:
     def _run(self, payload: dict[str, Any]) -> Any:
         kind = payload["do"]
         if kind == "reset":
-            assert self._environment is not None
-            self._episode = user_code.call(self._environment, **self._spec["environment_args"])
-            told = user_code.call(self._episode.reset, Example(**payload["example"]))
+            example = Example(**payload["example"])
+            self._episode = self._create_environment(example)
+            told = user_code.call(self._episode.reset, example)
             return messages_from(told, "what reset returned")
         if kind == "step":
             step = step_from(user_code.call(self._episode.step, payload["message"]))
@@ -202,6 +204,17 @@ class UserCode:
         text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
         # Here, so that a long result does not travel.
         return cut(text, self._spec["max_characters"])
+
+    def _create_environment(self, example: Example) -> Any:
+        make, arguments = self._environment, dict(self._spec["environment_args"])
+        assert make is not None
+        # The classes of TorchRL have a metaclass that hides their parameters.
+        takes = inspect.signature(make.__init__ if inspect.isclass(make) else make).parameters
+        if "seed" in takes and "seed" not in arguments:
+            # All responses to a problem must get the same prompt.
+            arguments["seed"] = zlib.crc32(example.id.encode())
+        made = user_code.call(make, **arguments)
+        return torchrl_env.TorchRLEpisode(made) if torchrl_env.is_torchrl(made) else made
 
     def _tool(self, name: str) -> Any:
         found = self._tools[name]
