@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from episodes import Record, check_tokens, problems, record, talking
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -21,9 +19,7 @@ from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import render
 from torchrl_grpo.envs.episodes.chat_tokens import TurnTokens
 from torchrl_grpo.envs.episodes.engine import EpisodeEngine
-from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
 from torchrl_grpo.envs.episodes.tools.registry import load_tools
-from torchrl_grpo.envs.episodes.types import Step
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.protocol import Completion, Request, Sampling
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
@@ -67,74 +63,19 @@ def model(tiny_model_dir: Path) -> PreTrainedModel:
     return found.eval()
 
 
-class Talk:
-    """Says something different after each message, as a user or as tools, and ends when it likes."""
-
-    def reset(self, example: Example) -> None:
-        self.random = random.Random(example.id)
-
-    def step(self, message: str) -> Step:
-        if self.random.random() < 0.25:
-            return Step(reward=1.0, done=True)
-        roles = self.random.choice([["user"], ["tool"], ["tool", "tool"], ["tool", "user"]])
-        said = [{"role": role, "content": f"{message[-5:]!r}? no, {self.random.random()}"} for role in roles]
-        return Step(said, reward=self.random.random())
-
-
-class Recorder(TransformersEngine):
-    """Keeps what it was asked and what it answered."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.asked: dict[Hashable, list[Request]] = {}
-        self.answered: dict[Hashable, list[Completion]] = {}
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self.asked.setdefault(request.key, []).append(request)
-        super().submit(requests)
-
-    def step(self) -> list[tuple[Hashable, Completion]]:
-        ended = super().step()
-        for key, completion in ended:
-            self.answered.setdefault(key, []).append(completion)
-        return ended
-
-    def abort_all(self) -> dict[Hashable, Completion]:
-        taken = super().abort_all()
-        for key, completion in taken.items():
-            self.answered.setdefault(key, []).append(completion)
-        return taken
-
-
-Make = Callable[..., tuple[EpisodeEngine, Recorder]]
+Make = Callable[..., tuple[EpisodeEngine, Record]]
 
 
 @pytest.fixture
-def make(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Make:
+def make(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> Make:
     def build(
         template: str | None = None, max_turns: int = 5, ends: Sequence[int] = (), turn: int | None = None
-    ) -> Any:
-        inner = Recorder(model, [tokenizer.eos_token_id, *ends], tokenizer.pad_token_id)
-        options = RunnerOptions({}, Talk, in_process=False, host=None, timeout_s=5.0, max_characters=100)
-        engine = EpisodeEngine(
-            inner,
-            tokenizer,
-            TurnTokens(tokenizer, template),
-            partial(EpisodeRunner, options),
-            is_quick=True,
-            max_turns=max_turns,
-            max_turn_tokens=turn,
-            max_episodes=4,
-            close=lambda: None,
-        )
-        return engine, inner
+    ) -> tuple[EpisodeEngine, Record]:
+        inner = TransformersEngine(model, [tokenizer.eos_token_id, *ends], tokenizer.pad_token_id)
+        calls = record(inner, monkeypatch)
+        return talking(inner, tokenizer, template, max_turns=max_turns, max_turn_tokens=turn), calls
 
     return build
-
-
-def problems(count: int) -> list[Example]:
-    return [Example(f"p{n}", [{"role": "user", "content": f"What is {n} + {n * n}?"}]) for n in range(count)]
 
 
 def ends_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -147,33 +88,11 @@ def ends_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def test_trained_tokens_are_those_that_the_engine_saw_and_sampled(
     make: Make, tokenizer: PreTrainedTokenizerBase, template: str
 ) -> None:
-    engine, inner = make(template, ends=ends_of(tokenizer))
+    engine, calls = make(template, ends=ends_of(tokenizer))
     given = problems(50)
     prompts = [render(tokenizer, one, template)[1] for one in given]
     found = engine.generate(prompts, Sampling(4, 400, 1.0, seeds=list(range(0, 500, 10)), problems=given))
-    turns = 0
-    for number, group in enumerate(found):
-        for sample, episode in enumerate(group):
-            key = ("generate", number, sample)
-            whole = list(prompts[number])
-            sampled: list[bool] = []
-            log_probs: list[float] = []
-            for request, answer in zip(inner.asked[key], inner.answered[key], strict=True):
-                # The engine saw all that came before, unchanged.
-                assert list(request.tokens)[: len(whole)] == whole
-                between = len(request.tokens) - len(whole)
-                whole = [*request.tokens, *answer.token_ids]
-                sampled += [False] * between + [True] * len(answer.token_ids)
-                log_probs += [0.0] * between + answer.log_probs
-            assert whole[len(prompts[number]) :] == episode.token_ids
-            assert episode.sampled == sampled and episode.log_probs == log_probs
-            assert sampled[0] and sampled[-1], "an episode begins and ends with a token of the model"
-            record = episode.record
-            assert record is not None and record.turns == len(inner.asked[key]) == len(
-                record.messages_of_model
-            )
-            turns += record.turns
-    assert turns > 2 * 200, "episodes of one turn test nothing"
+    assert check_tokens(prompts, found, calls) > 2 * 200, "episodes of one turn test nothing"
 
 
 def test_what_comes_between_turns_is_what_the_template_writes(
@@ -234,11 +153,11 @@ def test_an_episode_stays_within_its_length(make: Make, tokenizer: PreTrainedTok
 
 
 def test_a_turn_stays_within_its_length(make: Make, tokenizer: PreTrainedTokenizerBase) -> None:
-    engine, inner = make(SMOL, 8, ends_of(tokenizer), 6)
+    engine, calls = make(SMOL, 8, ends_of(tokenizer), 6)
     given = problems(20)
     prompts = [render(tokenizer, one, SMOL)[1] for one in given]
     found = engine.generate(prompts, Sampling(2, 800, 1.0, seeds=[*range(20)], problems=given))
-    lengths = [len(answer.token_ids) for answers in inner.answered.values() for answer in answers]
+    lengths = [len(answer.token_ids) for answers in calls.answered.values() for answer in answers]
     assert max(lengths) == 6 and min(lengths) < 6
     cut = [one for group in found for one in group if one.finish_reason == "length"]
     assert cut and all(one.sampled is not None and all(one.sampled[-6:]) for one in cut)

@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from episodes import check_tokens, problems, record, talking
 from torch import Tensor
 from torch._dynamo import convert_frame
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from vllm_arguments import ON_A_CPU, TINY_ENGINE
 
+from torchrl_grpo.batch.schema import build_batch
+from torchrl_grpo.envs.chat import render
 from torchrl_grpo.errors import ModelError, TrainingStopped
 from torchrl_grpo.inference.protocol import Probe, Sampling
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
@@ -29,6 +32,7 @@ from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
+EPISODES = 24
 QUESTIONS = ("What is 3 + 4?", "Name a color, please.", "Who wrote Hamlet? Answer in one word.")
 
 
@@ -113,6 +117,33 @@ def test_log_probs_are_the_trainers_at_the_sampling_temperature(
     assert all(one.finish_reason in ("stop", "length") for one in flat)
     engine.reset_cache()
     assert engine.generate(prompts, sampling) == completions, "equal seeds must give equal responses"
+
+
+def test_episodes_of_the_real_model_are_what_the_engine_saw_and_sampled(
+    engine: VLLMEngine, trained: Trained, smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
+    calls = record(engine, monkeypatch)
+    given = problems(EPISODES // 4)
+    for one in given:
+        one.messages.insert(0, {"role": "system", "content": "Reply with one word."})
+    prompts = [render(tokenizer, one)[1] for one in given]
+    seeds = [10 * number for number in range(len(given))]
+    episodes = talking(engine, tokenizer, max_turns=4, max_episodes=16)
+    found = episodes.generate(prompts, Sampling(4, 96, 1.0, seeds=seeds, problems=given))
+    assert check_tokens(prompts, found, calls) > 5 * len(given), "episodes of one turn test nothing"
+    batch = build_batch(
+        prompts, found, torch.zeros(len(given), 4, 1), torch.zeros(len(given), 4, 0),
+        torch.zeros(len(given), 4, dtype=torch.int64), 0, 2,
+    )  # fmt: skip
+    tokens, masks = batch["tokens"], batch["masks"]
+    with torch.no_grad():
+        scores = TokenScorer(trained.model, 1.0)(
+            tokens["prompt"], masks["prompt"], tokens["response"], masks["response"]
+        )
+    gap = (scores.log_probs - batch["log_probs", "response"])[masks["sampled"]].abs()
+    assert gap.max() < (2e-3 if engine.dtype is torch.float32 else 1.0)
+    assert gap.mean() < (1e-4 if engine.dtype is torch.float32 else 0.1)
 
 
 def test_publications_pass_and_change_the_answers(engine: VLLMEngine, trained: Trained) -> None:
