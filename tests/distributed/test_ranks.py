@@ -206,8 +206,9 @@ if "RANK" not in os.environ:
     from torchrl_grpo.distributed import launch
 
     raise SystemExit(launch.launch(sys.argv[1:], 2))
-told = Path({told!r})
+told, up = Path({told!r}), Path({up!r})
 if os.environ["RANK"] == "1":
+    up.write_text("up")
     told.read_text()
     raise SystemExit(3)
 
@@ -221,6 +222,8 @@ def leave(number, frame):
 
 
 signal.signal(signal.SIGINT, leave)
+# A rank that is interrupted while Python starts would never read.
+up.read_text()
 print("ready", flush=True)
 signal.pause()
 """
@@ -232,8 +235,10 @@ def test_a_rank_that_fails_while_it_leaves_does_not_cut_an_interrupted_one_short
 ) -> None:
     script = tmp_path / "leaving.py"
     # Reading waits until the other rank writes.
-    os.mkfifo(tmp_path / "told")
-    script.write_text(_LEAVING.format(root=str(repo_root), told=str(tmp_path / "told"), code=code))
+    told, up = tmp_path / "told", tmp_path / "up"
+    os.mkfifo(told)
+    os.mkfifo(up)
+    script.write_text(_LEAVING.format(root=str(repo_root), told=str(told), up=str(up), code=code))
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
     process = subprocess.Popen(
         [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True

@@ -12,4 +12,11 @@ ON_A_CPU: dict[str, Any] = {
     "gpu_memory_utilization": 0.4,
     "kv_cache_gib": 1,
 }
-TINY_ENGINE: dict[str, Any] = {**ON_A_CPU, "max_model_len": 64, "max_num_seqs": 4}
+TINY_ENGINE: dict[str, Any] = {
+    **ON_A_CPU,
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    # vLLM resets its cache block by block before each of hundreds of publications. Of a tiny model, a GiB has
+    # more than a hundred thousand blocks.
+    "engine_args": {"num_gpu_blocks_override": 64},
+}

@@ -131,7 +131,7 @@ def test_episodes_of_the_real_model_are_what_the_engine_saw_and_sampled(
     seeds = [10 * number for number in range(len(given))]
     episodes = talking(engine, tokenizer, max_turns=4, max_episodes=16)
     found = episodes.generate(prompts, Sampling(4, 96, 1.0, seeds=seeds, problems=given))
-    assert check_tokens(prompts, found, calls) > 5 * len(given), "episodes of one turn test nothing"
+    assert check_tokens(prompts, found, calls) > EPISODES, "episodes of one turn test nothing"
     batch = build_batch(
         prompts, found, torch.zeros(len(given), 4, 1), torch.zeros(len(given), 4, 0),
         torch.zeros(len(given), 4, dtype=torch.int64), 0, 2,

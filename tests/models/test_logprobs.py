@@ -334,6 +334,7 @@ SCALED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", SCALED)
 def test_logits_that_a_model_scales(kind: str, shared: bool) -> None:
     config = AutoConfig.for_model(kind, **_NO_HEAD_DIM, **SCALED[kind])
+    torch.manual_seed(0)
     model, batch = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), make_batch(P=2, G=2)
     prepare_for_training(model, TrainModelConfig())
     assert max_logit_error(model) < 1e-4
