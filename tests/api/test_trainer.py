@@ -54,6 +54,20 @@ def shorter(completion: str, example: Any) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.integration
+def test_a_run_with_workers_is_evaluated(make: Make) -> None:
+    trainer = make({"collector.max_policy_age": 1}, train_dataset=ROWS, rewards=shorter, asynchronous=True)
+    trainer.train()
+    found = trainer.evaluate()
+    assert found["eval/accuracy"] == trainer.metrics()[-1]["eval/accuracy"]
+    assert {path.name for path in trainer.output_dir.iterdir()} >= {
+        "objects.pkl",
+        "python.log",
+        "summary.json",
+    }
+
+
+@pytest.mark.slow
 def test_a_run_from_python_is_the_run_of_the_command(
     make: Make, repo_root: Path, tmp_path: Path, tiny_model_dir: Path
 ) -> None:
@@ -203,6 +217,9 @@ def test_evaluation_resumption_and_saving(make: Make, tmp_path: Path) -> None:
         ({"rewards": "no_such_reward"}, r"reward\.weights\.no_such_reward"),
         ({"model": 3}, "model is int"),
         ({"tools": ["hammer"]}, r"env\.tools"),
+        ({"config": {"resume": "auto"}}, r"config has 'resume'; write train\(resume=True\) instead"),
+        ({"config": {"hydra.run.dir": "x"}}, r"'hydra\.run\.dir'; write output_dir instead"),
+        ({"config": {"train_model.num_devices": 2}}, r"num_devices=2: GRPOTrainer trains in one process"),
     ],
 )
 def test_mistakes_name_the_argument(make: Make, arguments: dict[str, Any], says: str) -> None:

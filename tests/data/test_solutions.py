@@ -48,7 +48,7 @@ def test_gsm8k_has_its_steps_without_the_calculator(answer_format: str, solution
         (MATH, "tags", "<think>Half of 8 is $\\boxed{4}$.</think><answer>4</answer>"),
         (MATH, "plain", "Half of 8 is $\\boxed{4}$."),
         ({"problem": "What?", "answer": "4"}, "plain", "4"),
-        ({"problem": "What?", "answer": "4"}, "tags", "<think></think><answer>4</answer>"),
+        ({"problem": "What?", "answer": "4"}, "tags", "<answer>4</answer>"),
     ],
 )
 def test_math_has_its_solution_or_its_answer(
@@ -77,6 +77,7 @@ def test_an_equation_has_its_expression(answer_format: str, solution: str) -> No
         ({"question": "a"}, {}, ""),
         ({"chat": CHAT}, {"messages": "chat"}, "Hello to you."),
         ({"chat": CHAT[:1], "answer": "Hi."}, {"messages": "chat"}, "Hi."),
+        ({"chat": CHAT, "why": "Because."}, {"messages": "chat", "solution": "why"}, "Because."),
     ],
 )
 def test_rows_of_ones_own(values: dict[str, Any], fields: dict[str, str], solution: str) -> None:
@@ -85,9 +86,20 @@ def test_rows_of_ones_own(values: dict[str, Any], fields: dict[str, str], soluti
     assert found.messages[-1]["role"] == "user"
 
 
-def test_a_solution_that_is_no_text_is_refused() -> None:
-    with pytest.raises(DataError, match="solution"):
-        jsonl.example(row({"question": "a", "solution": 4}), env("plain", dataset="jsonl"), "x")
+def test_a_column_that_nobody_named_may_be_anything_and_a_named_one_is_text() -> None:
+    values = {"question": "a", "answer": "5", "solution": None, "why": 4}
+    assert jsonl.example(row(values), env("plain", dataset="jsonl"), "x").solution == "5"
+    named = env("plain", dataset="jsonl", fields={"solution": "why"})
+    with pytest.raises(DataError, match="why"):
+        jsonl.example(row(values), named, "x")
+
+
+def test_a_solution_is_written_in_the_tags_that_the_prompt_asks_for() -> None:
+    values = {"question": "a", "answer": "5", "solution": "Two and three."}
+    found = jsonl.example(row(values), env("tags", dataset="jsonl"), "x")
+    assert found.solution == "<think>Two and three.</think><answer>5</answer>"
+    tagged = {**values, "solution": "<think>2 + 3</think><answer>5</answer>"}
+    assert jsonl.example(row(tagged), env("tags", dataset="jsonl"), "x").solution == tagged["solution"]
 
 
 def test_instructions_have_no_solution() -> None:

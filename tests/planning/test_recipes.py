@@ -83,7 +83,7 @@ def test_a_recipe_fits_its_machine_and_uses_all_of_it(
 
 @pytest.mark.parametrize("recipe", MACHINES)
 def test_a_recipe_is_one_for_solutions_too(recipe: str, tmp_path: Path) -> None:
-    cfg = read("sft_gsm8k", f"+recipe={recipe}", "env.repeats=1")
+    cfg = read("sft_gsm8k", f"+recipe={recipe}")
     check_method(cfg, TrainMethod.sft)
     preflight.make(on_disk(cfg, tmp_path), False, MACHINES[recipe])
 

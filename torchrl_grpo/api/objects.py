@@ -6,6 +6,7 @@ rewards and episodes, read them from there, as they import ``FILE.py:NAME``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,30 +22,43 @@ def label(found: Any) -> str:
     return str(getattr(found, "__name__", None) or type(found).__name__).strip("<>")
 
 
-def write(objects: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Write objects to a file and return how the configuration names each.
+class PassedObjects:
+    """Functions, classes and callable objects by name, and the file in which they travel.
 
     Args:
-        objects: functions, classes and callable objects by name.
+        objects: the objects.
         folder: folder of the file.
 
     Raises:
         ConfigError: an object cannot be sent to another process.
     """
-    import cloudpickle
 
-    path = folder.resolve() / FILE
-    for name, found in objects.items():
-        try:
-            cloudpickle.dumps(found)
-        except Exception as error:
-            raise ConfigError(
-                f"{name}: {found!r:.80} cannot be sent to another process: {user_code.describe(error)}; open "
-                "files and connections inside the function, or name a function in a file, FILE.py:FUNCTION"
-            ) from error
-    if objects:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(cloudpickle.dumps(dict(objects)))
+    def __init__(self, objects: Mapping[str, Any], folder: Path) -> None:
+        import cloudpickle
+
+        for name, found in objects.items():
+            try:
+                cloudpickle.dumps(found)
+            except Exception as error:
+                raise ConfigError(
+                    f"{name}: {found!r:.80} cannot be sent to another process: {user_code.describe(error)}; "
+                    "open files and connections inside the function, or name a function in a file, "
+                    "FILE.py:FUNCTION"
+                ) from error
+        self._objects = dict(objects)
+        self._path = folder.resolve() / FILE
+        self._bytes: bytes = cloudpickle.dumps(self._objects)
         # This process has them already.
-        user_code.remember(path, objects)
-    return {name: f"{path}:{name}" for name in objects}
+        user_code.remember(self._path, self._objects)
+
+    def names(self) -> dict[str, str]:
+        """Return how the configuration names each object."""
+        return {name: f"{self._path}:{name}" for name in self._objects}
+
+    def write(self) -> None:
+        """Write the file. A process that reads it meanwhile gets the old one or the new one."""
+        if self._objects:
+            aside = self._path.with_name(f".{FILE}.{os.getpid()}")
+            aside.write_bytes(self._bytes)
+            os.replace(aside, self._path)
+            user_code.remember(self._path, self._objects)

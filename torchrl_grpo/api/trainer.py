@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from torchrl_grpo.cli.compose import composer, write_override
 from torchrl_grpo.cli.main import resolve_job
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import REWARDS
+from torchrl_grpo.config.checks import check_installed
+from torchrl_grpo.distributed import launch
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.config_dir import config_dir
@@ -25,6 +28,8 @@ from torchrl_grpo.runtime.config_dir import config_dir
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# Keys that belong to the command line -> what takes their place here.
+_NOT_KEYS = {"hydra": "output_dir", "resume": "train(resume=True)", "dry_run": "grpo.py dry_run=true"}
 # A function or class, or how the configuration names one: FILE.py:NAME, or the name of a built-in one.
 Named = Callable[..., Any] | str
 
@@ -104,49 +109,53 @@ class GRPOTrainer:
             given["env.tools"] = list(_by_name(tools, passed, "tools").values())
         if environment is not None:
             (given["env.environment"],) = _by_name([environment], passed, "environment").values()
+        for key in config or ():
+            if key.partition(".")[0] in _NOT_KEYS:
+                raise ConfigError(f"config has {key!r}; write {_NOT_KEYS[key.partition('.')[0]]} instead")
         with composer(config_dir(), config_name) as tree:
             # The folder is needed before the objects can be named.
-            planned = tree.compose([]).run_dir
-            if output_dir is None:
-                self.output_dir = run_folder.new_folder(planned).resolve() if _is_main() else planned
-            else:
-                self.output_dir = Path(output_dir).resolve()
-            names = objects.write(passed, self.output_dir)
+            planned = tree.compose([]).run_dir if output_dir is None else Path(output_dir)
+            self.output_dir = (run_folder.new_folder(planned) if output_dir is None else planned).resolve()
+            self._objects = objects.PassedObjects(passed, self.output_dir)
+            names = self._objects.names()
             whole = {**given, **(config or {})}
             words = [write_override(key, _replaced(value, names)) for key, value in whole.items()]
             (overrides,) = tree.jobs(words, sweep=False)
             node = tree.compose(overrides).node
             self.cfg: Config = resolve_job(node, lambda cfg: check_job(cfg, asynchronous))
+        check_installed(self.cfg)
+        if rank_env.launched() or launch.ranks_wanted([self.cfg]) > 1:
+            raise ConfigError(
+                f"train_model.num_devices={self.cfg.train_model.num_devices}: GRPOTrainer trains in one "
+                "process; start grpo.py for several training ranks, with rewards and data sets in a file"
+            )
 
     def train(self, resume: bool = False) -> dict[str, Any]:
         """Train, and write the run folder.
 
         Args:
-            resume: whether to continue from the newest checkpoint of ``output_dir``.
+            resume: whether to continue from the newest checkpoint of ``output_dir``. The functions and rows
+                that were passed to this trainer take the place of earlier ones.
 
         Returns:
-            The contents of ``summary.json``; of other training ranks than the first, an empty mapping.
+            The contents of ``summary.json``.
 
         Raises:
             UserError: the data, checkpoint, model or training is invalid; the message names the fix.
         """
-        from dataclasses import replace
-
         from torchrl_grpo.training import job
 
-        if rank_env.rank() > 0:
-            job.follow()
-            return {}
         cfg = self.cfg
         if resume:
             run_folder.folder_to_resume(str(self.output_dir), None)
             cfg = replace(cfg, resume=str(self.output_dir))
-        elif cfg.resume is None:
-            run_folder.check_free("output_dir", self.output_dir)
-        self.output_dir.mkdir(parents=True, exist_ok=True)
-        with _log_file(self.output_dir / "python.log"):
-            run = job.run_async if self._asynchronous else job.run
-            return run(cfg, self.output_dir)
+        elif run_folder.holds_run(self.output_dir):
+            raise ConfigError(
+                f"output_dir={self.output_dir}: holds an earlier run, which is left as it is; call "
+                "train(resume=True) to continue it, or give another output_dir"
+            )
+        with self._ready():
+            return (job.run_async if self._asynchronous else job.run)(cfg, self.output_dir)
 
     def evaluate(self) -> dict[str, float]:
         """Measure the held-out accuracy of the newest checkpoint, or of the model before training.
@@ -155,12 +164,11 @@ class GRPOTrainer:
             The metrics ``eval/*``.
 
         Raises:
-            UserError: the data, checkpoint or model is invalid.
+            UserError: the data, checkpoint or model is invalid, or no problem is held out.
         """
         from torchrl_grpo.training import job
 
-        self.output_dir.mkdir(parents=True, exist_ok=True)
-        with _log_file(self.output_dir / "python.log"):
+        with self._ready():
             return job.evaluate(self.cfg, self._newest())
 
     def save(self, folder: str | Path) -> Path:
@@ -188,6 +196,14 @@ class GRPOTrainer:
         path = self.output_dir / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    @contextmanager
+    def _ready(self) -> Iterator[None]:
+        """Write what the processes of a run read, and send what libraries print to a file."""
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        self._objects.write()
+        with _log_file(self.output_dir / "python.log"):
+            yield
+
     def _newest(self) -> Path | None:
         found = run_folder.complete_checkpoints(self.output_dir)
         return found[-1] if found else None
@@ -195,10 +211,6 @@ class GRPOTrainer:
 
 class _Passed(str):
     """Name of an object that was passed, until its place in a file is known."""
-
-
-def _is_main() -> bool:
-    return rank_env.rank() == 0
 
 
 def _model_name(model: Any) -> str:

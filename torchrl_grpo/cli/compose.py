@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import numbers
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -251,8 +252,11 @@ def _written(value: object) -> str:
         return "{" + ",".join(f"{name}:{_written(one)}" for name, one in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(_written, value)) + "]"
-    if isinstance(value, int | float):
-        return repr(value)
+    # Numbers of NumPy print with the name of their type.
+    if isinstance(value, numbers.Integral):
+        return repr(int(value))
+    if isinstance(value, numbers.Real):
+        return repr(float(value))
     return quote(str(value))
 
 

@@ -21,7 +21,22 @@ def load(cfg: Config) -> problems.Problems:
     if cfg.env.data_path is None and cfg.env.hub_name is None:
         raise ConfigError("env.dataset=jsonl needs a file: set env.data_path=FILE.jsonl (or env.hub_name)")
     field_names(cfg.env)
-    return problems.build(cfg, sources.resolve(cfg, sources.Hub("")), example)
+    found = problems.build(cfg, sources.resolve(cfg, sources.Hub("")), example)
+    check_answers(found)
+    return found
+
+
+def check_answers(found: problems.Problems) -> None:
+    """Refuse rows of which only some have an answer. A reward would fail on the others in the middle.
+
+    Raises:
+        DataError: a row has no answer, and another has one.
+    """
+    without = next((one for one in found.train if "answer" not in one.truth), None)
+    if without is not None and any("answer" in one.truth for one in found.train):
+        raise DataError(
+            f"jsonl: {without.id} has no answer, and other rows have one; give every row an answer, or none"
+        )
 
 
 def field_names(env: EnvConfig) -> dict[str, str]:
@@ -59,22 +74,31 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
     if "answer" in names or "answer" in row.values:
         column = names.get("answer", "answer")
         truth["answer"] = columns.answer(fields.resolve(row, column, "env.fields.answer"), column, "jsonl")
-    solution = ""
-    if "solution" in names or "solution" in row.values:
-        column = names.get("solution", "solution")
-        solution = columns.text(fields.resolve(row, column, "env.fields.solution"), column, "jsonl")
-    elif "answer" in truth:
-        solution = prompts.solution(env, "", truth["answer"])
+    solution = _solution(row, env, names, truth)
     if "messages" in names:
         column = names["messages"]
         found = fields.resolve(row, column, "env.fields.messages").values.get(column)
         if isinstance(found, list) and len(found) > 1 and _is_message(found[-1], "assistant"):
             *found, last = found
-            solution = last["content"]
+            if "solution" not in names:
+                solution = last["content"]
         return Example(id, _messages(found, row, column, env), truth, solution=solution)
     column = names["question"]
     question = columns.text(fields.resolve(row, column, "env.fields.question"), column, "jsonl")
     return Example(id, prompts.messages(env, env.dataset, question), truth, solution=solution)
+
+
+def _solution(row: sources.Row, env: EnvConfig, names: dict[str, str], truth: dict[str, str]) -> str:
+    """Return the solution of a row in the format of the prompt; empty if there is none."""
+    text = row.values.get("solution")
+    if "solution" in names:
+        column = names["solution"]
+        text = columns.text(fields.resolve(row, column, "env.fields.solution"), column, "jsonl")
+    if not isinstance(text, str) or not text.strip():
+        return prompts.solution(env, "", truth["answer"]) if "answer" in truth else ""
+    if env.answer_format == "tags" and "<answer>" not in text and "answer" in truth:
+        return prompts.solution(env, text, truth["answer"])
+    return text
 
 
 def _is_message(value: object, role: str | None = None) -> bool:

@@ -66,7 +66,9 @@ def solution(env: EnvConfig, reasoning: str, answer: str, text: str | None = Non
         text: the solution as the data set has it, for ``answer_format=plain``; None for the answer alone.
     """
     if env.answer_format == "tags":
-        return f"<think>{reasoning}</think><answer>{answer}</answer>"
+        # Empty thoughts would be learned too.
+        thoughts = f"<think>{reasoning}</think>" if reasoning else ""
+        return f"{thoughts}<answer>{answer}</answer>"
     if env.answer_format == "equation":
         return f"{reasoning} = {answer}".strip()
     return answer if text is None else text

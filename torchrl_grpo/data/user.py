@@ -14,7 +14,7 @@ from typing import Any
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.data import problems
-from torchrl_grpo.data.jsonl import example, field_names
+from torchrl_grpo.data.jsonl import check_answers, example, field_names
 from torchrl_grpo.data.rows import sources
 from torchrl_grpo.errors import ConfigError, DataError
 from torchrl_grpo.runtime import user_code
@@ -37,7 +37,9 @@ def load(cfg: Config) -> problems.Problems:
     if not train:
         raise DataError(f"env.dataset={cfg.env.dataset!r}: the function returned no row for split='train'")
     name = cfg.env.dataset
-    return problems.build(cfg, sources.Splits(train, _rows(cfg, "test"), f"{name} (train)"), example)
+    found = problems.build(cfg, sources.Splits(train, _rows(cfg, "test"), f"{name} (train)"), example)
+    check_answers(found)
+    return found
 
 
 def _rows(cfg: Config, split: str) -> list[sources.Row] | None:

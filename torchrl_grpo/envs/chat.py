@@ -85,13 +85,29 @@ def end_of_message(
         chat_template: as for :func:`render`.
 
     Returns:
-        The first of the end tokens that follows such a message, or the tokenizer's own if none does.
+        The first of the end tokens that follows such a message. If the template writes none, the tokenizer's
+        own end token.
+
+    Raises:
+        ModelError: the template cannot render such a message, or the engine does not stop at that token.
     """
     answer = "zqxanswerxqz"
     messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": answer}]
-    text = str(tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False))
+    try:
+        text = str(tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False))
+    except TemplateError as error:
+        raise ModelError(
+            f"The chat template of {tokenizer.name_or_path} refuses a message of the assistant: {error}. "
+            "Give another one as model.chat_template."
+        ) from error
     after = tokenizer(text.rpartition(answer)[2], add_special_tokens=False)["input_ids"]
-    return int(next((one for one in after if one in end_token_ids), tokenizer.eos_token_id))
+    token = next((one for one in after if one in end_token_ids), tokenizer.eos_token_id)
+    if token not in end_token_ids:
+        raise ModelError(
+            f"The chat template of {tokenizer.name_or_path} ends a message with no token at which the engine "
+            f"stops ({', '.join(map(str, end_token_ids))}); give another one as model.chat_template"
+        )
+    return int(token)
 
 
 def check_length(example: Example, length: int, max_prompt_tokens: int) -> None:

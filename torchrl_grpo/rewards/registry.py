@@ -70,17 +70,28 @@ def _user_reward_spec(cfg: Config, name: str) -> user_reward.UserRewardSpec:
     return user_reward.UserRewardSpec(name, cfg.reward.functions[name], dict(cfg.reward.args.get(name, {})))
 
 
+def _check_answer(cfg: Config, name: str, example: Example | None) -> None:
+    """Refuse a built-in reward that compares with an answer if a problem has none.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    key = f"reward.weights.{name}" if cfg.eval.reward is None else f"eval.reward={name}"
+    needs_answer = dataset_kind(cfg.env.dataset) == "jsonl" and REWARDS[name].needs_answer
+    if needs_answer and example is not None and "answer" not in example.truth:
+        raise ConfigError(
+            f"{key}: {example.id} has no answer to compare with; name its column with "
+            "env.fields={question:COLUMN,answer:COLUMN}, or write a reward of your own with "
+            "reward.functions; eval.num_problems=0 evaluates nothing"
+        )
+
+
 def _build(cfg: Config, name: str, example: Example | None) -> Reward:
     if name in cfg.reward.functions:
         return user_reward.build(
             _user_reward_spec(cfg, name), cfg.reward.timeout_s, cfg.reward.workers, example
         )
-    needs_answer = dataset_kind(cfg.env.dataset) == "jsonl" and REWARDS[name].needs_answer
-    if needs_answer and example is not None and "answer" not in example.truth:
-        raise ConfigError(
-            f"reward.weights.{name}: {example.id} has no answer to compare with; name its column with "
-            "env.fields={question:COLUMN,answer:COLUMN}, or write a reward of your own with reward.functions"
-        )
+    _check_answer(cfg, name, example)
     reward: Reward = load_built_in(REWARDS[name].build)(cfg)
     return reward
 
@@ -184,6 +195,8 @@ def build_grader(
 
 def _build_one_grader(cfg: Config, shared: RewardSet | None, example: Example | None) -> Grader:
     name = eval_reward_name(cfg)
+    if name not in cfg.reward.functions:
+        _check_answer(cfg, name, example)
     if name in REWARDS and (own := REWARDS[name].grader) is not None:
         grader: Grader = load_built_in(own)()
         return grader

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.group_text import GroupTextEnv, Prompt
 from torchrl_grpo.errors import DataError
 from torchrl_grpo.inference.protocol import Probe
@@ -18,6 +19,24 @@ from torchrl_grpo.rollout.groups import Group, Response, ScoredGroup
 from torchrl_grpo.rollout.interface import CollectorInterface
 from torchrl_grpo.rollout.round import Round, build_round
 from torchrl_grpo.weight_sync.transport import Delivery
+
+
+def check_solution(example: Example) -> None:
+    """Refuse a problem that cannot be learned.
+
+    Raises:
+        DataError: it has no solution, or its prompt asks for tags that the solution has not.
+    """
+    if not example.solution.strip():
+        raise DataError(
+            f"train.method=sft: {example.id} has no solution to learn; name the column of solutions with "
+            "env.fields={question:COLUMN,solution:COLUMN}, or take another data set"
+        )
+    if "<answer>" in example.messages[-1]["content"] and "<answer>" not in example.solution:
+        raise DataError(
+            f"train.method=sft: the prompt of {example.id} asks for an answer between <answer> and "
+            "</answer>, and its solution has none; write env.answer_format=plain"
+        )
 
 
 class SolutionCollector(CollectorInterface):
@@ -100,12 +119,8 @@ class SolutionCollector(CollectorInterface):
         return round_
 
     def _group(self, prompt: Prompt) -> ScoredGroup:
+        check_solution(prompt.example)
         text = prompt.example.solution
-        if not text.strip():
-            raise DataError(
-                f"train.method=sft: {prompt.example.id} has no solution to learn; name the column of "
-                "solutions with env.fields={question:COLUMN,solution:COLUMN}, or take another data set"
-            )
         tokens = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.end_token_id]
         is_cut = len(tokens) > self.max_new_tokens
         tokens = tokens[: self.max_new_tokens]

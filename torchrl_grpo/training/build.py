@@ -52,7 +52,7 @@ from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.rollout.build import CollectorFactory, EngineSource, build_single_engine
 from torchrl_grpo.rollout.collector import RolloutCollector
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
-from torchrl_grpo.rollout.solutions import SolutionCollector
+from torchrl_grpo.rollout.solutions import SolutionCollector, check_solution
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.rng import derive_seed
 from torchrl_grpo.training.data_parallel_engine import build_data_parallel_engine
@@ -80,6 +80,8 @@ class Job:
         reward_set: rewards that score responses; closed by the caller.
         grader: grader of held-out responses; closed by the caller.
         resume_from: checkpoint to continue from; None for a new run.
+        is_evaluation: whether the model is only evaluated. Of a checkpoint, only its weights are read, and
+            nothing is logged.
     """
 
     cfg: Config
@@ -88,6 +90,7 @@ class Job:
     reward_set: RewardSet | MixtureRewardSet
     grader: CountingGrader
     resume_from: Path | None = None
+    is_evaluation: bool = False
 
 
 class MessageQueue:
@@ -148,6 +151,10 @@ def _build(
     tokenizer = loading.load_tokenizer(source, cfg.model)
     loading.check_context(source, cfg)
     problems = map_parts(cfg, job.problems, partial(_fit_prompts, tokenizer, messages))
+    if cfg.train.method == "sft" and isinstance(problems.train, list):
+        # Problems that are generated on demand are checked when they are drawn.
+        for example in problems.train:
+            check_solution(example)
     messages(describe_length(cfg, len(problems.train)) if cfg.train.num_epochs else None)
     env = build_environment(cfg, problems, job.reward_set, tokenizer)
     evaluator = Evaluator(problems.held_out, tokenizer, job.grader, cfg)
@@ -226,7 +233,7 @@ def _build(
         evaluator=evaluator,
     )
     state = SessionState(parts, saves_reference=schedule.refresh_every > 0)
-    if resume_from is not None:
+    if resume_from is not None and not job.is_evaluation:
         state.load_state_dict(ranks.call_all(Learner.resume, learner, resume_from))
     # This truncates the output files to the resumed step, so it comes after everything that can fail.
     outputs = _open_outputs(job, schedule, exit_stack, progress)
@@ -244,7 +251,8 @@ def _fit_prompts(
 
 def _open_outputs(job: Job, schedule: RunSchedule, exit_stack: ExitStack, progress: Progress) -> Outputs:
     cfg, run_dir = job.cfg, job.run_dir
-    step = None if job.resume_from is None else int(job.resume_from.name)
+    resumes = job.resume_from is not None and not job.is_evaluation
+    step = int(job.resume_from.name) if job.resume_from is not None and resumes else None
     if step is not None:
         checkpoint.rename_checkpoints_after(run_dir, step)
         # If the run had finished, its summary no longer holds: the steps after this one are repeated.

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torchrl_grpo import data, rewards
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.checkpoints.run_dir import claimed
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.values import ZERO_STAGES
 from torchrl_grpo.errors import CheckpointError, TrainingStopped, WorkersLost
 from torchrl_grpo.planning import launcher, preflight
@@ -62,6 +64,10 @@ def evaluate(cfg: Config, resume_from: Path | None) -> dict[str, float]:
     Raises:
         UserError: the data, checkpoint or model is invalid.
     """
+    if cfg.eval.num_problems == 0:
+        raise bad_value("eval.num_problems", 0, "leaves nothing to evaluate", "eval.num_problems=200")
+    # The evaluation is no run of its own for the user's loggers.
+    cfg = replace(cfg, logging=replace(cfg.logging, backends=[], rollouts=False))
     problems = data.load(cfg)
     examples = problems.first_examples()
     plan = preflight.announce(cfg, asynchronous=False)
@@ -75,7 +81,7 @@ def evaluate(cfg: Config, resume_from: Path | None) -> dict[str, float]:
         from torchrl_grpo.rollout.build import collection_for
         from torchrl_grpo.training.build import Job, build_session
 
-        job = Job(cfg, Path(folder), problems, reward_set, grader, resume_from)
+        job = Job(cfg, Path(folder), problems, reward_set, grader, resume_from, is_evaluation=True)
         session = build_session(job, build_collector=collection_for(plan), plan=plan)
         try:
             return session.evaluate_only()

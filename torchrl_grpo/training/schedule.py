@@ -18,7 +18,7 @@ class RunSchedule:
     Attributes:
         steps_per_round: optimizer steps that a collection round is trained for.
         total_steps: optimizer steps of the whole run.
-        publish_every: optimizer steps from one publication to the next.
+        publish_every: optimizer steps from one publication to the next; 0 publishes for evaluations only.
         evaluate_every: optimizer steps from one evaluation to the next.
         checkpoint_every: optimizer steps from one checkpoint to the next.
         refresh_every: optimizer steps from one refresh of the reference model to the next; 0 for never.
@@ -44,7 +44,7 @@ class RunSchedule:
         per_round = steps_per_round(cfg)
         total_steps = rounds(cfg) * per_round
         # Without sampling, the engine needs weights for evaluations only.
-        publish_every = total_steps if cfg.train.method == "sft" else per_round
+        publish_every = 0 if cfg.train.method == "sft" else per_round
         return cls(
             steps_per_round=per_round,
             total_steps=total_steps,
@@ -80,6 +80,8 @@ class RunSchedule:
         checkpoint's weights before it samples that round. The uninterrupted run would otherwise sample it
         with older weights.
         """
+        if self.publish_every == 0:
+            return self.is_evaluation_due(step)
         until_next = self.publish_every - step % self.publish_every
         if until_next == self.publish_every or self.is_evaluation_due(step):
             return True

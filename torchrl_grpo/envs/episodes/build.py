@@ -154,6 +154,7 @@ def _user_code(cfg: Config, tools: list[Tool]) -> UserCodeSpec:
         environment_args=dict(cfg.env.environment_args),
         tools=[tool.spec for tool in tools if tool.run is None],
         max_characters=cfg.env.max_tool_characters,
+        has_tools=bool(cfg.env.tools),
     )
 
 

@@ -164,7 +164,8 @@ class UserCode:
 
     Args:
         spec: ``environment`` (a name as in ``env.environment``, or None), ``environment_args`` and ``tools``,
-            names as in ``env.tools``; ``max_characters`` of the result of a tool.
+            names as in ``env.tools``; ``max_characters`` of the result of a tool; ``has_tools``, whether
+            there are tools of any kind.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -214,6 +215,8 @@ class UserCode:
             # All responses to a problem must get the same prompt.
             arguments["seed"] = zlib.crc32(example.id.encode())
         made = user_code.call(make, **arguments)
+        if torchrl_env.is_torchrl(made) and self._spec["has_tools"]:
+            raise ValueError("an environment of TorchRL has tools of its own; remove env.tools")
         return torchrl_env.TorchRLEpisode(made) if torchrl_env.is_torchrl(made) else made
 
     def _tool(self, name: str) -> Any:

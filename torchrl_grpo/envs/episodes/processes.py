@@ -37,12 +37,14 @@ class UserCodeSpec:
         environment_args: arguments of the environment.
         tools: names as in ``env.tools``.
         max_characters: longest result of a tool, in characters.
+        has_tools: whether the model has tools, built-in ones included.
     """
 
     environment: str | None = None
     environment_args: dict[str, Any] = field(default_factory=dict)
     tools: list[str] = field(default_factory=list)
     max_characters: int = 2_000
+    has_tools: bool = False
 
 
 class EpisodeHost:

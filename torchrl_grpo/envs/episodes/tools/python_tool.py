@@ -88,7 +88,7 @@ def why_unavailable() -> str | None:
 def _communicate(process: subprocess.Popen[bytes], code: str, limit_s: float, folder: Path) -> bytes:
     """Give the code to the process, and return its output when the process has ended."""
     assert process.stdin is not None and process.stdout is not None
-    end = time.monotonic() + limit_s
+    end, next_check = time.monotonic() + limit_s, 0.0
     output, rest = b"", code.encode(errors="replace")
     os.set_blocking(process.stdin.fileno(), False)
     with contextlib.ExitStack() as stack:
@@ -104,8 +104,10 @@ def _communicate(process: subprocess.Popen[bytes], code: str, limit_s: float, fo
             if left <= 0:
                 raise PythonFailed(f"the code took longer than {limit_s:g} s and was ended")
             ready = selector.select(min(left, _FOLDER_CHECK_S))
-            if _is_too_large(folder):
-                raise PythonFailed(f"the code wrote more than {_MAX_FOLDER} bytes of files and was ended")
+            if time.monotonic() >= next_check:
+                if _is_too_large(folder):
+                    raise PythonFailed(f"the code wrote more than {_MAX_FOLDER} bytes of files and was ended")
+                next_check = time.monotonic() + _FOLDER_CHECK_S
             for key, _ in ready:
                 if key.fileobj is process.stdin:
                     try:
@@ -129,15 +131,19 @@ def _communicate(process: subprocess.Popen[bytes], code: str, limit_s: float, fo
 
 
 def _is_too_large(folder: Path) -> bool:
-    """Whether the files of a folder have too many bytes, counting 4 KiB for each file and folder."""
+    """Whether the files of a folder have too many bytes, counting 4 KiB for each file and folder.
+
+    A folder that cannot be read counts as too large, because it may hold anything.
+    """
     total = 0
-    for place, folders, files in os.walk(folder):
+    unreadable: list[OSError] = []
+    for place, folders, files in os.walk(folder, onerror=unreadable.append):
         for name in (*folders, *files):
             with contextlib.suppress(FileNotFoundError):
                 total += 4096 + os.lstat(os.path.join(place, name)).st_size
             if total > _MAX_FOLDER:
                 return True
-    return False
+    return any(not isinstance(error, FileNotFoundError) for error in unreadable)
 
 
 def _python(code: str) -> None:
