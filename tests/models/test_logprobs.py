@@ -395,3 +395,38 @@ def test_autocast_computes_in_bfloat16_and_returns_float32() -> None:
     difference = float((exact - rough).detach().abs().max())
     assert rough.dtype == torch.float32
     assert 1e-4 < difference < 0.5
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "plain"])
+def test_the_head_is_computed_for_the_tokens_that_are_asked_for_only(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = make_model("llama_tied"), make_batch(P=2, G=3)
+    scorer = TokenScorer(model, 0.7, shares_prefix=shared)
+    whole = scorer(*inputs(batch))
+    mask = batch["masks", "response"]
+    chosen = mask & (torch.rand(mask.shape, generator=torch.Generator().manual_seed(0)) < 0.4)
+    weight = torch.linspace(-1, 1, mask.numel()).view(mask.shape)
+    (whole.log_probs * weight * chosen).sum().backward()
+    right = gradients(model)
+    model.zero_grad()
+    counts = []
+    compute = scorer._score
+
+    def counted(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        counts.append(len(targets))
+        return compute(hidden, targets)
+
+    monkeypatch.setattr(scorer, "_score", counted)
+    found = scorer(*inputs(batch), chosen)
+    (found.log_probs * weight).sum().backward()
+    assert counts == [int(chosen.sum())]
+    torch.testing.assert_close(found.log_probs, whole.log_probs * chosen)
+    torch.testing.assert_close(found.entropy, whole.entropy * chosen)
+    assert_same_gradients(gradients(model), right)
+    # Nothing to score: ranks still need a backward pass through every layer.
+    model.zero_grad()
+    nothing = scorer(*inputs(batch), torch.zeros_like(mask))
+    nothing.log_probs.sum().backward()
+    assert counts[-1] == 0 and all(one.grad is not None for one in model.parameters())
+    assert not any(one.any() for one in gradients(model).values())

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 # Input of TorchRL's wrappers of language models when they score token ids.
 FULL_TOKENS = ("tokens", "full")
 
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+# Prompt, its mask, response, its mask; of a TokenScorer, which tokens to score too.
+Inputs = tuple[Tensor, ...]
 
 
 class ActorKeys(NamedTuple):

@@ -14,6 +14,7 @@ from torchrl.objectives import LossModule
 
 from torchrl_grpo.config.derived import initial_kl_coef
 from torchrl_grpo.config.schema import PolicyConfig
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives import actors
 from torchrl_grpo.objectives.aggregation import BatchTotals, count_totals, token_weights
 from torchrl_grpo.objectives.coefficients import EntropyCoefficient, KLCoefficient
@@ -264,12 +265,11 @@ class GroupPolicyLoss(LossModule):
         keys = self.tensor_keys
 
         def inputs() -> actors.Inputs:
-            return (
-                tensordict.get(keys.prompt),
-                tensordict.get(keys.prompt_mask),
-                tensordict.get(keys.response),
-                tensordict.get(keys.response_mask),
-            )
+            read = [keys.prompt, keys.prompt_mask, keys.response, keys.response_mask]
+            if isinstance(self.actor_network, TokenScorer):
+                # Between the turns of an episode are tokens that the loss does not count.
+                read.append(keys.loss_mask)
+            return tuple(tensordict.get(key) for key in read)
 
         return actors.score(
             self.actor_network if self._network is None else self._network,

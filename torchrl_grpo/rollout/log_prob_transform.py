@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torchrl.envs.transforms import Transform
 
 from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, partition_balanced
+from torchrl_grpo.batch.schema import sampled_mask
 from torchrl_grpo.models.saving import Named
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 
 
 def score_piece(network: nn.Module, piece: TensorDictBase) -> Tensor:
-    """Log-probabilities ``[P, G, T]`` of the responses of a micro-batch, on the CPU.
+    """Log-probabilities ``[P, G, T]`` of the sampled tokens of a micro-batch, on the CPU; 0 for others.
 
     Args:
         network: a :class:`TokenScorer`, or what several ranks call in its place.
@@ -29,6 +30,7 @@ def score_piece(network: nn.Module, piece: TensorDictBase) -> Tensor:
         piece["masks", "prompt"],
         piece["tokens", "response"],
         piece["masks", "response"],
+        sampled_mask(piece),
     )
     log_probs: Tensor = scores.log_probs.cpu()
     return log_probs

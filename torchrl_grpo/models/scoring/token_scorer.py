@@ -80,7 +80,12 @@ class TokenScorer(nn.Module):
         self.shares_prefix = shares_prefix and _enable_shared_prefix(model)
 
     def forward(
-        self, prompt: Tensor, prompt_mask: Tensor, response: Tensor, response_mask: Tensor
+        self,
+        prompt: Tensor,
+        prompt_mask: Tensor,
+        response: Tensor,
+        response_mask: Tensor,
+        scored_mask: Tensor | None = None,
     ) -> TokenScores:
         """Score ``response`` given ``prompt``.
 
@@ -89,11 +94,17 @@ class TokenScorer(nn.Module):
             prompt_mask: ``[P, L]`` bool, True on real tokens.
             response: ``[P, G, T]`` int64, padded on the right; the end token belongs to the response.
             response_mask: ``[P, G, T]`` bool, True on real tokens.
+            scored_mask: ``[P, G, T]`` bool, True on the real tokens whose scores are needed; None for all.
+                The output head is computed for these only. The scores of the others are 0.
 
         Returns:
             :class:`TokenScores`, each ``[P, G, T]``.
         """
         device = next(self.model.parameters()).device
+        kept = None
+        if scored_mask is not None and not torch.equal(scored_mask, response_mask):
+            # The masks are still on the CPU, so that a GPU need not be waited for.
+            kept = scored_mask[response_mask].nonzero().squeeze(-1).to(device)
         prompt, prompt_mask = prompt.to(device), prompt_mask.to(device)
         response, response_mask = response.to(device), response_mask.to(device)
         with autocast(self.autocast_dtype, device):
@@ -102,11 +113,12 @@ class TokenScorer(nn.Module):
                 hidden = shared_prefix.hidden_states(backbone(self.model), layout)
             else:
                 hidden = self._hidden_states_unshared(prompt, prompt_mask, response, response_mask)
-        log_probs, entropy = self._score(hidden, response[response_mask])
+        targets, filled = response[response_mask], response_mask
+        if kept is not None and scored_mask is not None:
+            hidden, targets, filled = hidden[kept], targets[kept], scored_mask.to(device)
+        log_probs, entropy = self._score(hidden, targets)
         zeros = torch.zeros(response.shape, device=device)
-        return TokenScores(
-            zeros.masked_scatter(response_mask, log_probs), zeros.masked_scatter(response_mask, entropy)
-        )
+        return TokenScores(zeros.masked_scatter(filled, log_probs), zeros.masked_scatter(filled, entropy))
 
     def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
         """Compute log-probabilities ``[P, V]`` of the token after each left-padded prompt ``[P, L]``.
