@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import validate
 from torchrl_grpo.config.checks.schedule import check_method
-from torchrl_grpo.config.values import AdvantageEstimator, KLIn, Surrogate, TrainMethod
+from torchrl_grpo.config.values import AdvantageEstimator, AnswerFormat, KLIn, Surrogate, TrainMethod
 from torchrl_grpo.errors import ConfigError, DataError
 from torchrl_grpo.tools.verify_resume import read, unmeasured
 
@@ -86,14 +86,16 @@ def test_losses_and_weights_are_those_of_a_plain_loop(
 
 
 def test_metrics_are_those_of_solutions_and_the_model_is_evaluated(sft: Config, train: Runner) -> None:
-    lines = train("run", eval__frequency=2)
+    lines = train("run", eval__frequency=2, train__checkpoint_frequency=1, checkpoint__keep=9)
     names = set().union(*lines)
     of_sampling = ("reward/", "advantage/", "kl/", "mismatch/", "policy/", "throughput/generated")
     assert {name for name in names if name.startswith(of_sampling)} == {"policy/entropy"}
     assert {"loss/total", "response/length_mean", "response/truncated", "data/epoch"} <= names
     assert [line["step"] for line in lines if "eval/accuracy" in line] == [0, 2, 4]
-    # The engine gets weights where it has to generate.
+    # The engine gets weights where it has to generate, and not for checkpoints.
     assert [line["step"] for line in lines if "publish/logprob_diff_mean" in line] == [2, 4]
+    lines = train("unmeasured", eval__num_problems=0)
+    assert not any(name.startswith(("publish/", "eval/")) for line in lines for name in line)
 
 
 @pytest.mark.float32
@@ -157,6 +159,21 @@ def test_a_problem_without_a_solution_is_one_clear_message(
     sft.eval.num_problems = 0
     with pytest.raises(DataError, match=r"train\.method=sft: .* has no solution.*env\.fields"):
         train("run")
+
+
+def test_an_evaluation_without_answers_is_refused_before_training(
+    sft: Config, train: Runner, tmp_path: Path
+) -> None:
+    rows = [{"question": f"What is {n}?", "solution": f"It is {n}."} for n in range(30)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sft.env.fields, sft.reward.weights = {}, {}
+    with pytest.raises(
+        ConfigError, match=r"exact_match: jsonl/train/\d+ has no answer.*eval\.num_problems=0"
+    ):
+        train("run")
+    assert [line["step"] for line in train("unmeasured", eval__num_problems=0)] == [1, 2, 3, 4]
+    with pytest.raises(DataError, match=r"asks for an answer between <answer> .*env\.answer_format=plain"):
+        train("tags", env__answer_format=AnswerFormat.tags)
 
 
 @pytest.mark.parametrize(
