@@ -227,6 +227,15 @@ def test_mistakes_name_the_argument(make: Make, arguments: dict[str, Any], says:
         make(**arguments)
 
 
+def test_a_mistake_leaves_no_folder(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"env\.num_envs=0"):
+        make({"env.num_envs": 0}, output_dir=None)
+    assert not list(tmp_path.glob("outputs/*/*"))
+    first, second = make(output_dir=None), make(output_dir=None)
+    assert first.output_dir != second.output_dir and first.output_dir.is_dir()
+
+
 def test_what_cannot_leave_the_process_is_said(make: Make) -> None:
     import threading
 

@@ -15,7 +15,7 @@ from torchrl_grpo.api import objects
 from torchrl_grpo.api.rows import PassedDataset, PassedReward, Rows, fields_of
 from torchrl_grpo.checkpoints import run_dir as run_folder
 from torchrl_grpo.cli.commands import check_job
-from torchrl_grpo.cli.compose import composer, write_override
+from torchrl_grpo.cli.compose import Composer, composer, write_override
 from torchrl_grpo.cli.main import resolve_job
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import REWARDS
@@ -85,10 +85,10 @@ class GRPOTrainer:
         if train_dataset is not None:
             if len(train_dataset) == 0:
                 raise ConfigError("train_dataset has no rows; give at least two")
-            passed["dataset"] = dataset = PassedDataset(train_dataset, eval_dataset)
+            passed["train_dataset"] = dataset = PassedDataset(train_dataset, eval_dataset)
             given |= {
                 "env": "jsonl",
-                "env.dataset": _Passed("dataset"),
+                "env.dataset": _Passed("train_dataset"),
                 "env.fields": fields_of(train_dataset[0]),
             }
             if rewards is None and hasattr(train_dataset, "get_reward"):
@@ -116,19 +116,26 @@ class GRPOTrainer:
             # The folder is needed before the objects can be named.
             planned = tree.compose([]).run_dir if output_dir is None else Path(output_dir)
             self.output_dir = (run_folder.new_folder(planned) if output_dir is None else planned).resolve()
-            self._objects = objects.PassedObjects(passed, self.output_dir)
-            names = self._objects.names()
-            whole = {**given, **(config or {})}
-            words = [write_override(key, _replaced(value, names)) for key, value in whole.items()]
-            (overrides,) = tree.jobs(words, sweep=False)
-            node = tree.compose(overrides).node
-            self.cfg: Config = resolve_job(node, lambda cfg: check_job(cfg, asynchronous))
-        check_installed(self.cfg)
-        if rank_env.launched() or launch.ranks_wanted([self.cfg]) > 1:
+            try:
+                self._objects = objects.PassedObjects(passed, self.output_dir)
+                self.cfg: Config = self._configure(tree, {**given, **(config or {})})
+            except BaseException:
+                if output_dir is None:
+                    run_folder.remove_if_unused(self.output_dir)
+                raise
+
+    def _configure(self, tree: Composer, whole: Mapping[str, Any]) -> Config:
+        names = self._objects.names()
+        words = [write_override(key, _replaced(value, names)) for key, value in whole.items()]
+        (overrides,) = tree.jobs(words, sweep=False)
+        cfg = resolve_job(tree.compose(overrides).node, lambda cfg: check_job(cfg, self._asynchronous))
+        check_installed(cfg)
+        if rank_env.launched() or launch.ranks_wanted([cfg]) > 1:
             raise ConfigError(
-                f"train_model.num_devices={self.cfg.train_model.num_devices}: GRPOTrainer trains in one "
-                "process; start grpo.py for several training ranks, with rewards and data sets in a file"
+                f"train_model.num_devices={cfg.train_model.num_devices}: GRPOTrainer trains in one process; "
+                "start grpo.py for several training ranks, with rewards and data sets in a file"
             )
+        return cfg
 
     def train(self, resume: bool = False) -> dict[str, Any]:
         """Train, and write the run folder.

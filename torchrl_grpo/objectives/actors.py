@@ -98,7 +98,7 @@ def score(
         log_probs, entropy = actor(*inputs())
         return log_probs, entropy
     if _reads_rows(actor):
-        return _score_rows(actor, *inputs(), keys.full_log_prob), None
+        return _score_rows(actor, inputs(), keys.full_log_prob), None
     written = actor(tensordict.select(*actor.in_keys))
     log_probs = written.get(keys.log_prob, None)
     entropy = written.get(keys.entropy, None)
@@ -125,13 +125,11 @@ def _reads_rows(actor: TensorDictModuleBase) -> bool:
 
 def _score_rows(
     actor: TensorDictModuleBase,
-    prompt: Tensor,
-    prompt_mask: Tensor,
-    response: Tensor,
-    response_mask: Tensor,
+    inputs: Inputs,
     key: NestedKey,
 ) -> Tensor:
     """Score with an actor that takes prompt and response as one unpadded row; returns ``[P, G, T]``."""
+    prompt, prompt_mask, response, response_mask = inputs
     rows = []
     for ids, ids_mask, group, group_mask in zip(prompt, prompt_mask, response, response_mask, strict=True):
         for one, one_mask in zip(group, group_mask, strict=True):
