@@ -54,7 +54,6 @@ def shorter(completion: str, example: Any) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.integration
 def test_a_run_with_workers_is_evaluated(make: Make) -> None:
     trainer = make({"collector.max_policy_age": 1}, train_dataset=ROWS, rewards=shorter, asynchronous=True)
     trainer.train()
