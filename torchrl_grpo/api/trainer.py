@@ -20,6 +20,7 @@ from torchrl_grpo.cli.main import resolve_job
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import REWARDS
 from torchrl_grpo.config.checks import check_installed
+from torchrl_grpo.config.values import TrainMethod
 from torchrl_grpo.distributed import launch
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.runtime import rank_env
@@ -128,7 +129,12 @@ class GRPOTrainer:
         names = self._objects.names()
         words = [write_override(key, _replaced(value, names)) for key, value in whole.items()]
         (overrides,) = tree.jobs(words, sweep=False)
-        cfg = resolve_job(tree.compose(overrides).node, lambda cfg: check_job(cfg, self._asynchronous))
+
+        def check(cfg: Config) -> None:
+            # Workers have nothing to do for solutions.
+            check_job(cfg, self._asynchronous, TrainMethod.grpo if self._asynchronous else cfg.train.method)
+
+        cfg = resolve_job(tree.compose(overrides).node, check)
         check_installed(cfg)
         if rank_env.launched() or launch.ranks_wanted([cfg]) > 1:
             raise ConfigError(

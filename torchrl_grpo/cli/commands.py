@@ -43,16 +43,16 @@ def sft() -> None:
     )
 
 
-def check_job(cfg: Config, asynchronous: bool, method: TrainMethod | None = None) -> None:
+def check_job(cfg: Config, asynchronous: bool, method: TrainMethod) -> None:
     """Check what a command requires beyond :func:`~torchrl_grpo.config.checks.validate`.
 
     Args:
         cfg: validated configuration.
         asynchronous: whether workers sample while the trainer trains.
-        method: what the command learns from; None accepts what the configuration says.
+        method: what the command learns from.
 
     Raises:
         ConfigError: the configuration is for another command, or keys contradict each other.
     """
-    check_method(cfg, (TrainMethod.grpo if asynchronous else cfg.train.method) if method is None else method)
+    check_method(cfg, method)
     (check_async if asynchronous else check_sync)(cfg)

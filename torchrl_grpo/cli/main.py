@@ -345,7 +345,7 @@ class _Command:
         hydra_cfg = HydraConfig.get()
         where = f"job {hydra_cfg.job.num} ({hydra_cfg.job.override_dirname}): " if self.sweep else ""
         try:
-            cfg = with_model(launcher.resolved(parse(node)))
+            cfg = resolve_job(node, self.check)
             module, _, name = self.run.partition(":")
             function = vars(importlib.import_module(module))[name]
             return function(cfg, Path(hydra_cfg.runtime.output_dir))

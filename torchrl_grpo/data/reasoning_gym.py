@@ -190,7 +190,9 @@ def _example(env: EnvConfig, task: str, args: dict[str, Any], row: sources.Row, 
     question = columns.text(row, "question", "reasoning_gym")
     entry = codec.encode(row.values)
     truth = {"task": task, "args": args, "entry": entry}
-    expression = row.values["metadata"].get("expression", "") if "metadata" in row.values else ""
+    metadata = row.values.get("metadata")
+    # Rows of stored completions may have anything there.
+    expression = metadata.get("expression", "") if isinstance(metadata, dict) else ""
     answer = row.values.get("answer")
     solution = "" if answer is None else prompts.solution(env, str(expression), str(answer))
     return Example(id, prompts.messages(env, "reasoning_gym", question), truth, solution=solution)

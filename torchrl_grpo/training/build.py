@@ -251,8 +251,7 @@ def _fit_prompts(
 
 def _open_outputs(job: Job, schedule: RunSchedule, exit_stack: ExitStack, progress: Progress) -> Outputs:
     cfg, run_dir = job.cfg, job.run_dir
-    resumes = job.resume_from is not None and not job.is_evaluation
-    step = int(job.resume_from.name) if job.resume_from is not None and resumes else None
+    step = None if job.resume_from is None or job.is_evaluation else int(job.resume_from.name)
     if step is not None:
         checkpoint.rename_checkpoints_after(run_dir, step)
         # If the run had finished, its summary no longer holds: the steps after this one are repeated.

@@ -101,8 +101,9 @@ class TokenScorer(nn.Module):
             :class:`TokenScores`, each ``[P, G, T]``.
         """
         device = next(self.model.parameters()).device
+        scored_mask = response_mask if scored_mask is None else scored_mask & response_mask
         kept = None
-        if scored_mask is not None and not torch.equal(scored_mask, response_mask):
+        if not torch.equal(scored_mask, response_mask):
             # The masks are still on the CPU, so that a GPU need not be waited for.
             kept = scored_mask[response_mask].nonzero().squeeze(-1).to(device)
         prompt, prompt_mask = prompt.to(device), prompt_mask.to(device)
@@ -114,7 +115,7 @@ class TokenScorer(nn.Module):
             else:
                 hidden = self._hidden_states_unshared(prompt, prompt_mask, response, response_mask)
         targets, filled = response[response_mask], response_mask
-        if kept is not None and scored_mask is not None:
+        if kept is not None:
             hidden, targets, filled = hidden[kept], targets[kept], scored_mask.to(device)
         log_probs, entropy = self._score(hidden, targets)
         zeros = torch.zeros(response.shape, device=device)
