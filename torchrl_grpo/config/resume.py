@@ -42,6 +42,7 @@ FREE_KEYS = (
     # quantization, change the distribution that is sampled from. The difference between engine and trainer is
     # therefore measured again.
     "inference_model.engine_args",
+    "inference_model.servers",
     "collector.timeout_s",
     "collector.max_restarts",
     "inference_model.num_devices",

@@ -291,7 +291,14 @@ class InferenceModelConfig:
 
     backend: Backend = key(
         Backend.vllm,
-        "Engine that generates responses: vllm, or transformers (runs everywhere, slower).",
+        "Engine that generates responses: vllm, vllm_server (vLLM in processes of its own, over HTTP), or "
+        "transformers (runs everywhere, slower).",
+    )
+    servers: Any = key(
+        "auto",
+        "Servers of inference_model.backend=vllm_server: auto starts one on each device, and a list of "
+        "addresses, e.g. [http://127.0.0.1:8000], names servers that grpo-serve has started "
+        "(docs/servers.md).",
     )
     num_devices: int | str = key(
         "auto",

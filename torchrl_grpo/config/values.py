@@ -29,7 +29,7 @@ Dtype = StrEnum("Dtype", ["auto", "float32", "bfloat16", "float16"])
 HeadDtype = StrEnum("HeadDtype", ["auto", "float32"])
 Attention = StrEnum("Attention", ["auto", "sdpa", "eager", "flash_attention_2"])
 Quantization = StrEnum("Quantization", ["none", "nf4"])
-Backend = StrEnum("Backend", ["vllm", "transformers"])
+Backend = StrEnum("Backend", ["vllm", "vllm_server", "transformers"])
 WeightUpdate = StrEnum("WeightUpdate", ["drain", "in_flight"])
 Placement = StrEnum("Placement", ["pack", "spread"])
 TrainMethod = StrEnum("TrainMethod", ["grpo", "sft"])
@@ -44,6 +44,9 @@ SURROGATE_OPTIONS: dict[str, dict[str, float]] = {
 }
 # Values of train_model.parallelism that use DeepSpeed -> its ZeRO stage.
 ZERO_STAGES = {"deepspeed_zero2": 2, "deepspeed_zero3": 3}
+
+# Values of inference_model.backend with which vLLM generates.
+VLLM_BACKENDS = (Backend.vllm, Backend.vllm_server)
 
 # Key -> the smallest valid value, and a value to suggest.
 AT_LEAST: dict[str, tuple[float, str]] = {

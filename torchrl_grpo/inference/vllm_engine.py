@@ -1,7 +1,7 @@
 """Generation with vLLM in this process, on CPU or GPU.
 
 Weights are loaded in place through the model runner of the engine. Every request carries its own seed, so
-responses do not depend on earlier ones. An engine uses one device; servers are not supported.
+responses do not depend on earlier ones. An engine uses one device.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_grpo.config.values import VLLM_CPU_BLOCK_SIZE
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.inference import vllm_classes
 from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
+from torchrl_grpo.inference.vllm_arguments import name_of, vllm_arguments
 from torchrl_grpo.inference.vllm_weights import VLLMWeights
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.oom import stop_on_oom
@@ -69,7 +69,6 @@ class VLLMEngine(SteppingEngine):
         trust_remote_code: bool = False,
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
-        on_cpu = device.type == "cpu"
         # vLLM reads these when it is imported or started. Weights can be loaded in place only in-process.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         # vLLM's log messages go to the run's log file. Without one, only errors are shown.
@@ -80,20 +79,22 @@ class VLLMEngine(SteppingEngine):
             # Without this, Triton's attention on a GPU uses TF32 (10 mantissa bits), while the trainer uses
             # full float32 (23).
             os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-        settings, more = dict[str, Any](), dict(engine_args or {})
-        if head_dtype is not None:
-            # vLLM's layer for logits reads this entry of the model's configuration.
-            name = str(head_dtype).removeprefix("torch.")
-            more["hf_overrides"] = {**more.get("hf_overrides", {}), "head_dtype": name}
-        if on_cpu:
-            settings["kv_cache_memory_bytes"] = kv_cache_gib * 2**30
-            settings["block_size"] = block_size or VLLM_CPU_BLOCK_SIZE
-        else:
-            settings["gpu_memory_utilization"] = gpu_memory_utilization
-            settings["enable_sleep_mode"] = enable_sleep
-            if block_size is not None:
-                settings["block_size"] = block_size
-        self._eager = on_cpu if enforce_eager is None else enforce_eager
+        arguments = vllm_arguments(
+            on_cpu=device.type == "cpu",
+            dtype=dtype,
+            head_dtype=head_dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            seed=seed,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_gib=kv_cache_gib,
+            block_size=block_size,
+            enforce_eager=enforce_eager,
+            enable_sleep=enable_sleep,
+            trust_remote_code=trust_remote_code,
+            engine_args=engine_args,
+        )
+        self._eager: bool = arguments["enforce_eager"]
         threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
         # Otherwise vLLM halves torch's threads, which training in this process needs.
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -108,21 +109,7 @@ class VLLMEngine(SteppingEngine):
             # vLLM decorates some of transformers' classes in place, which would break the trainer's model.
             # Inside this block these changes are recorded, and at its end they are undone.
             with vllm_classes.isolate_decorated_classes() as changed:
-                self.llm = LLM(
-                    source,
-                    dtype=str(dtype).removeprefix("torch."),
-                    max_model_len=max_model_len,
-                    max_num_seqs=max_num_seqs,
-                    seed=seed,
-                    enforce_eager=self._eager,
-                    enable_prefix_caching=True,
-                    # Raw log-probabilities are those of temperature 1, not of the sampled distribution.
-                    logprobs_mode="processed_logprobs",
-                    disable_log_stats=True,
-                    trust_remote_code=trust_remote_code,
-                    **settings,
-                    **more,
-                )
+                self.llm = LLM(source, **arguments)
         except TypeError as error:
             if not engine_args:
                 raise
@@ -134,7 +121,7 @@ class VLLMEngine(SteppingEngine):
             raise ModelError(
                 f"inference_model.backend=vllm: vLLM cannot serve {source} ({error}); change "
                 f"inference_model.max_model_len={max_model_len}, inference_model.dtype="
-                f"{str(dtype).removeprefix('torch.')} or the memory it may take, "
+                f"{name_of(dtype)} or the memory it may take, "
                 "or write inference_model.backend=transformers"
             ) from error
         finally:
@@ -302,9 +289,8 @@ def _check_head(model: nn.Module, dtype: torch.dtype | None) -> None:
 
     found = {module.head_dtype for module in model.modules() if isinstance(module, LogitsProcessor)}
     if dtype is not None and found != {dtype}:
-        name = str(dtype).removeprefix("torch.")
         raise ModelError(
-            f"inference_model.head_dtype={name}: on this machine, vLLM computes the output head of "
+            f"inference_model.head_dtype={name_of(dtype)}: on this machine, vLLM computes the output head of "
             f"{type(model).__name__} in another dtype; write inference_model.head_dtype=auto"
         )
 

@@ -20,6 +20,7 @@ from torchrl_grpo.config.checks import schedule
 from torchrl_grpo.config.derived import token_budget
 from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.resume import is_changeable_on_resume
+from torchrl_grpo.config.values import VLLM_BACKENDS
 from torchrl_grpo.runtime import rank_env
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ def _ladders_of_trainer(cfg: Config) -> Iterator[list[Change]]:
 
 
 def _ladders_of_engine(cfg: Config, planned: Planned) -> Iterator[list[Change]]:
-    plan, vllm = planned.plan, cfg.inference_model.backend == "vllm"
+    plan, vllm = planned.plan, cfg.inference_model.backend in VLLM_BACKENDS
     on_gpu = plan.num_gpus > 0
     if vllm and not on_gpu:
         # Raise the cache if it is too small for one sequence. Otherwise lower it to the least that one needs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.planning.plan import Plan
@@ -41,3 +42,24 @@ def divide_cores(cfg: Config, plan: Plan, cores: int, ranks: int) -> tuple[int, 
     worker = cfg.inference_model.num_threads or max(1, cores // (workers + int(at_once)))
     left = cores - workers * worker if at_once else cores
     return cfg.train.num_threads or max(1, left // ranks), worker
+
+
+def worker_env(threads: int) -> dict[str, str]:
+    """Return the environment of a process that computes on ``threads`` cores beside the trainer."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **PASSIVE_WAIT_ENV,
+        # The process is no training rank but inherits the environment of one, so reset its variables.
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+
+
+def visible_gpus(gpus: Sequence[int]) -> dict[str, str]:
+    """Return the variable with which a process sees some of the GPUs of this one, in this order."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else None
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] if names else str(gpu) for gpu in gpus)}

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import ZERO_STAGES
+from torchrl_grpo.config.values import VLLM_BACKENDS, ZERO_STAGES
 from torchrl_grpo.models.shape import ModelShape
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.prediction import GIB, PHASES, Prediction, Row
@@ -79,7 +79,8 @@ def _program(cfg: Config, plan: Plan) -> Row:
         own = (plan.train, plan.inference, plan.reference)
         devices = tuple(dict.fromkeys(d for role in own for d in role.devices if d.startswith("cuda")))
         return Row("program", "all", devices, other=_CUDA_GIB * GIB)
-    workers = plan.inference.devices if plan.own_process and plan.inference.placement != "cluster" else ()
+    elsewhere = plan.inference.placement in ("cluster", "servers")
+    workers = plan.inference.devices if plan.own_process and not elsewhere else ()
     if plan.reference.own_process and plan.reference.placement != "cluster":
         workers += plan.reference.devices
     in_process = cfg.inference_model.backend == "vllm" and not plan.own_process
@@ -224,13 +225,13 @@ def _forward_width(shape: ModelShape) -> int:
 
 def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there: Hardware) -> list[Row]:
     role, options = plan.inference, cfg.inference_model
-    if role.placement == "cluster":
+    if role.placement in ("cluster", "servers"):
         return []
     device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
     element = 2 if bits16(options.dtype, _SIXTEEN, there.has_fast_bfloat16(role.devices)) else FLOAT
     weights = float(element * shape.parameters)
     cache, work = _generation(options.backend, cfg, shape, load, element)
-    if options.backend == "vllm" and device == "cuda":
+    if options.backend in VLLM_BACKENDS and device == "cuda":
         sizes = [there.gpus[int(name.removeprefix("cuda:"))] for name in role.devices]
         # Use the smallest GPU, because the table has one row for all devices of a role.
         known = [size for size in sizes if size is not None]
@@ -241,10 +242,10 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there
     awake = Row("inference", "generate", role.devices, weights, activations=work, cache=cache)
     if plan.own_process:
         return [awake]
-    kept = cache if options.backend == "vllm" else 0.0
+    kept = cache if options.backend in VLLM_BACKENDS else 0.0
     phases = [phase for phase in PHASES if phase not in ("load", "generate")]
     if plan.sleeps:
-        left = _ASLEEP_GIB * GIB if options.backend == "vllm" else 0.0
+        left = _ASLEEP_GIB * GIB if options.backend in VLLM_BACKENDS else 0.0
         return [awake, *(Row("inference", phase, role.devices, other=left) for phase in phases)]
     return [awake, *(Row("inference", phase, role.devices, weights, cache=kept) for phase in phases)]
 
@@ -281,7 +282,7 @@ def _generation(
     # avoids the copy.
     cast = cfg.inference_model.head_dtype == "float32" and element < FLOAT
     head = float(cast * FLOAT * shape.vocabulary * shape.hidden)
-    if backend == "vllm":
+    if backend in VLLM_BACKENDS:
         sampling = FLOAT * load.rows * shape.vocabulary * 2
         return float(cfg.inference_model.kv_cache_gib * GIB), sampling + head
     rows = min(load.rows, MAX_ROWS)

@@ -97,11 +97,16 @@ def _in_each_rank(request: Request, devices: tuple[str, ...]) -> RolePlan:
 
 def _workers(request: Request, devices: tuple[str, ...], each: str) -> RolePlan:
     count = len(devices)
+    if request.servers:
+        return RolePlan(
+            ("server",) * count, "servers", f"{counted(count, 'server')} of inference_model.servers"
+        )
     if request.cluster:
         return RolePlan(
             ("ray",) * count, "cluster", f"{counted(count, 'worker')}, where ray.address puts them"
         )
-    own = f"one worker, a {each} of its own" if count == 1 else f"{count} workers, a {each} each"
+    what = "server" if request.backend == "vllm_server" else "worker"
+    own = f"one {what}, a {each} of its own" if count == 1 else f"{count} {what}s, a {each} each"
     return RolePlan(devices, "separate", own)
 
 
@@ -157,7 +162,7 @@ class _Allocator:
     def _placed_here(self) -> list[Role]:
         """Return the roles whose lists name GPUs of this machine."""
         ask = self.request
-        return [ask.train, *([] if ask.cluster else [ask.inference]), ask.reference]
+        return [ask.train, *([] if ask.cluster or ask.servers else [ask.inference]), ask.reference]
 
     def _left(self) -> list[int]:
         return [gpu for gpu in range(self.num_gpus) if gpu not in self.taken]
@@ -165,7 +170,7 @@ class _Allocator:
     def plan(self) -> Plan:
         ask = self.request
         gpus = self._take(ask.train, [])
-        engine = [] if ask.cluster else self._take(ask.inference, gpus)
+        engine = [] if ask.cluster or ask.servers else self._take(ask.inference, gpus)
         in_ranks = ask.ranks_generate and engine == gpus
         train = RolePlan(_names(gpus), "separate", self._why_train(gpus))
         # vLLM takes the first GPU that its process sees. For another GPU, the process must see only that one.
@@ -236,7 +241,7 @@ class _Allocator:
 
     def _inference(self, trainer: list[int], gpus: list[int], own_process: bool) -> RolePlan:
         ask = self.request
-        if ask.cluster:
+        if ask.cluster or ask.servers:
             return _workers(ask, ("ray",) * ask.inference.count, "")
         if ask.ranks_generate and gpus == trainer:
             return _in_each_rank(ask, _names(gpus))
@@ -244,7 +249,8 @@ class _Allocator:
         said = "as inference_model.devices says: " if ask.inference.devices is not None else ""
         if shared:
             one_gpu = "one GPU" if self.num_gpus == 1 else "no GPU left"
-            each = f", {len(gpus)} workers" if len(gpus) > 1 and not said else ""
+            kind = "server" if ask.backend == "vllm_server" else "worker"
+            each = f", {len(gpus)} {kind}s" if len(gpus) > 1 and not said else ""
             why = f"{said or f'{one_gpu}: '}shares the trainer's{each}"
             return RolePlan(_names(gpus), "colocated", why)
         if own_process:

@@ -15,9 +15,10 @@ class RolePlan:
     """The placement of one role.
 
     Attributes:
-        devices: names of the devices: ``cuda:N``, ``cpu`` (once per process) or ``ray`` (once per worker of
-            the cluster). Empty if no model is loaded.
-        placement: ``separate``, ``colocated`` with another role, ``cluster``, ``adapter off`` or ``off``.
+        devices: names of the devices: ``cuda:N``, ``cpu`` (once per process), ``ray`` (once per worker of
+            the cluster) or ``server`` (once per server that runs already). Empty if no model is loaded.
+        placement: ``separate``, ``colocated`` with another role, ``cluster``, ``servers``, ``adapter off`` or
+            ``off``.
         why: reason for the placement, for users.
         own_process: whether the reference runs in processes of its own, one on each device. Each process
             sees its own GPU as the first.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import schedule, validate
 from torchrl_grpo.config.keys import bad_value
-from torchrl_grpo.config.values import VLLM_CPU_BLOCK_SIZE, Proximal
+from torchrl_grpo.config.values import VLLM_BACKENDS, VLLM_CPU_BLOCK_SIZE, Proximal
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.kind import check_kind
 from torchrl_grpo.models.shape import ModelShape, Unknown, read_shape
@@ -52,7 +52,7 @@ class Planned:
     @property
     def vllm_on_gpus(self) -> list[tuple[float, float, float]]:
         """GPUs with vLLM and a known size: size in GiB, bytes of weights, bytes that vLLM needs to start."""
-        vllm = self.cfg.inference_model.backend == "vllm"
+        vllm = self.cfg.inference_model.backend in VLLM_BACKENDS
         if self.prediction is None or isinstance(self.shape, Unknown) or not vllm:
             return []
         found, load = [], workload_of(self.cfg)
@@ -78,7 +78,7 @@ class Planned:
         ``kv_cache_dtype`` is set.
         """
         options = self.cfg.inference_model
-        if self.prediction is None or isinstance(self.shape, Unknown) or options.backend != "vllm":
+        if self.prediction is None or isinstance(self.shape, Unknown) or options.backend not in VLLM_BACKENDS:
             return None
         if not self.shape.full_cache or "kv_cache_dtype" in options.engine_args:
             return None
@@ -185,10 +185,10 @@ def _check_vllm(planned: Planned) -> None:
         ConfigError: vLLM was built for GPUs, and the plan runs an engine on the CPU.
     """
     on_cpu = "cpu" in planned.plan.inference.devices
-    if planned.cfg.inference_model.backend == "vllm" and on_cpu and hardware.vllm_needs_gpu():
+    if planned.cfg.inference_model.backend in VLLM_BACKENDS and on_cpu and hardware.vllm_needs_gpu():
         wrong = "the vLLM that is installed is one for GPUs, and no GPU is visible here"
         good = "inference_model.backend=transformers, or make setup ACCELERATOR=cpu and the same,"
-        raise bad_value("inference_model.backend", "vllm", wrong, good)
+        raise bad_value("inference_model.backend", planned.cfg.inference_model.backend, wrong, good)
 
 
 def check_memory(planned: Planned) -> None:
@@ -241,7 +241,7 @@ def _shortage(planned: Planned) -> tuple[str, object, str] | None:
 
 
 def _tolerated(planned: Planned, device: str, phase: str) -> float:
-    engine = planned.cfg.inference_model.backend == "vllm" and device in planned.plan.inference.devices
+    engine = planned.cfg.inference_model.backend in VLLM_BACKENDS and device in planned.plan.inference.devices
     # In these phases nothing depends on text lengths: the memory holds weights, optimizer moments and vLLM's
     # fixed share.
     fixed = phase == "load" or (engine and phase == "generate")

@@ -46,6 +46,7 @@ class Request:
         uses_reference: whether anything reads the reference model's log-probabilities.
         lora: whether only adapters are trained. The reference is then the same model without them.
         backend: value of ``inference_model.backend``.
+        servers: number of servers that ``inference_model.servers`` names; 0 if the run starts its engines.
         sleep: whether the engine frees its memory while the trainer trains; None lets the planner choose.
         gpu_memory_utilization: share of a GPU's memory that vLLM takes; None lets the planner choose.
         ranks: number of training ranks on all machines, if a launcher has started them.
@@ -62,6 +63,7 @@ class Request:
     uses_reference: bool = False
     lora: bool = False
     backend: str = "vllm"
+    servers: int = 0
     sleep: bool | None = None
     gpu_memory_utilization: float | None = None
     ranks: int = 1
@@ -71,11 +73,12 @@ class Request:
     def needs_processes(self) -> bool:
         """Whether the engines run as workers in processes of their own wherever they are placed.
 
-        True for grpo-async.py, for a Ray cluster, for several engines, and for vLLM with several ranks. In
-        the process of a rank, vLLM would use the ranks' process group as its own.
+        True for servers, for grpo-async.py, for a Ray cluster, for several engines, and for vLLM with several
+        ranks. In the process of a rank, vLLM would use the ranks' process group as its own.
         """
         beside_ranks = self.backend == "vllm" and max(self.ranks, self.train.count) > 1
-        return self.asynchronous or self.cluster or self.inference.count > 1 or beside_ranks
+        several = self.inference.count > 1
+        return self.backend == "vllm_server" or self.asynchronous or self.cluster or several or beside_ranks
 
     @property
     def ranks_generate(self) -> bool:
@@ -92,19 +95,25 @@ def build_request(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
         asynchronous: whether the script is grpo-async.py.
         ranks: number of training ranks on all machines, if a launcher has started them.
     """
+    servers = 0 if cfg.inference_model.servers == "auto" else len(cfg.inference_model.servers)
     return Request(
         train=_role("train_model", cfg.train_model.num_devices, cfg.train_model.devices),
-        inference=_role("inference_model", cfg.inference_model.num_devices, cfg.inference_model.devices),
+        inference=_role(
+            "inference_model", servers or cfg.inference_model.num_devices, cfg.inference_model.devices
+        ),
         reference=_role("ref_model", cfg.ref_model.num_devices, cfg.ref_model.devices),
         asynchronous=asynchronous,
         cluster=cfg.ray.address is not None,
         uses_reference=needs_reference(cfg.policy),
         lora=cfg.train_model.lora.rank > 0,
         backend=cfg.inference_model.backend,
+        servers=servers,
         sleep=cfg.inference_model.sleep,
         gpu_memory_utilization=cfg.inference_model.gpu_memory_utilization,
         ranks=ranks,
+        # The processes of a reference model run on Ray, and servers do not need it.
         reference_ahead=asynchronous
+        and cfg.inference_model.backend != "vllm_server"
         and cfg.collector.max_policy_age > 0
         and cfg.ref_model.refresh_frequency == 0,
     )

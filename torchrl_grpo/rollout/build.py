@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -89,19 +90,21 @@ class EngineSource:
         return torch.device(self.plan.engine_device)
 
 
-# Builds the engine or worker group of a run, and its collector: build_single_engine, build_ray_workers or
-# build_synchronous_workers.
+# Builds the engine or worker group of a run, and its collector: build_single_engine, build_ray_workers,
+# build_servers, or one of the last two in turn with training.
 CollectorFactory = Callable[[Config, EngineSource, GroupTextEnv, PreTrainedTokenizerBase], Collection]
 
 
-def collection_for(plan: Plan) -> CollectorFactory:
+def collection_for(cfg: Config, plan: Plan) -> CollectorFactory:
     """Return the function that builds the collection of a plan."""
     if not plan.own_process:
         return build_single_engine
-    return build_ray_workers if plan.asynchronous else build_synchronous_workers
+    build = build_servers if cfg.inference_model.backend == "vllm_server" else build_ray_workers
+    return build if plan.asynchronous else partial(build_in_turn, build)
 
 
-def _max_num_seqs(cfg: Config) -> int:
+def max_num_seqs(cfg: Config) -> int:
+    """Return the largest number of responses that an engine decodes at a time."""
     return max(cfg.env.num_envs * cfg.env.repeats, _MIN_SEQS)
 
 
@@ -115,13 +118,13 @@ def build_single_engine(
         source.device,
         eos_token_ids=source.eos_token_ids,
         pad_token_id=tokenizer.pad_token_id,
-        max_num_seqs=_max_num_seqs(cfg),
+        max_num_seqs=max_num_seqs(cfg),
         sleeps=source.plan.sleeps,
         gpu_memory_utilization=source.plan.gpu_memory_utilization,
     )
     if isinstance(engine, SteppingEngine):
         # An engine of several ranks is none. It is made of engines that have their episodes already.
-        engine = with_episodes(cfg, engine, _max_num_seqs(cfg))
+        engine = with_episodes(cfg, engine, max_num_seqs(cfg))
     collector = RolloutCollector(
         env,
         engine,
@@ -135,12 +138,39 @@ def build_single_engine(
     return engine, collector
 
 
-def build_synchronous_workers(
+def build_in_turn(
+    build: CollectorFactory,
+    cfg: Config,
+    source: EngineSource,
+    env: GroupTextEnv,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Collection:
+    """Build workers for ``grpo.py``, with a staleness bound of zero as with a single engine."""
+    in_turn = replace(cfg.collector, max_policy_age=0, partial_rollout=False)
+    return build(replace(cfg, collector=in_turn), source, env, tokenizer)
+
+
+def build_servers(
     cfg: Config, source: EngineSource, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
 ) -> Collection:
-    """Build workers on Ray for ``grpo.py``, with a staleness bound of zero as with a single engine."""
-    in_turn = replace(cfg.collector, max_policy_age=0, partial_rollout=False)
-    return build_ray_workers(replace(cfg, collector=in_turn), source, env, tokenizer)
+    """Build a worker for each vLLM server, which runs ahead as far as ``collector.max_policy_age`` allows."""
+    from torchrl_grpo.rollout.workers.server_pool import ServerPool, ServerSpec
+
+    plan, ranks = source.plan, rank_env.local_world_size()
+    servers = cfg.inference_model.servers
+    spec = ServerSpec(
+        cfg=cfg,
+        source=source.model,
+        addresses=[] if servers == "auto" else servers,
+        gpus=plan.worker_gpus,
+        device=source.device,
+        max_num_seqs=max_num_seqs(cfg),
+        threads=divide_cores(cfg, plan, cores_to_divide(ranks), ranks)[1],
+        gpu_memory_utilization=plan.gpu_memory_utilization,
+        start_limit_s=max(START_LIMIT_S, cfg.collector.timeout_s),
+    )
+    pool = ServerPool(spec, plan.workers)
+    return with_workers(cfg, env, tokenizer, pool, plan.workers, pool.put_weights)
 
 
 def build_ray_workers(
@@ -168,7 +198,7 @@ def build_ray_workers(
         source=source.model,
         eos_token_ids=source.eos_token_ids,
         pad_token_id=tokenizer.pad_token_id,
-        max_num_seqs=_max_num_seqs(cfg),
+        max_num_seqs=max_num_seqs(cfg),
         threads=divide_cores(cfg, source.plan, cores_to_divide(ranks), ranks)[1],
         on_gpu=on_gpu,
         gpus=source.plan.worker_gpus,

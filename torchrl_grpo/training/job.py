@@ -82,7 +82,7 @@ def evaluate(cfg: Config, resume_from: Path | None) -> dict[str, float]:
         from torchrl_grpo.training.build import Job, build_session
 
         job = Job(cfg, Path(folder), problems, reward_set, grader, resume_from, is_evaluation=True)
-        session = build_session(job, build_collector=collection_for(plan), plan=plan)
+        session = build_session(job, build_collector=collection_for(cfg, plan), plan=plan)
         try:
             return session.evaluate_only()
         finally:
@@ -198,7 +198,7 @@ def _train(
         return summary
     try:
         job = Job(cfg, run_dir, problems, reward_set, grader, resume_from)
-        session = build_session(job, build_collector=collection_for(plan), plan=plan, ranks=ranks)
+        session = build_session(job, build_collector=collection_for(cfg, plan), plan=plan, ranks=ranks)
     except BaseException:
         ranks.release()
         raise

@@ -1,18 +1,23 @@
-"""Checks of ``inference_model.engine_args``, which refuse the arguments that this project sets itself.
+"""Checks of vLLM's servers, and of ``inference_model.engine_args``.
 
-All other arguments are passed to vLLM unchanged. vLLM checks their names when the engine starts.
+Arguments that this project sets itself are refused. All others are passed to vLLM unchanged, which checks
+their names when the engine starts.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from torchrl_grpo.config.keys import bad_value
+from torchrl_grpo.config.keys import bad_value, show
+from torchrl_grpo.config.values import VLLM_BACKENDS
 
 if TYPE_CHECKING:
     from torchrl_grpo.config.schema import Config
 
 _KEY = "inference_model.engine_args"
+# Hosts that only this machine reaches.
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 # Argument of vLLM -> the key that sets it.
 SET_BY_KEY = {
@@ -29,6 +34,9 @@ SET_BY_KEY = {
     "block_size": "inference_model.block_size",
     "enable_sleep_mode": "inference_model.sleep",
     "device": "inference_model.devices",
+    "host": "inference_model.servers",
+    "port": "inference_model.servers",
+    "uds": "inference_model.servers",
 }
 # Argument of vLLM with the same value in every run -> the value and the reason, for the error message.
 ALWAYS_SET = {
@@ -39,6 +47,9 @@ ALWAYS_SET = {
     "skip_tokenizer_init": "the engine takes and gives token ids in any case",
     "distributed_executor_backend": "the engine runs in its worker's own process, where weights reach it",
     "worker_cls": "weights reach the engine in the worker that vLLM has by itself",
+    "worker_extension_cls": "it is the class that takes weights",
+    "middleware": "it is the one that asks for the key",
+    "api_key": "a server that the run starts has a random key, and VLLM_API_KEY is that of other servers",
 }
 # Only the value 1 works for these arguments, because an engine has one device.
 ONE_DEVICE = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -53,9 +64,12 @@ def check_engine_args(cfg: Config) -> None:
     inference = cfg.inference_model
     if not inference.engine_args:
         return
-    if inference.backend != "vllm":
+    if inference.backend not in VLLM_BACKENDS:
         wrong = f"only vllm takes these, and inference_model.backend={inference.backend}"
         raise bad_value(_KEY, inference.engine_args, wrong, f"inference_model.backend=vllm or {_KEY}={{}}")
+    if inference.servers != "auto":
+        wrong = "the servers of inference_model.servers run already"
+        raise bad_value(_KEY, inference.engine_args, wrong, f"{_KEY}={{}}, and give them to grpo-serve")
     _check_overrides(inference.engine_args.get("hf_overrides", {}))
     for name, value in inference.engine_args.items():
         key = f"{_KEY}.{name}"
@@ -88,3 +102,52 @@ def _check_overrides(overrides: Any) -> None:
             f"{fix} sets this for the whole run",
             f"{fix}=float32",
         )
+
+
+def check_servers(cfg: Config) -> None:
+    """Check ``inference_model.servers``.
+
+    Raises:
+        ConfigError: it is neither ``auto`` nor a list of addresses, or it contradicts another key.
+    """
+    inference, key = cfg.inference_model, "inference_model.servers"
+    servers = inference.servers
+    if inference.backend == "vllm_server" and cfg.ray.address is not None:
+        wrong = "servers do not run on Ray"
+        raise bad_value(
+            "ray.address", cfg.ray.address, wrong, "inference_model.backend=vllm or ray.address=null"
+        )
+    if servers == "auto":
+        return
+    good = f"{key}=[http://127.0.0.1:8000] or {key}=auto"
+    if not isinstance(servers, list) or not servers or not all(isinstance(one, str) for one in servers):
+        raise bad_value(key, servers, "must be auto or a list of addresses", good)
+    if inference.backend != "vllm_server":
+        wrong = f"inference_model.backend={inference.backend} has no servers"
+        raise bad_value(key, servers, wrong, f"inference_model.backend=vllm_server or {key}=auto")
+    for address in servers:
+        _check_address(address, servers, good)
+    if len(set(servers)) < len(servers):
+        once = show(list(dict.fromkeys(servers)))
+        raise bad_value(key, servers, "names a server twice", f"{key}={once}")
+    if inference.num_devices not in ("auto", len(servers)):
+        wrong = f"{key} names {len(servers)}"
+        raise bad_value(
+            "inference_model.num_devices", inference.num_devices, wrong, "inference_model.num_devices=auto"
+        )
+    if inference.devices is not None:
+        wrong = "the servers of inference_model.servers have their GPUs already"
+        raise bad_value("inference_model.devices", inference.devices, wrong, "inference_model.devices=null")
+
+
+def _check_address(address: str, servers: list[str], good: str) -> None:
+    parts = urlsplit(address)
+    is_socket = parts.scheme == "unix" and parts.path.startswith("/")
+    try:
+        is_web = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.path in ("", "/")
+        is_web = is_web and (parts.port is None or parts.port > 0)
+    except ValueError:
+        is_web = False
+    if not is_socket and not is_web:
+        wrong = f"{address!r} is no address: it must be http://HOST:PORT or unix:/PATH"
+        raise bad_value("inference_model.servers", servers, wrong, good)

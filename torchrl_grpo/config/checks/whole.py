@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.config.checks.data import check_data
-from torchrl_grpo.config.checks.engine import check_engine_args
+from torchrl_grpo.config.checks.engine import check_engine_args, check_servers
 from torchrl_grpo.config.checks.lora import check_lora
 from torchrl_grpo.config.checks.policy import check_policy
 from torchrl_grpo.config.derived import optim_batch_size
@@ -26,6 +26,7 @@ from torchrl_grpo.config.values import (
     ABOVE_ZERO,
     AT_LEAST,
     AT_MOST,
+    VLLM_BACKENDS,
     VLLM_LEAST_TEMPERATURE,
     ZERO_STAGES,
 )
@@ -67,6 +68,7 @@ def validate(cfg: Config) -> None:
     check_lora(cfg)
     _check_attention(cfg)
     _check_inference(cfg)
+    check_servers(cfg)
     check_engine_args(cfg)
     _check_logging(cfg)
 
@@ -80,10 +82,11 @@ def check_installed(cfg: Config) -> None:
     Raises:
         ConfigError: a setting needs a package that is not installed.
     """
-    if cfg.inference_model.backend == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise bad_value(
-            "inference_model.backend", "vllm", "vllm is not installed", "inference_model.backend=transformers"
-        )
+    inference = cfg.inference_model
+    starts_vllm = inference.backend in VLLM_BACKENDS and inference.servers == "auto"
+    if starts_vllm and importlib.util.find_spec("vllm") is None:
+        good = "inference_model.backend=transformers"
+        raise bad_value("inference_model.backend", inference.backend, "vllm is not installed", good)
     quantization = cfg.train_model.quantization
     if quantization != "none" and importlib.util.find_spec("bitsandbytes") is None:
         wrong = "bitsandbytes is not installed"
@@ -253,14 +256,15 @@ def _check_inference(cfg: Config) -> None:
             f"leaves no room for a prompt in inference_model.max_model_len={inference.max_model_len}",
             f"inference_model.max_model_len={inference.max_new_tokens + 512}",
         )
-    if inference.sleep and inference.backend == "vllm" and not cuda_device_present():
+    if inference.sleep and inference.backend in VLLM_BACKENDS and not cuda_device_present():
         wrong = "vLLM can sleep only on a CUDA device, and there is none here"
         raise bad_value("inference_model.sleep", True, wrong, "inference_model.sleep=false")
     for key in ("inference_model.temperature", "eval.temperature"):
         value = attrgetter(key)(cfg)
-        if inference.backend == "vllm" and value < VLLM_LEAST_TEMPERATURE:
+        if inference.backend in VLLM_BACKENDS and value < VLLM_LEAST_TEMPERATURE:
             least = VLLM_LEAST_TEMPERATURE
-            wrong = f"must be at least {least} with inference_model.backend=vllm, which samples at no less"
+            backend = f"inference_model.backend={inference.backend}"
+            wrong = f"must be at least {least} with {backend}, which samples at no less"
             raise bad_value(key, value, wrong, f"{key}={least}")
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.protocol import SteppingEngine
-from torchrl_grpo.planning.cores import PASSIVE_WAIT_ENV
+from torchrl_grpo.planning.cores import visible_gpus, worker_env
 from torchrl_grpo.planning.plan import SHARED_GPU
 from torchrl_grpo.rollout.workers.types import Command, LoadWeightsCommand
 
@@ -241,20 +241,6 @@ def _total(resources: dict[str, float], name: str) -> str:
     return f"{resources.get(name, 0.0):g} {name}"
 
 
-def worker_env(threads: int) -> dict[str, str]:
-    """Return the environment of a process that computes on ``threads`` cores beside the trainer."""
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        **PASSIVE_WAIT_ENV,
-        # The process is no training rank but inherits the environment of one, so reset its variables.
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-    }
-
-
 def call_when_done(ref: Any, done: Callable[[Any], None]) -> None:
     """Call ``done`` from any thread with the result or the error of an actor's call."""
 
@@ -312,9 +298,7 @@ def cluster_env(gpus: Sequence[int]) -> dict[str, str]:
     """
     found = {_FREE_PERIOD_VAR: os.environ.get(_FREE_PERIOD_VAR, "10")}
     if gpus:
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = seen.split(",") if seen else None
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
+        found |= visible_gpus(gpus)
     return found
 
 

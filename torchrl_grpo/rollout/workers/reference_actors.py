@@ -24,9 +24,10 @@ from torchrl_grpo.batch.schema import tokens_of
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import token_budget
 from torchrl_grpo.errors import WorkersLost
+from torchrl_grpo.planning.cores import worker_env
 from torchrl_grpo.rollout.groups import Group, ReferenceLogProbs
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
-from torchrl_grpo.rollout.workers.ray_pool import RayPool, call_when_done, worker_env
+from torchrl_grpo.rollout.workers.ray_pool import RayPool, call_when_done
 
 
 @dataclass(frozen=True)

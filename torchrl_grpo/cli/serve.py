@@ -1,0 +1,129 @@
+"""``grpo-serve``: a vLLM server for runs with ``inference_model.backend=vllm_server``.
+
+It takes the words of the training command, so that model, number format and lengths are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from torchrl_grpo.cli.main import USER_ERROR_CODE, resolve_job
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.checks import check_installed
+from torchrl_grpo.config.checks.engine import LOOPBACK
+from torchrl_grpo.errors import ConfigError, UserError
+from torchrl_grpo.runtime.config_dir import config_dir
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"command line: {message}; write only options that --help lists instead")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Start a server in place of this process.
+
+    Args:
+        argv: arguments; those of this process by default.
+
+    Raises:
+        SystemExit: with code 2 for a user error.
+    """
+    try:
+        asked = _parser().parse_intermixed_args(argv)
+        words, variables = serve_command(_compose(asked), _where(asked))
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(USER_ERROR_CODE) from None
+    if asked.print:
+        shown = {name: value for name, value in variables.items() if name != _KEY}
+        settings = " ".join(f"{name}={value}" for name, value in shown.items())
+        sys.stdout.write(f"{settings} {shlex.join(words)}\n")
+        return
+    os.execve(words[0], words, {**os.environ, **variables})
+
+
+_KEY = "VLLM_API_KEY"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="grpo-serve",
+        allow_abbrev=False,
+        description="Serve a model to runs with inference_model.backend=vllm_server. The other words are "
+        "those of the training command.",
+        epilog=f"{_KEY} holds the key that the run has to bring. Set it in both places.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--config-name", "-cn", default="grpo_gsm8k", help="primary configuration")
+    parser.add_argument("--config-dir", "-cd", type=Path, help="folder with configurations of your own")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on")
+    parser.add_argument("--uds", type=Path, help="socket file to listen on, in place of host and port")
+    parser.add_argument("--print", action="store_true", help="print the command of vLLM, and do not run it")
+    return parser
+
+
+def _where(asked: argparse.Namespace) -> dict[str, str | int]:
+    if asked.uds is not None:
+        return {"uds": str(asked.uds.resolve())}
+    if asked.host not in LOOPBACK and not os.environ.get(_KEY):
+        raise ConfigError(
+            f"--host={asked.host}: other machines can reach this server, and {_KEY} is not set; set it to a "
+            "secret here and for the run"
+        )
+    return {"host": asked.host, "port": asked.port}
+
+
+def _compose(asked: argparse.Namespace) -> Config:
+    from torchrl_grpo.cli.compose import composer, open_free_form
+
+    extra = None if asked.config_dir is None else asked.config_dir.resolve()
+    words = [open_free_form(word) for word in asked.overrides]
+    with composer(config_dir(), asked.config_name.removesuffix(".yaml"), extra) as tree:
+        (overrides,) = tree.jobs(words, sweep=False)
+        cfg = resolve_job(tree.compose(overrides, 0).node, check=lambda cfg: None)
+    check_installed(cfg)
+    return cfg
+
+
+def serve_command(cfg: Config, where: dict[str, str | int]) -> tuple[list[str], dict[str, str]]:
+    """Return the command of the server, and the variables that it needs.
+
+    Args:
+        cfg: configuration of the run.
+        where: where it listens, by vLLM's names.
+
+    Raises:
+        UserError: the model cannot be found.
+    """
+    import torch
+
+    from torchrl_grpo.inference.build import server_arguments
+    from torchrl_grpo.inference.servers.command import server_command, server_environment
+    from torchrl_grpo.models import loading
+    from torchrl_grpo.planning.plan import OWN_GPU
+    from torchrl_grpo.rollout.build import max_num_seqs
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    share = cfg.inference_model.gpu_memory_utilization
+    arguments = server_arguments(
+        cfg,
+        device,
+        max_num_seqs=max_num_seqs(cfg),
+        gpu_memory_utilization=OWN_GPU if share is None else share,
+    )
+    key = os.environ.get(_KEY)
+    if not key:
+        key = secrets.token_urlsafe(32)
+        sys.stdout.write(f"{_KEY}={key}  # set this for the run\n")
+        sys.stdout.flush()
+    command = server_command(loading.resolve(cfg.model), arguments, where)
+    return command, server_environment(key, arguments["enforce_eager"], device.type == "cpu")

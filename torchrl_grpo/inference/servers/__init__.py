@@ -1,0 +1,1 @@
+"""Engines behind HTTP: vLLM servers that a run starts, or that somebody else has started."""

@@ -1,0 +1,67 @@
+"""The command line and the environment of a vLLM server that this project can use."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torchrl_grpo.inference.vllm_arguments import as_flags
+
+_PROGRAM = "torchrl_grpo.inference.servers.program"
+_EXTENSION = "torchrl_grpo.inference.servers.extension.WeightExtension"
+_MIDDLEWARE = "torchrl_grpo.inference.servers.require_key.RequireKey"
+
+
+def server_command(source: str, arguments: Mapping[str, Any], where: Mapping[str, Any]) -> list[str]:
+    """Return the command of a server.
+
+    Args:
+        source: folder or hub name of the model.
+        arguments: result of :func:`~torchrl_grpo.inference.vllm_arguments.vllm_arguments`.
+        where: where it listens, by vLLM's names: ``host`` and ``port``, or ``uds``.
+    """
+    flags = dict(arguments)
+    # These belong to the engine in the trainer's process only.
+    sleeps = flags.pop("enable_sleep_mode", False)
+    return [
+        sys.executable,
+        "-m",
+        _PROGRAM,
+        *as_flags({"model": source, **where, **flags}),
+        *(["--enable-sleep-mode"] if sleeps else []),
+        # Token ids in, token ids out.
+        "--enable-scale-out",
+        # One more than the probe asks for, because vLLM counts the sampled token.
+        *as_flags({"max_logprobs": -1}),
+        # The proof of weights counts tokens that come out of a cache.
+        "--enable-prompt-tokens-details",
+        "--disable-uvicorn-access-log",
+        *as_flags({"worker_extension_cls": _EXTENSION, "middleware": _MIDDLEWARE}),
+    ]
+
+
+def server_environment(key: str, eager: bool, on_cpu: bool) -> dict[str, str]:
+    """Return the variables that the server needs beside the usual ones.
+
+    Args:
+        key: key that every request must bring.
+        eager: whether the engine runs without compiled graphs.
+        on_cpu: whether it computes on a CPU.
+    """
+    found = {
+        "VLLM_API_KEY": key,
+        # Without this, vLLM has no routes to pause, to load weights and to call the worker.
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if on_cpu:
+        # vLLM would give all but one core of the machine to every server.
+        found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        if eager:
+            # Compiling vLLM's small helpers takes half a minute of the first request, and gains nothing.
+            found["TORCH_COMPILE_DISABLE"] = "1"
+    else:
+        # Without this, Triton's attention in float32 uses TF32 (10 mantissa bits, not 23).
+        found["TRITON_F32_DEFAULT"] = "ieee"
+    return found

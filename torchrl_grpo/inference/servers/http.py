@@ -1,0 +1,120 @@
+"""HTTP connection to one server, with many requests at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import aiohttp
+
+from torchrl_grpo.errors import ConfigError
+
+_T = TypeVar("_T")
+_UNIX = "unix:"
+
+
+class ServerLost(RuntimeError):
+    """A server cannot be reached, does not answer in time, or answers with an error."""
+
+
+class ServerConnection:
+    """A connection to one server, driven by a thread of its own.
+
+    Args:
+        address: ``http://HOST:PORT``, or ``unix:PATH`` for a socket of this machine.
+        key: key that the server asks for.
+        timeout_s: longest duration of a request that does not generate, in seconds.
+    """
+
+    def __init__(self, address: str, key: str, timeout_s: float) -> None:
+        self.address = address
+        self._key = key
+        self._timeout_s = timeout_s
+        self._base = "http://server" if address.startswith(_UNIX) else address.rstrip("/")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="server client", daemon=True)
+        self._thread.start()
+        self._session = self._run(self._open())
+
+    async def _open(self) -> aiohttp.ClientSession:
+        # No limit: vLLM queues the requests itself.
+        if self.address.startswith(_UNIX):
+            connector: aiohttp.BaseConnector = aiohttp.UnixConnector(
+                self.address.removeprefix(_UNIX), limit=0
+            )
+        else:
+            connector = aiohttp.TCPConnector(limit=0)
+        return aiohttp.ClientSession(
+            connector=connector,
+            headers={"Authorization": f"Bearer {self._key}"},
+            # A response takes as long as it takes: whoever waits for it checks the server.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s),
+        )
+
+    def post(self, path: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
+        """Send a request and return the JSON of the answer.
+
+        Args:
+            path: route, with its query.
+            body: JSON of the request.
+            timeout_s: longest duration in seconds; None for that of the connection.
+
+        Raises:
+            ServerLost: no answer, or an answer with an error.
+            ConfigError: the server refuses the key.
+        """
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        return self._run(self._post(path, body, limit))
+
+    def post_later(self, path: str, body: Any, done: Callable[[Any], None]) -> None:
+        """Send a request, and call ``done`` with the JSON of the answer or the exception.
+
+        ``done`` runs in the thread of the connection. The request has no time limit.
+        """
+
+        def finished(future: Future[Any]) -> None:
+            if not future.cancelled():
+                error = future.exception()
+                done(future.result() if error is None else error)
+
+        asyncio.run_coroutine_threadsafe(self._post(path, body, None), self._loop).add_done_callback(finished)
+
+    async def _post(self, path: str, body: Any, timeout_s: float | None) -> Any:
+        where = f"{self.address}: {path.partition('?')[0]}"
+        try:
+            async with asyncio.timeout(timeout_s), self._session.post(self._base + path, json=body) as answer:
+                if answer.status == 401:
+                    raise ConfigError(
+                        f"inference_model.servers: {self.address} refuses the key; set VLLM_API_KEY to "
+                        "the key that the server was started with"
+                    )
+                if answer.status != 200:
+                    text = (await answer.text()).strip()
+                    raise ServerLost(f"{where} answered {answer.status} {answer.reason}: {text[:500]}")
+                return await answer.json(content_type=None)
+        except TimeoutError as error:
+            raise ServerLost(f"{where}: no answer within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerLost(f"{where}: {type(error).__name__} {error}".strip()) from error
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def close(self) -> None:
+        """Close the connection; requests under way end with an exception."""
+        if self._loop.is_closed():
+            return
+        self._run(self._shut())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _shut(self) -> None:
+        await self._session.close()
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)

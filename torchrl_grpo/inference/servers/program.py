@@ -1,0 +1,33 @@
+"""``python -m torchrl_grpo.inference.servers.program``: vLLM's server, with vLLM's own arguments.
+
+Two environment variables tie it to the process that started it: it writes a line to the descriptor
+``TORCHRL_GRPO_READY_FD`` once it takes requests, and with ``TORCHRL_GRPO_END_WITH_STDIN`` it ends when its
+input ends, so that it never outlives a run.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import threading
+
+READY_VARIABLE, END_VARIABLE = "TORCHRL_GRPO_READY_FD", "TORCHRL_GRPO_END_WITH_STDIN"
+
+
+def main() -> None:
+    """Run the server until it is ended."""
+    if END_VARIABLE in os.environ:
+        threading.Thread(target=_end_with_stdin, name="end with the run", daemon=True).start()
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+
+
+def _end_with_stdin() -> None:
+    sys.stdin.buffer.read()
+    # The engine is a process of its own. Both are in the process group of this one.
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

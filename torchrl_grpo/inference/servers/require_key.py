@@ -1,0 +1,76 @@
+"""ASGI middleware that refuses every request without the server's key.
+
+vLLM's own check covers a few prefixes only. Routes that pause the server, load weights or call a method of
+the worker lie outside them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from torchrl_grpo.inference.servers.program import READY_VARIABLE
+
+# Environment variable with the key. It is vLLM's own, so that its check and this one agree.
+KEY_VARIABLE = "VLLM_API_KEY"
+
+_Scope = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+_Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+_App = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
+
+
+class RequireKey:
+    """Middleware for vLLM's ``--middleware``.
+
+    Args:
+        app: application behind it.
+
+    Raises:
+        RuntimeError: the environment has no key.
+    """
+
+    def __init__(self, app: _App) -> None:
+        key = os.environ.get(KEY_VARIABLE)
+        if not key:
+            raise RuntimeError(f"{KEY_VARIABLE} is not set: a server without a key would obey everybody")
+        self._app = app
+        self._digest = _digest(key.encode())
+
+    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+        """Pass a request on, or answer it with status 401."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, _announcing(send))
+        elif self._is_allowed(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            body = b'{"error": "Unauthorized"}'
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+    def _is_allowed(self, scope: _Scope) -> bool:
+        found = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, key = found.partition(b" ")
+        # Digests are compared, so that the time taken tells nothing about the key.
+        return scheme.lower() == b"bearer" and secrets.compare_digest(_digest(key), self._digest)
+
+
+def _announcing(send: _Send) -> _Send:
+    """Return ``send``, but tell the process that started this one when the application is up."""
+
+    async def announce(message: MutableMapping[str, Any]) -> None:
+        await send(message)
+        if message["type"] == "lifespan.startup.complete" and READY_VARIABLE in os.environ:
+            os.write(int(os.environ.pop(READY_VARIABLE)), b"\n")
+
+    return announce
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,116 @@
+"""Weights as files in shared memory or in a folder, which servers map into their memory.
+
+A file is a bucket: tensors one after the other, without a header. What it contains travels beside it, in the
+request that names it. The bytes are those of the tensors, so that every number format is possible.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Largest size of a bucket in bytes. A single larger tensor has a bucket of its own.
+BUCKET_BYTES = 64 * 2**20
+# Every tensor starts at a multiple of this, which any number format can be read from.
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One file of weights.
+
+    Attributes:
+        path: the file.
+        tensors: name, dtype, shape and first byte of each tensor.
+    """
+
+    path: str
+    tensors: tuple[tuple[str, str, tuple[int, ...], int], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> Bucket:
+        """Return the bucket that :meth:`to_json` was called on."""
+        tensors = [(name, dtype, tuple(shape), start) for name, dtype, shape, start in content["tensors"]]
+        return Bucket(content["path"], tuple(tensors))
+
+
+def read_bucket(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors of a bucket. They lie in the mapped file, which may be deleted then."""
+    size = Path(bucket.path).stat().st_size
+    # A private mapping: whoever writes to a tensor changes a page of its own.
+    content = torch.from_file(bucket.path, shared=False, size=size, dtype=torch.uint8)
+    for name, kind, shape, start in bucket.tensors:
+        dtype = getattr(torch, kind)
+        stop = start + math.prod(shape) * dtype.itemsize
+        yield name, content[start:stop].view(dtype).view(shape)
+
+
+class WeightFiles:
+    """The weights of one version in a folder of their own, which is deleted with this object.
+
+    Args:
+        parent: folder to create it in: ``/dev/shm``, or one that all servers see.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="torchrl-grpo-", dir=parent))
+        self.buckets: list[Bucket] = []
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and tensors, which lie in the files."""
+        for bucket in self.buckets:
+            yield from read_bucket(bucket)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> WeightFiles:
+        """Write tensors into buckets, and return this object.
+
+        Raises:
+            OSError: there is no room.
+        """
+        listed: list[tuple[str, Tensor]] = []
+        size = 0
+        for name, tensor in weights:
+            room = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+            if listed and size + room > BUCKET_BYTES:
+                self._write_bucket(listed, size)
+                listed, size = [], 0
+            listed.append((name, tensor.detach()))
+            size += room
+        if listed:
+            self._write_bucket(listed, size)
+        return self
+
+    def _write_bucket(self, tensors: Iterable[tuple[str, Tensor]], size: int) -> None:
+        path = self._folder / str(len(self.buckets))
+        with path.open("wb") as file:
+            # Reserve the room. Without it, writing to a full file system through a mapping ends the process.
+            os.posix_fallocate(file.fileno(), 0, size)
+        content = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        start = 0
+        entries = []
+        for name, tensor in tensors:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            entries.append((name, kind, tuple(tensor.shape), start))
+            content[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.buckets.append(Bucket(str(path), tuple(entries)))
+
+    def close(self) -> None:
+        """Delete the files. Servers that have mapped one keep it until they have loaded it."""
+        shutil.rmtree(self._folder, ignore_errors=True)

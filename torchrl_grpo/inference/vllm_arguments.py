@@ -1,0 +1,76 @@
+"""The arguments of a vLLM engine: of its ``LLM`` class in the trainer's process, and of a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchrl_grpo.config.values import VLLM_CPU_BLOCK_SIZE
+
+
+def vllm_arguments(
+    *,
+    on_cpu: bool,
+    dtype: torch.dtype,
+    max_model_len: int,
+    max_num_seqs: int,
+    seed: int,
+    gpu_memory_utilization: float,
+    kv_cache_gib: int,
+    block_size: int | None = None,
+    enforce_eager: bool | None = None,
+    head_dtype: torch.dtype | None = None,
+    enable_sleep: bool = False,
+    trust_remote_code: bool = False,
+    engine_args: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the arguments by vLLM's names, without the model.
+
+    Args:
+        on_cpu: whether the engine computes on a CPU.
+        dtype: see :class:`~torchrl_grpo.inference.vllm_engine.VLLMEngine`, as for all others.
+    """
+    arguments: dict[str, Any] = dict(engine_args or {})
+    if head_dtype is not None:
+        # vLLM's layer for logits reads this entry of the model's configuration.
+        arguments["hf_overrides"] = {**arguments.get("hf_overrides", {}), "head_dtype": name_of(head_dtype)}
+    if on_cpu:
+        arguments["kv_cache_memory_bytes"] = kv_cache_gib * 2**30
+        arguments["block_size"] = block_size or VLLM_CPU_BLOCK_SIZE
+    else:
+        arguments["gpu_memory_utilization"] = gpu_memory_utilization
+        arguments["enable_sleep_mode"] = enable_sleep
+        if block_size is not None:
+            arguments["block_size"] = block_size
+    return arguments | {
+        "dtype": name_of(dtype),
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "seed": seed,
+        "enforce_eager": on_cpu if enforce_eager is None else enforce_eager,
+        "enable_prefix_caching": True,
+        # Raw log-probabilities are those of temperature 1, not of the sampled distribution.
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "trust_remote_code": trust_remote_code,
+    }
+
+
+def as_flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Return arguments as words of a command line, e.g. ``--max-num-seqs 64`` or ``--no-enforce-eager``."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
+    return words
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return a dtype's name, e.g. ``float32``."""
+    return str(dtype).removeprefix("torch.")
