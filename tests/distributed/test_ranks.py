@@ -126,7 +126,6 @@ def test_groups_are_divided_by_cost(costs: list[int], ranks: int, loads: list[in
 
 HOW: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "grpo.py starts two ranks": (None, ("train_model.num_devices=2",)),
-    "accelerate launch, ddp": ("multi_gpu", ()),
     "accelerate launch, fsdp2, compiled": (
         "fsdp2",
         ("train_model.num_devices=2", "train_model.compile=true"),
@@ -362,6 +361,7 @@ def test_a_run_on_one_rank_continues_on_two(kind: str, engines: str, runs: Runs,
             ),
             "error: train_model.lora.target_modules",
         ),
+        # The other file for ranks with whole models starts processes here.
         ("multi_gpu", ("train_model.num_devices=3",), "the launcher has started 2 processes"),
         ("fsdp2", ("train_model.parallelism=ddp",), "the launcher was configured for FSDP"),
     ],

@@ -54,10 +54,7 @@ def test_gsm8k_trains_evaluates_saves_and_loads(
     repo_root: Path, shared_data: Path | None, tmp_path: Path
 ) -> None:
     data = shared_data / "gsm8k" if shared_data is not None else write_gsm8k(tmp_path / "gsm8k")
-    # In this reward answers always differ. Without it the seed and the processor decide whether weights move.
-    (tmp_path / "own.py").write_text(
-        "def brevity(completion, example):\n    return 1 / (1 + len(completion))\n"
-    )
+    write_brevity(tmp_path)
     # Another directory than the checkout, and a path relative to it.
     printed = grpo(
         repo_root,
@@ -102,13 +99,18 @@ def test_gsm8k_trains_evaluates_saves_and_loads(
     assert model.config.vocab_size == 49152 and tokenizer.chat_template
 
 
-@pytest.mark.usefixtures("smollm2_dir")
 def test_ifeval_trains_on_composed_prompts_in_a_sweep_of_two(
-    repo_root: Path, shared_data: Path | None, tmp_path: Path, number_format: str, format_words: list[str]
+    repo_root: Path,
+    shared_data: Path | None,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    number_format: str,
+    format_words: list[str],
 ) -> None:
     source = (
         shared_data / "ifeval" / "input_data.jsonl" if shared_data is not None else write_ifeval(tmp_path)
     )
+    write_brevity(tmp_path)
     grpo(
         repo_root,
         tmp_path,
@@ -116,16 +118,21 @@ def test_ifeval_trains_on_composed_prompts_in_a_sweep_of_two(
         "--multirun",
         *SMALL,
         *format_words,
+        # The run above has the real model.
+        f"model.name={tiny_model_dir}",
+        "inference_model.max_model_len=1024",
         "train.checkpoint_frequency=0",
         f"env.data_path={relative_to(tmp_path, source)}",
         "env.task_size=64",
         "hydra.sweep.dir=sweep",
+        "reward.functions={brevity: own.py:brevity}",
+        "reward.weights={ifeval: 1.0, brevity: 1.0}",
         "train.total_dialog_turns=16",
-        "optimizer.lr=1e-3,1e-4",
+        "optimizer.lr=1e-2,1e-3",
         "policy.kl_coef=0.01",
         "train_model.lora.rank=8",
     )
-    for job, lr in (("0", 1e-3), ("1", 1e-4)):
+    for job, lr in (("0", 1e-2), ("1", 1e-3)):
         run = tmp_path / "sweep" / job
         metrics = lines(run / "metrics.jsonl")
         assert [line["step"] for line in metrics] == [0, 1, 2]
@@ -163,6 +170,13 @@ def verify_resume(folder: Path, *words: str) -> int:
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
     print(done.stdout + done.stderr)
     return done.returncode
+
+
+def write_brevity(folder: Path) -> None:
+    """A reward in which answers always differ. Otherwise seed and processor decide whether weights move."""
+    (folder / "own.py").write_text(
+        "def brevity(completion, example):\n    return 1 / (1 + len(completion))\n"
+    )
 
 
 def write_gsm8k(folder: Path) -> Path:
