@@ -20,3 +20,16 @@ TINY_ENGINE: dict[str, Any] = {
     # more than a hundred thousand blocks.
     "engine_args": {"num_gpu_blocks_override": 64},
 }
+
+
+def import_here(model: Any) -> None:
+    """Have vLLM look at its class for ``model`` in this process.
+
+    By default vLLM starts a process for that, once for each class and machine, which takes 8 s of CPU time.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
+
+    for name in (type(model).__name__, "TransformersForCausalLM"):
+        known = ModelRegistry.models.get(name)
+        if isinstance(known, _LazyRegisteredModel):
+            ModelRegistry.register_model(name, known.load_model_cls())

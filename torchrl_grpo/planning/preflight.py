@@ -279,7 +279,7 @@ def _present(plan: Plan, there: Hardware) -> dict[str, float | None]:
     return {
         name: there.cpu_gib if name == "cpu" else there.gpus[int(name.removeprefix("cuda:"))]
         for name in used
-        if name != "ray"
+        if name not in ("ray", "server")
     }
 
 

@@ -167,7 +167,8 @@ def build_servers(
         max_num_seqs=max_num_seqs(cfg),
         threads=divide_cores(cfg, plan, cores_to_divide(ranks), ranks)[1],
         gpu_memory_utilization=plan.gpu_memory_utilization,
-        start_limit_s=max(START_LIMIT_S, cfg.collector.timeout_s),
+        # A little less than the dispatcher's, so that the error says what is missing.
+        start_limit_s=0.9 * max(START_LIMIT_S, cfg.collector.timeout_s),
     )
     pool = ServerPool(spec, plan.workers)
     return with_workers(cfg, env, tokenizer, pool, plan.workers, pool.put_weights)

@@ -159,7 +159,7 @@ class ServerEngine(SteppingEngine):
         """See :meth:`Engine.next_tokens`."""
         likeliest, cached = [], []
         for prompt in probe.prompts:
-            # The sampled token comes first, and again if it is among the likeliest.
+            # The sampled token comes first and counts, whether or not it is among the likeliest.
             body = _body(prompt, max_tokens=1, temperature=1.0, seed=0, logprobs=probe.top_k + 1)
             answer = self._connection.post(_GENERATE, body, timeout_s=self._timeout_s)
             entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]

@@ -14,6 +14,8 @@ from torchrl_grpo.errors import ConfigError
 
 _T = TypeVar("_T")
 _UNIX = "unix:"
+# Seconds between two attempts to reach a server that is not up yet.
+_RETRY_S = 0.2
 
 
 class ServerLost(RuntimeError):
@@ -53,6 +55,33 @@ class ServerConnection:
             # A response takes as long as it takes: whoever waits for it checks the server.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s),
         )
+
+    def wait_until_up(self, timeout_s: float) -> None:
+        """Block until the server answers at all.
+
+        Raises:
+            ConfigError: it does not answer in time.
+        """
+        self._run(self._wait_until_up(timeout_s))
+
+    async def _wait_until_up(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await self._is_up():
+                    # Nobody tells this process when a server of somebody else comes up.
+                    await asyncio.sleep(_RETRY_S)
+        except TimeoutError as error:
+            raise ConfigError(
+                f"inference_model.servers: no server answered at {self.address} within {timeout_s:g} s; start "
+                "one there with grpo-serve, or write inference_model.servers=auto"
+            ) from error
+
+    async def _is_up(self) -> bool:
+        try:
+            async with self._session.get(self._base + "/health"):
+                return True
+        except (aiohttp.ClientError, OSError):
+            return False
 
     def post(self, path: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
         """Send a request and return the JSON of the answer.

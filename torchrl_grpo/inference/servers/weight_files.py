@@ -98,6 +98,8 @@ class WeightFiles:
 
     def _write_bucket(self, tensors: Iterable[tuple[str, Tensor]], size: int) -> None:
         path = self._folder / str(len(self.buckets))
+        # A bucket may hold empty tensors only, and an empty file cannot be mapped.
+        size = max(size, _ALIGNMENT)
         with path.open("wb") as file:
             # Reserve the room. Without it, writing to a full file system through a mapping ends the process.
             os.posix_fallocate(file.fileno(), 0, size)

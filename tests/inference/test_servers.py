@@ -1,0 +1,359 @@
+"""Engines behind HTTP: tokens, weights, keys and faults, with a server in a thread of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_server import FakeServer, make_engine
+
+from torchrl_grpo.errors import ConfigError, TrainingStopped
+from torchrl_grpo.inference.protocol import Probe, Request, Sampling
+from torchrl_grpo.inference.servers import engine as server_engine
+from torchrl_grpo.inference.servers import weight_files
+from torchrl_grpo.inference.servers.engine import ServerEngine
+from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
+from torchrl_grpo.inference.servers.require_key import RequireKey
+from torchrl_grpo.inference.servers.weight_files import Bucket, WeightFiles, read_bucket
+from torchrl_grpo.inference.vllm_arguments import as_flags, vllm_arguments
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.weight_sync.publisher import WeightPublisher
+
+PROMPTS = [list(range(5, 45)), list(range(50, 90)), list(range(100, 140))]
+
+
+@pytest.fixture
+def server(tiny_model_dir: Path, tmp_path: Path) -> Iterator[FakeServer]:
+    made = FakeServer(make_engine(tiny_model_dir), tmp_path / "socket")
+    yield made
+    made.kill()
+
+
+def connect(
+    server: FakeServer, tmp_path: Path, *, timeout_s: float = 20.0, key: str = "secret"
+) -> ServerEngine:
+    connection = ServerConnection(server.address, key, timeout_s)
+    return ServerEngine(connection, dtype=torch.float32, folder=tmp_path, timeout_s=timeout_s)
+
+
+@pytest.fixture
+def engine(server: FakeServer, tmp_path: Path) -> Iterator[ServerEngine]:
+    made = connect(server, tmp_path)
+    yield made
+    made.close()
+
+
+def publisher_of(engine: ServerEngine, model: Any) -> WeightPublisher:
+    return WeightPublisher(
+        model,
+        TokenScorer(model),
+        engine=engine,
+        probe_prompts=PROMPTS,
+        pad_token_id=2,
+        precision=torch.float32,
+        engine_dtype=torch.float32,
+    )
+
+
+def test_responses_are_those_of_the_engine_behind_the_server(
+    engine: ServerEngine, server: FakeServer, tiny_model_dir: Path
+) -> None:
+    sampling = Sampling(3, 12, 0.7, seeds=[11, 22, 33])
+    found = engine.generate(PROMPTS, sampling)
+    expected = make_engine(tiny_model_dir).generate(PROMPTS, sampling)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
+        assert [one.finish_reason for one in ours] == [one.finish_reason for one in theirs]
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+    assert engine.step() == [], "nothing runs any more"
+
+
+def test_aborted_requests_return_what_they_have(engine: ServerEngine) -> None:
+    engine.submit([Request(("a", n), PROMPTS[0], 400, 1.0, n, ignore_eos=True) for n in range(3)])
+    found = engine.abort_all()
+    assert set(found) == {("a", 0), ("a", 1), ("a", 2)}
+    assert {one.finish_reason for one in found.values()} == {"aborted"}
+    assert all(len(one.token_ids) == len(one.log_probs) < 400 for one in found.values())
+    assert engine.abort_all() == {}
+
+
+def test_likeliest_tokens_are_those_of_the_engine(engine: ServerEngine, tiny_model_dir: Path) -> None:
+    found = engine.next_tokens(Probe(PROMPTS, 5))
+    expected = make_engine(tiny_model_dir).next_tokens(Probe(PROMPTS, 5))
+    assert torch.equal(found.token_ids, expected.token_ids)
+    torch.testing.assert_close(found.log_probs, expected.log_probs)
+
+
+def test_weights_are_published_and_proved(
+    engine: ServerEngine, server: FakeServer, tiny_model_dir: Path
+) -> None:
+    model = make_engine(tiny_model_dir).model
+    publisher = publisher_of(engine, model)
+    publisher.verify_at_start(0)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[3, 5] += 1e-3
+    metrics = publisher.publish(1)
+    assert metrics["publish/logprob_diff_mean"] < 1e-5 and engine.policy_version == 1
+    theirs = dict(server.engine.model.named_parameters())
+    assert all(torch.equal(parameter, theirs[name]) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("what", ["a bucket is skipped", "an older bucket"])
+def test_weights_that_do_not_arrive_are_found(
+    what: str, engine: ServerEngine, server: FakeServer, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Several buckets, so that one of them can be lost.
+    monkeypatch.setattr(weight_files, "BUCKET_BYTES", 2**14)
+    model = make_engine(tiny_model_dir).model
+    publisher = publisher_of(engine, model)
+    publisher.verify_at_start(0)
+    older = WeightFiles(server.path.parent).write(model.named_parameters())
+    honest = server.engine.update
+    count = iter(range(1000))
+
+    def update(weights: Any) -> None:
+        if next(count) == 2:
+            if what == "an older bucket":
+                honest(read_bucket(older.buckets[2]))
+            return
+        honest(weights)
+
+    monkeypatch.setattr(server.engine, "update", update)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.001)
+    with pytest.raises(
+        TrainingStopped, match=r"after publishing version 1, .* tensors .* are not the trainer's"
+    ):
+        publisher.publish(1)
+
+
+def test_a_server_that_was_restarted_cannot_pass_for_the_one_that_has_the_weights(
+    engine: ServerEngine, server: FakeServer, tiny_model_dir: Path
+) -> None:
+    engine.load_weights(make_engine(tiny_model_dir).model.named_parameters())
+    assert engine.generate(PROMPTS[:1], Sampling(1, 3, 1.0, [1]))
+    server.version = "default"
+    with pytest.raises(
+        ServerLost, match=r"generated with weights \['default'\] and was given .*: it was restarted"
+    ):
+        engine.generate(PROMPTS[:1], Sampling(1, 3, 1.0, [1]))
+
+
+def test_a_server_that_ends_is_lost(engine: ServerEngine, server: FakeServer) -> None:
+    engine.submit([Request("a", PROMPTS[0], 100_000, 1.0, 1, ignore_eos=True)])
+    assert engine.step() == []
+    server.kill()
+    with pytest.raises(ServerLost, match="socket: /inference/v1/generate"):
+        while engine.step() == []:
+            pass
+    with pytest.raises(ServerLost):
+        engine.start_update()
+
+
+def test_a_server_that_lives_and_does_not_generate_is_lost(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_engine, "_QUIET_S", 0.1)
+    engine = connect(server, tmp_path, timeout_s=0.5)
+    server.hangs = True
+    engine.submit([Request("a", PROMPTS[0], 5, 1.0, 1)])
+    with pytest.raises(ServerLost, match=r"/inference/v1/generate: no answer within 0.5 s"):
+        while engine.step() == []:
+            pass
+    engine.close()
+
+
+def test_a_slow_response_of_a_sound_server_is_waited_for(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_engine, "_QUIET_S", 0.0)
+    monkeypatch.setattr(server_engine, "_STEP_S", 0.01)
+    engine = connect(server, tmp_path)
+    (found,) = engine.generate(PROMPTS[:1], Sampling(1, 150, 1.0, [1], ignore_eos=True))[0]
+    assert len(found.token_ids) == 150
+    # It has been asked for a token in between.
+    assert server.requests.count("/inference/v1/generate") > 1
+    engine.close()
+
+
+def test_a_wrong_key_is_a_mistake_of_the_user(server: FakeServer, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"inference_model.servers: unix:.* refuses the key; set VLLM_API_KEY"
+    ):
+        connect(server, tmp_path, key="guess")
+
+
+def test_another_number_format_is_a_mistake_of_the_user(tiny_model_dir: Path, tmp_path: Path) -> None:
+    server = FakeServer(make_engine(tiny_model_dir, torch.bfloat16), tmp_path / "socket")
+    with pytest.raises(
+        ConfigError, match=r"computes in bfloat16, and .* in float32; write inference_model.dtype="
+    ):
+        connect(server, tmp_path)
+    server.kill()
+
+
+def test_a_log_probability_that_is_not_finite_is_nan() -> None:
+    assert math.isnan(server_engine._log_prob({"logprob": -9999.0, "rank": None}))
+    assert server_engine._log_prob({"logprob": -2.5, "rank": 1}) == -2.5
+
+
+# -- weights in files
+
+
+def weights_in_all_formats() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for shape in ((3,), (5, 7), (2, 3, 4), (1, 1), (0, 4)):
+            found[f"{dtype} {shape}"] = torch.randn(shape, generator=generator).to(dtype)
+    found["turned"] = torch.randn(6, 4, generator=generator).T
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 200, 2**20])
+def test_tensors_come_out_of_files_as_they_went_in(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_files, "BUCKET_BYTES", size)
+    sent = weights_in_all_formats()
+    files = WeightFiles(tmp_path).write(sent.items())
+    # As over the wire, and read after the files are gone.
+    buckets = [Bucket.from_json(bucket.to_json()) for bucket in files.buckets]
+    assert len(buckets) == (len(sent) if size == 1 else 1 if size == 2**20 else len(buckets)) > 0
+    arrived = [(name, tensor) for bucket in buckets for name, tensor in read_bucket(bucket)]
+    assert [name for name, _ in files] == list(sent)
+    files.close()
+    assert list(tmp_path.iterdir()) == []
+    assert [name for name, _ in arrived] == list(sent)
+    for name, tensor in arrived:
+        assert tensor.dtype is sent[name].dtype and torch.equal(tensor, sent[name]), name
+
+
+def test_whoever_changes_what_was_read_changes_no_file(tmp_path: Path) -> None:
+    files = WeightFiles(tmp_path).write([("one", torch.ones(8))])
+    ((_, first),) = files
+    first.zero_()
+    ((_, second),) = files
+    assert bool((second == 1).all())
+
+
+def test_files_end_with_the_object(tmp_path: Path) -> None:
+    files = WeightFiles(tmp_path).write([("one", torch.ones(8))])
+    assert len(list(tmp_path.iterdir())) == 1
+    assert (next(tmp_path.iterdir()).stat().st_mode & 0o777) == 0o700, (
+        "nobody else may read or change weights"
+    )
+    del files
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_room_is_an_error_and_not_the_end_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        WeightFiles(tmp_path).write([("one", torch.ones(8))])
+
+
+# -- the key
+
+
+def ask(app: RequireKey, scope: dict[str, Any]) -> list[dict[str, Any]]:
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {}
+
+    async def send(message: Any) -> None:
+        sent.append(dict(message))
+
+    asyncio.run(app({"path": "/pause", "headers": [], **scope}, receive, send))
+    return sent
+
+
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> RequireKey:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "lifespan.startup.complete" if scope["type"] == "lifespan" else "passed"})
+
+    return RequireKey(inner)
+
+
+@pytest.mark.parametrize(
+    "header", [None, "secret", "Bearer", "Bearer ", "Bearer Secret", "Basic secret", "Bearer secret "]
+)
+@pytest.mark.parametrize("path", ["/health", "/pause", "/v1/models", "/metrics", "/collective_rpc"])
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
+def test_nothing_is_answered_without_the_key(
+    guarded: RequireKey, header: str | None, path: str, method: str
+) -> None:
+    headers = [] if header is None else [(b"authorization", header.encode())]
+    sent = ask(guarded, {"type": "http", "path": path, "method": method, "headers": headers})
+    assert sent[0]["type"] == "http.response.start" and sent[0]["status"] == 401
+
+
+def test_the_key_opens(guarded: RequireKey) -> None:
+    headers = [(b"host", b"x"), (b"authorization", b"bearer secret")]
+    assert ask(guarded, {"type": "http", "headers": headers}) == [{"type": "passed"}]
+    assert ask(guarded, {"type": "websocket", "headers": headers}) == [{"type": "passed"}]
+    assert ask(guarded, {"type": "websocket"}) == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_a_server_says_when_it_is_up(guarded: RequireKey, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    monkeypatch.setenv("TORCHRL_GRPO_READY_FD", str(write))
+    ask(guarded, {"type": "lifespan"})
+    assert os.read(read, 10) == b"\n"
+    os.close(read)
+    os.close(write)
+
+
+def test_a_server_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(RuntimeError, match="VLLM_API_KEY is not set"):
+        RequireKey(None)  # type: ignore[arg-type]
+
+
+# -- arguments
+
+
+def test_arguments_become_flags() -> None:
+    given = {"max_num_seqs": 64, "enforce_eager": True, "trust_remote_code": False, "dtype": "float32"}
+    given |= {"hf_overrides": {"head_dtype": "float32"}, "gpu_memory_utilization": 0.5}
+    assert as_flags(given) == [
+        *("--max-num-seqs", "64", "--enforce-eager", "--no-trust-remote-code", "--dtype", "float32"),
+        *("--hf-overrides", '{"head_dtype": "float32"}', "--gpu-memory-utilization", "0.5"),
+    ]
+
+
+def test_a_server_has_the_arguments_of_an_engine_in_the_trainer_s_process() -> None:
+    common: dict[str, Any] = {
+        "dtype": torch.bfloat16,
+        "max_model_len": 100,
+        "max_num_seqs": 8,
+        "seed": 3,
+        "gpu_memory_utilization": 0.3,
+        "kv_cache_gib": 2,
+    }
+    on_cpu = vllm_arguments(on_cpu=True, **common)
+    assert on_cpu["kv_cache_memory_bytes"] == 2 * 2**30 and "gpu_memory_utilization" not in on_cpu
+    assert on_cpu["enforce_eager"] and on_cpu["logprobs_mode"] == "processed_logprobs"
+    on_gpu = vllm_arguments(
+        on_cpu=False, enable_sleep=True, engine_args={"max_num_batched_tokens": 9}, **common
+    )
+    assert on_gpu["gpu_memory_utilization"] == 0.3 and on_gpu["enable_sleep_mode"]
+    assert not on_gpu["enforce_eager"] and on_gpu["max_num_batched_tokens"] == 9
