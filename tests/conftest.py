@@ -49,6 +49,7 @@ PARTS = {
         "runs/test_integration",
         "inference/test_vllm_families",
         "inference/test_vllm",
+        "inference/test_vllm_server",
         "docs/test_benchmarks",
     ),
 }

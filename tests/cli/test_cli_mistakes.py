@@ -179,6 +179,37 @@ BAD: list[tuple[str, str]] = [
     ("ref_model.dtype=int8", "bfloat16"),
     ("inference_model.dtype=fp8", "bfloat16"),
     ("inference_model.backend=sglang", "vllm, vllm_server, transformers"),
+    ("inference_model.servers=[http://127.0.0.1:8000]", "write inference_model.backend=vllm_server or inf"),
+    (
+        "inference_model.backend=vllm_server inference_model.servers=8000",
+        "must be auto or a list of addresses",
+    ),
+    ("inference_model.backend=vllm_server inference_model.servers=[]", "must be auto or a list of addresses"),
+    ("inference_model.backend=vllm_server inference_model.servers=[8000]", "must be auto or a list of addr"),
+    ("inference_model.backend=vllm_server inference_model.servers=[host]", "'host' is no address"),
+    ("inference_model.backend=vllm_server inference_model.servers=[http://a:b]", "must be http://HOST:PORT"),
+    ("inference_model.backend=vllm_server inference_model.servers=[http://a/v1]", "'http://a/v1' is no addr"),
+    ("inference_model.backend=vllm_server inference_model.servers=[unix:socket]", "or unix:/PATH; write"),
+    (
+        "inference_model.backend=vllm_server inference_model.servers=[http://a,http://a]",
+        "names a server twice; write inference_model.servers=[http://a] instead",
+    ),
+    (
+        "inference_model.backend=vllm_server inference_model.num_devices=2 inference_model.servers=[unix:/a]",
+        "inference_model.servers names 1; write inference_model.num_devices=auto instead",
+    ),
+    (
+        "inference_model.backend=vllm_server inference_model.servers=[http://a] inference_model.devices=[1]",
+        "have their GPUs already; write inference_model.devices=null instead",
+    ),
+    (
+        "inference_model.backend=vllm_server inference_model.servers=[http://a] "
+        "inference_model.engine_args.swap_space=1",
+        "the servers of inference_model.servers run already",
+    ),
+    ("inference_model.backend=vllm_server ray.address=auto", "servers do not run on Ray; write inference_mo"),
+    ("inference_model.engine_args.middleware=own", "write nothing for middleware instead"),
+    ("inference_model.engine_args.port=8000", "write inference_model.servers=VALUE instead"),
     ("inference_model.temperature=0", "greater than 0"),
     ("inference_model.temperature=0.005", "write inference_model.temperature=0.01 instead"),
     ("eval.temperature=0.0099", "at least 0.01 with inference_model.backend=vllm"),

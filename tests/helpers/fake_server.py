@@ -177,7 +177,8 @@ class FakeServer:
     async def _call(self, request: web.Request) -> web.Response:
         body = await request.json()
         given = body["kwargs"]
-        engine, result = self.engine, None
+        engine = self.engine
+        result: Any = None
         if body["method"] == "grpo_describe":
             result = {"dtype": str(engine.model.dtype).removeprefix("torch.")}
         elif body["method"] == "grpo_load":

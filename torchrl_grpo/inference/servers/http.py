@@ -72,8 +72,8 @@ class ServerConnection:
                     await asyncio.sleep(_RETRY_S)
         except TimeoutError as error:
             raise ConfigError(
-                f"inference_model.servers: no server answered at {self.address} within {timeout_s:g} s; start "
-                "one there with grpo-serve, or write inference_model.servers=auto"
+                f"inference_model.servers: no server answered at {self.address} within {timeout_s:g} s; "
+                "start one there with grpo-serve, or write inference_model.servers=auto"
             ) from error
 
     async def _is_up(self) -> bool:

@@ -72,7 +72,7 @@ class ServerProcess:
                 output.close()
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Block until the server takes requests.
+        """Block until the server is set up. It listens a moment later.
 
         Raises:
             ModelError: it ended.

@@ -1,7 +1,7 @@
 """``python -m torchrl_grpo.inference.servers.program``: vLLM's server, with vLLM's own arguments.
 
 Two environment variables tie it to the process that started it: it writes a line to the descriptor
-``TORCHRL_GRPO_READY_FD`` once it takes requests, and with ``TORCHRL_GRPO_END_WITH_STDIN`` it ends when its
+``TORCHRL_GRPO_READY_FD`` once it is set up, and with ``TORCHRL_GRPO_END_WITH_STDIN`` it ends when its
 input ends, so that it never outlives a run.
 """
 

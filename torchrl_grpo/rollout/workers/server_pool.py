@@ -120,8 +120,8 @@ class _Member:
             if self._ended:
                 raise InterruptedError("the worker was ended while it started")
             self._connection = ServerConnection(address, key, spec.cfg.collector.timeout_s)
-        if spec.addresses:
-            self._connection.wait_until_up(spec.start_limit_s)
+        # A server of this run is ready a moment before it listens.
+        self._connection.wait_until_up(spec.start_limit_s)
         engine = ServerEngine(
             self._connection,
             dtype=resolve_dtype(options.dtype, spec.device),

@@ -1,0 +1,204 @@
+"""A real vLLM server: tokens, weights and keys. One server serves all tests, and the last one ends it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+import torch
+from tiny_runs import Runner, config, train  # noqa: F401  fixtures
+from transformers import AutoModelForCausalLM
+from vllm_arguments import ON_A_CPU
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import Backend
+from torchrl_grpo.errors import TrainingStopped
+from torchrl_grpo.inference.protocol import Request, Sampling
+from torchrl_grpo.inference.servers import weight_files
+from torchrl_grpo.inference.servers.engine import ServerEngine
+from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
+from torchrl_grpo.inference.servers.process import ServerProcess
+from torchrl_grpo.inference.servers.require_key import KEY_VARIABLE
+from torchrl_grpo.inference.servers.weight_files import Bucket, WeightFiles
+from torchrl_grpo.inference.vllm_arguments import vllm_arguments
+from torchrl_grpo.inference.vllm_engine import VLLMEngine
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.tools.verify_resume import read
+from torchrl_grpo.weight_sync.publisher import WeightPublisher
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.float32, pytest.mark.timeout(600)]
+
+PROMPTS = [list(range(5, 45)), list(range(50, 90)), list(range(100, 140))]
+SIZES: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 64, "dtype": torch.float32}
+
+
+@pytest.fixture(scope="module")
+def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    given = {name: value for name, value in ON_A_CPU.items() if name != "device"}
+    made = ServerProcess(
+        str(tiny_model_dir),
+        vllm_arguments(on_cpu=True, **given, **SIZES),
+        on_cpu=True,
+        environment={"OMP_NUM_THREADS": "1"},
+        log=tmp_path_factory.mktemp("server") / "server.log",
+    )
+    made.wait_until_ready(300)
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def engine(process: ServerProcess, tmp_path: Path) -> Iterator[ServerEngine]:
+    connection = ServerConnection(process.address, process.key, 60)
+    connection.wait_until_up(10)
+    made = ServerEngine(connection, dtype=torch.float32, folder=tmp_path, timeout_s=60)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+
+
+def publisher_of(engine: ServerEngine, model: Any) -> WeightPublisher:
+    return WeightPublisher(
+        model,
+        TokenScorer(model),
+        engine=engine,
+        probe_prompts=PROMPTS,
+        pad_token_id=2,
+        precision=torch.float32,
+        engine_dtype=torch.float32,
+    )
+
+
+def test_a_server_generates_what_an_engine_in_the_process_does(
+    engine: ServerEngine, tiny_model_dir: Path, config: Config, train: Runner, process: ServerProcess,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    sampling = Sampling(3, 20, 0.7, seeds=[11, 22, 33])
+    inside = VLLMEngine(str(tiny_model_dir), **ON_A_CPU, **SIZES)
+    for ours, theirs in zip(
+        engine.generate(PROMPTS, sampling), inside.generate(PROMPTS, sampling), strict=True
+    ):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.token_ids == other.token_ids and one.finish_reason == other.finish_reason
+            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+    inside.close()
+    # And so do whole runs.
+    config.inference_model.backend = Backend("vllm")
+    train("inside")
+    monkeypatch.setenv(KEY_VARIABLE, process.key)
+    config.inference_model.backend = Backend("vllm_server")
+    config.inference_model.servers = [process.address]
+    train("served")
+    runs = [read(tmp_path / name / "rollouts.jsonl") for name in ("inside", "served")]
+    assert [row["response"] for row in runs[0]] == [row["response"] for row in runs[1]]
+
+
+def test_weights_are_published_and_proved_and_their_loss_is_found(
+    engine: ServerEngine, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_files, "BUCKET_BYTES", 2**16)
+    trained = copy.deepcopy(model)
+    publisher = publisher_of(engine, trained)
+    publisher.verify_at_start(0)
+    assert publisher.unreadable == []
+    older = WeightFiles(tmp_path).write(trained.named_parameters())
+    with torch.no_grad():
+        trained.model.layers[0].mlp.up_proj.weight[3, 5] += 1e-3
+    assert publisher.publish(1)["publish/logprob_diff_mean"] < 1e-4
+    honest = ServerEngine._call
+    for what in ("a tensor is skipped", "an older bucket"):
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.mul_(1.001)
+        count = iter(range(100))
+
+        def call(self: ServerEngine, method: str, **given: Any) -> list[Any]:
+            if method == "grpo_load" and next(count) == 1:  # noqa: B023  called before the next round
+                bucket = Bucket.from_json(given["bucket"])
+                left = Bucket(bucket.path, bucket.tensors[1:])
+                given["bucket"] = (left if what == "a tensor is skipped" else older.buckets[1]).to_json()  # noqa: B023
+            return honest(self, method, **given)
+
+        monkeypatch.setattr(ServerEngine, "_call", call)
+        with pytest.raises(TrainingStopped, match=r"after publishing version 2, .* are not the trainer's"):
+            publisher.publish(2)
+        monkeypatch.setattr(ServerEngine, "_call", honest)
+        publisher.publish(3)
+    # What a server that was started anew would answer with.
+    engine._connection.post("/update_weight_version", {"new_version": "default"})
+    with pytest.raises(ServerLost, match="it was restarted"):
+        engine.generate(PROMPTS[:1], Sampling(1, 3, 1.0, [1]))
+
+
+def test_requests_go_on_after_an_update(engine: ServerEngine, model: Any) -> None:
+    engine.load_weights(model.named_parameters())
+    whole = {
+        key: one
+        for key, one in zip("ab", engine.generate(PROMPTS[:1], Sampling(2, 90, 1.0, [7]))[0], strict=True)
+    }
+    engine.submit([Request(key, PROMPTS[0], 90, 1.0, 7 + n) for n, key in enumerate("ab")])
+    engine.step()
+    begun = engine.abort_all()
+    assert {one.finish_reason for one in begun.values()} <= {"aborted", "stop", "length"}
+    for key, one in begun.items():
+        assert one.token_ids == whole[str(key)].token_ids[: len(one.token_ids)]
+        assert len(one.log_probs) == len(one.token_ids)
+    engine.load_weights(model.named_parameters())
+    engine.reset_cache()
+    (again,) = engine.generate(PROMPTS[:1], Sampling(2, 90, 1.0, [7]))
+    assert [one.token_ids for one in again] == [whole[key].token_ids for key in "ab"]
+
+
+def test_every_route_asks_for_the_key(engine: ServerEngine, process: ServerProcess) -> None:
+    connection = engine._connection
+
+    async def ask_all() -> dict[str, int]:
+        async with connection._session.get("http://server/openapi.json") as answer:
+            routes = (await answer.json())["paths"]
+        found = {}
+        unix = aiohttp.UnixConnector(process.address.removeprefix("unix:"))
+        async with aiohttp.ClientSession(
+            connector=unix, headers={"Authorization": "Bearer guess"}
+        ) as stranger:
+            for path, methods in routes.items():
+                for method in methods:
+                    async with stranger.request(method, f"http://server{path}", json={}) as answer:
+                        found[f"{method} {path}"] = answer.status
+            for path in ("/metrics", "/openapi.json", "/docs"):
+                async with stranger.get(f"http://server{path}") as answer:
+                    found[path] = answer.status
+        return found
+
+    found = connection._run(ask_all())
+    assert {
+        "post /pause",
+        "post /collective_rpc",
+        "post /inference/v1/generate",
+        "get /health",
+    } <= found.keys()
+    assert len(found) > 20
+    assert set(found.values()) == {401}, {route: status for route, status in found.items() if status != 401}
+
+
+def test_a_killed_server_is_lost_and_leaves_nothing_behind(
+    engine: ServerEngine, process: ServerProcess
+) -> None:
+    first = psutil.Process(process._process.pid)
+    family = [first, *first.children(recursive=True)]
+    assert len(family) >= 2
+    engine.submit([Request("a", PROMPTS[0], 150, 1.0, 1, ignore_eos=True)])
+    process.kill()
+    with pytest.raises(ServerLost):
+        while True:
+            engine.step()
+    assert not psutil.wait_procs(family, timeout=10)[1]
+    assert not Path(process.address.removeprefix("unix:")).parent.exists()
