@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 import aiohttp
@@ -105,9 +105,14 @@ class ServerConnection:
         """
 
         def finished(future: Future[Any]) -> None:
-            if not future.cancelled():
-                error = future.exception()
-                done(future.result() if error is None else error)
+            try:
+                answer = future.result()
+            except CancelledError:
+                # The connection was closed, and nobody waits any more.
+                return
+            except Exception as error:  # noqa: BLE001  it is passed on
+                answer = error
+            done(answer)
 
         asyncio.run_coroutine_threadsafe(self._post(path, body, None), self._loop).add_done_callback(finished)
 
