@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
+from torchrl_grpo.config.allocation import with_allocation
 from torchrl_grpo.config.checks import validate
 from torchrl_grpo.config.keys import KeyBook, show
 from torchrl_grpo.config.schema import Config
@@ -58,6 +59,7 @@ def parse(node: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise _type_error(error, values) from error
     assert isinstance(config, Config)
+    config = with_allocation(config)
     validate(config)
     return config
 

@@ -8,6 +8,7 @@ from typing import Any
 FREE_KEYS = (
     "resume",
     "dry_run",
+    "allocation_mode",
     "logging",
     "checkpoint",
     "train.checkpoint_frequency",

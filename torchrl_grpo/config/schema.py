@@ -267,6 +267,11 @@ class Config:
         "checkpoints.",
     )
     dry_run: bool = key(False, "Print the plan of roles, devices and memory, and do not run.")
+    allocation_mode: str | None = key(
+        None,
+        "Backends and devices of generation and training in one line, e.g. vllm:d4+fsdp:d4; null reads the "
+        "keys of train_model and inference_model (docs/devices.md).",
+    )
     env: EnvConfig = field(default_factory=EnvConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

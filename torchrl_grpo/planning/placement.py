@@ -123,12 +123,14 @@ def _reference_actors(request: Request, devices: tuple[str, ...], said: str) -> 
 def _notes(request: Request) -> tuple[str, ...]:
     """Return notes for users about requests that the plan does not follow."""
     role = request.reference
+    notes = (request.allocation_mode,) if request.allocation_mode else ()
     if request.uses_reference or (role.num_devices is None and role.devices is None):
-        return ()
+        return notes
     asked = f"{role.key}.num_devices={role.num_devices}"
     if role.devices is not None:
         asked = f"{role.key}.devices={show_list(role.devices)}"
     return (
+        *notes,
         f"{asked} is not used: with policy.kl_coef=0 and no policy.kl_target no reference model is loaded; "
         "to have one, write policy.kl_coef=0.01",
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torchrl_grpo.config.allocation import meaning
 from torchrl_grpo.config.derived import needs_reference
+from torchrl_grpo.config.keys import show
 
 if TYPE_CHECKING:
     from torchrl_grpo.config import Config
@@ -53,6 +55,7 @@ class Request:
         reference_ahead: whether a reference with devices of its own scores in its own processes while the
             trainer trains. False if the two take turns, because separate processes save no time then. False
             if the reference follows the policy, because it is updated between two steps.
+        allocation_mode: the line that the numbers of devices come from, with what it says; empty without it.
     """
 
     train: Role = Role("train_model")
@@ -68,6 +71,7 @@ class Request:
     gpu_memory_utilization: float | None = None
     ranks: int = 1
     reference_ahead: bool = False
+    allocation_mode: str = ""
 
     @property
     def needs_processes(self) -> bool:
@@ -116,7 +120,14 @@ def build_request(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
         and cfg.inference_model.backend != "vllm_server"
         and cfg.collector.max_policy_age > 0
         and cfg.ref_model.refresh_frequency == 0,
+        allocation_mode="" if cfg.allocation_mode is None else _allocation(cfg),
     )
+
+
+def _allocation(cfg: Config) -> str:
+    """Return ``allocation_mode`` and the keys that it stands for."""
+    told = ", ".join(f"{key}={show(value)}" for key, value in meaning(cfg).items())
+    return f"allocation_mode={cfg.allocation_mode} is {told}"
 
 
 def _role(key: str, count: int | str, devices: list[int] | None) -> Role:

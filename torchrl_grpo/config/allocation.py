@@ -1,0 +1,153 @@
+"""``allocation_mode``: backends and devices of generation and training in one line.
+
+The notation is AReaL's, e.g. ``vllm:d4+fsdp:d4``: a backend, a colon, and sizes of its parallelism. ``+``
+gives the two GPUs of their own, and ``|`` has them share the same ones.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchrl_grpo.config.keys import bad_value, show
+from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config.values import VLLM_BACKENDS, Backend, Parallelism
+from torchrl_grpo.errors import ConfigError
+
+_KEY = "allocation_mode"
+# Backend of the notation -> values of inference_model.backend that mean it; the first is the default.
+_GENERATES = {
+    "vllm": tuple(VLLM_BACKENDS),
+    "vllm_server": (Backend.vllm_server,),
+    "transformers": (Backend.transformers,),
+}
+# Backend of the notation -> value of train_model.parallelism.
+_TRAINS = {
+    "fsdp": Parallelism.fsdp2,
+    "fsdp2": Parallelism.fsdp2,
+    "ddp": Parallelism.ddp,
+    "deepspeed_zero2": Parallelism.deepspeed_zero2,
+    "deepspeed_zero3": Parallelism.deepspeed_zero3,
+}
+_DIMENSIONS = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
+_PART = re.compile(r"(?:([a-z_0-9]+)[:.])?((?:[a-z]\d+)+)")
+_SIZE = re.compile(r"([a-z])(\d+)")
+_GOOD = f"{_KEY}=vllm:d4+fsdp:d4, for example,"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One side: its backend, None if it is not named, and its number of devices."""
+
+    backend: str | None
+    devices: int
+
+
+def with_allocation(cfg: Config) -> Config:
+    """Set the keys that ``allocation_mode`` stands for.
+
+    Args:
+        cfg: configuration before it is validated.
+
+    Returns:
+        The same configuration without ``allocation_mode``. Otherwise a copy with the backend, the numbers of
+        devices and the parallelism of the line.
+
+    Raises:
+        ConfigError: the line cannot be read, asks for something that does not exist here, or contradicts a
+            key.
+    """
+    return cfg if cfg.allocation_mode is None else _changed(cfg, cfg.allocation_mode, meaning(cfg))
+
+
+def meaning(cfg: Config) -> dict[str, Any]:
+    """Return the keys that ``allocation_mode`` stands for, with their values.
+
+    Args:
+        cfg: configuration with ``allocation_mode``.
+
+    Raises:
+        ConfigError: the line cannot be read, or asks for something that does not exist here.
+    """
+    line = cfg.allocation_mode
+    assert line is not None
+    generate, train, shared = _read(line)
+    if train.backend is not None and train.backend not in _TRAINS:
+        raise _bad(line, f"nothing trains with {train.backend!r} here", f"one of {', '.join(_TRAINS)}")
+    found: dict[str, Any] = {"train_model.num_devices": train.devices}
+    # One device needs no shards.
+    if train.devices > 1:
+        found["train_model.parallelism"] = _TRAINS[train.backend or "fsdp"]
+    if generate is not None:
+        backend = generate.backend or "vllm"
+        if backend not in _GENERATES:
+            raise _bad(line, f"nothing generates with {backend!r} here", f"one of {', '.join(_GENERATES)}")
+        same = _GENERATES[backend]
+        # Both ways to run vLLM are vllm in this notation.
+        chosen = cfg.inference_model.backend
+        found["inference_model.backend"] = chosen if chosen in same else same[0]
+        if not shared:
+            found["inference_model.num_devices"] = generate.devices
+    if shared and train.devices > 1:
+        # Engines without a number of their own would get GPUs of their own if some are left.
+        gpus = list(range(train.devices))
+        found |= {"train_model.devices": gpus, "inference_model.devices": gpus}
+    return found
+
+
+def _read(line: str) -> tuple[_Part | None, _Part, bool]:
+    """Return generation (None if the line has one part only), training, and whether they share devices."""
+    shared = "|" in line
+    if "(" in line or "[" in line:
+        raise _bad(line, "layouts of experts and names of parts are not supported", _GOOD)
+    parts = [_read_part(line, text.strip()) for text in re.split(r"[+|]", line)]
+    if len(parts) > 2:
+        raise _bad(line, "it has more than two parts", _GOOD)
+    if len(parts) == 1:
+        if parts[0].backend in _GENERATES:
+            raise _bad(line, "it says nothing of the trainer", f"{_KEY}={line}+fsdp:d1")
+        # Training alone: the engines share its devices.
+        return None, parts[0], True
+    generate, train = parts
+    if shared and generate.devices != train.devices:
+        wrong = f"{generate.devices} and {train.devices} devices cannot be the same ones"
+        raise _bad(line, wrong, "the same sizes on both sides of |")
+    return generate, train, shared
+
+
+def _read_part(line: str, text: str) -> _Part:
+    found = _PART.fullmatch(text)
+    if found is None:
+        raise _bad(line, f"{text!r} is not BACKEND:SIZES, as in vllm:d4 or fsdp:d8", _GOOD)
+    sizes: dict[str, int] = {}
+    for name, size in _SIZE.findall(found[2]):
+        if name not in _DIMENSIONS or int(size) < 1 or name in sizes:
+            known = ", ".join(f"{short} ({long})" for short, long in _DIMENSIONS.items())
+            raise _bad(line, f"{name}{size} in {text!r} is no size; sizes are {known}, each once", _GOOD)
+        sizes[name] = int(size)
+    for name, size in sizes.items():
+        if name != "d" and size > 1:
+            what = _DIMENSIONS[name]
+            wrong = f"{name}{size} in {text!r} asks for {what} parallelism, which does not exist here"
+            raise _bad(line, wrong, f"{name}1, and more of d")
+    return _Part(found[1], sizes.get("d", 1))
+
+
+def _changed(cfg: Config, line: str, changes: dict[str, Any]) -> Config:
+    sections: dict[str, Any] = {}
+    defaults = Config()
+    for key, value in changes.items():
+        section, _, leaf = key.partition(".")
+        now = getattr(sections.get(section, getattr(cfg, section)), leaf)
+        unset = now == getattr(getattr(defaults, section), leaf)
+        if not unset and now != value:
+            raise ConfigError(
+                f"{key}={show(now)}: {_KEY}={line} says {key}={show(value)}; remove one of the two"
+            )
+        sections[section] = replace(sections.get(section, getattr(cfg, section)), **{leaf: value})
+    return replace(cfg, **sections)
+
+
+def _bad(line: str, wrong: str, instead: str) -> ConfigError:
+    return bad_value(_KEY, line, wrong, instead)
