@@ -1,6 +1,6 @@
 # Every target sets up what it needs first; a set-up that is up to date costs a moment.
 .DEFAULT_GOAL := help
-.PHONY: help quickstart train test test-fast bench lint format docs setup setup-dev
+.PHONY: help quickstart train test test-fast gpu-check bench lint format docs setup setup-dev
 
 # Overrides for one command: make train ARGS="env.dataset=math model.name=smollm2-135m"
 ARGS ?=
@@ -25,6 +25,9 @@ test: setup-dev  ## Run the whole test suite, real vLLM and SmolLM2 included, in
 
 test-fast: setup-dev  ## Run the tests that start no real engine and take seconds each, in three processes; ARGS go to pytest
 	$(PY) -m pytest -n 3 --no-loadscope-reorder -m "not integration and not slow" $(ARGS)
+
+gpu-check: setup-dev  ## Check that this machine's GPUs train correctly, in stages of a minute; also runs on a CPU, smaller (ARGS="--only scores float32" is a part)
+	$(PY) -m torchrl_grpo.tools.gpu_check $(ARGS)
 
 bench: setup-dev  ## Compare with TRL and TorchRL side by side (hours; ARGS="trl-64 --pairs 2" is a part)
 	$(PY) -m benchmarks $(ARGS)

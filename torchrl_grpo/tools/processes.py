@@ -24,7 +24,7 @@ def started(
     """
     resume = ["resume=auto"] if has_checkpoint(folder) else []
     folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(_program(script)), *overrides, f"hydra.run.dir={folder}", *resume]
+    command = [sys.executable, str(program(script)), *overrides, f"hydra.run.dir={folder}", *resume]
     with _output(folder).open("wb") as output:
         yield subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
@@ -54,7 +54,7 @@ def has_checkpoint(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("[0-9]*/manifest.json"))
 
 
-def _program(script: str) -> Path:
+def program(script: str) -> Path:
     """The script of a checkout, or the command that a wheel installs for it."""
     return _SCRIPTS / script if _SCRIPTS.is_dir() else _COMMANDS / script.removesuffix(".py")
 

@@ -1,0 +1,185 @@
+"""``make gpu-check``: results are written at once, faults are found, and what a machine lacks is skipped."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchrl_grpo.errors import TrainingStopped
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer, TokenScores
+from torchrl_grpo.tools.gpu_check import __main__ as command
+from torchrl_grpo.tools.gpu_check import kernels, stages
+from torchrl_grpo.tools.gpu_check.results import Result, Status, line, table
+from torchrl_grpo.tools.gpu_check.stages import STAGES, Context, Stage
+from torchrl_grpo.tools.verify_resume import read
+
+
+@pytest.fixture
+def context(tmp_path: Path, tiny_model_dir: Path) -> Context:
+    return Context(tmp_path, tiny_model_dir, 0, [], 60.0)
+
+
+def test_each_result_is_written_before_the_next_stage(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[list[str]] = []
+
+    def look(context: Context) -> stages.Figures:
+        path = context.folder / command.RESULTS
+        seen.append([one["stage"] for one in json.loads(path.read_text())] if path.exists() else [])
+        return {"speed": 2.5, "gpu": "none"}
+
+    def fail(context: Context) -> stages.Figures:
+        raise TrainingStopped("it is wrong")
+
+    chosen = {"one": Stage(look, ""), "two": Stage(fail, ""), "three": Stage(look, "", lambda _: "no GPU")}
+    monkeypatch.setattr(command, "STAGES", {**chosen, "four": Stage(look, "")})
+    code = command.main(["--folder", str(tmp_path), "--model", str(tiny_model_dir)])
+    assert code == 1
+    assert seen == [[], ["one", "two", "three"]]
+    found = {one["stage"]: one for one in json.loads((tmp_path / command.RESULTS).read_text())}
+    assert [found[name]["status"] for name in ("one", "two", "three", "four")] == [
+        "passed", "failed", "skipped", "passed",
+    ]  # fmt: skip
+    assert (
+        found["two"]["reason"] == "TrainingStopped: it is wrong" and found["one"]["figures"]["speed"] == 2.5
+    )
+    said = capsys.readouterr().out
+    assert "speed 2.5, gpu none" in said and said.count("it is wrong") == 2 and "no GPU" in said
+
+
+def test_stages_can_be_chosen(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def note(name: str) -> Stage:
+        return Stage(lambda context: ran.append(name) or {}, "")  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(command, "STAGES", {name: note(name) for name in "abc"})
+    common = ["--folder", str(tmp_path), "--model", str(tiny_model_dir)]
+    assert command.main(["--only", "c", "a", *common]) == 0
+    assert command.main(["--skip", "b", *common]) == 0
+    assert ran == ["c", "a", "a", "c"]
+    assert command.main(["--model", "/nowhere", "--folder", str(tmp_path)]) == 1
+
+
+def test_lines_and_the_table() -> None:
+    results = [
+        Result("scores", Status.passed, 12.3, {"nats": 1.23456e-5, "gpu": "H200"}),
+        Result("sleep", Status.skipped, reason="it needs a GPU"),
+    ]
+    assert line(results[0]) == "scores       passed      12 s  nats 1.235e-05, gpu H200"
+    assert line(results[1]) == "sleep        skipped      0 s  it needs a GPU"
+    rows = table(results).splitlines()
+    assert rows[0].split() == ["stage", "result", "seconds", "figures"]
+    assert rows[1].endswith("nats 1.235e-05, gpu H200") and rows[2].endswith("it needs a GPU")
+
+
+def test_what_a_machine_lacks_is_skipped(context: Context) -> None:
+    why = {name: stage.lacks(context) for name, stage in STAGES.items()}
+    assert why["sleep"] == "it needs a GPU"
+    assert "GPU" in why["qlora"] or "bitsandbytes" in why["qlora"]
+    assert not any(why[name] for name in ("environment", "scores", "float32", "sweep", "servers", "ranks"))
+    one = Context(context.folder, context.model, 1, [], 60.0)
+    assert STAGES["ranks"].lacks(one) == STAGES["async"].lacks(one) == "it needs two GPUs"
+    assert STAGES["sleep"].lacks(one) == ""
+
+
+def test_the_scores_of_this_machine(context: Context) -> None:
+    found = kernels.scores(context.model)
+    assert float(found["to_cpu_nats"]) <= 1e-5 and float(found["shared_to_plain_nats"]) <= 1e-4
+    assert 0 < float(found["bfloat16_nats"]) < 0.5 and float(found["shared_speedup"]) > 0
+
+
+def test_scores_that_depend_on_the_shared_prompt_are_found(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = TokenScorer.forward
+
+    def wrong(self: Any, *given: Any) -> TokenScores:
+        found = honest(self, *given)
+        return TokenScores(found.log_probs * (1.01 if self.shares_prefix else 1.0), found.entropy)
+
+    monkeypatch.setattr(TokenScorer, "forward", wrong)
+    with pytest.raises(TrainingStopped, match=r"shared_to_plain_nats is .* at most 0.0002 is rounding"):
+        kernels.scores(context.model)
+
+
+def test_a_number_that_is_none_is_found() -> None:
+    with pytest.raises(TrainingStopped):
+        kernels._check("nats", float("nan"), 1.0)
+    kernels._check("nats", 1.0, 1.0)
+
+
+def test_a_command_that_fails_or_hangs_fails_its_stage(context: Context) -> None:
+    with pytest.raises(TrainingStopped, match=r"exit code 3: the last line \(.*/one.log\)"):
+        stages._call(context, "one", [sys.executable, "-c", "print('first\\nthe last line'); exit(3)"])
+    quick = Context(context.folder, context.model, 0, [], 0.2)
+    with pytest.raises(TrainingStopped, match=r"not done after 0.2 s"):
+        stages._call(quick, "two", [sys.executable, "-c", "import signal; signal.pause()"])
+    nothing: stages.Figures = {}
+    result = command.run_stage("x", Stage(lambda context: {"a": nothing["b"]}, ""), context)
+    assert result.status is Status.failed and result.reason == "KeyError: 'b'"
+
+
+def run_folder(folder: Path, **changes: Any) -> Path:
+    """A run that has ended well, with changes."""
+    folder.mkdir()
+    figures = {
+        "optimizer/grad_norm": 1.0,
+        "publish/logprob_diff_mean": 1e-5,
+        "throughput/generated_tokens_per_s": 10.0,
+        "throughput/trained_tokens_per_s": 20.0,
+        "time/publish_s": 0.1,
+    }
+    rows = [{"step": 0, "eval/accuracy": 0.0}]
+    rows += [{"step": step, **figures, **changes} for step in range(1, 5)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = {"steps": changes.get("steps", 4), "peak_memory_gib": changes.get("peak", 1.0)}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+SAID = "memory: cpu at most 1.00 of 20.00 GiB, while optimizing\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"steps": 3}, "3 steps and no gradient"),
+        ({"optimizer/grad_norm": 0.0}, "nothing was learned"),
+        ({"publish/logprob_diff_mean": 0.1}, "differ by 0.1 nats on average; 0.001 is rounding"),
+        ({"publish/logprob_diff_mean": float("nan")}, "differ by nan nats"),
+        ({"peak": 2.0}, "2.00 GiB were used, and 1.0 predicted"),
+    ],
+)
+def test_a_run_with_wrong_figures_fails(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(TrainingStopped, match=says):
+        stages._figures(run_folder(tmp_path / "run", **changes), SAID, 1e-3)
+
+
+def test_the_figures_of_a_run(tmp_path: Path) -> None:
+    found = stages._figures(run_folder(tmp_path / "run", peak=1.2), SAID, 1e-3)
+    assert found == {
+        "engine_to_trainer_nats": 1e-5,
+        "generated_tokens_per_s": 10.0,
+        "trained_tokens_per_s": 20.0,
+        "publish_s": 0.1,
+        "peak_gib": 1.2,
+        "predicted_gib": 1.0,
+    }
+
+
+@pytest.mark.slow
+def test_a_stage_that_trains(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["inference_model.backend=transformers", "inference_model.max_model_len=200", "optimizer.lr=1e-3"]
+    there = Context(context.folder, context.model, 0, words, 120.0)
+    found = command.run_stage("float32", STAGES["float32"], there)
+    assert found.status is Status.passed, found.reason
+    assert float(found.figures["engine_to_trainer_nats"]) < 1e-4
+    lines = read(context.folder / "float32/metrics.jsonl")
+    assert len(lines) == 5 and all(torch.isfinite(torch.tensor(one["loss/total"])) for one in lines[1:])

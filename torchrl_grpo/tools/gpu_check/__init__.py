@@ -1,0 +1,1 @@
+"""``python -m torchrl_grpo.tools.gpu_check``: whether this machine trains correctly, stage by stage."""

