@@ -541,6 +541,20 @@ def test_processes_of_a_cpu_share_its_memory() -> None:
     assert one.peak("cpu")[0] > predicted(config()).peak("cpu")[0]
 
 
+def test_servers_have_more_processes_and_one_copy_of_the_weights_on_the_way() -> None:
+    options = {"inference_model__backend": Backend("vllm_server")}
+    workers = predicted(config(inference_model__backend=Backend("vllm")), apart=True)
+    one = predicted(config(**options))
+    two = predicted(config(inference_model__num_devices=2, **options))
+    weights = row(one, "inference", "generate").weights
+    server = one.peak("cpu")[0] - workers.peak("cpu")[0] - weights
+    assert server == pytest.approx(1.5 * GIB)
+    each = row(one, "inference", "generate").total + row(one, "program", "all").total + server
+    assert two.peak("cpu")[0] - one.peak("cpu")[0] == pytest.approx(each)
+    there = config(inference_model__servers=["unix:/a"], **options)
+    assert not [one for one in predicted(there).rows if one.role == "inference"]
+
+
 def test_workers_of_a_cluster_are_not_counted_here() -> None:
     cfg = config(inference_model__num_devices=4, ray__address="auto")
     assert not [one for one in predicted(cfg, apart=True).rows if one.role == "inference"]

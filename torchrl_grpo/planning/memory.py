@@ -28,6 +28,8 @@ _SHARDS = ("fsdp2", "deepspeed_zero3")
 # Linux with torch 2.13.
 _PROGRAM_GIB = 0.5
 _VLLM_PROGRAM_GIB = 0.2
+# A vLLM server has two more processes than an engine in this process: the HTTP server and the scheduler.
+_SERVER_PROGRAM_GIB = 1.5
 # Estimates that were not measured here: CUDA's context and kernels in a process, and the memory that a
 # sleeping engine keeps.
 _CUDA_GIB = 0.7
@@ -240,6 +242,10 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there
         share = weights if size is None else max(weights, plan.gpu_memory_utilization * size * GIB)
         cache, work = share - weights, 0.0
     awake = Row("inference", "generate", role.devices, weights, activations=work, cache=cache)
+    if options.backend == "vllm_server" and device == "cpu":
+        server = Row("inference", "all", role.devices, other=_SERVER_PROGRAM_GIB * GIB)
+        # One copy of the weights lies in shared memory, whatever the number of servers.
+        return [awake, server, Row("inference", "all", ("cpu",), other=weights)]
     if plan.own_process:
         return [awake]
     kept = cache if options.backend in VLLM_BACKENDS else 0.0
