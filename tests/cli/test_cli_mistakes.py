@@ -207,6 +207,22 @@ BAD: list[tuple[str, str]] = [
         "inference_model.engine_args.swap_space=1",
         "the servers of inference_model.servers run already",
     ),
+    ("inference_model.backend=vllm_server inference_model.servers=['http://[::1:8000']", "is no address"),
+    ("inference_model.backend=vllm_server inference_model.servers=[http://a:1?x]", "is no address"),
+    ("inference_model.backend=vllm_server inference_model.servers=[http://u:p@a:1]", "is no address"),
+    (
+        f"inference_model.backend=vllm_server inference_model.servers=[unix:/{'a' * 107}]",
+        "it must be http://HOST:PORT or unix:/PATH",
+    ),
+    (
+        "inference_model.backend=vllm_server "
+        "inference_model.servers=[http://127.0.0.1:8000,http://localhost:8000/]",
+        "names a server twice; write inference_model.servers=[http://127.0.0.1:8000] instead",
+    ),
+    (
+        "inference_model.backend=vllm_server inference_model.servers=[unix:/a,unix:///a]",
+        "names a server twice; write inference_model.servers=[unix:/a] instead",
+    ),
     ("inference_model.backend=vllm_server ray.address=auto", "servers do not run on Ray; write inference_mo"),
     ("inference_model.engine_args.middleware=own", "write nothing for middleware instead"),
     ("inference_model.engine_args.port=8000", "write inference_model.servers=VALUE instead"),

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config.allocation import meaning
 from torchrl_grpo.config.checks import whole as checks
+from torchrl_grpo.config.checks.schedule import check_async
 from torchrl_grpo.config.keys import show
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning.placement import plan
@@ -56,6 +57,8 @@ PLANS: list[tuple[str, int, bool, str, str, str, str]] = [
     ("fsdp:d1", 1, False, "0", "0", "vllm", "auto"),
     ("fsdp:d4", 8, False, "0-3", "0-3", "vllm", "fsdp2"),
     ("fsdp:d8", 8, False, "0-7", "0-7", "vllm", "fsdp2"),
+    ("fsdp:d1", 4, False, "0", "0", "vllm", "auto"),
+    ("vllm:d1|fsdp:d1", 4, False, "0", "0", "vllm", "auto"),
     ("ddp:d2", 2, False, "0-1", "0-1", "vllm", "ddp"),
     ("d8", 8, False, "0-7", "0-7", "vllm", "fsdp2"),
     ("vllm:d8|fsdp:d8", 8, False, "0-7", "0-7", "vllm", "fsdp2"),
@@ -152,3 +155,12 @@ def test_a_contradiction_is_one_error(word: str, says: str) -> None:
 def test_what_the_line_says_may_be_said_twice(capsys: Any) -> None:
     cfg = parsed("vllm:d4+fsdp:d4", f"{TRAIN}.num_devices=4", f"{INFER}.backend=vllm_server")
     assert cfg.train_model.num_devices == 4 and cfg.inference_model.backend == "vllm_server"
+
+
+def test_workers_that_run_ahead_have_devices_of_their_own() -> None:
+    check_async(parsed("vllm:d2+fsdp:d2"))
+    check_async(parsed("vllm:d1|fsdp:d1"))
+    with pytest.raises(
+        ConfigError, match=r"allocation_mode=vllm:d2\|fsdp:d2: workers .*write vllm:d4\+fsdp:d4"
+    ):
+        check_async(parsed("vllm:d2|fsdp:d2"))

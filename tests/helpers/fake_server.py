@@ -39,6 +39,11 @@ class FakeServer:
         self.version = "default"
         self.requests: list[str] = []
         self.hangs = False
+        # Whether no step is made, as while an update is under way.
+        self.paused = False
+        # Number of responses that run at a time; further ones wait.
+        self.places = 10**6
+        self.max_model_len = 10_000
         self._open: dict[Hashable, asyncio.Future[Completion]] = {}
         self._count = 0
         self._loop = asyncio.new_event_loop()
@@ -70,8 +75,8 @@ class FakeServer:
                 web.post("/abort_requests", self._abort),
                 web.post("/collective_rpc", self._call),
                 web.post("/update_weight_version", self._update_version),
-                web.post("/pause", self._nothing),
-                web.post("/resume", self._nothing),
+                web.post("/pause", self._pause),
+                web.post("/resume", self._pause),
                 web.post("/reset_prefix_cache", self._nothing),
             ]
         )
@@ -103,8 +108,8 @@ class FakeServer:
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         sampling = body["sampling_params"]
-        if self.hangs:
-            await asyncio.Event().wait()
+        while self.hangs or self.paused or len(self._open) >= self.places:
+            await asyncio.sleep(0.005)
         if sampling.get("logprobs", 0) > 1:
             return self._likeliest(body)
         self._count += 1
@@ -144,6 +149,9 @@ class FakeServer:
         # Requests that are on their way now belong to the same batch.
         await asyncio.sleep(0.005)
         while self._open:
+            if self.paused:
+                await asyncio.sleep(0.005)
+                continue
             for key, completion in self.engine.step():
                 self._open.pop(key).set_result(completion)
             await asyncio.sleep(0)
@@ -171,16 +179,25 @@ class FakeServer:
         self.version = (await request.json())["new_version"]
         return web.json_response({"success": True})
 
+    async def _pause(self, request: web.Request) -> web.Response:
+        self.paused = request.path == "/pause"
+        return web.json_response({"status": "paused" if self.paused else "resumed"})
+
     async def _nothing(self, request: web.Request) -> web.Response:
         return web.json_response({"success": True})
 
     async def _call(self, request: web.Request) -> web.Response:
         body = await request.json()
-        given = body["kwargs"]
+        given = body.get("kwargs", {})
+        if self.hangs:
+            await asyncio.Event().wait()
         engine = self.engine
         result: Any = None
         if body["method"] == "grpo_describe":
-            result = {"dtype": str(engine.model.dtype).removeprefix("torch.")}
+            dtype = str(engine.model.dtype).removeprefix("torch.")
+            result = {"dtype": dtype, "head_dtypes": [dtype], "max_model_len": self.max_model_len}
+            result |= {"logprobs_mode": "processed_logprobs", "sees_file": Path(given["file"]).exists()}
+            result["identity"] = str(id(self))
         elif body["method"] == "grpo_load":
             engine.update(read_bucket(Bucket.from_json(given["bucket"])))
         elif body["method"] == "grpo_locate_weights":
@@ -189,7 +206,7 @@ class FakeServer:
             (found,) = engine.checksums()
             result = {"dtype": found.dtype, "values": found.values}
         else:
-            assert body["method"] in ("grpo_start_update", "grpo_finish_update")
+            assert body["method"] in ("grpo_start_update", "grpo_finish_update", "grpo_sign_of_life")
         return web.json_response({"results": [result]})
 
 

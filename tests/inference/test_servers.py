@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import math
 import os
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,14 +22,16 @@ from torchrl_grpo.errors import ConfigError, TrainingStopped
 from torchrl_grpo.inference.protocol import Probe, Request, Sampling
 from torchrl_grpo.inference.servers import engine as server_engine
 from torchrl_grpo.inference.servers import weight_files
-from torchrl_grpo.inference.servers.engine import ServerEngine
+from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.require_key import RequireKey
-from torchrl_grpo.inference.servers.weight_files import Bucket, WeightFiles, read_bucket
+from torchrl_grpo.inference.servers.weight_files import Bucket, WeightFiles, read_bucket, remove_abandoned
 from torchrl_grpo.inference.vllm_arguments import as_flags, vllm_arguments
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
+ROOT = Path(__file__).resolve().parents[2]
+WANTED = Wanted(torch.float32, None, 1000)
 PROMPTS = [list(range(5, 45)), list(range(50, 90)), list(range(100, 140))]
 
 
@@ -40,7 +46,7 @@ def connect(
     server: FakeServer, tmp_path: Path, *, timeout_s: float = 20.0, key: str = "secret"
 ) -> ServerEngine:
     connection = ServerConnection(server.address, key, timeout_s)
-    return ServerEngine(connection, dtype=torch.float32, folder=tmp_path, timeout_s=timeout_s)
+    return ServerEngine(connection, wanted=WANTED, folder=tmp_path, timeout_s=timeout_s)
 
 
 @pytest.fixture
@@ -159,30 +165,110 @@ def test_a_server_that_ends_is_lost(engine: ServerEngine, server: FakeServer) ->
         engine.start_update()
 
 
-def test_a_server_that_lives_and_does_not_generate_is_lost(
+def test_a_server_whose_engine_gives_no_sign_of_life_is_lost(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_engine, "_QUIET_S", 0.1)
+    monkeypatch.setattr(server_engine, "_STEP_S", 0.02)
     engine = connect(server, tmp_path, timeout_s=0.5)
     server.hangs = True
     engine.submit([Request("a", PROMPTS[0], 5, 1.0, 1)])
-    with pytest.raises(ServerLost, match=r"/inference/v1/generate: no answer within 0.5 s"):
+    with pytest.raises(ServerLost, match=r"its engine gave no sign of life within 0.5 s"):
         while engine.step() == []:
             pass
     engine.close()
 
 
-def test_a_slow_response_of_a_sound_server_is_waited_for(
+def test_a_full_server_is_not_taken_for_a_dead_one(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_engine, "_QUIET_S", 0.0)
     monkeypatch.setattr(server_engine, "_STEP_S", 0.01)
-    engine = connect(server, tmp_path)
-    (found,) = engine.generate(PROMPTS[:1], Sampling(1, 150, 1.0, [1], ignore_eos=True))[0]
-    assert len(found.token_ids) == 150
-    # It has been asked for a token in between.
-    assert server.requests.count("/inference/v1/generate") > 1
+    engine = connect(server, tmp_path, timeout_s=2.0)
+    server.places = 1
+    steps = 0
+    engine.submit([Request(n, PROMPTS[0], 150, 1.0, n, ignore_eos=True) for n in range(2)])
+    found: dict[Any, Any] = {}
+    while len(found) < 2:
+        found.update(engine.step())
+        steps += 1
+    assert [len(found[n].token_ids) for n in range(2)] == [150, 150]
+    # It was asked for signs of life in between, and no step waited for one.
+    assert server.requests.count("/collective_rpc") > 2 and steps > 5
     engine.close()
+
+
+def test_a_request_that_somebody_else_aborts_is_no_response(engine: ServerEngine, server: FakeServer) -> None:
+    engine.submit([Request("a", PROMPTS[0], 100_000, 1.0, 1, ignore_eos=True)])
+    assert engine.step() == []
+    engine._connection.post("/abort_requests", {})
+    with pytest.raises(ServerLost, match="has aborted a request"):
+        while engine.step() == []:
+            pass
+
+
+def test_a_server_that_an_earlier_run_left_paused_is_resumed(server: FakeServer, tmp_path: Path) -> None:
+    first = connect(server, tmp_path)
+    first.submit([Request("a", PROMPTS[0], 100_000, 1.0, 1, ignore_eos=True)])
+    first.start_update()
+    # The run ends here.
+    first.close()
+    assert server.paused
+    engine = connect(server, tmp_path)
+    assert len(engine.generate(PROMPTS[:1], Sampling(1, 3, 1.0, [1]))[0]) == 1
+    engine.close()
+
+
+def test_a_connection_can_be_closed_while_others_use_it(server: FakeServer) -> None:
+    for number in range(60):
+        connection = ServerConnection(server.address, "secret", 20.0)
+        ended = threading.Event()
+
+        def work(connection: ServerConnection = connection, ended: threading.Event = ended) -> None:
+            with contextlib.suppress(ServerLost):
+                while True:
+                    connection.post("/resume")
+            ended.set()
+
+        threading.Thread(target=work, daemon=True).start()
+        ended.wait(number * 2e-4)
+        connection.close()
+        connection.close()
+        assert ended.wait(10), "whoever waits for an answer must not wait forever"
+        with pytest.raises(ServerLost, match="is closed"):
+            connection.post("/resume")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        (
+            Wanted(torch.float32, torch.bfloat16, 100),
+            "computes logits in float32, and the run needs bfloat16",
+        ),
+        (Wanted(torch.float32, None, 20_000), "takes 10000 tokens, and the run needs .*max_model_len=20000"),
+    ],
+)
+def test_a_server_that_computes_otherwise_is_refused(
+    wanted: Wanted, says: str, server: FakeServer, tmp_path: Path
+) -> None:
+    connection = ServerConnection(server.address, "secret", 20.0)
+    with pytest.raises(ConfigError, match=says):
+        ServerEngine(connection, wanted=wanted, folder=tmp_path, timeout_s=20.0)
+    connection.close()
+
+
+def test_a_server_that_does_not_see_the_folder_is_refused(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = ServerEngine._call
+
+    def elsewhere(self: ServerEngine, method: str, **given: Any) -> list[Any]:
+        return honest(self, method, **(given | {"file": "/nowhere"} if "file" in given else given))
+
+    monkeypatch.setattr(ServerEngine, "_call", elsewhere)
+    with pytest.raises(ConfigError, match=r"does not see files in .*; start it on this machine"):
+        connect(server, tmp_path)
 
 
 def test_a_wrong_key_is_a_mistake_of_the_user(server: FakeServer, tmp_path: Path) -> None:
@@ -254,6 +340,26 @@ def test_files_end_with_the_object(tmp_path: Path) -> None:
     )
     del files
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_of_a_process_that_was_killed_are_removed_by_the_next(tmp_path: Path) -> None:
+    code = """
+import os, sys, torch
+from pathlib import Path
+from torchrl_grpo.inference.servers.weight_files import WeightFiles
+files = WeightFiles(Path(sys.argv[1])).write([("one", torch.ones(8))])
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=False)
+    assert done.returncode == -9
+    mine = WeightFiles(tmp_path).write([("one", torch.ones(8))])
+    (left,) = [folder for folder in tmp_path.iterdir() if folder != Path(mine.buckets[0].path).parent]
+    remove_abandoned(tmp_path)
+    assert left.exists(), "it could be one that is being created"
+    for folder in tmp_path.iterdir():
+        os.utime(folder, (0, 0))
+    remove_abandoned(tmp_path)
+    assert not left.exists() and Path(mine.buckets[0].path).exists()
 
 
 def test_too_little_room_is_an_error_and_not_the_end_of_the_process(
@@ -332,10 +438,17 @@ def test_a_server_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_arguments_become_flags() -> None:
-    given = {"max_num_seqs": 64, "enforce_eager": True, "trust_remote_code": False, "dtype": "float32"}
+    given: dict[str, Any] = {
+        "max_num_seqs": 64,
+        "enforce_eager": True,
+        "trust_remote_code": False,
+        "dtype": "float32",
+    }
+    given |= {"middleware": ["a", "b"], "nothing": None}
     given |= {"hf_overrides": {"head_dtype": "float32"}, "gpu_memory_utilization": 0.5}
     assert as_flags(given) == [
         *("--max-num-seqs", "64", "--enforce-eager", "--no-trust-remote-code", "--dtype", "float32"),
+        *("--middleware", "a", "b"),
         *("--hf-overrides", '{"head_dtype": "float32"}', "--gpu-memory-utilization", "0.5"),
     ]
 

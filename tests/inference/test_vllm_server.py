@@ -20,7 +20,7 @@ from torchrl_grpo.config.values import Backend
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference.protocol import Request, Sampling
 from torchrl_grpo.inference.servers import weight_files
-from torchrl_grpo.inference.servers.engine import ServerEngine
+from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.process import ServerProcess
 from torchrl_grpo.inference.servers.require_key import KEY_VARIABLE
@@ -34,6 +34,7 @@ from torchrl_grpo.weight_sync.publisher import WeightPublisher
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.float32, pytest.mark.timeout(600)]
 
 PROMPTS = [list(range(5, 45)), list(range(50, 90)), list(range(100, 140))]
+WANTED = Wanted(torch.float32, None, 200)
 SIZES: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 64, "dtype": torch.float32}
 
 
@@ -56,7 +57,7 @@ def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def engine(process: ServerProcess, tmp_path: Path) -> Iterator[ServerEngine]:
     connection = ServerConnection(process.address, process.key, 60)
     connection.wait_until_up(10)
-    made = ServerEngine(connection, dtype=torch.float32, folder=tmp_path, timeout_s=60)
+    made = ServerEngine(connection, wanted=WANTED, folder=tmp_path, timeout_s=60)
     yield made
     made.close()
 
@@ -156,6 +157,27 @@ def test_requests_go_on_after_an_update(engine: ServerEngine, model: Any) -> Non
     engine.reset_cache()
     (again,) = engine.generate(PROMPTS[:1], Sampling(2, 90, 1.0, [7]))
     assert [one.token_ids for one in again] == [whole[key].token_ids for key in "ab"]
+
+
+def test_an_update_that_a_killed_trainer_left_half_done_is_made_good(
+    engine: ServerEngine, process: ServerProcess, model: Any, tmp_path: Path
+) -> None:
+    engine.submit([Request("a", PROMPTS[0], 150, 1.0, 1, ignore_eos=True)])
+    engine.start_update()
+    half = WeightFiles(tmp_path).write(list(model.named_parameters())[:5])
+    engine._call("grpo_load", bucket=half.buckets[0].to_json())
+    engine.close()
+    connection = ServerConnection(process.address, process.key, 20)
+    again = ServerEngine(connection, wanted=WANTED, folder=tmp_path, timeout_s=20)
+    trained = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(1.01)
+    publisher = publisher_of(again, trained)
+    publisher.verify_at_start(0)
+    assert publisher.publish(1)["publish/logprob_diff_mean"] < 1e-4
+    assert len(again.generate(PROMPTS[:1], Sampling(1, 3, 1.0, [1]))[0]) == 1
+    again.close()
 
 
 def test_every_route_asks_for_the_key(engine: ServerEngine, process: ServerProcess) -> None:

@@ -155,6 +155,7 @@ SAID = "memory: cpu at most 1.00 of 20.00 GiB, while optimizing\n"
         ({"publish/logprob_diff_mean": 0.1}, "differ by 0.1 nats on average; 0.001 is rounding"),
         ({"publish/logprob_diff_mean": float("nan")}, "differ by nan nats"),
         ({"peak": 2.0}, "2.00 GiB were used, and 1.0 predicted"),
+        ({"memory/train_cuda_gib": 3.0, "memory/generate_cuda_gib": 1.0}, "3.00 GiB were used"),
     ],
 )
 def test_a_run_with_wrong_figures_fails(changes: dict[str, Any], says: str, tmp_path: Path) -> None:

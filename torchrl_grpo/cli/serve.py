@@ -38,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     try:
         asked = _parser().parse_intermixed_args(argv)
-        words, variables = serve_command(_compose(asked), _where(asked))
+        words, variables = serve_command(_compose(asked), _where(asked), makes_key=not asked.print)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(USER_ERROR_CODE) from None
     if asked.print:
-        shown = {name: value for name, value in variables.items() if name != _KEY}
+        shown = {**variables, _KEY: "YOUR_KEY"}
         settings = " ".join(f"{name}={value}" for name, value in shown.items())
         sys.stdout.write(f"{settings} {shlex.join(words)}\n")
         return
@@ -94,12 +94,15 @@ def _compose(asked: argparse.Namespace) -> Config:
     return cfg
 
 
-def serve_command(cfg: Config, where: dict[str, str | int]) -> tuple[list[str], dict[str, str]]:
+def serve_command(
+    cfg: Config, where: dict[str, str | int], makes_key: bool = True
+) -> tuple[list[str], dict[str, str]]:
     """Return the command of the server, and the variables that it needs.
 
     Args:
         cfg: configuration of the run.
         where: where it listens, by vLLM's names.
+        makes_key: whether to make a key, and to print it, if the environment has none.
 
     Raises:
         UserError: the model cannot be found.
@@ -120,8 +123,8 @@ def serve_command(cfg: Config, where: dict[str, str | int]) -> tuple[list[str], 
         max_num_seqs=max_num_seqs(cfg),
         gpu_memory_utilization=OWN_GPU if share is None else share,
     )
-    key = os.environ.get(_KEY)
-    if not key:
+    key = os.environ.get(_KEY, "")
+    if not key and makes_key:
         key = secrets.token_urlsafe(32)
         sys.stdout.write(f"{_KEY}={key}  # set this for the run\n")
         sys.stdout.flush()

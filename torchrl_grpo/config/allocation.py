@@ -89,11 +89,17 @@ def meaning(cfg: Config) -> dict[str, Any]:
         found["inference_model.backend"] = chosen if chosen in same else same[0]
         if not shared:
             found["inference_model.num_devices"] = generate.devices
-    if shared and train.devices > 1:
+    if shared:
         # Engines without a number of their own would get GPUs of their own if some are left.
         gpus = list(range(train.devices))
         found |= {"train_model.devices": gpus, "inference_model.devices": gpus}
     return found
+
+
+def shares_devices(line: str) -> bool:
+    """Return whether generation and training share several devices."""
+    _, train, shared = _read(line)
+    return shared and train.devices > 1
 
 
 def _read(line: str) -> tuple[_Part | None, _Part, bool]:

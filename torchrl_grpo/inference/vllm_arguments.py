@@ -60,13 +60,18 @@ def vllm_arguments(
 
 
 def as_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Return arguments as words of a command line, e.g. ``--max-num-seqs 64`` or ``--no-enforce-eager``."""
+    """Return arguments as words of a command line, e.g. ``--max-num-seqs 64`` or ``--no-enforce-eager``.
+
+    An argument that is None is left out.
+    """
     words: list[str] = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
+        elif isinstance(value, list):
+            words += [f"--{flag}", *(str(one) for one in value)]
+        elif value is not None:
             words += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
     return words
 

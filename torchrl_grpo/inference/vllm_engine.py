@@ -285,14 +285,18 @@ def _check_head(model: nn.Module, dtype: torch.dtype | None) -> None:
     Raises:
         ModelError: logits are computed in another dtype.
     """
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
-
-    found = {module.head_dtype for module in model.modules() if isinstance(module, LogitsProcessor)}
-    if dtype is not None and found != {dtype}:
+    if dtype is not None and head_dtypes(model) != {dtype}:
         raise ModelError(
             f"inference_model.head_dtype={name_of(dtype)}: on this machine, vLLM computes the output head of "
             f"{type(model).__name__} in another dtype; write inference_model.head_dtype=auto"
         )
+
+
+def head_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """Return the dtypes in which vLLM's ``model`` computes logits; one, as a rule."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    return {module.head_dtype for module in model.modules() if isinstance(module, LogitsProcessor)}
 
 
 def _completion(token_ids: Sequence[int], log_probs: Sequence[Any], finish_reason: str) -> Completion:

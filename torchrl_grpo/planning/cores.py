@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.planning.plan import Plan
@@ -63,3 +64,10 @@ def visible_gpus(gpus: Sequence[int]) -> dict[str, str]:
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else None
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] if names else str(gpu) for gpu in gpus)}
+
+
+def import_path() -> list[str]:
+    """Return the entries of ``PYTHONPATH`` with which another process imports this project too."""
+    root = str(Path(__file__).resolve().parents[2])
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [root, *(entry for entry in inherited if entry and entry != root)]

@@ -6,6 +6,7 @@ their names when the engine starts.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _KEY = "inference_model.engine_args"
 # Hosts that only this machine reaches.
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+# Longest path of a socket in characters, as Linux has it.
+_LONGEST_SOCKET = 107
 
 # Argument of vLLM -> the key that sets it.
 SET_BY_KEY = {
@@ -42,7 +45,7 @@ SET_BY_KEY = {
 ALWAYS_SET = {
     "enable_prefix_caching": "it is on: the responses of a group share their prompt",
     "logprobs_mode": "it is processed_logprobs: the numbers of what was sampled are trained on",
-    "max_logprobs": "it is vLLM's own 20: so many are compared after each publication",
+    "max_logprobs": "it is what the comparison after each publication needs",
     "disable_log_stats": "it is on: the run has metrics of its own",
     "skip_tokenizer_init": "the engine takes and gives token ids in any case",
     "distributed_executor_backend": "the engine runs in its worker's own process, where weights reach it",
@@ -125,11 +128,11 @@ def check_servers(cfg: Config) -> None:
     if inference.backend != "vllm_server":
         wrong = f"inference_model.backend={inference.backend} has no servers"
         raise bad_value(key, servers, wrong, f"inference_model.backend=vllm_server or {key}=auto")
+    known: dict[str, str] = {}
     for address in servers:
-        _check_address(address, servers, good)
-    if len(set(servers)) < len(servers):
-        once = show(list(dict.fromkeys(servers)))
-        raise bad_value(key, servers, "names a server twice", f"{key}={once}")
+        known.setdefault(_normal_address(address, servers, good), address)
+    if len(known) < len(servers):
+        raise bad_value(key, servers, "names a server twice", f"{key}={show(list(known.values()))}")
     if inference.num_devices not in ("auto", len(servers)):
         wrong = f"{key} names {len(servers)}"
         raise bad_value(
@@ -140,14 +143,20 @@ def check_servers(cfg: Config) -> None:
         raise bad_value("inference_model.devices", inference.devices, wrong, "inference_model.devices=null")
 
 
-def _check_address(address: str, servers: list[str], good: str) -> None:
-    parts = urlsplit(address)
-    is_socket = parts.scheme == "unix" and parts.path.startswith("/")
+def _normal_address(address: str, servers: list[str], good: str) -> str:
+    """Return the same text for all spellings of an address."""
     try:
-        is_web = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.path in ("", "/")
-        is_web = is_web and (parts.port is None or parts.port > 0)
+        parts = urlsplit(address)
+        more = parts.query or parts.fragment or parts.username
+        if parts.scheme == "unix" and not (parts.netloc or more):
+            path = os.path.normpath(parts.path)
+            if path.startswith("/") and len(path) <= _LONGEST_SOCKET:
+                return f"unix:{path}"
+        elif parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/") and not more:
+            host = "127.0.0.1" if parts.hostname in LOOPBACK else parts.hostname
+            return f"{parts.scheme}://{host}:{parts.port}"
     except ValueError:
-        is_web = False
-    if not is_socket and not is_web:
-        wrong = f"{address!r} is no address: it must be http://HOST:PORT or unix:/PATH"
-        raise bad_value("inference_model.servers", servers, wrong, good)
+        # The address has no valid host or port, and is refused below.
+        pass
+    wrong = f"{address!r} is no address: it must be http://HOST:PORT or unix:/PATH"
+    raise bad_value("inference_model.servers", servers, wrong, good)

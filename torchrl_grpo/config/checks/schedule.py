@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchrl_grpo.config.allocation import shares_devices
 from torchrl_grpo.config.derived import num_devices, optim_batch_size, steps_per_round
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.schema import Config, InferenceModelConfig, TrainModelConfig
@@ -91,6 +92,11 @@ def check_async(cfg: Config) -> None:
         ConfigError: keys contradict each other, or there are more ranks or workers than groups.
     """
     _check_ranks(cfg)
+    if cfg.allocation_mode is not None and shares_devices(cfg.allocation_mode):
+        wrong = (
+            "workers of grpo-async.py generate while the trainer trains, so they need devices of their own"
+        )
+        raise bad_value("allocation_mode", cfg.allocation_mode, wrong, "vllm:d4+fsdp:d4, or call grpo.py")
     age = cfg.collector.max_policy_age
     _check_rounds(cfg, age, f"and collector.max_policy_age={age} allows less")
     if cfg.collector.partial_rollout and age == 0:

@@ -54,6 +54,8 @@ def server_environment(key: str, eager: bool, on_cpu: bool) -> dict[str, str]:
         # Without this, vLLM has no routes to pause, to load weights and to call the worker.
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        # A connection that is not used for some seconds is one of a trainer that trains.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
     }
     if on_cpu:
         # vLLM would give all but one core of the machine to every server.

@@ -10,9 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 import queue
+import tempfile
 import time
 import uuid
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,11 @@ from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.weight_files import WeightFiles
+from torchrl_grpo.inference.vllm_arguments import name_of
 
 # Longest duration of a step in which no response ends, in seconds.
 _STEP_S = 0.2
-# Seconds without an answer after which the server has to generate a token for a check.
+# Seconds without an answer after which the server's engine is asked for a sign of life.
 _QUIET_S = 30.0
 # A request that reaches the server after it was told to abort all is aborted this much later, in seconds.
 _ABORT_AGAIN_S = 0.2
@@ -37,42 +40,61 @@ _GENERATE, _CALL = "/inference/v1/generate", "/collective_rpc"
 _NOT_FINITE = -9999.0
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What a server must compute with, so that its numbers are those of an engine in this process.
+
+    Attributes:
+        dtype: dtype in which weights are published.
+        head_dtype: dtype of the output head's products; None for ``dtype``.
+        max_model_len: longest prompt and response together.
+    """
+
+    dtype: torch.dtype
+    head_dtype: torch.dtype | None
+    max_model_len: int
+
+
 class ServerEngine(SteppingEngine):
     """The engine of one server.
 
     Args:
         connection: connection to the server; closed with the engine.
-        dtype: dtype in which weights are published.
-        folder: folder for weights on their way, which the server sees too.
-        timeout_s: seconds within which the server must generate a token.
+        wanted: what the server must compute with.
+        folder: folder for weights on their way, which the server must see.
+        timeout_s: seconds within which the server's engine must answer.
 
     Raises:
-        ConfigError: the server refuses the key, or has another dtype.
+        ConfigError: the server refuses the key, computes otherwise than wanted, or does not see the folder.
         ServerLost: the server does not answer.
+
+    Attributes:
+        identity: text that differs between servers.
     """
 
     def __init__(
-        self, connection: ServerConnection, *, dtype: torch.dtype, folder: Path, timeout_s: float
+        self, connection: ServerConnection, *, wanted: Wanted, folder: Path, timeout_s: float
     ) -> None:
         self._connection = connection
         self._folder = folder
         self._timeout_s = timeout_s
         self._names = itertools.count()
         self._running: dict[str, Request] = {}
-        self._answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[str | None, Any]] = queue.SimpleQueue()
         # What the server calls the weights that it was given last. Every answer names the weights of its
         # tokens, so a server that was restarted cannot pass for this one.
         self._weights_name: str | None = None
-        # By the monotonic clock: when the server is checked if it has not answered before.
+        # By the monotonic clock: when the server is asked for a sign of life if it has not answered before,
+        # and when it must have given it; infinite while it is not asked.
         self._next_check = time.monotonic() + _QUIET_S
-        (described,) = self._call("grpo_describe")
-        found, wanted = described["dtype"], str(dtype).removeprefix("torch.")
-        if found != wanted:
-            raise ConfigError(
-                f"inference_model.dtype: the server at {connection.address} computes in {found}, and the run "
-                f"publishes weights in {wanted}; write inference_model.dtype={found}, or start the server "
-                f"with {wanted}"
-            )
+        self._lost_at = math.inf
+        # An earlier run may have ended in the middle of an update, and left requests behind.
+        connection.post("/abort_requests", {})
+        connection.post("/resume")
+        with tempfile.NamedTemporaryFile(prefix="torchrl-grpo-", dir=folder) as seen:
+            (described,) = self._call("grpo_describe", file=seen.name)
+        self.identity: str = described["identity"]
+        _check_described(connection.address, described, wanted, folder)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See :meth:`SteppingEngine.submit`."""
@@ -89,7 +111,7 @@ class ServerEngine(SteppingEngine):
             )
             self._connection.post_later(_GENERATE, body, partial(self._on_answer, name))
 
-    def _on_answer(self, name: str, answer: Any) -> None:
+    def _on_answer(self, name: str | None, answer: Any) -> None:
         # This runs in the thread of the connection.
         self._answers.put((name, answer))
 
@@ -97,38 +119,53 @@ class ServerEngine(SteppingEngine):
         """Wait a moment for responses that end, and return them.
 
         Raises:
-            ServerLost: the server does not answer, or does not hold the weights that it was given.
+            ServerLost: the server does not answer, has aborted a request that nobody here wanted aborted, or
+                does not hold the weights that it was given.
         """
-        return self._received(_STEP_S) if self._running else []
+        ended = self._received(_STEP_S) if self._running else []
+        for _, completion in ended:
+            if completion.finish_reason == "aborted":
+                raise ServerLost(
+                    f"{self._connection.address} has aborted a request: it is ending, or another run uses it"
+                )
+        return ended
 
     def _received(self, wait_s: float) -> list[tuple[Hashable, Completion]]:
         """Return the completions that have arrived; wait for the first one."""
-        ended = []
         try:
             arrived = [self._answers.get(timeout=wait_s)]
         except queue.Empty:
-            self._check_alive()
+            self._watch()
             return []
         while not self._answers.empty():
             arrived.append(self._answers.get())
-        self._next_check = time.monotonic() + _QUIET_S
+        self._next_check, self._lost_at = time.monotonic() + _QUIET_S, math.inf
+        ended = []
         for name, answer in arrived:
             if isinstance(answer, BaseException):
                 raise answer
-            ended.append((self._running.pop(name).key, self._completion(answer)))
+            if name is not None:
+                ended.append((self._running.pop(name).key, self._completion(answer)))
         return ended
 
-    def _check_alive(self) -> None:
-        """Have the server generate a token, if it has not answered for long.
+    def _watch(self) -> None:
+        """Ask a server that has been quiet for a sign of life, without waiting for it.
+
+        The engine gives it between two of its steps. It needs no place among the running responses, so a
+        server that is full is not taken for a dead one.
 
         Raises:
-            ServerLost: it does not do it in time.
+            ServerLost: the sign did not come in time.
         """
-        if time.monotonic() < self._next_check:
-            return
-        body = _body([1], max_tokens=1, temperature=1.0, seed=0)
-        self._connection.post(_GENERATE, body, timeout_s=self._timeout_s)
-        self._next_check = time.monotonic() + _QUIET_S
+        now = time.monotonic()
+        if now > self._lost_at:
+            raise ServerLost(
+                f"{self._connection.address}: its engine gave no sign of life within {self._timeout_s:g} s"
+            )
+        if now > self._next_check and math.isinf(self._lost_at):
+            self._lost_at = now + self._timeout_s
+            body = {"method": "grpo_sign_of_life"}
+            self._connection.post_later(_CALL, body, partial(self._on_answer, None))
 
     def _completion(self, answer: dict[str, Any]) -> Completion:
         (choice,) = answer["choices"]
@@ -224,6 +261,37 @@ class ServerEngine(SteppingEngine):
         """Call a method of every worker of the server, and return the results."""
         answer = self._connection.post(_CALL, {"method": method, "kwargs": arguments})
         return list((answer or {}).get("results", ()))
+
+
+def _check_described(address: str, found: Mapping[str, Any], wanted: Wanted, folder: Path) -> None:
+    """Compare what a server says of itself with what it must be."""
+    dtype = name_of(wanted.dtype)
+    start = f"inference_model.servers: the server at {address}"
+    again = "start it with grpo-serve and the words of this run"
+    if found["dtype"] != dtype:
+        raise ConfigError(
+            f"{start} computes in {found['dtype']}, and the run publishes weights in {dtype}; write "
+            f"inference_model.dtype={found['dtype']}, or {again}"
+        )
+    head = dtype if wanted.head_dtype is None else name_of(wanted.head_dtype)
+    if found["head_dtypes"] != [head]:
+        raise ConfigError(
+            f"{start} computes logits in {', '.join(found['head_dtypes'])}, and the run needs {head} "
+            f"(inference_model.head_dtype); {again}"
+        )
+    if found["max_model_len"] < wanted.max_model_len:
+        raise ConfigError(
+            f"{start} takes {found['max_model_len']} tokens, and the run needs "
+            f"inference_model.max_model_len={wanted.max_model_len}; write inference_model.max_model_len="
+            f"{found['max_model_len']}, or {again}"
+        )
+    if found["logprobs_mode"] != "processed_logprobs":
+        raise ConfigError(f"{start} returns {found['logprobs_mode']}, not those of what it samples; {again}")
+    if not found["sees_file"]:
+        raise ConfigError(
+            f"{start} does not see files in {folder}, through which weights travel; start it on this "
+            "machine, and in the same container"
+        )
 
 
 def _body(tokens: Sequence[int], **sampling: Any) -> dict[str, Any]:

@@ -6,10 +6,13 @@ the methods. Arguments and results travel as JSON.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.inference.servers.weight_files import Bucket, read_bucket
+from torchrl_grpo.inference.vllm_arguments import name_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,17 +20,37 @@ if TYPE_CHECKING:
     from torchrl_grpo.inference.vllm_weights import VLLMWeights
 
 
+# Differs between machines, and between two starts of one.
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
 class WeightExtension:
     """Loads weights from files and computes checksums, as an engine in the trainer's process does."""
 
     _weights: VLLMWeights | None = None
 
-    def grpo_describe(self) -> dict[str, str]:
-        """Return the dtype of the weights.
+    def grpo_describe(self, file: str) -> dict[str, Any]:
+        """Return what the server computes with.
 
         It creates what records vLLM's processing of weights, so it must be called before weights are loaded.
+
+        Args:
+            file: a file of the client, in the folder through which weights travel.
         """
-        return {"dtype": str(self._known().dtype).removeprefix("torch.")}
+        from torchrl_grpo.inference.vllm_engine import head_dtypes
+
+        known, config = self._known(), vars(self)["model_config"]
+        return {
+            "dtype": name_of(known.dtype),
+            "head_dtypes": sorted(name_of(dtype) for dtype in head_dtypes(known.model)),
+            "max_model_len": config.max_model_len,
+            "logprobs_mode": str(config.logprobs_mode),
+            "sees_file": Path(file).exists(),
+            "identity": f"{os.getpid()} on {_BOOT.read_text().strip()}",
+        }
+
+    def grpo_sign_of_life(self) -> None:
+        """Do nothing: the answer shows that the engine runs."""
 
     def grpo_start_update(self) -> None:
         """Begin to replace the weights."""

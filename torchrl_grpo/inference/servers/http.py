@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
@@ -16,6 +17,9 @@ _T = TypeVar("_T")
 _UNIX = "unix:"
 # Seconds between two attempts to reach a server that is not up yet.
 _RETRY_S = 0.2
+# Seconds after which an unused connection is closed. vLLM closes one after 5 s by default, and a request that
+# is sent at that moment is lost.
+_IDLE_S = 2.0
 
 
 class ServerLost(RuntimeError):
@@ -37,18 +41,24 @@ class ServerConnection:
         self._timeout_s = timeout_s
         self._base = "http://server" if address.startswith(_UNIX) else address.rstrip("/")
         self._loop = asyncio.new_event_loop()
+        # Whoever submits work or closes holds it, so that no work is submitted to a loop that ends.
+        self._lock = threading.Lock()
+        self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="server client", daemon=True)
         self._thread.start()
         self._session = self._run(self._open())
 
     async def _open(self) -> aiohttp.ClientSession:
-        # No limit: vLLM queues the requests itself.
+        # Every request holds a descriptor until its response is complete. Requests beyond half of what the
+        # process may have open wait here, and vLLM queues the others.
+        limit = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         if self.address.startswith(_UNIX):
+            path = self.address.removeprefix(_UNIX)
             connector: aiohttp.BaseConnector = aiohttp.UnixConnector(
-                self.address.removeprefix(_UNIX), limit=0
+                path, limit=limit, keepalive_timeout=_IDLE_S
             )
         else:
-            connector = aiohttp.TCPConnector(limit=0)
+            connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=_IDLE_S)
         return aiohttp.ClientSession(
             connector=connector,
             headers={"Authorization": f"Bearer {self._key}"},
@@ -60,7 +70,7 @@ class ServerConnection:
         """Block until the server answers at all.
 
         Raises:
-            ConfigError: it does not answer in time.
+            ServerLost: it does not answer in time.
         """
         self._run(self._wait_until_up(timeout_s))
 
@@ -71,10 +81,7 @@ class ServerConnection:
                     # Nobody tells this process when a server of somebody else comes up.
                     await asyncio.sleep(_RETRY_S)
         except TimeoutError as error:
-            raise ConfigError(
-                f"inference_model.servers: no server answered at {self.address} within {timeout_s:g} s; "
-                "start one there with grpo-serve, or write inference_model.servers=auto"
-            ) from error
+            raise ServerLost(f"no server answered at {self.address} within {timeout_s:g} s") from error
 
     async def _is_up(self) -> bool:
         try:
@@ -102,6 +109,9 @@ class ServerConnection:
         """Send a request, and call ``done`` with the JSON of the answer or the exception.
 
         ``done`` runs in the thread of the connection. The request has no time limit.
+
+        Raises:
+            ServerLost: the connection is closed.
         """
 
         def finished(future: Future[Any]) -> None:
@@ -114,7 +124,7 @@ class ServerConnection:
                 answer = error
             done(answer)
 
-        asyncio.run_coroutine_threadsafe(self._post(path, body, None), self._loop).add_done_callback(finished)
+        self._submit(self._post(path, body, None)).add_done_callback(finished)
 
     async def _post(self, path: str, body: Any, timeout_s: float | None) -> Any:
         where = f"{self.address}: {path.partition('?')[0]}"
@@ -134,21 +144,34 @@ class ServerConnection:
         except (aiohttp.ClientError, OSError) as error:
             raise ServerLost(f"{where}: {type(error).__name__} {error}".strip()) from error
 
+    def _submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise ServerLost(f"the connection to {self.address} is closed")
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        try:
+            return self._submit(work).result()
+        except CancelledError as error:
+            raise ServerLost(f"the connection to {self.address} was closed") from error
 
     def close(self) -> None:
-        """Close the connection; requests under way end with an exception."""
-        if self._loop.is_closed():
-            return
-        self._run(self._shut())
+        """Close the connection from any thread; requests under way end with an exception."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        # Work that was submitted before has become a task when this one runs, and is canceled by it.
+        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     async def _shut(self) -> None:
-        await self._session.close()
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        await self._session.close()

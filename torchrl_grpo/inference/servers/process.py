@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,12 @@ from typing import Any
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.servers.command import server_command, server_environment
 from torchrl_grpo.inference.servers.program import END_VARIABLE, READY_VARIABLE
+from torchrl_grpo.planning.cores import import_path
 
-_LAST_LINES = 3
+# Number of lines of a server's log in an error message.
+_LAST_LINES = 2
+# Variables that an engine in this process sets for itself. A server has processes of its own, and a log.
+_OWN_VARIABLES = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CONFIGURE_LOGGING")
 
 
 class ServerProcess:
@@ -43,31 +48,40 @@ class ServerProcess:
     ) -> None:
         self.key = secrets.token_urlsafe(32)
         self._log = log
+        self._ending = threading.Lock()
+        self._ended = False
         # Short, because the path of a socket has at most 107 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="grpo-server-"))
         self.address = f"unix:{self._folder}/socket"
-        self._ready, ready = os.pipe()
+        read, write = os.pipe()
+        # Closed with this object and not by kill(), which may run while another thread waits for it.
+        self._ready = os.fdopen(read, "rb", buffering=0)
         output = None if log is None else log.open("ab")
+        inherited = {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
         try:
             self._process = subprocess.Popen(
                 server_command(source, arguments, {"uds": str(self._folder / "socket")}),
                 env={
-                    **os.environ,
+                    **inherited,
                     **server_environment(self.key, arguments["enforce_eager"], on_cpu),
                     **environment,
-                    READY_VARIABLE: str(ready),
+                    # A clone that is not installed is imported from where this process has it.
+                    "PYTHONPATH": os.pathsep.join(import_path()),
+                    # vLLM's own sockets, which a killed server leaves behind.
+                    "VLLM_RPC_BASE_PATH": str(self._folder),
+                    READY_VARIABLE: str(write),
                     END_VARIABLE: "1",
                 },
                 # Never written to: its end tells the server that this process has ended.
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                pass_fds=[ready],
+                pass_fds=[write],
                 # A group of its own, so that its children end with it, and an interrupt does not reach it.
                 start_new_session=True,
             )
         finally:
-            os.close(ready)
+            os.close(write)
             if output is not None:
                 output.close()
 
@@ -82,8 +96,10 @@ class ServerProcess:
             selector.register(self._ready, selectors.EVENT_READ)
             if not selector.select(timeout_s):
                 raise TimeoutError(f"a vLLM server was not ready within {timeout_s:g} s{self._said()}")
-        if not os.read(self._ready, 1):
-            code = self._process.wait()
+        if not self._ready.read(1):
+            # The exit status stays, so that the number of the process is not used again before kill().
+            left = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+            code = "nothing" if left is None else left.si_status
             raise ModelError(
                 f"inference_model.backend=vllm_server: a server ended with code {code} while it started"
                 f"{self._said()}"
@@ -93,17 +109,43 @@ class ServerProcess:
         if self._log is None:
             return "; its messages are above"
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return f"; its last lines in {self._log}: " + " | ".join(lines[-_LAST_LINES:])
+        errors = [line for line in lines if "error" in line.lower()]
+        return f"; the last of {self._log}: " + " | ".join((errors or lines)[-_LAST_LINES:])
 
-    def kill(self) -> None:
-        """End the server and its children at once."""
-        # The group outlives its first process as long as a child lives, so its number is not used again.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+    def terminate(self) -> None:
+        """Ask the server to end in good order; :meth:`kill` waits for it."""
+        with self._ending:
+            if not self._ended:
+                self._signal(signal.SIGTERM)
+
+    def kill(self, patience_s: float = 0.0) -> None:
+        """End the server and its children.
+
+        Args:
+            patience_s: seconds to wait for a server that was asked to end.
+        """
+        with self._ending:
+            if self._ended:
+                return
+            self._ended = True
+            if patience_s:
+                self._wait_without_reaping(patience_s)
+            self._signal(signal.SIGKILL)
+            self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        if self._ready >= 0:
-            os.close(self._ready)
-            self._ready = -1
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _wait_without_reaping(self, seconds: float) -> None:
+        descriptor = os.pidfd_open(self._process.pid)
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(descriptor, selectors.EVENT_READ)
+                selector.select(seconds)
+        finally:
+            os.close(descriptor)
+
+    def _signal(self, number: int) -> None:
+        # The first process was not waited for, so its number and that of the group are still its own.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)

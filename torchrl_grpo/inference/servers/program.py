@@ -1,8 +1,8 @@
 """``python -m torchrl_grpo.inference.servers.program``: vLLM's server, with vLLM's own arguments.
 
 Two environment variables tie it to the process that started it: it writes a line to the descriptor
-``TORCHRL_GRPO_READY_FD`` once it is set up, and with ``TORCHRL_GRPO_END_WITH_STDIN`` it ends when its
-input ends, so that it never outlives a run.
+``TORCHRL_GRPO_READY_FD`` once it is set up, and with ``TORCHRL_GRPO_END_WITH_STDIN`` it ends when its input
+ends, so that it never outlives a run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import runpy
 import signal
-import sys
 import threading
 
 READY_VARIABLE, END_VARIABLE = "TORCHRL_GRPO_READY_FD", "TORCHRL_GRPO_END_WITH_STDIN"
@@ -24,7 +23,9 @@ def main() -> None:
 
 
 def _end_with_stdin() -> None:
-    sys.stdin.buffer.read()
+    # Read the descriptor itself: a thread that waits in sys.stdin would hold its lock at the end of Python.
+    while os.read(0, 4096):
+        pass
     # The engine is a process of its own. Both are in the process group of this one.
     os.killpg(0, signal.SIGKILL)
 

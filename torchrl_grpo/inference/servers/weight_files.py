@@ -6,14 +6,17 @@ request that names it. The bytes are those of the tensors, so that every number 
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import shutil
 import tempfile
+import time
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +25,9 @@ from torch import Tensor
 BUCKET_BYTES = 64 * 2**20
 # Every tensor starts at a multiple of this, which any number format can be read from.
 _ALIGNMENT = 64
+_PREFIX, _LOCK = "torchrl-grpo-", "lock"
+# Age in seconds below which a folder without an owner is left alone.
+_NEW_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -66,16 +72,17 @@ class WeightFiles:
     """
 
     def __init__(self, parent: Path) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="torchrl-grpo-", dir=parent))
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        # The kernel takes this lock back when the process ends, however it ends.
+        lock = (self._folder / _LOCK).open("wb")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        self._delete = weakref.finalize(self, _delete, self._folder, lock)
         self.buckets: list[Bucket] = []
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and tensors, which lie in the files."""
         for bucket in self.buckets:
             yield from read_bucket(bucket)
-
-    def __del__(self) -> None:
-        self.close()
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> WeightFiles:
         """Write tensors into buckets, and return this object.
@@ -115,4 +122,23 @@ class WeightFiles:
 
     def close(self) -> None:
         """Delete the files. Servers that have mapped one keep it until they have loaded it."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._delete()
+
+
+def _delete(folder: Path, lock: IO[bytes]) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    lock.close()
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Delete weights in ``parent`` whose process has ended without deleting them."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        try:
+            with (folder / _LOCK).open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # A folder that is being created may not be locked yet.
+                if time.time() - folder.stat().st_mtime > _NEW_S:
+                    shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            # It is in use, belongs to somebody else, or is being created or deleted.
+            continue

@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -27,7 +26,7 @@ from torch import Tensor
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.protocol import SteppingEngine
-from torchrl_grpo.planning.cores import visible_gpus, worker_env
+from torchrl_grpo.planning.cores import import_path, visible_gpus, worker_env
 from torchrl_grpo.planning.plan import SHARED_GPU
 from torchrl_grpo.rollout.workers.types import Command, LoadWeightsCommand
 
@@ -258,7 +257,7 @@ def _connect(cfg: Config, count: int, gpus: Sequence[int]) -> None:
     address = cfg.ray.address
     options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     # Let workers import this project from the trainer's folder, also on a cluster with a shared file system.
-    options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(_import_path())}}
+    options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(import_path())}}
     if address is None:
         # Every worker occupies one CPU slot, so offer enough slots even if there are fewer cores.
         with temporary_env(cluster_env(gpus)):
@@ -315,9 +314,3 @@ def temporary_env(variables: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _import_path() -> list[str]:
-    root = str(Path(__file__).resolve().parents[3])
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return [root, *(entry for entry in inherited if entry and entry != root)]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import queue
+import resource
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,18 +24,20 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.envs.episodes.build import with_episodes
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.build import server_arguments
-from torchrl_grpo.inference.servers.engine import ServerEngine
-from torchrl_grpo.inference.servers.http import ServerConnection
+from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
+from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.process import ServerProcess
 from torchrl_grpo.inference.servers.require_key import KEY_VARIABLE
-from torchrl_grpo.inference.servers.weight_files import WeightFiles
-from torchrl_grpo.models.precision import resolve_dtype
+from torchrl_grpo.inference.servers.weight_files import WeightFiles, remove_abandoned
+from torchrl_grpo.models.precision import resolve_dtype, resolve_head
 from torchrl_grpo.planning.cores import visible_gpus, worker_env
 from torchrl_grpo.rollout.workers.types import Command
 from torchrl_grpo.rollout.workers.worker import RolloutWorker
 from torchrl_grpo.runtime import screen
 
 _SHARED_MEMORY = Path("/dev/shm")
+# Seconds that servers get to end in good order at the end of a run.
+_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,8 @@ class ServerSpec:
 class _Member:
     """One worker: its thread, its connection, and its server if the pool has started it."""
 
-    def __init__(self, spec: ServerSpec, index: int, done: Callable[[Any], None]) -> None:
-        self._spec, self._index = spec, index
+    def __init__(self, pool: ServerPool, index: int, done: Callable[[Any], None]) -> None:
+        self._pool, self._index = pool, index
         self._inbox: queue.SimpleQueue[tuple[Command, Callable[[Any], None]] | None] = queue.SimpleQueue()
         self._process: ServerProcess | None = None
         self._connection: ServerConnection | None = None
@@ -79,14 +83,20 @@ class _Member:
     def call(self, command: Command, done: Callable[[Any], None]) -> None:
         self._inbox.put((command, done))
 
-    def end(self) -> None:
+    def terminate(self) -> None:
+        """Ask a server of the run to end; :meth:`end` waits for it."""
+        with self._ending:
+            if self._process is not None:
+                self._process.terminate()
+
+    def end(self, patience_s: float = 0.0) -> None:
         """End the thread, the connection, and the server if it belongs to the run."""
         with self._ending:
             self._ended = True
-            if self._process is not None:
-                self._process.kill()
             if self._connection is not None:
                 self._connection.close()
+            if self._process is not None:
+                self._process.kill(patience_s)
         self._inbox.put(None)
 
     def join(self) -> None:
@@ -106,10 +116,11 @@ class _Member:
             except Exception as error:  # noqa: BLE001  it is reported
                 result = error
             report(result)
+        worker.close()
 
     def _build_worker(self) -> RolloutWorker:
-        spec = self._spec
-        options = spec.cfg.inference_model
+        spec = self._pool.spec
+        options, timeout_s = spec.cfg.inference_model, spec.cfg.collector.timeout_s
         if spec.addresses:
             address, key = spec.addresses[self._index], os.environ.get(KEY_VARIABLE, "")
         else:
@@ -119,15 +130,22 @@ class _Member:
         with self._ending:
             if self._ended:
                 raise InterruptedError("the worker was ended while it started")
-            self._connection = ServerConnection(address, key, spec.cfg.collector.timeout_s)
-        # A server of this run is ready a moment before it listens.
-        self._connection.wait_until_up(spec.start_limit_s)
-        engine = ServerEngine(
-            self._connection,
-            dtype=resolve_dtype(options.dtype, spec.device),
-            folder=_SHARED_MEMORY,
-            timeout_s=spec.cfg.collector.timeout_s,
+            self._connection = ServerConnection(address, key, timeout_s)
+        try:
+            # A server of this run is ready a moment before it listens.
+            self._connection.wait_until_up(spec.start_limit_s)
+        except ServerLost as error:
+            if not spec.addresses:
+                raise
+            raise ConfigError(
+                f"inference_model.servers: {error}; start one there with grpo-serve, or write "
+                "inference_model.servers=auto"
+            ) from error
+        wanted = Wanted(
+            resolve_dtype(options.dtype, spec.device), resolve_head(options.head_dtype), options.max_model_len
         )
+        engine = ServerEngine(self._connection, wanted=wanted, folder=_SHARED_MEMORY, timeout_s=timeout_s)
+        self._pool.claim(self._index, engine.identity)
         return RolloutWorker(
             with_episodes(spec.cfg, engine, spec.max_num_seqs),
             options.max_new_tokens,
@@ -136,22 +154,23 @@ class _Member:
         )
 
     def _start_server(self) -> ServerProcess:
-        spec = self._spec
+        spec = self._pool.spec
         environment = worker_env(spec.threads)
         if spec.gpus:
             environment |= visible_gpus([spec.gpus[self._index]])
         log = screen.log_file()
+        arguments = server_arguments(
+            spec.cfg,
+            spec.device,
+            max_num_seqs=spec.max_num_seqs,
+            gpu_memory_utilization=spec.gpu_memory_utilization,
+        )
         with self._ending:
             if self._ended:
                 raise InterruptedError("the worker was ended while it started")
             self._process = ServerProcess(
                 spec.source,
-                server_arguments(
-                    spec.cfg,
-                    spec.device,
-                    max_num_seqs=spec.max_num_seqs,
-                    gpu_memory_utilization=spec.gpu_memory_utilization,
-                ),
+                arguments,
                 on_cpu=spec.device.type == "cpu",
                 environment=environment,
                 log=None if log is None else log.with_name(f"server-{self._index}.log"),
@@ -168,12 +187,35 @@ class ServerPool:
     """
 
     def __init__(self, spec: ServerSpec, count: int) -> None:
-        self._spec = spec
+        self.spec = spec
         self._members: list[_Member | None] = [None] * count
+        self._identities = [""] * count
+        self._claiming = threading.Lock()
+        # What was published and is still in use; deleted at the end whoever holds it.
+        self._files: weakref.WeakSet[WeightFiles] = weakref.WeakSet()
+        # Each response holds a descriptor until it is complete, and many systems allow 1,024 by default.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        remove_abandoned(_SHARED_MEMORY)
+
+    def claim(self, worker_index: int, identity: str) -> None:
+        """Note that a worker has the server with this identity.
+
+        Raises:
+            ConfigError: another worker has it.
+        """
+        with self._claiming:
+            others = [one for index, one in enumerate(self._identities) if index != worker_index]
+            if identity in others:
+                raise ConfigError(
+                    f"inference_model.servers=[{','.join(self.spec.addresses)}]: two of the addresses lead "
+                    "to the same server; name each server once"
+                )
+            self._identities[worker_index] = identity
 
     def start(self, worker_index: int, done: Callable[[Any], None]) -> None:
         """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
-        self._members[worker_index] = _Member(self._spec, worker_index, done)
+        self._members[worker_index] = _Member(self, worker_index, done)
 
     def call(self, worker_index: int, command: Command, done: Callable[[Any], None]) -> None:
         """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
@@ -187,13 +229,15 @@ class ServerPool:
         Raises:
             ConfigError: there is no room.
         """
+        files = WeightFiles(_SHARED_MEMORY)
+        self._files.add(files)
         try:
-            return WeightFiles(_SHARED_MEMORY).write(weights)
+            return files.write(weights)
         except OSError as error:
             raise ConfigError(
                 f"inference_model.backend=vllm_server: weights travel through {_SHARED_MEMORY}, which has no "
-                f"room for them ({error.strerror}); enlarge it (docker run --shm-size=16g), or write "
-                "inference_model.backend=vllm"
+                f"room for them ({error.strerror}); enlarge it to twice the size of the weights (docker run "
+                "--shm-size=32g), or write inference_model.backend=vllm"
             ) from error
 
     def kill(self, worker_index: int) -> None:
@@ -206,6 +250,10 @@ class ServerPool:
         """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
         members = [member for member in self._members if member is not None]
         for member in members:
-            member.end()
+            member.terminate()
+        for member in members:
+            member.end(_PATIENCE_S)
         for member in members:
             member.join()
+        for files in list(self._files):
+            files.close()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +37,7 @@ _NATS = {_FLOAT32: 1e-3, _BFLOAT16: 0.5}
 # The measured peak of memory may exceed the predicted one by this share, and by this many GiB. What libraries
 # take differs between machines.
 _MEMORY_SHARE, _MEMORY_GIB = 0.2, 0.5
+_CUDA_MEMORY = tuple(f"memory/{phase}_cuda_gib" for phase in ("generate", "prepare", "train"))
 _PEAK = re.compile(r"^memory: (\S+) at most ([0-9.]+) of", re.MULTILINE)
 _BREVITY = "def brevity(completion, example):\n    return 1 / (1 + len(completion))\n"
 
@@ -120,12 +123,16 @@ def _call(context: Context, name: str, command: Sequence[str]) -> str:
     """
     log = context.folder / f"{name}.log"
     with log.open("wb") as output:
-        try:
-            code = subprocess.run(
-                command, stdout=output, stderr=subprocess.STDOUT, timeout=context.limit_s, check=False
-            ).returncode
-        except subprocess.TimeoutExpired as error:
-            raise TrainingStopped(f"not done after {context.limit_s:g} s; {log} has its output") from error
+        # A group of its own, so that ranks and servers end with a stage that takes too long.
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        code = process.wait(context.limit_s)
+    except subprocess.TimeoutExpired as error:
+        raise TrainingStopped(f"not done after {context.limit_s:g} s; {log} has its output") from error
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     said = log.read_text(errors="replace")
     if code:
         last = [text for text in said.splitlines() if text.strip()][-1:]
@@ -144,19 +151,21 @@ def _figures(folder: Path, said: str, nats: float) -> Figures:
     if not gap <= nats:
         raise TrainingStopped(f"engine and trainer differ by {gap:.3g} nats on average; {nats:g} is rounding")
     last = trained[-1]
+    # On a GPU, memory is what all processes have in use there after each phase of a step. Otherwise it is
+    # that of the trainer's process.
+    on_gpu = [line[name] for line in trained for name in _CUDA_MEMORY if line.get(name)]
+    peak = float(max(on_gpu, default=summary["peak_memory_gib"]))
     found: Figures = {
         "engine_to_trainer_nats": gap,
         "generated_tokens_per_s": _number(last, "throughput/generated_tokens_per_s"),
         "trained_tokens_per_s": _number(last, "throughput/trained_tokens_per_s"),
         "publish_s": _number(last, "time/publish_s"),
-        "peak_gib": float(summary["peak_memory_gib"]),
+        "peak_gib": peak,
     }
     if predicted := _PEAK.findall(said):
         found["predicted_gib"] = max(float(peak) for _, peak in predicted)
-        if summary["peak_memory_gib"] > (1 + _MEMORY_SHARE) * float(found["predicted_gib"]) + _MEMORY_GIB:
-            raise TrainingStopped(
-                f"{summary['peak_memory_gib']:.2f} GiB were used, and {found['predicted_gib']} predicted"
-            )
+        if peak > (1 + _MEMORY_SHARE) * float(found["predicted_gib"]) + _MEMORY_GIB:
+            raise TrainingStopped(f"{peak:.2f} GiB were used, and {found['predicted_gib']} predicted")
     return found
 
 
@@ -172,6 +181,8 @@ def sweep(context: Context) -> Figures:
     command = [sys.executable, str(program("grpo.py")), *_RUN, own, f"model.name={context.model}", *words]
     said = _call(context, "sweep", [*command, *context.words])
     peaks = [_figures(context.folder / "sweep" / job, said, _NATS[_FLOAT32])["peak_gib"] for job in "01"]
+    if float(peaks[1]) > float(peaks[0]) + _MEMORY_GIB:
+        raise TrainingStopped(f"the second job took {peaks[1]:.2f} GiB, and the first {peaks[0]:.2f}")
     return {"first_peak_gib": peaks[0], "second_peak_gib": peaks[1]}
 
 
@@ -187,8 +198,9 @@ def resume(context: Context) -> Figures:
         said = _call(context, "resume", command)
     except TrainingStopped as error:
         said = (context.folder / "resume.log").read_text(errors="replace")
-        # On a GPU the numbers may differ; whatever else is wrong has another last line.
-        if context.gpus == 0 or "1 kills: the resumed run DIFFERS" not in said:
+        # On a GPU the numbers may differ, but no line may be missing. Whatever else is wrong has another end.
+        rounding = "1 kills: the resumed run DIFFERS" in said and "different: one has" not in said
+        if context.gpus == 0 or not rounding:
             raise error
     return {"resumed": "equals" if "the resumed run equals" in said else "ends with other rounding"}
 
@@ -199,10 +211,16 @@ def sleep(context: Context) -> Figures:
     for value in ("true", "false"):
         name = f"sleep_{value}"
         said = _train(context, name, (*_FLOAT32, f"inference_model.sleep={value}"), "grpo.py")
-        one = _figures(context.folder / name, said, _NATS[_FLOAT32])
-        lines = (context.folder / name / "metrics.jsonl").read_text().splitlines()
-        found[f"{name}_step_s"] = float(json.loads(lines[-2])["time/step_s"])
-        found[f"{name}_peak_gib"] = one["peak_gib"]
+        _figures(context.folder / name, said, _NATS[_FLOAT32])
+        lines = [json.loads(line) for line in (context.folder / name / "metrics.jsonl").open()]
+        found[f"{name}_step_s"] = float(lines[-2]["time/step_s"])
+        # In use while the trainer is about to train.
+        found[f"{name}_gib"] = float(lines[-2]["memory/prepare_cuda_gib"])
+    if not float(found["sleep_true_gib"]) < 0.8 * float(found["sleep_false_gib"]):
+        raise TrainingStopped(
+            f"an engine that sleeps leaves {found['sleep_true_gib']:.2f} GiB in use, and one that stays "
+            f"awake {found['sleep_false_gib']:.2f}"
+        )
     return found
 
 
