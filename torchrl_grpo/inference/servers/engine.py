@@ -90,9 +90,9 @@ class ServerEngine(SteppingEngine):
         self._lost_at = math.inf
         # An earlier run may have ended in the middle of an update, and left requests behind.
         connection.post("/abort_requests", {})
-        connection.post("/resume")
         with tempfile.NamedTemporaryFile(prefix="torchrl-grpo-", dir=folder) as seen:
             (described,) = self._call("grpo_describe", file=seen.name)
+        connection.post("/resume")
         self.identity: str = described["identity"]
         _check_described(connection.address, described, wanted, folder)
 

@@ -28,11 +28,14 @@ class WeightExtension:
     """Loads weights from files and computes checksums, as an engine in the trainer's process does."""
 
     _weights: VLLMWeights | None = None
+    # Whether an update has begun and not ended.
+    _is_updating = False
 
     def grpo_describe(self, file: str) -> dict[str, Any]:
         """Return what the server computes with.
 
         It creates what records vLLM's processing of weights, so it must be called before weights are loaded.
+        It ends an update in whose middle an earlier client was killed: a model in that state cannot compute.
 
         Args:
             file: a file of the client, in the folder through which weights travel.
@@ -40,6 +43,8 @@ class WeightExtension:
         from torchrl_grpo.inference.vllm_engine import head_dtypes
 
         known, config = self._known(), vars(self)["model_config"]
+        if self._is_updating:
+            self.grpo_finish_update()
         return {
             "dtype": name_of(known.dtype),
             "head_dtypes": sorted(name_of(dtype) for dtype in head_dtypes(known.model)),
@@ -55,6 +60,7 @@ class WeightExtension:
     def grpo_start_update(self) -> None:
         """Begin to replace the weights."""
         self._known().start()
+        self._is_updating = True
 
     def grpo_load(self, bucket: dict[str, Any]) -> None:
         """Load the tensors of a file.
@@ -67,6 +73,7 @@ class WeightExtension:
     def grpo_finish_update(self) -> None:
         """End the update."""
         self._known().finish()
+        self._is_updating = False
 
     def grpo_locate_weights(self, shapes: dict[str, list[int]]) -> None:
         """Find out where published tensors of these shapes lie. The weights are lost."""
