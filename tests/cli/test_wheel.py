@@ -89,7 +89,7 @@ def test_the_wheel_holds_the_package_and_the_yaml_files_alone(wheel: Path, repo_
 def test_the_wheel_has_all_commands(installed: Path) -> None:
     parser = ConfigParser()
     parser.read(installed / "torchrl_grpo-0.1.0.dist-info" / "entry_points.txt")
-    assert set(parser["console_scripts"]) == {"grpo", "grpo-async", "grpo-sft"}
+    assert set(parser["console_scripts"]) == {"grpo", "grpo-async", "grpo-sft", "grpo-serve"}
 
 
 @pytest.mark.parametrize("name", ["grpo", "grpo-async"])

@@ -28,6 +28,7 @@ from torchrl_grpo.inference.servers.weight_files import Bucket, WeightFiles
 from torchrl_grpo.inference.vllm_arguments import vllm_arguments
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.runtime import shared_memory
 from torchrl_grpo.tools.verify_resume import read
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
@@ -217,10 +218,14 @@ def test_a_killed_server_is_lost_and_leaves_nothing_behind(
     first = psutil.Process(process._process.pid)
     family = [first, *first.children(recursive=True)]
     assert len(family) >= 2
-    engine.submit([Request("a", PROMPTS[0], 150, 1.0, 1, ignore_eos=True)])
+    segments = {name for one in family for name in shared_memory._used(Path(f"/proc/{one.pid}"))}
+    assert any(name.startswith("psm_") for name in segments), "vLLM's processes talk through segments"
+    # Many, so that some still run when it is killed.
+    engine.submit([Request(n, PROMPTS[0], 150, 1.0, n, ignore_eos=True) for n in range(256)])
     process.kill()
     with pytest.raises(ServerLost):
-        while True:
+        for _ in range(500):
             engine.step()
     assert not psutil.wait_procs(family, timeout=10)[1]
     assert not Path(process.address.removeprefix("unix:")).parent.exists()
+    assert not segments & {path.name for path in shared_memory.ROOT.iterdir()}

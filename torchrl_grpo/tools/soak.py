@@ -29,6 +29,7 @@ from pathlib import Path
 
 import psutil
 
+from torchrl_grpo.runtime.shared_memory import abandoned
 from torchrl_grpo.tools.processes import check, has_checkpoint, newest_step, started
 
 DEFAULTS = (
@@ -124,7 +125,7 @@ def kill_at_random(
 def soak(overrides: Sequence[str], kills: int, seed: int, folder: Path, longest_s: float) -> bool:
     """Run and kill as the module describes; return whether the check holds."""
     moments = random.Random(seed)
-    before = _shared_memory()
+    before = abandoned()
     run = folder / "run"
     done: Counter[str] = Counter()
     ended = False
@@ -145,7 +146,7 @@ def soak(overrides: Sequence[str], kills: int, seed: int, folder: Path, longest_
         == counts["trained"] + counts["dropped_age"] + counts["dropped_filter"] + counts["left"],
         "every group was trained on once": len(each) == counts["trained"] and len(set(each.values())) == 1,
         "every step was logged once": steps == sorted(set(steps)) and steps[-1] == summary["steps"],
-        "no shared memory is left": not (_shared_memory() - before),
+        "no shared memory is left": not (abandoned() - before),
     }
     print(
         f"{sum(done.values())} kills: {dict(done)}; groups: {counts}; restarts: {summary['worker_restarts']}"
@@ -154,14 +155,6 @@ def soak(overrides: Sequence[str], kills: int, seed: int, folder: Path, longest_
     for what, holds in findings.items():
         print(f"{'holds' if holds else 'FAILS'}: {what}")
     return all(findings.values())
-
-
-def _shared_memory() -> set[str]:
-    root = Path("/dev/shm")
-    # Semaphores of other programs come and go there.
-    return (
-        {path.name for path in root.iterdir() if not path.name.startswith("sem.")} if root.exists() else set()
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

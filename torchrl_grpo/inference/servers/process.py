@@ -19,6 +19,7 @@ from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.servers.command import server_command, server_environment
 from torchrl_grpo.inference.servers.program import END_VARIABLE, READY_VARIABLE
 from torchrl_grpo.planning.cores import import_path
+from torchrl_grpo.runtime.shared_memory import unlink_segments
 
 # Number of lines of a server's log in an error message.
 _LAST_LINES = 2
@@ -130,6 +131,7 @@ class ServerProcess:
             self._ended = True
             if patience_s:
                 self._wait_without_reaping(patience_s)
+            unlink_segments(self._process.pid)
             self._signal(signal.SIGKILL)
             self._process.wait()
         if self._process.stdin is not None:
