@@ -9,7 +9,7 @@ import sys
 from multiprocessing import shared_memory as segments
 from pathlib import Path
 
-from torchrl_grpo.runtime.shared_memory import ROOT, abandoned, unlink_segments
+from torchrl_grpo.runtime.shared_memory import ROOT, abandoned, segments_of, unlink
 
 CODE = """
 import sys
@@ -52,7 +52,8 @@ def test_the_segments_of_a_group_go_with_it_and_others_stay() -> None:
         assert child.stdout is not None
         name = child.stdout.readline().strip()
         assert (ROOT / name).exists() and name not in abandoned()
-        unlink_segments(child.pid)
+        assert segments_of(child.pid) == {name}
+        unlink(segments_of(child.pid))
         assert not (ROOT / name).exists() and (ROOT / mine.name).exists()
     finally:
         os.killpg(child.pid, signal.SIGKILL)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path("/dev/shm")
@@ -18,19 +18,19 @@ def abandoned() -> set[str]:
     return there - {name for process in _processes() for name in _used(process)}
 
 
-def unlink_segments(group: int) -> None:
-    """Delete the segments of a process group that is about to be killed, and so cannot do it itself.
+def segments_of(group: int) -> set[str]:
+    """Return the names of the segments that the processes of a group use."""
+    members = (process for process in _processes() if _group_of(process) == group)
+    return {name for process in members for name in _used(process) if name.startswith(_SEGMENT)}
+
+
+def unlink(names: Iterable[str]) -> None:
+    """Delete segments, for processes that are killed and cannot do it themselves.
 
     Processes that use a segment keep it until they end.
-
-    Args:
-        group: number of the process group.
     """
-    for process in _processes():
-        if _group_of(process) == group:
-            for name in _used(process):
-                if name.startswith(_SEGMENT):
-                    (ROOT / name).unlink(missing_ok=True)
+    for name in names:
+        (ROOT / name).unlink(missing_ok=True)
 
 
 def _processes() -> Iterator[Path]:

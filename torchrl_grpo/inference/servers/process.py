@@ -19,7 +19,7 @@ from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.servers.command import server_command, server_environment
 from torchrl_grpo.inference.servers.program import END_VARIABLE, READY_VARIABLE
 from torchrl_grpo.planning.cores import import_path
-from torchrl_grpo.runtime.shared_memory import unlink_segments
+from torchrl_grpo.runtime.shared_memory import segments_of, unlink
 
 # Number of lines of a server's log in an error message.
 _LAST_LINES = 2
@@ -51,6 +51,8 @@ class ServerProcess:
         self._log = log
         self._ending = threading.Lock()
         self._ended = False
+        # Segments of shared memory, noted in case somebody else kills the server.
+        self._segments: set[str] = set()
         # Short, because the path of a socket has at most 107 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="grpo-server-"))
         self.address = f"unix:{self._folder}/socket"
@@ -105,6 +107,7 @@ class ServerProcess:
                 f"inference_model.backend=vllm_server: a server ended with code {code} while it started"
                 f"{self._said()}"
             )
+        self._segments = segments_of(self._process.pid)
 
     def _said(self) -> str:
         if self._log is None:
@@ -131,9 +134,10 @@ class ServerProcess:
             self._ended = True
             if patience_s:
                 self._wait_without_reaping(patience_s)
-            unlink_segments(self._process.pid)
+            segments = self._segments | segments_of(self._process.pid)
             self._signal(signal.SIGKILL)
             self._process.wait()
+            unlink(segments)
         if self._process.stdin is not None:
             self._process.stdin.close()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -12,7 +12,7 @@ import runpy
 import signal
 import threading
 
-from torchrl_grpo.runtime.shared_memory import unlink_segments
+from torchrl_grpo.runtime.shared_memory import segments_of, unlink
 
 READY_VARIABLE, END_VARIABLE = "TORCHRL_GRPO_READY_FD", "TORCHRL_GRPO_END_WITH_STDIN"
 
@@ -29,7 +29,7 @@ def _end_with_stdin() -> None:
     while os.read(0, 4096):
         pass
     # The engine is a process of its own. Both are in the process group of this one.
-    unlink_segments(os.getpgid(0))
+    unlink(segments_of(os.getpgid(0)))
     os.killpg(0, signal.SIGKILL)
 
 
