@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from fake_server import FakeServer, make_engine
+from publishers import make_publisher
 
 from torchrl_grpo.errors import ConfigError, TrainingStopped
 from torchrl_grpo.inference.protocol import Probe, Request, Sampling
@@ -27,8 +28,6 @@ from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.require_key import RequireKey
 from torchrl_grpo.inference.servers.weight_files import Bucket, WeightFiles, read_bucket, remove_abandoned
 from torchrl_grpo.inference.vllm_arguments import as_flags, vllm_arguments
-from torchrl_grpo.models.scoring.token_scorer import TokenScorer
-from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
 ROOT = Path(__file__).resolve().parents[2]
 WANTED = Wanted(torch.float32, None, 1000)
@@ -54,18 +53,6 @@ def engine(server: FakeServer, tmp_path: Path) -> Iterator[ServerEngine]:
     made = connect(server, tmp_path)
     yield made
     made.close()
-
-
-def publisher_of(engine: ServerEngine, model: Any) -> WeightPublisher:
-    return WeightPublisher(
-        model,
-        TokenScorer(model),
-        engine=engine,
-        probe_prompts=PROMPTS,
-        pad_token_id=2,
-        precision=torch.float32,
-        engine_dtype=torch.float32,
-    )
 
 
 def test_responses_are_those_of_the_engine_behind_the_server(
@@ -102,7 +89,7 @@ def test_weights_are_published_and_proved(
     engine: ServerEngine, server: FakeServer, tiny_model_dir: Path
 ) -> None:
     model = make_engine(tiny_model_dir).model
-    publisher = publisher_of(engine, model)
+    publisher = make_publisher(model, engine, PROMPTS)
     publisher.verify_at_start(0)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[3, 5] += 1e-3
@@ -119,7 +106,7 @@ def test_weights_that_do_not_arrive_are_found(
     # Several buckets, so that one of them can be lost.
     monkeypatch.setattr(weight_files, "BUCKET_BYTES", 2**14)
     model = make_engine(tiny_model_dir).model
-    publisher = publisher_of(engine, model)
+    publisher = make_publisher(model, engine, PROMPTS)
     publisher.verify_at_start(0)
     older = WeightFiles(server.path.parent).write(model.named_parameters())
     honest = server.engine.update

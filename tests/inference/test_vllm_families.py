@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from publishers import make_publisher
 from stale_parts import (
     PARTS,
     Cases,
@@ -28,8 +29,6 @@ from torchrl_grpo.errors import ModelError, UserError
 from torchrl_grpo.inference.protocol import Probe
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
 from torchrl_grpo.models import lora
-from torchrl_grpo.models.scoring.token_scorer import TokenScorer
-from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -85,18 +84,6 @@ def save_model(family: str, folder: Path) -> Any:
     return model
 
 
-def make_publisher(model: Any, engine: VLLMEngine) -> WeightPublisher:
-    return WeightPublisher(
-        model,
-        TokenScorer(model),
-        engine=engine,
-        probe_prompts=PROMPTS,
-        pad_token_id=2,
-        precision=engine.dtype,
-        engine_dtype=engine.dtype,
-    )
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_part_of_any_tensor_that_is_stale_in_vllm_is_found(family: str, tmp_path: Path) -> None:
     model = save_model(family, tmp_path / "model")
@@ -107,7 +94,7 @@ def test_a_part_of_any_tensor_that_is_stale_in_vllm_is_found(family: str, tmp_pa
         **TINY_ENGINE,
     )
     try:
-        publisher = make_publisher(model, engine)
+        publisher = make_publisher(model, engine, PROMPTS, engine.dtype)
         publisher.verify_at_start(0)
         assert publisher.unreadable == []
         cases = every_part(publisher)
@@ -122,7 +109,7 @@ def test_a_part_of_any_tensor_that_is_stale_in_vllm_is_found(family: str, tmp_pa
         assert_a_new_engine_is_found(
             model, engine, [*of_each_kind(cases), *found], by_rows="gpt2" not in family
         )
-        publisher = make_publisher(model, engine)
+        publisher = make_publisher(model, engine, PROMPTS, engine.dtype)
         assert_each_is_found(publisher, publisher.publish, plant, cases)
         # A start takes several times as long.
         assert_each_is_found(publisher, publisher.verify_at_start, plant, of_each_kind(cases))
@@ -134,7 +121,7 @@ def test_a_part_of_any_tensor_that_is_stale_in_vllm_is_found(family: str, tmp_pa
         publisher.publish(3)
         if family in WITH_ADAPTERS:
             lora.add_adapters(model, LoraConfig(rank=4, alpha=12.0), seed=5)
-            publisher = make_publisher(model, engine)
+            publisher = make_publisher(model, engine, PROMPTS, engine.dtype)
             by = functools.partial(move_everything, size=0.03)
             assert_each_is_found(publisher, publisher.publish, plant, cases, by)
             assert_each_is_found(publisher, publisher.verify_at_start, plant, of_each_kind(cases), by)
@@ -185,7 +172,7 @@ def assert_a_new_engine_is_found(model: Any, engine: KeepsAPart, cases: Cases, b
         engine.fault = None
         engine.load_weights(model.named_parameters())
         engine._weights_located = False
-        publisher = make_publisher(model, engine)
+        publisher = make_publisher(model, engine, PROMPTS, engine.dtype)
         if part is None:
             publisher.verify_at_start(1)
             return

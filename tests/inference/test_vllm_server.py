@@ -13,26 +13,24 @@ import aiohttp
 import psutil
 import pytest
 import torch
+from publishers import make_publisher
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from transformers import AutoModelForCausalLM
 from vllm_arguments import ON_A_CPU
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import Backend
+from torchrl_grpo.config.values import KEY_VARIABLE, Backend
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference.protocol import Request, Sampling
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.process import ServerProcess
-from torchrl_grpo.inference.servers.require_key import KEY_VARIABLE
 from torchrl_grpo.inference.servers.weight_files import Bucket, WeightFiles
 from torchrl_grpo.inference.vllm_arguments import vllm_arguments
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
-from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.runtime import shared_memory
 from torchrl_grpo.tools.verify_resume import read
-from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.float32, pytest.mark.timeout(600)]
 
@@ -70,18 +68,6 @@ def model(tiny_model_dir: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
 
 
-def publisher_of(engine: ServerEngine, model: Any) -> WeightPublisher:
-    return WeightPublisher(
-        model,
-        TokenScorer(model),
-        engine=engine,
-        probe_prompts=PROMPTS,
-        pad_token_id=2,
-        precision=torch.float32,
-        engine_dtype=torch.float32,
-    )
-
-
 def test_a_server_generates_what_an_engine_in_the_process_does(
     engine: ServerEngine, tiny_model_dir: Path, config: Config, train: Runner, process: ServerProcess,
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
@@ -111,7 +97,7 @@ def test_weights_are_published_and_proved_and_their_loss_is_found(
 ) -> None:
     monkeypatch.setattr(weight_files, "BUCKET_BYTES", 2**16)
     trained = copy.deepcopy(model)
-    publisher = publisher_of(engine, trained)
+    publisher = make_publisher(trained, engine, PROMPTS)
     publisher.verify_at_start(0)
     assert publisher.unreadable == []
     older = WeightFiles(tmp_path).write(trained.named_parameters())
@@ -176,7 +162,7 @@ def test_an_update_that_a_killed_trainer_left_half_done_is_made_good(
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.mul_(1.01)
-    publisher = publisher_of(again, trained)
+    publisher = make_publisher(trained, again, PROMPTS)
     publisher.verify_at_start(0)
     assert publisher.publish(1)["publish/logprob_diff_mean"] < 1e-4
     assert len(again.generate(PROMPTS[:1], Sampling(1, 3, 1.0, [1]))[0]) == 1

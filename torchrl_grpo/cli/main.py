@@ -39,7 +39,9 @@ USER_ERROR_CODE = 2
 INTERRUPTED_CODE = launch.INTERRUPTED_CODE
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Parser whose errors are those of a configuration."""
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"command line: {message}; write only options that --help lists instead")
 
@@ -108,7 +110,7 @@ def _report(error: UserError, where: str = "") -> None:
 
 
 def _read(words: list[str]) -> argparse.Namespace:
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--hydra-help", action="store_true")

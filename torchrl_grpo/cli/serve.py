@@ -12,19 +12,14 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from torchrl_grpo.cli.main import USER_ERROR_CODE, resolve_job
+from torchrl_grpo.cli.main import USER_ERROR_CODE, Parser, resolve_job
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import check_installed
 from torchrl_grpo.config.checks.engine import LOOPBACK
+from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.errors import ConfigError, UserError
 from torchrl_grpo.runtime.config_dir import config_dir
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"command line: {message}; write only options that --help lists instead")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -43,23 +38,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(USER_ERROR_CODE) from None
     if asked.print:
-        shown = {**variables, _KEY: "YOUR_KEY"}
+        shown = {**variables, KEY_VARIABLE: "YOUR_KEY"}
         settings = " ".join(f"{name}={value}" for name, value in shown.items())
         sys.stdout.write(f"{settings} {shlex.join(words)}\n")
         return
     os.execve(words[0], words, {**os.environ, **variables})
 
 
-_KEY = "VLLM_API_KEY"
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="grpo-serve",
         allow_abbrev=False,
         description="Serve a model to runs with inference_model.backend=vllm_server. The other words are "
         "those of the training command.",
-        epilog=f"{_KEY} holds the key that the run has to bring. Set it in both places.",
+        epilog=f"{KEY_VARIABLE} holds the key that the run has to bring. Set it in both places.",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--config-name", "-cn", default="grpo_gsm8k", help="primary configuration")
@@ -74,10 +66,10 @@ def _parser() -> argparse.ArgumentParser:
 def _where(asked: argparse.Namespace) -> dict[str, str | int]:
     if asked.uds is not None:
         return {"uds": str(asked.uds.resolve())}
-    if asked.host not in LOOPBACK and not os.environ.get(_KEY):
+    if asked.host not in LOOPBACK and not os.environ.get(KEY_VARIABLE):
         raise ConfigError(
-            f"--host={asked.host}: other machines can reach this server, and {_KEY} is not set; set it to a "
-            "secret here and for the run"
+            f"--host={asked.host}: other machines can reach this server, and {KEY_VARIABLE} is not set; set "
+            "it to a secret here and for the run"
         )
     return {"host": asked.host, "port": asked.port}
 
@@ -123,10 +115,10 @@ def serve_command(
         max_num_seqs=max_num_seqs(cfg),
         gpu_memory_utilization=OWN_GPU if share is None else share,
     )
-    key = os.environ.get(_KEY, "")
+    key = os.environ.get(KEY_VARIABLE, "")
     if not key and makes_key:
         key = secrets.token_urlsafe(32)
-        sys.stdout.write(f"{_KEY}={key}  # set this for the run\n")
+        sys.stdout.write(f"{KEY_VARIABLE}={key}  # set this for the run\n")
         sys.stdout.flush()
     command = server_command(loading.resolve(cfg.model), arguments, where)
     return command, server_environment(key, arguments["enforce_eager"], device.type == "cpu")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from torchrl_grpo.config.keys import bad_value, show
@@ -141,18 +142,17 @@ def _read_part(line: str, text: str) -> _Part:
 
 
 def _changed(cfg: Config, line: str, changes: dict[str, Any]) -> Config:
-    sections: dict[str, Any] = {}
-    defaults = Config()
+    defaults, sections = Config(), dict[str, dict[str, Any]]()
     for key, value in changes.items():
-        section, _, leaf = key.partition(".")
-        now = getattr(sections.get(section, getattr(cfg, section)), leaf)
-        unset = now == getattr(getattr(defaults, section), leaf)
-        if not unset and now != value:
+        read = attrgetter(key)
+        if read(cfg) not in (read(defaults), value):
             raise ConfigError(
-                f"{key}={show(now)}: {_KEY}={line} says {key}={show(value)}; remove one of the two"
+                f"{key}={show(read(cfg))}: {_KEY}={line} says {key}={show(value)}; remove one of the two"
             )
-        sections[section] = replace(sections.get(section, getattr(cfg, section)), **{leaf: value})
-    return replace(cfg, **sections)
+        section, _, leaf = key.partition(".")
+        sections.setdefault(section, {})[leaf] = value
+    changed = {name: replace(vars(cfg)[name], **leaves) for name, leaves in sections.items()}
+    return replace(cfg, **changed)
 
 
 def _bad(line: str, wrong: str, instead: str) -> ConfigError:

@@ -45,6 +45,8 @@ SURROGATE_OPTIONS: dict[str, dict[str, float]] = {
 # Values of train_model.parallelism that use DeepSpeed -> its ZeRO stage.
 ZERO_STAGES = {"deepspeed_zero2": 2, "deepspeed_zero3": 3}
 
+# Environment variable with the key of vLLM's servers. It is vLLM's own, so that its check and ours agree.
+KEY_VARIABLE = "VLLM_API_KEY"
 # Values of inference_model.backend with which vLLM generates.
 VLLM_BACKENDS = (Backend.vllm, Backend.vllm_server)
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.inference.vllm_arguments import as_flags
 
 _PROGRAM = "torchrl_grpo.inference.servers.program"
@@ -50,7 +51,7 @@ def server_environment(key: str, eager: bool, on_cpu: bool) -> dict[str, str]:
         on_cpu: whether it computes on a CPU.
     """
     found = {
-        "VLLM_API_KEY": key,
+        KEY_VARIABLE: key,
         # Without this, vLLM has no routes to pause, to load weights and to call the worker.
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -12,10 +12,8 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.inference.servers.program import READY_VARIABLE
-
-# Environment variable with the key. It is vLLM's own, so that its check and this one agree.
-KEY_VARIABLE = "VLLM_API_KEY"
 
 _Scope = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.envs.episodes.build import with_episodes
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.build import server_arguments
 from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.process import ServerProcess
-from torchrl_grpo.inference.servers.require_key import KEY_VARIABLE
 from torchrl_grpo.inference.servers.weight_files import WeightFiles, remove_abandoned
 from torchrl_grpo.models.precision import resolve_dtype, resolve_head
 from torchrl_grpo.planning.cores import visible_gpus, worker_env

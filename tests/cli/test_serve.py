@@ -1,0 +1,66 @@
+"""``grpo-serve``: the command that it runs, and mistakes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from torchrl_grpo.cli import serve
+from torchrl_grpo.config.values import KEY_VARIABLE
+
+
+@pytest.fixture(autouse=True)
+def _without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    monkeypatch.setattr(serve, "check_installed", lambda cfg: None)
+
+
+def test_the_command_has_what_the_run_has(tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["inference_model.max_model_len=300", "env.num_envs=16", "inference_model.dtype=float32"]
+    serve.main(["--print", "--port", "8123", f"model.name={tiny_model_dir}", "env.repeats=8", *words])
+    (line,) = capsys.readouterr().out.splitlines()
+    found = shlex.split(line)
+    assert f"{KEY_VARIABLE}=YOUR_KEY" in found
+    given = dict(itertools.pairwise(found))
+    assert given["--model"] == str(tiny_model_dir) and given["--port"] == "8123"
+    assert given["--host"] == "127.0.0.1" and given["--dtype"] == "float32"
+    assert given["--max-model-len"] == "300" and given["--max-num-seqs"] == "128"
+    assert given["--middleware"].endswith("RequireKey") and "--enable-scale-out" in found
+
+
+def test_a_server_is_started_in_place_of_the_command(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execve", lambda path, words, env: seen.append((words, env)))
+    serve.main(["--uds", str(tmp_path / "s"), f"model.name={tiny_model_dir}"])
+    ((words, env),) = seen
+    assert words[words.index("--uds") + 1] == str(tmp_path / "s") and "--port" not in words
+    # A key is made and told, because the run needs it.
+    assert len(env[KEY_VARIABLE]) > 30 and f"{KEY_VARIABLE}={env[KEY_VARIABLE]}" in capsys.readouterr().out
+    monkeypatch.setenv(KEY_VARIABLE, "mine")
+    serve.main(["--host", "0.0.0.0", f"model.name={tiny_model_dir}"])
+    assert seen[1][1][KEY_VARIABLE] == "mine" and "mine" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["--host", "0.0.0.0"],
+            "--host=0.0.0.0: other machines can reach this server, and VLLM_API_KEY",
+        ),
+        (["--prt", "3"], "unrecognized arguments: --prt"),
+        (["env.nope=1"], "there is no key env.nope"),
+        (["model.name=/nowhere"], "model.name=/nowhere: there is no such folder"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        serve.main(words)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1 and says in said
