@@ -371,6 +371,9 @@ def test_bytes_that_autograd_keeps(queries: int, keys: int, prompt: int, respons
 
 def test_an_engine_that_sleeps_needs_weights_before_each_round() -> None:
     one = Hardware((80.0,), 64.0)
+    # On a GPU with room for both it stays awake.
+    assert not preflight.make(config(inference_model__backend="vllm"), False, one).plan.sleeps
+    one = Hardware((8.0,), 64.0)
     settings = {"inference_model__backend": "vllm", "train__optim_batch_size": Config().env.repeats}
     steps = steps_per_round(config(**settings))
     assert steps > 1

@@ -28,7 +28,7 @@ from torchrl_grpo.errors import ConfigError, UserError
 from torchrl_grpo.models import kind
 from torchrl_grpo.planning import launcher
 from torchrl_grpo.planning.default_model import with_model
-from torchrl_grpo.runtime import rank_env
+from torchrl_grpo.runtime import hardware, rank_env
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -225,7 +225,23 @@ class _Command:
             sys.stdout.write(OmegaConf.to_yaml(part, resolve=self.asks.resolve) if is_group else f"{part}\n")
             parse(job.node)
 
+    def _divide_devices(self) -> None:
+        """Add the planner's division of several GPUs to the command line, for ranks and resumed runs too."""
+        if rank_env.launched():
+            return
+        there = hardware.present()
+        if len(there.gpus) < 2:
+            return
+        from torchrl_grpo.planning import automatic
+
+        configs = [resolve_job(job.node, self.check) for job in self._jobs()]
+        changes = automatic.choose(configs, self.asynchronous, there)
+        self.asks.overrides += automatic.words(changes)
+        self.words += automatic.words(changes)
+        sys.stdout.write(automatic.written(changes))
+
     def _train(self) -> None:
+        self._divide_devices()
         configs: list[Config] = []
         for job in self._jobs():
             cfg = resolve_job(job.node, self.check)

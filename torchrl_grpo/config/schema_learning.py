@@ -200,7 +200,7 @@ class TrainModelConfig:
     num_devices: int | str = key(
         "auto",
         "Devices that train, one process (rank) on each. Without a GPU, the processes share the cores. A "
-        "number, or auto for one (docs/devices.md).",
+        "number, or auto: one without a GPU, and with several GPUs as many as serve best (docs/devices.md).",
     )
     devices: list[int] | None = key(
         None,
@@ -212,7 +212,7 @@ class TrainModelConfig:
         "How several ranks hold the model: ddp (whole on each), fsdp2 (in shards: less memory, more "
         "communication), deepspeed_zero2 or deepspeed_zero3 (sharded by DeepSpeed: gradients and optimizer "
         "state, or all; needs a package of its own, docs/ranks.md), auto (as accelerate launch was "
-        "configured, else ddp).",
+        "configured, else ddp if the model fits on a GPU, else fsdp2).",
     )
     autocast: Autocast = key(
         Autocast.auto,

@@ -17,14 +17,14 @@ from torchrl_grpo.planning import launcher, memory, placement
 from torchrl_grpo.planning.advice import advise
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.prediction import GIB, PHASES, Prediction
-from torchrl_grpo.planning.request import build_request
+from torchrl_grpo.planning.request import Request, build_request
 from torchrl_grpo.planning.workload import workload_of
 from torchrl_grpo.runtime import hardware, rank_env
 from torchrl_grpo.runtime.hardware import Hardware
 
 # The prediction assumes the longest texts that are allowed, and is accurate to within 20 %. A run that
 # exceeds the memory by less than this may still fit.
-_TOLERATED = 1.2
+TOLERATED = 1.2
 _NOTHING_ELSE = "model (no budget, cache or length, no adapters and no shards would be enough)"
 _WHILE = {"load": "loading", "generate": "generating", "score": "scoring", "optimize": "optimizing"}
 
@@ -123,13 +123,34 @@ def make(cfg: Config, asynchronous: bool, there: Hardware) -> Planned:
 
 
 def _made(cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape | Unknown) -> Planned:
-    plan = placement.plan(build_request(cfg, asynchronous, rank_env.world_size()), len(there.gpus))
-    if plan.own_process and not asynchronous:
+    request = build_request(cfg, asynchronous, rank_env.world_size())
+    planned = _placed(cfg, request, there, shape)
+    if planned.plan.own_process and not asynchronous:
         schedule.check_in_turn(cfg)
-    if plan.sleeps:
+    if planned.plan.sleeps and request.sleep is None and planned.prediction is not None:
+        # Falling asleep and waking up takes a second or more in each step.
+        awake = _placed(cfg, replace(request, sleep=False), there, shape)
+        if fits(awake, TOLERATED):
+            planned = awake
+    if planned.plan.sleeps:
         schedule.check_sleep(cfg)
+    return planned
+
+
+def _placed(cfg: Config, request: Request, there: Hardware, shape: ModelShape | Unknown) -> Planned:
+    plan = placement.plan(request, len(there.gpus))
     prediction = memory.predict(cfg, plan, shape, there) if isinstance(shape, ModelShape) else None
-    return Planned(cfg, plan, asynchronous, there, shape, prediction)
+    return Planned(cfg, plan, request.asynchronous, there, shape, prediction)
+
+
+def replan(cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape | Unknown) -> Planned | None:
+    """Plan a changed configuration with all checks; return None if it is invalid."""
+    try:
+        validate(cfg)
+        (schedule.check_async if asynchronous else schedule.check_sync)(cfg)
+        return _made(launcher.resolved(cfg), asynchronous, there, shape)
+    except ConfigError:
+        return None
 
 
 def resolve_proximal(cfg: Config, asynchronous: bool) -> Config:
@@ -213,7 +234,7 @@ def check_memory(planned: Planned) -> None:
 
 def hints(planned: Planned) -> list[str]:
     """Return advice to save memory if the longest texts need slightly more memory than the devices have."""
-    if planned.prediction is None or _fits(planned) or _small_share(planned) or _small_cache(planned):
+    if planned.prediction is None or fits(planned) or _small_share(planned) or _small_cache(planned):
         return []
     advice = " or ".join(_advice(planned, mild=True))
     return [f"memory: the longest texts may not fit; {advice} takes less"] if advice else []
@@ -245,7 +266,7 @@ def _tolerated(planned: Planned, device: str, phase: str) -> float:
     # In these phases nothing depends on text lengths: the memory holds weights, optimizer moments and vLLM's
     # fixed share.
     fixed = phase == "load" or (engine and phase == "generate")
-    return 1.0 if fixed and device != "cpu" else _TOLERATED
+    return 1.0 if fixed and device != "cpu" else TOLERATED
 
 
 def _small_share(planned: Planned) -> tuple[str, object, str] | None:
@@ -283,26 +304,20 @@ def _present(plan: Plan, there: Hardware) -> dict[str, float | None]:
     }
 
 
-def _fits(planned: Planned) -> bool:
-    """Return whether every device has the predicted memory."""
+def fits(planned: Planned, margin: float = 1.0) -> bool:
+    """Return whether every device has the predicted memory, times a margin."""
     assert planned.prediction is not None
     prediction = planned.prediction
     return not (_small_share(planned) or _small_cache(planned)) and all(
-        there is None or prediction.peak(device)[0] <= there * GIB
+        there is None or margin * prediction.peak(device)[0] <= there * GIB
         for device, there in _present(planned.plan, planned.there).items()
     )
 
 
 def _advice(planned: Planned, mild: bool = False) -> list[str]:
     """Return overrides with which the prediction fits; each was planned again (:func:`~.advice.advise`)."""
-    check = schedule.check_async if planned.asynchronous else schedule.check_sync
 
     def plan(changed: Config) -> Planned | None:
-        try:
-            validate(changed)
-            check(changed)
-            return _made(launcher.resolved(changed), planned.asynchronous, planned.there, planned.shape)
-        except ConfigError:
-            return None
+        return replan(changed, planned.asynchronous, planned.there, planned.shape)
 
-    return advise(planned.cfg, plan, _fits, mild)
+    return advise(planned.cfg, plan, fits, mild)

@@ -1,0 +1,176 @@
+"""Choose how many GPUs train and generate where the configuration leaves it open. Imports no torch.
+
+A machine with several GPUs is used whole. Either every GPU trains and generates in turn, or some train and
+the others generate. The estimate of a step counts groups: each rank trains ``ceil(groups / ranks)`` of them
+and each engine generates ``ceil(groups / engines)``, one after the other with ``grpo.py`` and at the same
+time with ``grpo-async.py``. Of the divisions that fit into memory, the one with the shortest step is chosen.
+
+The choice is a set of overrides, as a user could write them. Training ranks and a resumed run read them like
+any others. :mod:`~torchrl_grpo.planning.placement` places the numbers on devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.derived import needs_reference, optim_batch_size
+from torchrl_grpo.config.keys import show
+from torchrl_grpo.config.values import Parallelism
+from torchrl_grpo.models.shape import ModelShape, Unknown, read_shape
+from torchrl_grpo.planning import preflight
+from torchrl_grpo.planning.advice import Changes, apply
+from torchrl_grpo.runtime import rank_env
+from torchrl_grpo.runtime.hardware import Hardware
+
+_TRAIN, _INFERENCE = "train_model.num_devices", "inference_model.num_devices"
+
+
+@dataclass(frozen=True)
+class Division:
+    """A number of training ranks and of engines.
+
+    Attributes:
+        ranks: number of training ranks.
+        engines: number of engines.
+        shared: whether each rank's GPU has an engine too.
+    """
+
+    ranks: int
+    engines: int
+    shared: bool
+
+
+def choose(configs: Sequence[Config], asynchronous: bool, there: Hardware) -> Changes:
+    """Return overrides that use all GPUs; empty if the configuration decides, or if nothing fits.
+
+    Args:
+        configs: configurations of the jobs of one command, which run in the same training ranks.
+        asynchronous: whether the script is grpo-async.py.
+        there: hardware to plan for.
+
+    Raises:
+        ModelError: a model's files are damaged.
+    """
+    gpus = len(there.gpus)
+    if gpus < 2 or rank_env.launched() or not all(_leaves_open(cfg) for cfg in configs):
+        return ()
+    shapes = {cfg.model.name: read_shape(cfg.model) for cfg in configs}
+    for parallelism in (None, Parallelism.fsdp2):
+        found: list[tuple[tuple[float, int, int], Changes]] = []
+        for division in _divisions(configs[0], asynchronous, gpus):
+            changes = _changes(configs[0], division, parallelism)
+            plans = [
+                _room(apply(cfg, changes), asynchronous, there, shapes[cfg.model.name]) for cfg in configs
+            ]
+            if None not in plans:
+                idle = max(len(one.plan.idle) for one in plans if one is not None)
+                step = max(_step(cfg, division, asynchronous) for cfg in configs)
+                # Of equal ones, engines get the larger part.
+                found.append(((step, idle, division.ranks), changes))
+        if found:
+            return min(found, key=lambda one: one[0])[1]
+        if not all(_may_shard(cfg) for cfg in configs):
+            break
+    return ()
+
+
+def words(changes: Changes) -> list[str]:
+    """Return a choice as words of the command line."""
+    return [f"{key}={show(value)}" for key, value in changes]
+
+
+def written(changes: Changes) -> str:
+    """Return a choice as a line for the user; empty if there is none."""
+    return f"devices: auto chose {' '.join(words(changes))}\n" if changes else ""
+
+
+def _leaves_open(cfg: Config) -> bool:
+    """Return whether the planner may choose a number. Lists of GPUs, and a cluster, are the user's choice."""
+    roles = (cfg.train_model, cfg.inference_model, cfg.ref_model)
+    decided = cfg.allocation_mode is not None or cfg.ray.address is not None
+    named = decided or any(role.devices is not None for role in roles)
+    return not named and "auto" in (cfg.train_model.num_devices, _engines(cfg))
+
+
+def _engines(cfg: Config) -> int | str:
+    servers = cfg.inference_model.servers
+    return cfg.inference_model.num_devices if servers == "auto" else len(servers)
+
+
+def _may_shard(cfg: Config) -> bool:
+    return cfg.train_model.parallelism == "auto" and cfg.train_model.lora.rank == 0
+
+
+def _groups(cfg: Config) -> int:
+    return max(1, optim_batch_size(cfg) // cfg.env.repeats)
+
+
+def _step(cfg: Config, division: Division, asynchronous: bool) -> float:
+    """Return the estimated time of a step, in groups."""
+    groups = _groups(cfg)
+    # A round may have several optimizer batches, and each has the same share of the round's groups.
+    train = -(-groups // division.ranks) * cfg.env.num_envs / groups
+    generate = -(-cfg.env.num_envs // division.engines)
+    return max(train, generate) if asynchronous else train + generate
+
+
+def _divisions(cfg: Config, asynchronous: bool, gpus: int) -> Iterator[Division]:
+    """Yield the divisions of the GPUs that agree with the numbers in the configuration."""
+    asked_ranks, asked_engines = cfg.train_model.num_devices, _engines(cfg)
+    elsewhere = cfg.inference_model.servers != "auto"
+    reference = _reference(cfg, gpus)
+    for ranks in range(1, gpus - reference + 1):
+        if asked_ranks not in ("auto", ranks):
+            continue
+        if elsewhere:
+            assert isinstance(asked_engines, int)
+            yield Division(ranks, asked_engines, shared=False)
+            continue
+        for engines in range(1, gpus - reference - ranks + 1):
+            if asked_engines in ("auto", engines):
+                yield Division(ranks, engines, shared=False)
+    # Engines without a number share the trainer's GPUs if none is left. So does such a reference model.
+    takes_turns = not asynchronous and not elsewhere and asked_engines == "auto"
+    if (
+        takes_turns
+        and asked_ranks in ("auto", gpus)
+        and (reference == 0 or cfg.ref_model.num_devices == "auto")
+    ):
+        yield Division(gpus, gpus, shared=True)
+
+
+def _reference(cfg: Config, gpus: int) -> int:
+    """Return the number of GPUs that only the reference model uses, if engines and trainer are apart."""
+    if not needs_reference(cfg.policy) or cfg.train_model.lora.rank > 0:
+        return 0
+    asked = cfg.ref_model.num_devices
+    # With two GPUs it shares the trainer's.
+    return asked if isinstance(asked, int) else int(gpus > 2)
+
+
+def _changes(cfg: Config, division: Division, parallelism: Parallelism | None) -> Changes:
+    found: Changes = ()
+    if cfg.train_model.num_devices == "auto" and division.ranks > 1:
+        found += ((_TRAIN, division.ranks),)
+    if cfg.inference_model.num_devices == "auto" and not division.shared and division.engines > 1:
+        found += ((_INFERENCE, division.engines),) if cfg.inference_model.servers == "auto" else ()
+    if parallelism is not None and division.ranks > 1:
+        found += (("train_model.parallelism", parallelism),)
+    return found
+
+
+def _room(
+    cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape | Unknown
+) -> preflight.Planned | None:
+    """Return the plan of a configuration; None if it is invalid or does not fit."""
+    planned = preflight.replan(cfg, asynchronous, there, shape)
+    if planned is None:
+        return None
+    if planned.prediction is None:
+        # Two models on a GPU may be too much, and nothing says so before they are loaded.
+        return None if planned.plan.colocated else planned
+    # A worker beside a rank never sleeps.
+    both = planned.plan.colocated and planned.plan.own_process
+    return planned if preflight.fits(planned, preflight.TOLERATED if both else 1.0) else None
