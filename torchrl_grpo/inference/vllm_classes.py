@@ -7,11 +7,13 @@ constructor sets. Every other model of the class in this process would fail, suc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+
+from torchrl_grpo.inference import vllm_compat
 
 
 @contextmanager
@@ -21,30 +23,29 @@ def isolate_decorated_classes() -> Iterator[dict[type[nn.Module], type[nn.Module
     Yields:
         Each decorated class, with a subclass that has vLLM's changes; for :func:`assign_decorated_classes`.
     """
-    from vllm.compilation import decorators
-
     changed: dict[type[nn.Module], type[nn.Module]] = {}
     before: list[tuple[type[nn.Module], tuple[type, ...], dict[str, Any], list[str]]] = []
-    decorate = decorators._support_torch_compile
 
-    def decorate_and_record(cls: type[nn.Module], *args: Any, **options: Any) -> type[nn.Module]:
-        # vLLM decorates its own classes once, when it imports them.
-        if cls.__module__.startswith("vllm.") or cls in changed:
-            return decorate(cls, *args, **options)  # type: ignore[no-any-return]
-        bases, own = cls.__bases__, dict(vars(cls))
-        decorated: type[nn.Module] = decorate(cls, *args, **options)
-        # Attributes that transformers adds when it builds a model later are not vLLM's.
-        changes = {n: value for n, value in vars(cls).items() if n not in own or own[n] is not value}
-        before.append((cls, bases, own, list(changes)))
-        added = [base for base in cls.__bases__ if base not in bases]
-        changed[cls] = type(cls.__name__, (cls, *added), {**changes, "__module__": cls.__module__})
-        return decorated
+    def recorded(decorate: Callable[..., type[nn.Module]]) -> Callable[..., type[nn.Module]]:
+        def decorate_and_record(cls: type[nn.Module], *args: Any, **options: Any) -> type[nn.Module]:
+            # vLLM decorates its own classes once, when it imports them.
+            if cls.__module__.startswith("vllm.") or cls in changed:
+                return decorate(cls, *args, **options)
+            bases, own = cls.__bases__, dict(vars(cls))
+            decorated = decorate(cls, *args, **options)
+            # Attributes that transformers adds when it builds a model later are not vLLM's.
+            changes = {n: value for n, value in vars(cls).items() if n not in own or own[n] is not value}
+            before.append((cls, bases, own, list(changes)))
+            added = [base for base in cls.__bases__ if base not in bases]
+            changed[cls] = type(cls.__name__, (cls, *added), {**changes, "__module__": cls.__module__})
+            return decorated
 
-    decorators._support_torch_compile = decorate_and_record
+        return decorate_and_record
+
     try:
-        yield changed
+        with vllm_compat.decorate_with(recorded):
+            yield changed
     finally:
-        decorators._support_torch_compile = decorate
         for cls, bases, own, names in before:
             cls.__bases__ = bases
             for name in names:

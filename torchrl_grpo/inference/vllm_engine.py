@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_grpo.errors import ConfigError, ModelError
-from torchrl_grpo.inference import vllm_classes
+from torchrl_grpo.inference import vllm_classes, vllm_compat
 from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
 from torchrl_grpo.inference.vllm_arguments import name_of, vllm_arguments
@@ -99,17 +99,15 @@ class VLLMEngine(SteppingEngine):
         # Otherwise vLLM halves torch's threads, which training in this process needs.
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         try:
-            from vllm import LLM
+            # vLLM decorates some of transformers' classes in place, which would break the trainer's model.
+            # Inside this block these changes are recorded, and at its end they are undone.
+            with vllm_classes.isolate_decorated_classes() as changed:
+                self.llm = vllm_compat.make_llm(source, arguments)
         except ImportError as error:
             raise ConfigError(
                 f"inference_model.backend=vllm: vLLM cannot be imported ({error}); "
                 "install the requirements, or write inference_model.backend=transformers"
             ) from error
-        try:
-            # vLLM decorates some of transformers' classes in place, which would break the trainer's model.
-            # Inside this block these changes are recorded, and at its end they are undone.
-            with vllm_classes.isolate_decorated_classes() as changed:
-                self.llm = LLM(source, **arguments)
         except TypeError as error:
             if not engine_args:
                 raise
@@ -128,37 +126,29 @@ class VLLMEngine(SteppingEngine):
             # On a CPU vLLM replaces this function for the whole process.
             torch.set_num_threads = set_num_threads
             torch.set_num_threads(threads)
-        worker = self.llm.llm_engine.model_executor.driver_worker.worker
         self.dtype = dtype
-        self._weights = VLLMWeights(worker, dtype)
+        self._weights = VLLMWeights(vllm_compat.worker_of(self.llm), dtype)
         # vLLM's own model needs those changes: its modules get subclasses that have them.
         vllm_classes.assign_decorated_classes(self._weights.model, changed)
-        _check_head(self._weights.model, head_dtype)
+        _check_head(self._weights.model, dtype, head_dtype)
         self._names = itertools.count()
         self._running: dict[str, Hashable] = {}
         self._gpu_memory_utilization = gpu_memory_utilization
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See :meth:`SteppingEngine.submit`."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         for request in requests:
             name = str(next(self._names))
-            self.llm.llm_engine.add_request(
-                name,
-                {"prompt_token_ids": list(request.tokens)},
-                SamplingParams(
-                    max_tokens=request.max_new_tokens,
-                    temperature=request.temperature,
-                    seed=request.seed,
-                    logprobs=0,
-                    ignore_eos=request.ignore_eos,
-                    detokenize=False,
-                    # abort_all() reads the tokens of unfinished requests out of vLLM's own state.
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                ),
+            # abort_all() reads the tokens of unfinished requests out of vLLM's own state.
+            parameters = vllm_compat.sampling_params(
+                max_tokens=request.max_new_tokens,
+                temperature=request.temperature,
+                seed=request.seed,
+                logprobs=0,
+                ignore_eos=request.ignore_eos,
+                detokenize=False,
             )
+            vllm_compat.add_request(self.llm, name, request.tokens, parameters)
             self._running[name] = request.key
 
     def step(self) -> list[tuple[Hashable, Completion]]:
@@ -178,22 +168,17 @@ class VLLMEngine(SteppingEngine):
 
     def abort_all(self) -> dict[Hashable, Completion]:
         """See :meth:`SteppingEngine.abort_all`."""
-        processor = self.llm.llm_engine.output_processor
-        taken = {}
-        for name, key in self._running.items():
-            state = processor.request_states[processor.external_req_ids[name][0]]
-            taken[key] = _completion(
-                state.detokenizer.output_token_ids, state.logprobs_processor.logprobs, "aborted"
-            )
+        taken = {
+            key: _completion(*vllm_compat.unfinished_output(self.llm, name), "aborted")
+            for name, key in self._running.items()
+        }
         self.llm.llm_engine.abort_request(list(self._running))
         self._running.clear()
         return taken
 
     def next_tokens(self, probe: Probe) -> ProbeResult:
         """See :meth:`Engine.next_tokens`."""
-        from vllm import SamplingParams
-
-        parameters = SamplingParams(
+        parameters = vllm_compat.sampling_params(
             max_tokens=1, temperature=1.0, seed=0, logprobs=probe.top_k, detokenize=False
         )
         outputs = self._run(probe.prompts, parameters)
@@ -207,10 +192,8 @@ class VLLMEngine(SteppingEngine):
         )
 
     def _run(self, prompts: Sequence[Sequence[int]], parameters: Any) -> list[Any]:
-        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         with self._stance():
-            outputs = self.llm.generate(requests, parameters, use_tqdm=False)
-        return list(outputs)
+            return vllm_compat.generate(self.llm, prompts, parameters)
 
     def _stance(self) -> AbstractContextManager[None]:
         # Without compiled graphs, compiling vLLM's small helpers gains nothing, and building their C++ takes
@@ -265,8 +248,6 @@ class VLLMEngine(SteppingEngine):
 
     def close(self) -> None:
         """See :meth:`Engine.close`."""
-        from vllm.distributed import cleanup_dist_env_and_memory
-
         # Keep the model until LLMEngine is deleted: vLLM needs it to free compiler state. If the model goes
         # first, hooks of the compiler keep the weights, and the next engine of a sweep lacks memory.
         model = self._weights.model
@@ -275,28 +256,22 @@ class VLLMEngine(SteppingEngine):
         gc.collect()
         del model, self._weights
         gc.collect()
-        cleanup_dist_env_and_memory()
+        vllm_compat.clean_up()
         gc.collect()
 
 
-def _check_head(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Check that logits are computed in ``dtype``; vLLM only warns if a platform cannot.
+def _check_head(model: nn.Module, dtype: torch.dtype, wanted: torch.dtype | None) -> None:
+    """Check that logits are computed in the dtype ``wanted``; vLLM only warns if a platform cannot.
 
     Raises:
         ModelError: logits are computed in another dtype.
     """
-    if dtype is not None and head_dtypes(model) != {dtype}:
+    if wanted is not None and vllm_compat.head_dtypes(model, dtype) != {wanted}:
+        newer = "" if vllm_compat.has_head_dtype() else ", or install vLLM 0.26 or newer"
         raise ModelError(
-            f"inference_model.head_dtype={name_of(dtype)}: on this machine, vLLM computes the output head of "
-            f"{type(model).__name__} in another dtype; write inference_model.head_dtype=auto"
+            f"inference_model.head_dtype={name_of(wanted)}: on this machine, vLLM computes the output head "
+            f"of {type(model).__name__} in another dtype; write inference_model.head_dtype=auto{newer}"
         )
-
-
-def head_dtypes(model: nn.Module) -> set[torch.dtype]:
-    """Return the dtypes in which vLLM's ``model`` computes logits; one, as a rule."""
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
-
-    return {module.head_dtype for module in model.modules() if isinstance(module, LogitsProcessor)}
 
 
 def _completion(token_ids: Sequence[int], log_probs: Sequence[Any], finish_reason: str) -> Completion:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_grpo.errors import ModelError
+from torchrl_grpo.inference import vllm_compat
 from torchrl_grpo.inference.checksums import Checksums, collect_checksums, ordered_row_sums, row_sums
 from torchrl_grpo.inference.layout import Layout, Seen, Shape, fingerprint, in_format, locate_weights
 
@@ -77,10 +78,8 @@ class VLLMWeights:
 
     def start(self) -> None:
         """Begin an update: :meth:`load` may then be called several times."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
         with self._inside():
-            initialize_layerwise_reload(self.model)
+            vllm_compat.start_reload(self.model)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load weights with vLLM's own loader, under the names of the Hugging Face model."""
@@ -89,20 +88,16 @@ class VLLMWeights:
 
     def finish(self) -> None:
         """End an update: process the loaded weights, and clear caches that older weights filled."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
         runner = self._worker.model_runner
         with self._inside():
-            finalize_layerwise_reload(self.model, runner.model_config)
+            vllm_compat.finish_reload(self.model, runner.model_config)
             runner.reset_encoder_cache()
             runner.reset_mm_cache()
         self._repack_tied_heads()
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        from vllm.config import set_current_vllm_config
-
-        with torch.no_grad(), set_current_vllm_config(self._worker.vllm_config):
+        with torch.no_grad(), vllm_compat.in_config(self._worker.vllm_config):
             yield
 
     def _repack_tied_heads(self) -> None:
@@ -112,27 +107,17 @@ class VLLMWeights:
         it reloads. It does not reload a head that shares its matrix with the embedding, so the head would
         keep the old copy.
         """
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
         modules: list[Any] = list(self.model.modules())
-        tables = {
-            id(module.weight)
-            for module in modules
-            if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
-        }
+        tables = {id(module.weight) for module in modules if vllm_compat.is_embedding(module)}
         for module in modules:
-            packed = isinstance(module, ParallelLMHead) and "cpu_linear" in vars(module)
+            packed = vllm_compat.is_output_head(module) and "cpu_linear" in vars(module)
             # An untied head was reloaded and packed like every other layer.
             if packed and id(module.weight) in tables:
                 module.quant_method.process_weights_after_loading(module)
 
     def release(self) -> None:
         """Release the model, so that no global state of vLLM keeps it alive."""
-        from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
-
-        for module in self.model.modules():
-            # The entry of a tied matrix refers to both layers and thus to its own key, so it is never freed.
-            LAYERWISE_INFO.pop(module, None)
+        vllm_compat.forget_reload(self.model)
         for method in self._methods:
             del method.process_weights_after_loading
         self._methods.clear()
@@ -332,11 +317,7 @@ def _multiplied_out(module: Any, columns: Tensor, width: int, dtype: torch.dtype
 
 def _width(module: Any) -> int:
     """Return the number of columns of a layer's matrix, even if packing freed the matrix."""
-    from vllm.model_executor.layers.linear import LinearBase
-
-    if module.weight.numel():
-        return int(module.weight.shape[-1])
-    return int(module.input_size if isinstance(module, LinearBase) else module.embedding_dim)
+    return int(module.weight.shape[-1]) if module.weight.numel() else vllm_compat.width_of(module)
 
 
 def _equal(one: Mapping[str, Seen], other: Mapping[str, Seen]) -> bool:

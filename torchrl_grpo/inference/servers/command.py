@@ -8,10 +8,12 @@ from typing import Any
 
 from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.inference.vllm_arguments import as_flags
+from torchrl_grpo.inference.vllm_compat import has_token_server
 
 _PROGRAM = "torchrl_grpo.inference.servers.program"
 _EXTENSION = "torchrl_grpo.inference.servers.extension.WeightExtension"
 _MIDDLEWARE = "torchrl_grpo.inference.servers.require_key.RequireKey"
+_OLDER_ROUTES = "torchrl_grpo.inference.servers.older_routes.OlderRoutes"
 
 
 def server_command(source: str, arguments: Mapping[str, Any], where: Mapping[str, Any]) -> list[str]:
@@ -32,12 +34,13 @@ def server_command(source: str, arguments: Mapping[str, Any], where: Mapping[str
         *as_flags({"model": source, **where, **flags}),
         *(["--enable-sleep-mode"] if sleeps else []),
         # Token ids in, token ids out.
-        "--enable-scale-out",
+        *(["--enable-scale-out"] if has_token_server() else ["--middleware", _OLDER_ROUTES]),
         # One more than the probe asks for, because vLLM counts the sampled token.
         *as_flags({"max_logprobs": -1}),
         # The proof of weights counts tokens that come out of a cache.
         "--enable-prompt-tokens-details",
         "--disable-uvicorn-access-log",
+        # The last middleware comes before all others.
         *as_flags({"worker_extension_cls": _EXTENSION, "middleware": _MIDDLEWARE}),
     ]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.inference.servers.weight_files import Bucket, read_bucket
 from torchrl_grpo.inference.vllm_arguments import name_of
+from torchrl_grpo.inference.vllm_compat import head_dtypes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,14 +41,12 @@ class WeightExtension:
         Args:
             file: a file of the client, in the folder through which weights travel.
         """
-        from torchrl_grpo.inference.vllm_engine import head_dtypes
-
         known, config = self._known(), vars(self)["model_config"]
         if self._is_updating:
             self.grpo_finish_update()
         return {
             "dtype": name_of(known.dtype),
-            "head_dtypes": sorted(name_of(dtype) for dtype in head_dtypes(known.model)),
+            "head_dtypes": sorted(name_of(dtype) for dtype in head_dtypes(known.model, known.dtype)),
             "max_model_len": config.max_model_len,
             "logprobs_mode": str(config.logprobs_mode),
             "sees_file": Path(file).exists(),

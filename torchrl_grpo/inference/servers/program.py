@@ -8,10 +8,10 @@ ends, so that it never outlives a run.
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import threading
 
+from torchrl_grpo.inference.vllm_compat import run_server
 from torchrl_grpo.runtime.shared_memory import segments_of, unlink
 
 READY_VARIABLE, END_VARIABLE = "TORCHRL_GRPO_READY_FD", "TORCHRL_GRPO_END_WITH_STDIN"
@@ -21,7 +21,7 @@ def main() -> None:
     """Run the server until it is ended."""
     if END_VARIABLE in os.environ:
         threading.Thread(target=_end_with_stdin, name="end with the run", daemon=True).start()
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+    run_server()
 
 
 def _end_with_stdin() -> None:

