@@ -9,7 +9,7 @@ RECIPE := sota-implementations/grpo
 CHECKED := torchrl_grpo sota-implementations tests benchmarks examples scripts setup.py
 
 help:  ## Show this list (what `make` alone does)
-	@echo 'make TARGET [ARGS="..."] [PYTHON=/path/to/python3.12] [ACCELERATOR=cpu|cuda]'
+	@echo 'make TARGET [ARGS="..."] [PYTHON=/path/to/python3.12] [ACCELERATOR=cpu|cuda] [VLLM=0.32|0.24]'
 	@echo
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) \
 		| awk -F ':.*## ' '{ printf "  %-12s %s\n", $$1, $$2 }'
@@ -47,7 +47,7 @@ format: setup-dev  ## Rewrite files into the project's format and fix what ruff 
 	$(PY) -m ruff check --fix $(CHECKED)
 
 setup:  ## Make or update .venv: CUDA vLLM where a GPU is found, CPU vLLM otherwise
-	@PYTHON="$(PYTHON)" ACCELERATOR="$(ACCELERATOR)" bash scripts/setup.sh
+	@PYTHON="$(PYTHON)" ACCELERATOR="$(ACCELERATOR)" VLLM="$(VLLM)" bash scripts/setup.sh
 
 setup-dev:  ## The same, and what tests and lint need
-	@PYTHON="$(PYTHON)" ACCELERATOR="$(ACCELERATOR)" bash scripts/setup.sh --dev
+	@PYTHON="$(PYTHON)" ACCELERATOR="$(ACCELERATOR)" VLLM="$(VLLM)" bash scripts/setup.sh --dev

@@ -9,6 +9,8 @@
 #   PYTHON           the interpreter to build on (default: the first of python3, python3.12, python3.11,
 #                    python3.13 that is Python 3.11 to 3.13); a .venv on another version is rebuilt
 #   ACCELERATOR      cuda or cpu (default: cuda where nvidia-smi lists a GPU; an existing .venv keeps its own)
+#   VLLM             0.32 or 0.24: the pinned vLLM and torch, or those of requirements_vllm024.txt (default: 0.32;
+#                    an existing .venv keeps its own)
 #   PIP_FIND_LINKS   local wheel folder(s); without a GPU a CPU build of torch found there is taken instead of a
 #                    download
 #
@@ -60,7 +62,20 @@ find_python() {
 
 has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep '^GPU' >/dev/null; }
 
-version_of() { sed -n "s/^$1==//p" requirements_common.txt; } # the pinned version of package $1
+choose_vllm() {
+    local chosen="${VLLM:-}"
+    if [ -z "$chosen" ] && [ -f "$VENV/.vllm" ]; then chosen=$(cat "$VENV/.vllm"); fi
+    case "${chosen:=0.32}" in
+        0.24 | 0.32) printf '%s\n' "$chosen" ;;
+        *) die "VLLM=$chosen; use 0.32 or 0.24" ;;
+    esac
+}
+
+vllm=$(choose_vllm)
+older=() # the file whose versions go before those of the other files
+if [ "$vllm" = 0.24 ]; then older=(requirements_vllm024.txt); fi
+
+version_of() { sed -n "s/^$1==//p" "${older[@]}" requirements_common.txt | head -n 1; } # the pinned version of package $1
 
 cuda_of_driver() { # the newest CUDA that libcuda knows, as interpreter $1 finds it: 13000 for 13.0; 0 where there is none
     "$1" -c '
@@ -132,7 +147,7 @@ sys.exit(0 if os.path.exists(os.path.join(sysconfig.get_path("include"), "Python
 }
 
 checksum() { # of everything the installation named $1 (run or dev) is made from
-    local files=(scripts/setup.sh pyproject.toml setup.py requirements_common.txt requirements_smollm2.txt "$main")
+    local files=(scripts/setup.sh pyproject.toml setup.py requirements_common.txt requirements_smollm2.txt "$main" "${older[@]}")
     if [ "$accelerator" = cuda ]; then
         files+=(requirements_gsm8k.txt)
     else
@@ -237,12 +252,20 @@ pip_install() { "$VENV/bin/uv" pip install --compile-bytecode --python "$VENV/bi
 install_run() {
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "uv==$UV_VERSION" \
         || die "could not install uv==$UV_VERSION into $VENV; see pip's message above (network or package index?)"
-    say "installing $main"
+    say "installing $main with vLLM $vllm"
+    printf '%s\n' "$vllm" >"$VENV/.vllm"
     if [ "$accelerator" = cuda ]; then
         # A CPU build beside other wheels in a find-links folder counts as newer than the ordinary one.
-        pip_install -r "$main" "torch!=$(version_of torch)+cpu"
+        if [ "$vllm" = 0.24 ]; then
+            # An override goes before every other requirement, so it has to say this itself.
+            sed 's/^torch==\(.*\)/torch==\1,!=\1+cpu/' "${older[@]}" >"$VENV/.overrides"
+            pip_install --overrides "$VENV/.overrides" -r "$main"
+        else
+            pip_install -r "$main" "torch!=$(version_of torch)+cpu"
+        fi
     else
         choose_cpu_torch
+        if [ "$vllm" = 0.24 ]; then torch_source+=(--overrides "${older[@]}"); fi
         pip_install "${torch_source[@]}" --overrides requirements_cpu_overrides.txt -r "$main"
     fi
     say "installing the SmolLM2 weights and this checkout"

@@ -84,6 +84,14 @@ def add_request(llm: LLM, name: str, tokens: Sequence[int], params: SamplingPara
     llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=list(tokens)), params)
 
 
+def step(llm: LLM) -> list[tuple[str, Any]]:
+    """Make one step of all running requests, and return names and vLLM's completions of those that ended."""
+    from vllm import RequestOutput
+
+    ended = [one for one in llm.llm_engine.step() if isinstance(one, RequestOutput) and one.finished]
+    return [(one.request_id, one.outputs[0]) for one in ended]
+
+
 def generate(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Any]:
     """Answer prompts while no other request runs, and return vLLM's outputs in their order."""
     from vllm.inputs import TokensPrompt
@@ -125,7 +133,7 @@ def worker_of(llm: LLM) -> Any:
 
 def clean_up() -> None:
     """Free what vLLM keeps for the process when an engine has been deleted."""
-    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     cleanup_dist_env_and_memory()
 
@@ -213,11 +221,13 @@ def decorate_with(
     from vllm.compilation import decorators
 
     decorate = decorators._support_torch_compile
-    decorators._support_torch_compile = wrap(decorate)
+    # The replacement has a more general type than vLLM's function.
+    module: Any = decorators
+    module._support_torch_compile = wrap(decorate)
     try:
         yield
     finally:
-        decorators._support_torch_compile = decorate
+        module._support_torch_compile = decorate
 
 
 def run_server() -> None:

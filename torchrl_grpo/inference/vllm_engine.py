@@ -154,16 +154,10 @@ class VLLMEngine(SteppingEngine):
     def step(self) -> list[tuple[Hashable, Completion]]:
         """See :meth:`SteppingEngine.step`."""
         with self._stance():
-            outputs = self.llm.llm_engine.step()
+            ended = vllm_compat.step(self.llm)
         return [
-            (
-                self._running.pop(output.request_id),
-                _completion(
-                    output.outputs[0].token_ids, output.outputs[0].logprobs, output.outputs[0].finish_reason
-                ),
-            )
-            for output in outputs
-            if output.finished
+            (self._running.pop(name), _completion(one.token_ids, one.logprobs, one.finish_reason))
+            for name, one in ended
         ]
 
     def abort_all(self) -> dict[Hashable, Completion]:

