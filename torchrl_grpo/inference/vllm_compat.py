@@ -125,6 +125,11 @@ async def abort_everything(client: AsyncLLM) -> None:
     await client.abort(names, internal=True)
 
 
+async def reset_cache(client: AsyncLLM) -> bool:
+    """Empty the prefix cache of a server; return whether that was possible."""
+    return await client.reset_prefix_cache()
+
+
 def worker_of(llm: LLM) -> Any:
     """Return the worker that holds the model, of an engine in this process."""
     executor: Any = llm.llm_engine.model_executor

@@ -44,6 +44,7 @@ class OlderRoutes:
             "/inference/v1/generate": self._generate,
             "/abort_requests": self._abort,
             "/update_weight_version": self._rename,
+            "/reset_prefix_cache": self._reset,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,7 +53,7 @@ class OlderRoutes:
         if route is None or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        body = json.loads(await body_of(receive))
+        body = json.loads(await body_of(receive) or b"null")
         answering = asyncio.ensure_future(route(scope["app"].state.engine_client, body))
         # A client that goes away wants no answer: vLLM then stops to generate it.
         leaving = asyncio.ensure_future(until_disconnected(receive))
@@ -104,6 +105,9 @@ class OlderRoutes:
     async def _rename(self, client: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         self._version = body["new_version"]
         return {}
+
+    async def _reset(self, client: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+        return {"success": await vllm_compat.reset_cache(client)}
 
 
 def _entry(token: int, found: Any) -> dict[str, Any]:
