@@ -60,7 +60,14 @@ def install(python: str, overrides: list[str], folder: Path) -> None:
     uv("venv", "--quiet", "--python", python, str(made))
     interpreter = str(made / "bin/python")
     uv("pip", "install", "--quiet", "--python", interpreter, *overrides, "-r", MAIN)
-    uv("pip", "install", "--quiet", "--python", interpreter, "--no-deps", str(ROOT))
+    # A copy, because a build writes beside its sources.
+    copy = folder / "checkout"
+    copy.mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("torchrl_grpo", "config"):
+        shutil.copytree(ROOT / name, copy / name)
+    uv("pip", "install", "--quiet", "--python", interpreter, "--no-deps", str(copy))
     # A GPU of this machine is hidden: the check is that none is needed. Elsewhere than in the checkout, the
     # installed package is imported.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

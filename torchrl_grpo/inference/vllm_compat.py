@@ -210,8 +210,11 @@ def head_dtypes(model: nn.Module, dtype: torch.dtype) -> set[torch.dtype]:
     """
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-    found = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
-    return {module.head_dtype or dtype for module in found} if has_head_dtype() else {dtype}
+    if not has_head_dtype():
+        return {dtype}
+    # Any, because the attribute is unknown to older releases.
+    found: list[Any] = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
+    return {module.head_dtype or dtype for module in found}
 
 
 @contextmanager
