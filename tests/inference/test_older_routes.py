@@ -140,7 +140,7 @@ def test_a_request_of_a_client_that_leaves_is_not_generated_to_its_end() -> None
         assert await asking is None
         # A canceled task ends when the loop runs it.
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.wait_for(asyncio.gather(*others, return_exceptions=True), 20)
         return engine
 
     assert asyncio.run(ask()).was_cancelled
