@@ -22,6 +22,8 @@ from torchrl_grpo.runtime.config_dir import config_dir
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
+# Value of ``resume`` that continues the run of ``hydra.run.dir``, or starts it.
+AUTO_OR_NEW = "auto_or_new"
 # Hydra settings that a resumed run must not repeat: its folders, and those that this project's command line
 # sets by itself.
 _OF_A_JOB = ("hydra.run.dir", "hydra.sweep.dir", "hydra.job.name", "hydra.output_subdir", "hydra.mode")
@@ -79,21 +81,44 @@ def check_free(key: str, folder: Path) -> None:
         )
 
 
-def folder_to_resume(resume: str, chosen: Path | None, outputs: Path = Path("outputs")) -> Path:
+def set_aside(folder: Path) -> None:
+    """Rename a folder that holds results of a run without a checkpoint, so that the run can begin again.
+
+    Args:
+        folder: folder of the run. It becomes ``<name>.set-aside``, with a number behind it if that exists.
+
+    Raises:
+        ConfigError: another process is writing to it, or it is a file.
+    """
+    if not folder.is_dir() or not holds_run(folder):
+        check_free("hydra.run.dir", folder)
+        return
+    with claimed(folder):
+        target = new_folder(folder.with_name(f"{folder.name}.set-aside"))
+        folder.rename(target)
+
+
+def folder_to_resume(resume: str, chosen: Path | None, outputs: Path = Path("outputs")) -> Path | None:
     """Find the run folder that ``resume`` selects.
 
     Args:
-        resume: ``auto``, or a path to a run folder, to its ``checkpoints`` folder, or to one checkpoint.
+        resume: ``auto``, ``auto_or_new``, or a path to a run folder, to its ``checkpoints`` folder, or to one checkpoint.
         chosen: folder that ``hydra.run.dir`` names on the command line; None if it names none.
         outputs: folder that ``auto`` searches if ``chosen`` is None.
 
     Returns:
-        The run folder, which holds at least one complete checkpoint.
+        The run folder, which holds at least one complete checkpoint; None if ``auto_or_new`` finds none.
 
     Raises:
         CheckpointError: there is no checkpoint to resume from.
-        ConfigError: ``resume`` and ``hydra.run.dir`` name different folders.
+        ConfigError: ``resume`` and ``hydra.run.dir`` name different folders, or ``auto_or_new`` stands
+            without ``hydra.run.dir``.
     """
+    if resume == AUTO_OR_NEW:
+        if chosen is None:
+            wrong = "a run that begins again needs the folder that it had"
+            raise bad_value("resume", resume, wrong, "hydra.run.dir=FOLDER beside it, or resume=auto")
+        return chosen if complete_checkpoints(chosen) else None
     if resume == "auto":
         return _newest(outputs) if chosen is None else _checked(resume, chosen)
     folder = _checked(resume, _run_of(Path(resume)))
@@ -115,7 +140,8 @@ def launch_command(run_dir: Path) -> str:
             elif one["provider"] == "main" and Path(one["path"]) != config_dir():
                 command.append(f"--config-path={one['path']}")
         command += [word for word in hydra["overrides"]["hydra"] if word.partition("=")[0] not in _OF_A_JOB]
-        command += yaml.safe_load((record / "overrides.yaml").read_text(encoding="utf-8"))
+        words = yaml.safe_load((record / "overrides.yaml").read_text(encoding="utf-8"))
+        command += [word for word in words if not word.startswith("resume=")]
         return shlex.join(command)
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         # The result is part of other messages, so an incomplete record must not raise an error here.

@@ -29,6 +29,7 @@ from torchrl_grpo.models import kind
 from torchrl_grpo.planning import launcher
 from torchrl_grpo.planning.default_model import with_model
 from torchrl_grpo.runtime import hardware, rank_env
+from torchrl_grpo.runtime.interrupts import StopRequested, stop_signal_blocked
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 USER_ERROR_CODE = 2
 INTERRUPTED_CODE = launch.INTERRUPTED_CODE
+# A run that was asked to stop has saved itself and can go on. EX_TEMPFAIL of sysexits.h says "try again".
+STOPPED_CODE = os.EX_TEMPFAIL
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,13 +69,14 @@ def main(
         asynchronous: whether the script's engines generate while the trainer trains.
 
     Raises:
-        SystemExit: with code 2 for a user error, with code 130 for an interrupt.
+        SystemExit: with code 2 for a user error, 130 for an interrupt, 75 if the run was asked to stop.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     # Imports and composition allocate much and free little. Garbage collection would take 7 % of their time.
     gc.disable()
     try:
-        _Command(run, config_name, config_dir, words, check, asynchronous).execute()
+        with stop_signal_blocked():
+            _Command(run, config_name, config_dir, words, check, asynchronous).execute()
     except UserError as error:
         if rank_env.rank() > 0 and isinstance(error, ConfigError):
             # Every rank parses the same command line, and rank 0 reports the error. This rank returns
@@ -83,6 +87,8 @@ def main(
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         raise SystemExit(INTERRUPTED_CODE) from None
+    except StopRequested:
+        raise SystemExit(STOPPED_CODE) from None
     finally:
         gc.enable()
 
@@ -322,7 +328,12 @@ class _Command:
         for cfg in configs:
             if (resumed := self._to_resume(cfg, job)) is not None:
                 record = run_dir.ResumeRecord(resumed)
-                return [f"{key}={quote(str(resumed))}", f"hydra.output_subdir={record.name}"], record.undo
+                words = [f"{key}={quote(str(resumed))}", f"hydra.output_subdir={record.name}"]
+                return words, record.undo
+            if cfg.resume is not None:
+                # resume=auto_or_new without a checkpoint: the job sees a new run.
+                run_dir.set_aside(folder)
+                return ["resume=null"], lambda: None
         if self._chosen(key):
             run_dir.check_free(key, folder)
             return [], lambda: None

@@ -263,7 +263,8 @@ class Config:
     resume: str | None = key(
         None,
         "Continue an earlier run. null starts a new one; auto takes the run of hydra.run.dir, or else the "
-        "run under outputs/ that wrote a checkpoint last; a path names a run folder or one of its "
+        "run under outputs/ that wrote a checkpoint last; auto_or_new takes the run of hydra.run.dir, and "
+        "starts it if it has no checkpoint; a path names a run folder or one of its "
         "checkpoints.",
     )
     dry_run: bool = key(False, "Print the plan of roles, devices and memory, and do not run.")

@@ -21,6 +21,7 @@ from torchrl_grpo.config.derived import num_devices
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.planning.cores import allowed_cores
 from torchrl_grpo.runtime import rank_env
+from torchrl_grpo.runtime.interrupts import STOP_SIGNAL, stop_signal_forwarded
 
 # Exit code of an interrupted process.
 INTERRUPTED_CODE = 130
@@ -135,15 +136,16 @@ def launch(argv: Sequence[str], count: int) -> int:
             },
             logs_specs=DefaultLogsSpecs(),
         )
+    assert isinstance(ranks, SubprocessContext), "start_processes() runs a script"
+    main = ranks.subprocess_handlers[0].proc
     if interrupts:
         # No rank has begun its work, so none needs time to finish it.
         ranks.close()
         raise KeyboardInterrupt
     try:
-        result = ranks.wait()
+        with stop_signal_forwarded(lambda: main.send_signal(STOP_SIGNAL)):
+            result = ranks.wait()
     except KeyboardInterrupt:
-        assert isinstance(ranks, SubprocessContext), "start_processes() runs a script"
-        main = ranks.subprocess_handlers[0].proc
         # Forward the interrupt to rank 0. A second one ends all ranks at once.
         main.send_signal(signal.SIGINT)
         # Wait for rank 0 only: a rank that it has released may fail on exit, and this must not end rank 0.

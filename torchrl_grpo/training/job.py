@@ -27,6 +27,7 @@ from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.rewards.graders import CountingGrader
 from torchrl_grpo.runtime import rank_env, screen
 from torchrl_grpo.runtime.disk_full import is_disk_full_error
+from torchrl_grpo.runtime.interrupts import STOP_SIGNAL, StopRequested
 from torchrl_grpo.runtime.optional_packages import quiet_unused
 
 
@@ -153,6 +154,9 @@ def _prepare_and_train(
                 resume_from=resume_from,
                 plan=plan,
             )
+    except StopRequested:
+        sys.stderr.write(f"{STOP_SIGNAL.name}: stopped; {checkpoint.how_to_continue(run_dir)}\n")
+        raise
     except KeyboardInterrupt:
         sys.stderr.write(f"{checkpoint.how_to_continue(run_dir)}\n")
         raise

@@ -12,6 +12,7 @@ from torchrl_grpo.objectives.advantage import is_constant
 from torchrl_grpo.observe.stats import cuda_in_use, peak_cuda_gib, peak_memory_gib
 from torchrl_grpo.rollout.dynamic_sampling import collect_with_signal
 from torchrl_grpo.rollout.round import Round, episode_metrics, pass_rates, staleness_metrics
+from torchrl_grpo.runtime.interrupts import StopRequested, stop_requested
 from torchrl_grpo.training.session import Session
 from torchrl_grpo.training.throughput import unattributed_seconds
 
@@ -23,9 +24,19 @@ def train(run: Session, check_interrupts: Callable[[], None]) -> None:
         run: session that has begun.
         check_interrupts: function called before each step; raises KeyboardInterrupt if a library
             suppressed an earlier one.
+
+    Raises:
+        StopRequested: the process was asked to stop. What was trained is saved.
     """
-    while not run.schedule.is_finished(run.counters.step):
+    counters, schedule = run.counters, run.schedule
+    while not schedule.is_finished(counters.step):
         check_interrupts()
+        if stop_requested():
+            saved = counters.step == run.saved_step
+            if saved or schedule.resumes_exactly(counters.step, counters.steps_left_in_round):
+                if not saved:
+                    run.save()
+                raise StopRequested
         step(run)
 
 

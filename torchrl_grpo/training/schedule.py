@@ -87,6 +87,16 @@ class RunSchedule:
             return True
         return self.is_checkpoint_due(step) and until_next > steps_left_in_round
 
+    def resumes_exactly(self, step: int, steps_left_in_round: int) -> bool:
+        """Whether a run that ends here and is resumed equals the run that goes on.
+
+        A resumed run publishes the checkpoint's weights before it samples. That changes the run if the round
+        after this one is sampled with older weights.
+        """
+        if self.publish_every == 0 or step % self.publish_every == 0:
+            return True
+        return self.publish_every - step % self.publish_every <= steps_left_in_round
+
     def is_reference_refresh_due(self, step: int) -> bool:
         """Whether the reference model moves toward the policy after this step."""
         return self.refresh_every > 0 and step % self.refresh_every == 0

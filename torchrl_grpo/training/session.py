@@ -78,6 +78,8 @@ class Session:
     """
 
     throughput: ThroughputMeter
+    # Step of the newest checkpoint; 0 without one, because nothing is lost then.
+    saved_step: int
 
     def __init__(
         self,
@@ -100,6 +102,7 @@ class Session:
         self.outputs = outputs
         self._exit_stack = exit_stack
         self._asleep = False
+        self.saved_step = state.counters.step
 
     def begin(self) -> None:
         """Verify that weight updates work, and evaluate the weights before training."""
@@ -212,7 +215,7 @@ class Session:
     def save(self) -> Path:
         """Write a checkpoint of the current step."""
         learner, tokenizer = self.parts.learner, self.parts.tokenizer
-        return checkpoint.save(
+        saved = checkpoint.save(
             self.outputs.run_dir,
             self.counters.step,
             cfg=self.cfg,
@@ -223,6 +226,8 @@ class Session:
             if self.cfg.checkpoint.export_merged
             else None,
         )
+        self.saved_step = self.counters.step
+        return saved
 
     def summary_entries(self) -> dict[str, Any]:
         """Return the entries of ``summary.json`` other than accuracy, steps, time and memory."""

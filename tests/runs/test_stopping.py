@@ -1,0 +1,131 @@
+"""A run that is asked to stop: it saves itself, and the resumed run is the run that was never stopped."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_calls import SEEN, call, mistake, set_up, write_run
+from tiny_runs import Runner, config, train  # noqa: F401  fixtures
+
+from torchrl_grpo.checkpoints import run_dir as run_folder
+from torchrl_grpo.config import Config
+from torchrl_grpo.rewards.text import BareNumberReward
+from torchrl_grpo.runtime.interrupts import STOP_SIGNAL, StopRequested, stop_requested, stop_signal_blocked
+from torchrl_grpo.tools.verify_resume import read
+from torchrl_grpo.training.job import run
+
+
+def test_the_signal_stays_pending_and_reaches_nobody() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with stop_signal_blocked():
+        assert not stop_requested()
+        # A child that is signaled as well, as a scheduler signals all processes of a job, lives on.
+        script = f"import os, signal; os.kill(os.getpid(), {int(STOP_SIGNAL)}); print('alive')"
+        child = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        assert (child.returncode, child.stdout) == (0, "alive\n")
+        signal.raise_signal(STOP_SIGNAL)
+        assert stop_requested() and stop_requested()
+    assert not stop_requested()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+@pytest.mark.slow
+@pytest.mark.float32
+@pytest.mark.parametrize("answer", [17, 40])
+def test_a_stopped_run_is_resumed_as_if_nothing_had_happened(
+    answer: int,
+    config: Config,  # noqa: F811
+    train: Runner,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # Two steps for each round, so that a run can stop in the middle of one.
+    config.train.optim_batch_size = 8
+    expected = train("whole")
+    honest = BareNumberReward.__call__
+    graded = iter(range(10**6))
+
+    def stop_at(self: BareNumberReward, text: str, example: object) -> float:
+        if next(graded) == answer:
+            signal.raise_signal(STOP_SIGNAL)
+        return honest(self, text, example)  # type: ignore[arg-type]
+
+    with stop_signal_blocked():
+        with monkeypatch.context() as patch:
+            patch.setattr(BareNumberReward, "__call__", stop_at)
+            with pytest.raises(StopRequested):
+                train("stopped")
+        said = capsys.readouterr().err
+        assert "SIGUSR1: stopped; resume=" in said
+        # The step that was under way is finished, and no other begins.
+        (saved,) = run_folder.complete_checkpoints(tmp_path / "stopped")
+        assert int(saved.name) == answer // 16 * 2 + 1
+    assert train("stopped", resume="auto_or_new") == expected
+    for name in ("rollouts.jsonl",):
+        assert read(tmp_path / "stopped" / name) == read(tmp_path / "whole" / name)
+
+
+@pytest.mark.float32
+def test_a_run_that_has_trained_nothing_stops_without_a_checkpoint(
+    config: Config,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    with stop_signal_blocked():
+        signal.raise_signal(STOP_SIGNAL)
+        with pytest.raises(StopRequested):
+            run(config, tmp_path / "run")
+    assert run_folder.complete_checkpoints(tmp_path / "run") == []
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return set_up(tmp_path, monkeypatch)
+
+
+def test_auto_or_new_starts_a_run_and_then_continues_it(workplace: Path) -> None:
+    words = ("resume=auto_or_new", "hydra.run.dir=run")
+    assert call(*words) == 0
+    # It was killed before its first checkpoint.
+    (workplace / "run/metrics.jsonl").write_text('{"step": 0}\n')
+    assert call(*words) == 0
+    assert (workplace / "run.set-aside/metrics.jsonl").is_file()
+    assert not (workplace / "run/metrics.jsonl").exists()
+    write_run(workplace / "run", 4)
+    assert call(*words) == 0
+    assert [(cfg.resume, folder.name) for cfg, folder in SEEN] == [
+        (None, "run"),
+        (None, "run"),
+        ("auto_or_new", "run"),
+    ]
+    assert (workplace / "run/.hydra/resume-1/overrides.yaml").is_file()
+    # Whoever continues it by hand adds resume= to these words.
+    assert run_folder.launch_command(workplace / "run") == "grpo.py --config-name=grpo_gsm8k"
+
+
+def test_a_run_of_another_process_is_not_set_aside(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(workplace / "run")
+    with run_folder.claimed(workplace / "run"):
+        assert call("resume=auto_or_new", "hydra.run.dir=run") == 2
+    assert "another process is writing to this run" in capsys.readouterr().err
+    assert (workplace / "run/metrics.jsonl").is_file()
+
+
+def test_auto_or_new_needs_the_folder(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "resume=auto_or_new: " in mistake(capsys, "resume=auto_or_new")
+
+
+def test_a_command_that_was_stopped_says_so_with_its_exit_code(workplace: Path) -> None:
+    from cli_calls import BEHAVE
+
+    def stopped(cfg: Config, folder: Path) -> None:
+        raise StopRequested
+
+    BEHAVE["do"] = stopped
+    assert call() == 75
