@@ -38,8 +38,8 @@ def test_the_signal_stays_pending_and_reaches_nobody() -> None:
 @pytest.mark.parametrize("answer", [17, 40])
 def test_a_stopped_run_is_resumed_as_if_nothing_had_happened(
     answer: int,
-    config: Config,  # noqa: F811
-    train: Runner,  # noqa: F811
+    config: Config,
+    train: Runner,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -72,7 +72,7 @@ def test_a_stopped_run_is_resumed_as_if_nothing_had_happened(
 
 @pytest.mark.float32
 def test_a_run_that_has_trained_nothing_stops_without_a_checkpoint(
-    config: Config,  # noqa: F811
+    config: Config,
     tmp_path: Path,
 ) -> None:
     with stop_signal_blocked():

@@ -102,7 +102,8 @@ def folder_to_resume(resume: str, chosen: Path | None, outputs: Path = Path("out
     """Find the run folder that ``resume`` selects.
 
     Args:
-        resume: ``auto``, ``auto_or_new``, or a path to a run folder, to its ``checkpoints`` folder, or to one checkpoint.
+        resume: ``auto``, ``auto_or_new``, or a path to a run folder, to its ``checkpoints`` folder, or to
+            one checkpoint.
         chosen: folder that ``hydra.run.dir`` names on the command line; None if it names none.
         outputs: folder that ``auto`` searches if ``chosen`` is None.
 

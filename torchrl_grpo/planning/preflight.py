@@ -122,18 +122,38 @@ def make(cfg: Config, asynchronous: bool, there: Hardware) -> Planned:
     return _made(cfg, asynchronous, there, shape)
 
 
+def place(cfg: Config, asynchronous: bool, num_gpus: int) -> Plan:
+    """Place the roles of a run on devices, without a look at their memory.
+
+    Args:
+        cfg: validated configuration.
+        asynchronous: whether the script is grpo-async.py.
+        num_gpus: number of GPUs of the machine.
+
+    Raises:
+        ConfigError: requested devices do not exist, or the run cannot use them in this way.
+    """
+    plan = placement.plan(build_request(cfg, asynchronous, rank_env.world_size()), num_gpus)
+    _check_plan(cfg, plan)
+    return plan
+
+
+def _check_plan(cfg: Config, plan: Plan) -> None:
+    if plan.own_process and not plan.asynchronous:
+        schedule.check_in_turn(cfg)
+    if plan.sleeps:
+        schedule.check_sleep(cfg)
+
+
 def _made(cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape | Unknown) -> Planned:
     request = build_request(cfg, asynchronous, rank_env.world_size())
     planned = _placed(cfg, request, there, shape)
-    if planned.plan.own_process and not asynchronous:
-        schedule.check_in_turn(cfg)
     if planned.plan.sleeps and request.sleep is None and planned.prediction is not None:
         # Falling asleep and waking up takes a second or more in each step.
         awake = _placed(cfg, replace(request, sleep=False), there, shape)
         if fits(awake, TOLERATED):
             planned = awake
-    if planned.plan.sleeps:
-        schedule.check_sleep(cfg)
+    _check_plan(cfg, planned.plan)
     return planned
 
 

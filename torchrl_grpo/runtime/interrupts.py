@@ -24,7 +24,7 @@ _HELD = b"interrupted: the training ranks finish what they have begun together; 
 
 
 class StopRequested(BaseException):
-    """``STOP_SIGNAL`` came, and the run has saved what it had. It is no error, as KeyboardInterrupt is none."""
+    """``STOP_SIGNAL`` came, and the run has saved what it had. It is no error, like KeyboardInterrupt."""
 
 
 @contextmanager

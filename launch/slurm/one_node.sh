@@ -1,0 +1,109 @@
+#!/bin/bash
+#SBATCH --job-name=grpo
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=2
+#SBATCH --cpus-per-task=16
+#SBATCH --mem=200G
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#
+# Made by python -m torchrl_grpo.slurm --script grpo --gpus-per-node=2 --time=24:00:00 --cpus-per-node=16 --memory-per-node=200G --setup 'source .venv/bin/activate'
+# one node: the run starts its engines itself. On the first node:
+#   role       devices  placement  why
+#   train      cuda:0   separate   train_model.num_devices=auto: the first GPU
+#   inference  cuda:1   separate   one worker, a GPU of its own
+#   reference  -        off        nothing asks for it (policy.kl_coef=0, no policy.kl_target)
+set -eo pipefail
+
+source .venv/bin/activate
+
+attempt=${SLURM_RESTART_COUNT:-0}
+job="$PWD/outputs/slurm/$SLURM_JOB_ID"
+logs="$job/logs/$attempt"
+mkdir -p "$logs"
+ln -sfn "$attempt" "$job/logs/latest"
+export run="$job/run"
+
+say() {
+    echo "$(date '+%F %T') attempt $attempt: $*"
+}
+
+stopping=0 broken=0 current="" kept=()
+
+# Run a function of this script as a step, with a log of its own: step NAME SRUN_OPTION... FUNCTION
+step() {
+    local name=$1 task=${!#}
+    exec srun --job-name="${name%-%t}" --output="$logs/$name.log" --kill-on-bad-exit=1 --export=ALL \
+        --cpu-bind=none "${@:2:$#-2}" bash -c "set -e; $(declare -f); $task"
+}
+
+# Run a step to its end, and pass signals on to it.
+run_step() {
+    local code=0
+    # These codes say that it was ended by SIGUSR1, and by SIGTERM.
+    (( ! stopping )) || return 138
+    (( ! broken )) || return 143
+    say "$1 begins"
+    step "$@" &
+    current=$!
+    pass_on
+    # A signal to this script ends the wait and not the step.
+    while kill -0 "$current" 2> /dev/null; do wait "$current" || true; done
+    wait "$current" || code=$?
+    current=""
+    say "$1 has ended with code $code"
+    return "$code"
+}
+
+# Run a step that must last as long as the others. The job fails when it ends.
+keep_step() {
+    (
+        step "$@" &
+        trap 'kill "$!"; wait "$!"; exit' TERM
+        wait "$!" || true
+        say "${1%-%t} has ended, and the job needs it; see its log in $logs"
+        kill -USR2 $$
+    ) &
+    kept+=("$!")
+    say "${1%-%t} begins"
+}
+
+pass_on() {
+    [[ -n "$current" ]] || return 0
+    (( ! stopping )) || kill -USR1 "$current" 2> /dev/null || true
+    (( ! broken )) || kill -TERM "$current" 2> /dev/null || true
+}
+
+end_kept() {
+    trap '' USR2
+    (( ! ${#kept[@]} )) || kill "${kept[@]}" 2> /dev/null || true
+    wait
+}
+
+trap 'stopping=1; pass_on' USR1
+trap 'broken=1; pass_on' USR2
+trap end_kept EXIT
+
+trainer() {
+    exec grpo \
+        --config-name=grpo_gsm8k \
+        resume=auto_or_new \
+        "hydra.run.dir='$run'"
+}
+
+code=0
+run_step trainer --nodes=1 --ntasks=1 --ntasks-per-node=1 trainer || code=$?
+
+if (( broken )); then
+    exit 1
+fi
+# The run has saved itself, or was asked to before it had begun.
+if (( code == 75 || (stopping && code >= 128) )); then
+    say "the job goes back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 0
+fi
+exit "$code"

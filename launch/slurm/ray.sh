@@ -1,0 +1,163 @@
+#!/bin/bash
+#SBATCH --job-name=grpo-async
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=16
+#SBATCH --mem=200G
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#
+# Made by python -m torchrl_grpo.slurm --script grpo-async --nodes=2 --gpus-per-node=4 --time=24:00:00 --cpus-per-node=16 --memory-per-node=200G --setup 'source .venv/bin/activate'
+# first node: the trainer; 7 workers on Ray, on all nodes. On the first node:
+#   role       devices   placement  why
+#   train      cuda:0    separate   train_model.num_devices=auto: the first GPU
+#   inference  ray x 7   cluster    7 workers, where ray.address puts them
+#   reference  -         off        nothing asks for it (policy.kl_coef=0, no policy.kl_target)
+#   idle       cuda:1-3             no role asks for them
+set -eo pipefail
+
+source .venv/bin/activate
+
+attempt=${SLURM_RESTART_COUNT:-0}
+job="$PWD/outputs/slurm/$SLURM_JOB_ID"
+logs="$job/logs/$attempt"
+mkdir -p "$logs"
+ln -sfn "$attempt" "$job/logs/latest"
+export run="$job/run"
+
+say() {
+    echo "$(date '+%F %T') attempt $attempt: $*"
+}
+
+stopping=0 broken=0 current="" kept=()
+
+# Run a function of this script as a step, with a log of its own: step NAME SRUN_OPTION... FUNCTION
+step() {
+    local name=$1 task=${!#}
+    exec srun --job-name="${name%-%t}" --output="$logs/$name.log" --kill-on-bad-exit=1 --export=ALL \
+        --cpu-bind=none "${@:2:$#-2}" bash -c "set -e; $(declare -f); $task"
+}
+
+# Run a step to its end, and pass signals on to it.
+run_step() {
+    local code=0
+    # These codes say that it was ended by SIGUSR1, and by SIGTERM.
+    (( ! stopping )) || return 138
+    (( ! broken )) || return 143
+    say "$1 begins"
+    step "$@" &
+    current=$!
+    pass_on
+    # A signal to this script ends the wait and not the step.
+    while kill -0 "$current" 2> /dev/null; do wait "$current" || true; done
+    wait "$current" || code=$?
+    current=""
+    say "$1 has ended with code $code"
+    return "$code"
+}
+
+# Run a step that must last as long as the others. The job fails when it ends.
+keep_step() {
+    (
+        step "$@" &
+        trap 'kill "$!"; wait "$!"; exit' TERM
+        wait "$!" || true
+        say "${1%-%t} has ended, and the job needs it; see its log in $logs"
+        kill -USR2 $$
+    ) &
+    kept+=("$!")
+    say "${1%-%t} begins"
+}
+
+pass_on() {
+    [[ -n "$current" ]] || return 0
+    (( ! stopping )) || kill -USR1 "$current" 2> /dev/null || true
+    (( ! broken )) || kill -TERM "$current" 2> /dev/null || true
+}
+
+end_kept() {
+    trap '' USR2
+    (( ! ${#kept[@]} )) || kill "${kept[@]}" 2> /dev/null || true
+    wait
+}
+
+trap 'stopping=1; pass_on' USR1
+trap 'broken=1; pass_on' USR2
+trap end_kept EXIT
+
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+others=$(IFS=,; echo "${nodes[*]:1}")
+# Jobs that share a node differ in their numbers.
+export port=$((10000 + SLURM_JOB_ID * 64 % 20000))
+
+address_of() {
+    scontrol show node -o "$1" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p'
+}
+
+address="$(address_of "${nodes[0]}"):$port"
+export address
+export RAY_free_objects_period_milliseconds=10
+
+only_gpus() {
+    local all number chosen=()
+    IFS=, read -ra all <<< "$CUDA_VISIBLE_DEVICES"
+    for number in "$@"; do chosen+=("${all[number]}"); done
+    CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${chosen[*]}")
+    export CUDA_VISIBLE_DEVICES
+}
+
+ray_head() {
+    trap '' USR1
+    only_gpus 1 2 3
+    exec ray \
+        start \
+        --head \
+        --block \
+        --disable-usage-stats \
+        --include-dashboard=false \
+        --port="$port"
+}
+
+ray_worker() {
+    trap '' USR1
+    python -m torchrl_grpo.slurm.gate --timeout=1800 --ray="$address"
+    exec ray \
+        start \
+        --block \
+        --disable-usage-stats \
+        --address="$address"
+}
+
+gate() {
+    exec python -m torchrl_grpo.slurm.gate --timeout=1800 --ray="$address" --nodes=2
+}
+
+trainer() {
+    exec grpo-async \
+        --config-name=grpo_gsm8k \
+        inference_model.num_devices=7 \
+        resume=auto_or_new \
+        "hydra.run.dir='$run'" \
+        "ray.address='$address'"
+}
+
+keep_step ray-head --nodes=1 --nodelist="${nodes[0]}" --ntasks=1 --ntasks-per-node=1 --overlap --mem=0 ray_head
+keep_step ray-worker-%t --nodes=1 --nodelist="$others" --ntasks=1 \
+    --ntasks-per-node=1 ray_worker
+first=(--nodes=1 --nodelist="${nodes[0]}" --ntasks=1 --ntasks-per-node=1 --overlap --mem=0)
+code=0
+{ run_step gate "${first[@]}" gate && run_step trainer "${first[@]}" trainer; } || code=$?
+
+if (( broken )); then
+    exit 1
+fi
+# The run has saved itself, or was asked to before it had begun.
+if (( code == 75 || (stopping && code >= 128) )); then
+    say "the job goes back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 0
+fi
+exit "$code"

@@ -1,0 +1,158 @@
+#!/bin/bash
+#SBATCH --job-name=grpo-async
+#SBATCH --nodes=3
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=16
+#SBATCH --mem=200G
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#
+# Made by python -m torchrl_grpo.slurm --script grpo-async --nodes=3 --gpus-per-node=4 --time=24:00:00 --cpus-per-node=16 --memory-per-node=200G env.num_envs=16 inference_model.backend=vllm_server train_model.num_devices=4 --setup 'source .venv/bin/activate'
+# first node: the trainer; 2 other nodes: 4 servers each. On the first node:
+#   role       devices     placement  why
+#   train      cuda:0-3    separate   train_model.num_devices=4: the first 4 GPUs
+#   inference  server x 8  servers    8 servers of inference_model.servers
+#   reference  -           off        nothing asks for it (policy.kl_coef=0, no policy.kl_target)
+set -eo pipefail
+
+source .venv/bin/activate
+
+attempt=${SLURM_RESTART_COUNT:-0}
+job="$PWD/outputs/slurm/$SLURM_JOB_ID"
+logs="$job/logs/$attempt"
+mkdir -p "$logs"
+ln -sfn "$attempt" "$job/logs/latest"
+export run="$job/run"
+
+say() {
+    echo "$(date '+%F %T') attempt $attempt: $*"
+}
+
+stopping=0 broken=0 current="" kept=()
+
+# Run a function of this script as a step, with a log of its own: step NAME SRUN_OPTION... FUNCTION
+step() {
+    local name=$1 task=${!#}
+    exec srun --job-name="${name%-%t}" --output="$logs/$name.log" --kill-on-bad-exit=1 --export=ALL \
+        --cpu-bind=none "${@:2:$#-2}" bash -c "set -e; $(declare -f); $task"
+}
+
+# Run a step to its end, and pass signals on to it.
+run_step() {
+    local code=0
+    # These codes say that it was ended by SIGUSR1, and by SIGTERM.
+    (( ! stopping )) || return 138
+    (( ! broken )) || return 143
+    say "$1 begins"
+    step "$@" &
+    current=$!
+    pass_on
+    # A signal to this script ends the wait and not the step.
+    while kill -0 "$current" 2> /dev/null; do wait "$current" || true; done
+    wait "$current" || code=$?
+    current=""
+    say "$1 has ended with code $code"
+    return "$code"
+}
+
+# Run a step that must last as long as the others. The job fails when it ends.
+keep_step() {
+    (
+        step "$@" &
+        trap 'kill "$!"; wait "$!"; exit' TERM
+        wait "$!" || true
+        say "${1%-%t} has ended, and the job needs it; see its log in $logs"
+        kill -USR2 $$
+    ) &
+    kept+=("$!")
+    say "${1%-%t} begins"
+}
+
+pass_on() {
+    [[ -n "$current" ]] || return 0
+    (( ! stopping )) || kill -USR1 "$current" 2> /dev/null || true
+    (( ! broken )) || kill -TERM "$current" 2> /dev/null || true
+}
+
+end_kept() {
+    trap '' USR2
+    (( ! ${#kept[@]} )) || kill "${kept[@]}" 2> /dev/null || true
+    wait
+}
+
+trap 'stopping=1; pass_on' USR1
+trap 'broken=1; pass_on' USR2
+trap end_kept EXIT
+
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+others=$(IFS=,; echo "${nodes[*]:1}")
+# Jobs that share a node differ in their numbers.
+export port=$((10000 + SLURM_JOB_ID * 64 % 20000))
+
+address_of() {
+    scontrol show node -o "$1" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p'
+}
+
+export VLLM_API_KEY
+VLLM_API_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+servers=()
+for (( server = 0; server < 8; server++ )); do
+    node=${nodes[1 + server / 4]}
+    servers+=("http://$(address_of "$node"):$((port + server))")
+done
+export server_list
+server_list=$(IFS=,; echo "${servers[*]}")
+
+only_gpus() {
+    local all number chosen=()
+    IFS=, read -ra all <<< "$CUDA_VISIBLE_DEVICES"
+    for number in "$@"; do chosen+=("${all[number]}"); done
+    CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${chosen[*]}")
+    export CUDA_VISIBLE_DEVICES
+}
+
+server() {
+    trap '' USR1
+    only_gpus "$SLURM_LOCALID"
+    exec grpo-serve \
+        --config-name=grpo_gsm8k \
+        env.num_envs=16 \
+        inference_model.backend=vllm_server \
+        train_model.num_devices=4 \
+        --host=0.0.0.0 --port="$((port + SLURM_PROCID))"
+}
+
+gate() {
+    exec python -m torchrl_grpo.slurm.gate --timeout=1800 ${server_list//,/ }
+}
+
+trainer() {
+    exec grpo-async \
+        --config-name=grpo_gsm8k \
+        env.num_envs=16 \
+        inference_model.backend=vllm_server \
+        train_model.num_devices=4 \
+        resume=auto_or_new \
+        "hydra.run.dir='$run'" \
+        "inference_model.servers=[$server_list]"
+}
+
+keep_step server-%t --nodes=2 --nodelist="$others" --ntasks=8 \
+    --ntasks-per-node=4 --distribution=block --overcommit server
+first=(--nodes=1 --nodelist="${nodes[0]}" --ntasks=1 --ntasks-per-node=1)
+code=0
+{ run_step gate "${first[@]}" gate && run_step trainer "${first[@]}" trainer; } || code=$?
+
+if (( broken )); then
+    exit 1
+fi
+# The run has saved itself, or was asked to before it had begun.
+if (( code == 75 || (stopping && code >= 128) )); then
+    say "the job goes back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 0
+fi
+exit "$code"

@@ -1,0 +1,211 @@
+"""The batch script: its text, and what it does with commands of Slurm that run on this machine."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from fake_slurm import FakeSlurm
+
+from torchrl_grpo.errors import UserError
+from torchrl_grpo.slurm.command import main, script_for
+
+SERVERS = ["--nodes=2", "inference_model.backend=vllm_server", "inference_model.num_devices=2"]
+ALL_OPTIONS = [
+    "--time=24:00:00", "--partition=gpu", "--account=lab", "--qos=long", "--mail-user=me@lab.org",
+    "--job-name=first try", "--cpus-per-node=16", "--memory-per-node=200G", "--sbatch=--constraint=ib",
+    "--sbatch=--exclusive", "--setup=module load cuda", "--setup=source .venv/bin/activate",
+    "--signal-seconds=120", "--start-seconds=77", "--folder=/scratch/runs",
+]  # fmt: skip
+SHAPES = {
+    "one node": ["--gpus-per-node=1"],
+    "one node without GPUs": ["--script=grpo-async"],
+    "sft": ["--script=grpo-sft", "--gpus-per-node=2", "train_model.num_devices=2"],
+    "ray": ["--script=grpo-async", "--nodes=3", "--gpus-per-node=a100:4"],
+    "ray in turn": ["--nodes=2"],
+    "servers": [*SERVERS, "--gpus-per-node=2"],
+    "servers without GPUs": ["--script=grpo-async", *SERVERS],
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bash_reads_the_script_and_slurm_its_options(shape: str) -> None:
+    text = script_for([*ALL_OPTIONS, *SHAPES[shape], "reward.weights={exact_match: 1.0}"])
+    checked = subprocess.run(["bash", "-n"], input=text, stderr=subprocess.PIPE, text=True)
+    assert checked.returncode == 0, checked.stderr
+    head = re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE)
+    assert text.startswith("#!/bin/bash\n#SBATCH ")
+    expected = {
+        "--time=24:00:00", "--partition=gpu", "--account=lab", "--qos=long", "--mail-user=me@lab.org",
+        "--mail-type=END,FAIL", "--job-name=first try", "--cpus-per-task=16", "--mem=200G",
+        "--constraint=ib", "--exclusive", "--signal=B:USR1@120", "--requeue", "--open-mode=append",
+    }  # fmt: skip
+    assert expected <= set(head)
+    for line in ("module load cuda", "source .venv/bin/activate", 'job="/scratch/runs/$SLURM_JOB_ID"'):
+        assert f"\n{line}\n" in text
+    assert "'reward.weights={exact_match: 1.0}'" in text
+    assert ("--timeout=77" in text) == ("--nodes=1" not in head)
+
+
+def run(fake: FakeSlurm, script: str, code: int = 0, **environment: str) -> str:
+    process = fake.start(script, **environment)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == code, output
+    return output
+
+
+def test_one_node_runs_one_step_with_logs_of_its_attempt(tmp_path: Path) -> None:
+    fake = FakeSlurm(tmp_path)
+    text = script_for(["--config-name=grpo_quickstart", "optimizer.lr=1e-5"])
+    run(fake, text)
+    job = tmp_path / "outputs/slurm/7"
+    words = f"--config-name=grpo_quickstart optimizer.lr=1e-5 resume=auto_or_new hydra.run.dir='{job}/run'"
+    assert fake.notes == ["step trainer on any", f"trainer unset {words}"]
+    assert (job / "logs/latest").readlink() == Path("0") and (job / "logs/0/trainer.log").is_file()
+    run(fake, text, SLURM_RESTART_COUNT="3")
+    assert (job / "logs/latest").readlink() == Path("3") and (job / "logs/3/trainer.log").is_file()
+
+
+def test_the_trainer_waits_for_the_servers_and_ends_them(tmp_path: Path) -> None:
+    fake = FakeSlurm(tmp_path, "node1,node2,node3", servers=4, gpus="4,6")
+    words = [
+        *SERVERS[1:2],
+        "--nodes=3",
+        "--gpus-per-node=2",
+        "inference_model.engine_args.max_num_batched_tokens=64",
+    ]
+    run(fake, script_for(words))
+    first = next(n for n, line in enumerate(fake.notes) if line.startswith("step gate"))
+    assert fake.notes[first] == "step gate on node1"
+    gate, _, trainer = fake.notes[fake.notes.index("step trainer on node1") - 1 :][:3]
+    port = 10000 + 7 * 64
+    addresses = [f"http://node{2 + n // 2}.cluster:{port + n}" for n in range(4)]
+    assert gate == f"gate -m torchrl_grpo.slurm.gate --timeout=1800 {' '.join(addresses)}"
+    assert f"inference_model.servers=[{','.join(addresses)}]" in trainer
+    assert "engine_args" not in trainer, "a run with a list of servers refuses them"
+    assert "step server on node2,node3" in fake.notes
+    servers = sorted(line for line in fake.notes if re.match(r"server \d (?!ends)", line))
+    keys = set()
+    for number, line in enumerate(servers):
+        _, _, gpu, key, *rest = shlex.split(line)
+        keys.add(key)
+        assert gpu == "46"[number % 2], "each server of a node has a GPU of its own"
+        assert rest[-2:] == ["--host=0.0.0.0", f"--port={port + number}"]
+        assert "inference_model.engine_args.max_num_batched_tokens=64" in rest
+    assert len(servers) == 4 and len(keys) == 1 and re.fullmatch("[0-9a-f]{64}", keys.pop())
+    assert sum(line.endswith(" ends") for line in fake.notes) == 4
+    logs = tmp_path / "outputs/slurm/7/logs/latest"
+    assert {path.name for path in logs.iterdir()} == {
+        "trainer.log", "gate.log", *(f"server-{n}.log" for n in range(4)),
+    }  # fmt: skip
+
+
+def test_ray_has_a_head_workers_and_the_trainer_joins(tmp_path: Path) -> None:
+    fake = FakeSlurm(tmp_path, "node1,node2,node3", gpus="0,1,2,3")
+    words = ["--nodes=3", "--gpus-per-node=4", "train_model.num_devices=2", "env.num_envs=32"]
+    run(fake, script_for(words))
+    address = f"node1.cluster:{10000 + 7 * 64}"
+    assert "step ray-head on node1" in fake.notes and "step ray-worker on node2,node3" in fake.notes
+    (head,) = [line for line in fake.notes if "--head" in line]
+    assert head.startswith("ray 2,3 start --head "), "the trainer's GPUs are not Ray's"
+    assert f"gate -m torchrl_grpo.slurm.gate --timeout=1800 --ray={address} --nodes=3" in fake.notes
+    trainer = fake.notes[-1]
+    assert trainer.startswith("trainer 0,1,2,3 ")
+    # Three nodes of four GPUs, less the trainer's two.
+    assert "inference_model.num_devices=10" in trainer and trainer.endswith(f"ray.address='{address}'")
+
+
+@pytest.mark.parametrize("shape", ["one node", "servers"])
+def test_a_signal_makes_the_trainer_save_and_the_job_begin_again(shape: str, tmp_path: Path) -> None:
+    servers = 2 if shape == "servers" else 0
+    fake = FakeSlurm(tmp_path, "node1,node2", servers=servers, lasts=True)
+    process = fake.start(script_for(SERVERS if servers else []))
+    assert fake.begun.read_text() == "begun\n"
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    notes = [line for line in fake.notes if not line.startswith(("server", "step", "gate", "trainer unset"))]
+    assert notes == ["trainer saves", "scontrol requeue 7"]
+    assert sum(line.endswith(" ends") for line in fake.notes) == servers
+    assert "trainer has ended with code 75" in output
+
+
+def test_a_signal_before_the_trainer_begins_makes_the_job_begin_again(tmp_path: Path) -> None:
+    fake = FakeSlurm(tmp_path, "node1,node2", servers=3)
+    # The gate waits for a third server, which never comes up.
+    process = fake.start(script_for(SERVERS))
+    for _ in iter(lambda: any(line.startswith("step gate") for line in fake.notes), True):
+        assert process.poll() is None
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "scontrol requeue 7" in fake.notes
+    assert not any(line.startswith("trainer") for line in fake.notes)
+
+
+@pytest.mark.parametrize(("fault", "code"), [("server", 1), ("gate", 2), ("trainer", 2)])
+def test_a_step_that_fails_ends_the_job(fault: str, code: int, tmp_path: Path) -> None:
+    fake = FakeSlurm(tmp_path, "node1,node2", servers=2, fault=fault)
+    output = run(fake, script_for(SERVERS), code)
+    assert not any(line.startswith("scontrol") for line in fake.notes)
+    assert any(line.startswith("trainer") for line in fake.notes) == (fault == "trainer")
+    if fault == "server":
+        assert "server has ended, and the job needs it; see its log in" in output
+
+
+def test_a_setup_line_that_fails_ends_the_job(tmp_path: Path) -> None:
+    fake = FakeSlurm(tmp_path)
+    run(fake, script_for(["--setup=false"]), 1)
+    assert fake.notes == []
+
+
+SERVERS_ON = "inference_model.backend=vllm_server inference_model.num_devices"
+MISTAKES = {
+    "--nods=2": "unrecognized arguments: --nods",
+    "--nodes=0": "--nodes=0: must be at least 1",
+    "--gpus-per-node=many": "--gpus-per-node=many: is no number of GPUs",
+    "--sbatch=exclusive": "--sbatch=exclusive: is no long option of sbatch",
+    "--sbatch=--nodes=3": "--sbatch=--nodes=3: .* write --nodes=VALUE",
+    "--sbatch=--no-requeue": "--sbatch=--no-requeue: the script needs a value of its own",
+    "--folder=a'b": "--folder=a'b: must be a plain path",
+    "--signal-seconds=70000": "--signal-seconds=70000: Slurm takes at most 65535",
+    "--script=ppo": "invalid choice: 'ppo'",
+    "resume=auto": "resume=auto: the batch script sets resume",
+    "hydra.run.dir=x": "hydra.run.dir=x: the batch script sets hydra.run.dir",
+    "optimizer.rl=1": "optimizer.rl=1",
+    "optimizer.lr=1,2": "several values make a sweep",
+    "ray.address=auto": "ray.address=auto: the job starts Ray",
+    "inference_model.backend=vllm_server inference_model.servers=[http://a:1]": "the job starts the servers",
+    "--gpus-per-node=2 train_model.num_devices=3": "--gpus-per-node=2: train_model.num_devices=3",
+    "--nodes=2 --script=grpo-sft": "--nodes=2: grpo-sft has no engines",
+    f"--nodes=3 {SERVERS_ON}=3": "write inference_model.num_devices=2",
+    f"--nodes=2 --gpus-per-node=2 {SERVERS_ON}=4": "has 2 GPUs together",
+    "--nodes=2 --gpus-per-node=2 inference_model.num_devices=4": "=4: 2 nodes have 3 GPUs beside",
+    "--nodes=2 --gpus-per-node=2 train_model.num_devices=3": "--gpus-per-node=2: train_model.num_devices=3",
+    "--nodes=2 train.weight_update_frequency=5": "train.weight_update_frequency=5",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(words.replace("'", "\\'"))) == 2
+    found = capsys.readouterr()
+    assert found.out == "" and found.err.startswith("error: ") and found.err.count("\n") == 1
+    assert re.search(MISTAKES[words], found.err), found.err
+    assert "write " in found.err
+
+
+@pytest.mark.parametrize("example", ["one_node.sh", "servers.sh", "ray.sh"])
+def test_the_examples_are_what_the_command_prints(example: str, repo_root: Path) -> None:
+    text = (repo_root / "launch/slurm" / example).read_text()
+    (command,) = re.findall(r"^# Made by python -m torchrl_grpo.slurm (.*)$", text, re.MULTILINE)
+    assert script_for(shlex.split(command)) == text
+
+
+def test_a_mistake_is_a_user_error() -> None:
+    with pytest.raises(UserError):
+        script_for(["--nodes=2", "--script=grpo-sft"])

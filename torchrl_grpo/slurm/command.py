@@ -1,0 +1,204 @@
+"""The command: read its words, check the run for the job's nodes, and print the batch script."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torchrl_grpo.cli.commands import check_job
+from torchrl_grpo.cli.compose import composer, open_free_form
+from torchrl_grpo.cli.main import USER_ERROR_CODE, Parser, resolve_job
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import TrainMethod
+from torchrl_grpo.errors import ConfigError, UserError
+from torchrl_grpo.runtime.config_dir import config_dir
+from torchrl_grpo.slurm import layout
+from torchrl_grpo.slurm.layout import Layout
+from torchrl_grpo.slurm.options import SlurmOptions
+from torchrl_grpo.slurm.script import Run, batch_script
+
+# Keys that the batch script sets.
+_SET_BY_JOB = ("resume", "hydra.run.dir", "hydra.sweep.dir", "hydra.mode")
+_ENGINE_ARGS = "inference_model.engine_args"
+
+
+@dataclass(frozen=True)
+class _Script:
+    """A command that a job can run: its primary configuration, and what it asks of a configuration."""
+
+    config_name: str
+    asynchronous: bool
+    method: TrainMethod
+
+    def check(self, cfg: Config) -> None:
+        check_job(cfg, asynchronous=self.asynchronous, method=self.method)
+
+
+SCRIPTS = {
+    "grpo": _Script("grpo_gsm8k", False, TrainMethod.grpo),
+    "grpo-async": _Script("grpo_gsm8k", True, TrainMethod.grpo),
+    "grpo-sft": _Script("sft_gsm8k", False, TrainMethod.sft),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the batch script, or the mistake; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        text = script_for(words)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return USER_ERROR_CODE
+    sys.stdout.write(text)
+    return 0
+
+
+def script_for(words: Sequence[str]) -> str:
+    """Return the batch script for the words of a command line.
+
+    Raises:
+        UserError: an option or an override is wrong, or the run does not fit on the nodes.
+    """
+    asked = _parser().parse_intermixed_args(words)
+    options = _slurm_options(asked)
+    options.check()
+    script = SCRIPTS[asked.script]
+    for word in asked.overrides:
+        key = word.lstrip("+~").partition("=")[0]
+        if key in _SET_BY_JOB:
+            raise ConfigError(f"{word}: the batch script sets {key}; write nothing for it instead")
+    config_name = (asked.config_name or script.config_name).removesuffix(".yaml")
+    compose = _composing(config_name, asked.config_dir, script)
+    cfg = compose(asked.overrides)
+    layout.check_script(asked.script, cfg, options.nodes)
+    found, trainer_words = _lay_out(cfg, asked.overrides, script, options, compose)
+    run = Run(
+        script=asked.script,
+        common=[
+            f"--config-name={config_name}",
+            *([f"--config-dir={asked.config_dir}"] if asked.config_dir else []),
+        ],
+        trainer_words=trainer_words,
+        server_words=list(asked.overrides),
+        command=shlex.join(["python", "-m", "torchrl_grpo.slurm", *words]),
+    )
+    return batch_script(run, options, found)
+
+
+def _lay_out(
+    cfg: Config,
+    overrides: Sequence[str],
+    script: _Script,
+    options: SlurmOptions,
+    compose: Callable[[Sequence[str]], Config],
+) -> tuple[Layout, list[str]]:
+    """Return the layout, and the trainer's words but for those that are known in the job only."""
+    words, nodes, gpus = list(overrides), options.nodes, options.gpus
+    if nodes == 1:
+        return Layout(layout.place(cfg, script.asynchronous, gpus), 1, gpus), words
+    if layout.needs_servers(cfg, nodes):
+        count = layout.count_engines(cfg, script.asynchronous, nodes, gpus)
+        # They are arguments of the servers, and a run with a list of servers refuses them.
+        words = [word for word in words if not word.lstrip("+").startswith(_ENGINE_ARGS)]
+        addresses = ",".join(f"http://node:{port}" for port in range(1, count + 1))
+        cfg = compose([*words, f"inference_model.servers=[{addresses}]"])
+        plan = layout.place(cfg, script.asynchronous, gpus)
+        return Layout(plan, nodes, gpus, count, servers=True), words
+    cfg = replace(cfg, ray=replace(cfg.ray, address="node:1"))
+    count = layout.count_engines(cfg, script.asynchronous, nodes, gpus)
+    words = [*words, f"inference_model.num_devices={count}"]
+    cfg = compose([*words, "ray.address='node:1'"])
+    plan = layout.place(cfg, script.asynchronous, gpus)
+    return Layout(plan, nodes, gpus, count), words
+
+
+def _composing(
+    config_name: str, extra_dir: Path | None, script: _Script
+) -> Callable[[Sequence[str]], Config]:
+    def compose(words: Sequence[str]) -> Config:
+        extra = None if extra_dir is None else extra_dir.resolve()
+        with composer(config_dir(), config_name, extra) as tree:
+            (overrides,) = tree.jobs([open_free_form(word) for word in words], sweep=False)
+            return resolve_job(tree.compose(overrides, 0).node, script.check)
+
+    return compose
+
+
+def _slurm_options(asked: argparse.Namespace) -> SlurmOptions:
+    return SlurmOptions(
+        nodes=asked.nodes,
+        gpus_per_node=asked.gpus_per_node,
+        cpus_per_node=asked.cpus_per_node,
+        memory_per_node=asked.memory_per_node,
+        time=asked.time,
+        partition=asked.partition,
+        account=asked.account,
+        qos=asked.qos,
+        mail_user=asked.mail_user,
+        mail_type=asked.mail_type,
+        job_name=asked.job_name or asked.script,
+        signal_seconds=asked.signal_seconds,
+        extra=tuple(asked.sbatch),
+        setup=tuple(asked.setup),
+        folder=asked.folder,
+        start_seconds=asked.start_seconds,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m torchrl_grpo.slurm",
+        allow_abbrev=False,
+        description="Print the batch script of a run for Slurm. The other words are those of the training "
+        "command.",
+    )
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the configuration")
+    add("--script", choices=SCRIPTS, default="grpo", help="training command (default: grpo)")
+    add("--config-name", "-cn", help="primary configuration")
+    add("--config-dir", "-cd", type=Path, help="folder with configurations of your own")
+    add("--nodes", type=int, default=1, help="number of nodes (default: 1)")
+    add("--gpus-per-node", default="0", metavar="[TYPE:]N", help="GPUs of each node (default: 0)")
+    add("--cpus-per-node", type=int, metavar="N", help="cores of each node")
+    add("--memory-per-node", metavar="SIZE", help="memory of each node, e.g. 200G")
+    add("--time", help="time limit, e.g. 24:00:00")
+    add("--partition", help="partition")
+    add("--account", help="account")
+    add("--qos", help="quality of service")
+    add("--mail-user", metavar="ADDRESS", help="where Slurm writes to")
+    add("--mail-type", default="END,FAIL", metavar="EVENTS", help="when it writes (default: END,FAIL)")
+    add("--job-name", help="name of the job (default: that of the training command)")
+    add(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="one more option of sbatch, e.g. --sbatch=--exclusive; repeatable",
+    )
+    add(
+        "--setup",
+        action="append",
+        default=[],
+        metavar="LINE",
+        help="line that sets up the environment; repeatable",
+    )
+    add("--folder", default="outputs/slurm", help="folder for the jobs' folders (default: outputs/slurm)")
+    add(
+        "--signal-seconds",
+        type=int,
+        default=600,
+        metavar="S",
+        help="seconds before the time limit at which the run saves itself (default: 600)",
+    )
+    add(
+        "--start-seconds",
+        type=int,
+        default=1800,
+        metavar="S",
+        help="seconds that servers, or nodes of Ray, have to come up (default: 1800)",
+    )
+    return parser

@@ -1,0 +1,129 @@
+"""The options of the command that concern Slurm, and the header that they make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchrl_grpo.errors import ConfigError
+
+# Options of sbatch that the script itself needs to have a certain value.
+_SET = {
+    "nodes": "--nodes",
+    "gpus-per-node": "--gpus-per-node",
+    "gres": "--gpus-per-node",
+    "cpus-per-task": "--cpus-per-node",
+    "mem": "--memory-per-node",
+    "time": "--time",
+    "signal": "--signal-seconds",
+    "job-name": "--job-name",
+}
+_OWN = ("ntasks", "ntasks-per-node", "requeue", "no-requeue", "open-mode", "array")
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """What a job asks Slurm for.
+
+    Attributes:
+        nodes: number of nodes.
+        gpus_per_node: GPUs of each node, as sbatch takes them: ``4``, ``a100:4``, or ``0``.
+        cpus_per_node: cores of each node; None for Slurm's default.
+        memory_per_node: memory of each node, as sbatch takes it; None for Slurm's default.
+        time: time limit, as sbatch takes it; None for that of the partition.
+        partition, account, qos, mail_user, mail_type: as sbatch takes them, or None.
+        job_name: name of the job.
+        signal_seconds: seconds before the time limit at which the run is asked to save itself.
+        extra: further options of sbatch, one a line, e.g. ``--exclusive``.
+        setup: lines of shell that set up the environment.
+        folder: folder for the folders of jobs, which all nodes see.
+        start_seconds: seconds that servers, or nodes of Ray, have to come up.
+    """
+
+    nodes: int
+    gpus_per_node: str
+    cpus_per_node: int | None
+    memory_per_node: str | None
+    time: str | None
+    partition: str | None
+    account: str | None
+    qos: str | None
+    mail_user: str | None
+    mail_type: str
+    job_name: str
+    signal_seconds: int
+    extra: Sequence[str]
+    setup: Sequence[str]
+    folder: str
+    start_seconds: int
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs of each node."""
+        return int(self.gpus_per_node.rpartition(":")[2])
+
+    def check(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: a value is not one that Slurm takes, or contradicts the script.
+        """
+        if not re.fullmatch(r"([\w.-]+:)?\d+", self.gpus_per_node):
+            raise _bad("--gpus-per-node", self.gpus_per_node, "is no number of GPUs", "4 or a100:4")
+        for option, value, least in (
+            ("--nodes", self.nodes, 1),
+            ("--cpus-per-node", self.cpus_per_node, 1),
+            ("--signal-seconds", self.signal_seconds, 1),
+            ("--start-seconds", self.start_seconds, 1),
+        ):
+            if value is not None and value < least:
+                raise _bad(option, value, f"must be at least {least}", str(least))
+        if self.signal_seconds > 65535:
+            raise _bad("--signal-seconds", self.signal_seconds, "Slurm takes at most 65535", "3600")
+        if re.search(r"['\"$`\\\n%]", self.folder) or not self.folder:
+            raise _bad("--folder", self.folder, "must be a plain path", "outputs/slurm")
+        for line in self.extra:
+            self._check_extra(line)
+        for name, text in vars(self).items():
+            if isinstance(text, str) and "\n" in text:
+                raise _bad(f"--{name.replace('_', '-')}", text, "is more than one line", "one line")
+
+    def _check_extra(self, line: str) -> None:
+        name = line.partition("=")[0].partition(" ")[0].removeprefix("--")
+        if not re.fullmatch(r"--[a-z][a-z-]*([= ]\S.*)?", line):
+            raise _bad(
+                "--sbatch", line, "is no long option of sbatch", "--sbatch=--constraint=ib for example"
+            )
+        if name in _SET:
+            fix = f"{_SET[name]}=VALUE"
+            raise ConfigError(f"--sbatch={line}: an option of this command sets it; write {fix} instead")
+        if name in _OWN:
+            wrong = "the script needs a value of its own"
+            raise ConfigError(f"--sbatch={line}: {wrong}; write nothing for --{name} instead")
+
+    def header(self) -> list[str]:
+        """Return the ``#SBATCH`` lines."""
+        values = {
+            "job-name": self.job_name,
+            "nodes": self.nodes,
+            "ntasks-per-node": 1,
+            "gpus-per-node": self.gpus_per_node if self.gpus else None,
+            "cpus-per-task": self.cpus_per_node,
+            "mem": self.memory_per_node,
+            "time": self.time,
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "mail-user": self.mail_user,
+            "mail-type": self.mail_type if self.mail_user else None,
+            # To the shell of this script alone, which knows which step has to save itself.
+            "signal": f"B:USR1@{self.signal_seconds}",
+        }
+        lines = [f"--{name}={value}" for name, value in values.items() if value is not None]
+        # A job that begins again goes on in the same file.
+        return [f"#SBATCH {line}" for line in [*lines, "--requeue", "--open-mode=append", *self.extra]]
+
+
+def _bad(option: str, value: object, wrong: str, instead: str) -> ConfigError:
+    return ConfigError(f"{option}={value}: {wrong}; write {instead} instead")

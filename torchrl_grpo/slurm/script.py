@@ -1,0 +1,278 @@
+"""The text of a batch script: what all jobs have in common, and the steps of each layout."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchrl_grpo.cli.main import STOPPED_CODE
+from torchrl_grpo.config.values import KEY_VARIABLE
+from torchrl_grpo.slurm.layout import Layout
+from torchrl_grpo.slurm.options import SlurmOptions
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the job runs.
+
+    Attributes:
+        script: name of the training command.
+        common: words of the trainer and of the servers that name the configuration.
+        trainer_words: overrides of the trainer, but for those that are known in the job only.
+        server_words: overrides of the servers.
+        command: command that has made the script.
+    """
+
+    script: str
+    common: Sequence[str]
+    trainer_words: Sequence[str]
+    server_words: Sequence[str]
+    command: str
+
+
+def batch_script(run: Run, options: SlurmOptions, layout: Layout) -> str:
+    """Return the text of the batch script."""
+    plan = [f"#   {line}" for line in layout.plan.table().splitlines()]
+    lines = [
+        "#!/bin/bash",
+        *options.header(),
+        "#",
+        f"# Made by {run.command}",
+        f"# {layout.describe()}. On the first node:",
+        *plan,
+        "set -eo pipefail",
+        "",
+        *options.setup,
+        *([""] if options.setup else []),
+        _COMMON.format(folder=options.folder if options.folder.startswith("/") else f"$PWD/{options.folder}"),
+        *(_PORT.splitlines() if layout.nodes > 1 else []),
+        *_steps(run, options, layout),
+        "",
+        _END.format(stopped=STOPPED_CODE),
+    ]
+    return "\n".join(lines)
+
+
+# What happens in every job: folders, steps with logs, and what the script does with signals.
+_COMMON = """\
+attempt=${{SLURM_RESTART_COUNT:-0}}
+job="{folder}/$SLURM_JOB_ID"
+logs="$job/logs/$attempt"
+mkdir -p "$logs"
+ln -sfn "$attempt" "$job/logs/latest"
+export run="$job/run"
+
+say() {{
+    echo "$(date '+%F %T') attempt $attempt: $*"
+}}
+
+stopping=0 broken=0 current="" kept=()
+
+# Run a function of this script as a step, with a log of its own: step NAME SRUN_OPTION... FUNCTION
+step() {{
+    local name=$1 task=${{!#}}
+    exec srun --job-name="${{name%-%t}}" --output="$logs/$name.log" --kill-on-bad-exit=1 --export=ALL \\
+        --cpu-bind=none "${{@:2:$#-2}}" bash -c "set -e; $(declare -f); $task"
+}}
+
+# Run a step to its end, and pass signals on to it.
+run_step() {{
+    local code=0
+    # These codes say that it was ended by SIGUSR1, and by SIGTERM.
+    (( ! stopping )) || return 138
+    (( ! broken )) || return 143
+    say "$1 begins"
+    step "$@" &
+    current=$!
+    pass_on
+    # A signal to this script ends the wait and not the step.
+    while kill -0 "$current" 2> /dev/null; do wait "$current" || true; done
+    wait "$current" || code=$?
+    current=""
+    say "$1 has ended with code $code"
+    return "$code"
+}}
+
+# Run a step that must last as long as the others. The job fails when it ends.
+keep_step() {{
+    (
+        step "$@" &
+        trap 'kill "$!"; wait "$!"; exit' TERM
+        wait "$!" || true
+        say "${{1%-%t}} has ended, and the job needs it; see its log in $logs"
+        kill -USR2 $$
+    ) &
+    kept+=("$!")
+    say "${{1%-%t}} begins"
+}}
+
+pass_on() {{
+    [[ -n "$current" ]] || return 0
+    (( ! stopping )) || kill -USR1 "$current" 2> /dev/null || true
+    (( ! broken )) || kill -TERM "$current" 2> /dev/null || true
+}}
+
+end_kept() {{
+    trap '' USR2
+    (( ! ${{#kept[@]}} )) || kill "${{kept[@]}}" 2> /dev/null || true
+    wait
+}}
+
+trap 'stopping=1; pass_on' USR1
+trap 'broken=1; pass_on' USR2
+trap end_kept EXIT
+"""
+
+_PORT = """\
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+others=$(IFS=,; echo "${nodes[*]:1}")
+# Jobs that share a node differ in their numbers.
+export port=$((10000 + SLURM_JOB_ID * 64 % 20000))
+
+address_of() {
+    scontrol show node -o "$1" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p'
+}
+"""
+
+# A step that Slurm would give every GPU of the node takes those with the given numbers.
+_ONLY_GPUS = """\
+only_gpus() {
+    local all number chosen=()
+    IFS=, read -ra all <<< "$CUDA_VISIBLE_DEVICES"
+    for number in "$@"; do chosen+=("${all[number]}"); done
+    CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${chosen[*]}")
+    export CUDA_VISIBLE_DEVICES
+}
+"""
+
+_END = """\
+if (( broken )); then
+    exit 1
+fi
+# The run has saved itself, or was asked to before it had begun.
+if (( code == {stopped} || (stopping && code >= 128) )); then
+    say "the job goes back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 0
+fi
+exit "$code"
+"""
+
+
+def _steps(run: Run, options: SlurmOptions, layout: Layout) -> list[str]:
+    if layout.nodes == 1:
+        return [
+            *_function("trainer", _trainer(run, [])),
+            "code=0",
+            "run_step trainer --nodes=1 --ntasks=1 --ntasks-per-node=1 trainer || code=$?",
+        ]
+    return _on_servers(run, options, layout) if layout.servers else _on_ray(run, options, layout)
+
+
+def _on_servers(run: Run, options: SlurmOptions, layout: Layout) -> list[str]:
+    gpus, others = layout.gpus > 0, layout.nodes - 1
+    listens = ['--host=0.0.0.0 --port="$((port + SLURM_PROCID))"']
+    return [
+        "",
+        f"export {KEY_VARIABLE}",
+        f"{KEY_VARIABLE}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+        "servers=()",
+        f"for (( server = 0; server < {layout.engines}; server++ )); do",
+        f"    node=${{nodes[1 + server / {layout.per_node}]}}",
+        '    servers+=("http://$(address_of "$node"):$((port + server))")',
+        "done",
+        "export server_list",
+        'server_list=$(IFS=,; echo "${servers[*]}")',
+        "",
+        *(_ONLY_GPUS.splitlines() if gpus else []),
+        *([""] if gpus else []),
+        *_function(
+            "server",
+            [
+                _DEAF,
+                *(['only_gpus "$SLURM_LOCALID"'] if gpus else []),
+                *_command("grpo-serve", [*run.common, *run.server_words], listens),
+            ],
+        ),
+        *_function("gate", _gate(options, "${server_list//,/ }")),
+        *_function("trainer", _trainer(run, ['"inference_model.servers=[$server_list]"'])),
+        f'keep_step server-%t --nodes={others} --nodelist="$others" --ntasks={layout.engines} \\',
+        f"    --ntasks-per-node={layout.per_node} --distribution=block --overcommit server",
+        *_gate_and_trainer([]),
+    ]
+
+
+def _on_ray(run: Run, options: SlurmOptions, layout: Layout) -> list[str]:
+    gpus, others = layout.gpus > 0, layout.nodes - 1
+    left = " ".join(map(str, layout.left_on_first))
+    ray = ["--block", "--disable-usage-stats"]
+    # Two steps of one node share its cores, memory and GPUs.
+    shared = ["--overlap", "--mem=0"]
+    return [
+        "",
+        'address="$(address_of "${nodes[0]}"):$port"',
+        "export address",
+        "export RAY_free_objects_period_milliseconds=10",
+        "",
+        *(_ONLY_GPUS.splitlines() if gpus else []),
+        *([""] if gpus else []),
+        *_function(
+            "ray_head",
+            [
+                _DEAF,
+                *([f"only_gpus {left}".rstrip()] if gpus else []),
+                *_command("ray", ["start", "--head", *ray, "--include-dashboard=false"], ['--port="$port"']),
+            ],
+        ),
+        *_function(
+            "ray_worker",
+            [
+                _DEAF,
+                f'python -m torchrl_grpo.slurm.gate --timeout={options.start_seconds} --ray="$address"',
+                *_command("ray", ["start", *ray], ['--address="$address"']),
+            ],
+        ),
+        *_function("gate", _gate(options, f'--ray="$address" --nodes={layout.nodes}')),
+        *_function("trainer", _trainer(run, ["\"ray.address='$address'\""])),
+        f'keep_step ray-head --nodes=1 --nodelist="${{nodes[0]}}" --ntasks=1 --ntasks-per-node=1 '
+        f"{' '.join(shared)} ray_head",
+        f'keep_step ray-worker-%t --nodes={others} --nodelist="$others" --ntasks={others} \\',
+        "    --ntasks-per-node=1 ray_worker",
+        *_gate_and_trainer(shared),
+    ]
+
+
+# A signal to all steps is meant for the trainer. What this shell ignores is ignored by the program after it.
+_DEAF = "trap '' USR1"
+
+
+def _gate_and_trainer(more: Sequence[str]) -> list[str]:
+    words = " ".join(['--nodes=1 --nodelist="${nodes[0]}" --ntasks=1 --ntasks-per-node=1', *more])
+    return [
+        f"first=({words})",
+        "code=0",
+        '{ run_step gate "${first[@]}" gate && run_step trainer "${first[@]}" trainer; } || code=$?',
+    ]
+
+
+def _gate(options: SlurmOptions, what: str) -> list[str]:
+    return [f"exec python -m torchrl_grpo.slurm.gate --timeout={options.start_seconds} {what}"]
+
+
+def _trainer(run: Run, more: Sequence[str]) -> list[str]:
+    return _command(
+        run.script,
+        [*run.common, *run.trainer_words, "resume=auto_or_new"],
+        ["\"hydra.run.dir='$run'\"", *more],
+    )
+
+
+def _command(program: str, words: Sequence[str], more: Sequence[str]) -> list[str]:
+    """Return the lines of a command; ``more`` has words of the shell, which are not quoted."""
+    parts = [*map(shlex.quote, words), *more]
+    return [f"exec {program} \\", *[f"    {part} \\" for part in parts[:-1]], f"    {parts[-1]}"]
+
+
+def _function(name: str, body: Sequence[str]) -> list[str]:
+    return [f"{name}() {{", *[f"    {line}" for line in body], "}", ""]
