@@ -71,6 +71,8 @@ class FakeSlurm:
         self.folder = folder
         self._notes = folder / "notes"
         self._notes.touch()
+        self._steps = folder / "steps"
+        self._steps.touch()
         for name, body in _PROGRAMS.items():
             program = folder / "bin" / name
             program.parent.mkdir(exist_ok=True)
@@ -84,6 +86,7 @@ class FakeSlurm:
             **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
             "PATH": f"{folder}/bin:{os.environ['PATH']}",
             "NOTES": str(self._notes),
+            "STEPS": str(self._steps),
             "NODES": nodes,
             "SERVERS": " ".join(map(str, range(servers))),
             "UP": str(folder / "up"),
@@ -103,6 +106,17 @@ class FakeSlurm:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
+    def finish(self, process: subprocess.Popen[str], code: int) -> str:
+        """Wait for a batch script, end its steps as Slurm does, and return what it has printed."""
+        process.wait(60)
+        for step in self._steps.read_text().split():
+            # A step that has ended was waited for by the script, or by the system after it.
+            with suppress(ProcessLookupError):
+                os.kill(int(step), signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == code, output
+        return output
+
     @property
     def notes(self) -> list[str]:
         """What the commands have noted so far."""
@@ -117,15 +131,21 @@ def _srun(words: list[str]) -> int:
         options[name] = value
     with Path(os.environ["NOTES"]).open("a") as notes:
         notes.write(f"step {options['job-name']} on {options.get('nodelist', 'any')}\n")
-    tasks = []
+    tasks: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
+        if len(tasks) < int(options["ntasks"]):
+            early.append(number)
+            return
         for task in tasks:
             with suppress(ProcessLookupError):
                 os.killpg(task.pid, number)
 
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, forward)
+    with Path(os.environ["STEPS"]).open("a") as steps:
+        steps.write(f"{os.getpid()}\n")
     per_node = int(options["ntasks-per-node"])
     for number in range(int(options["ntasks"])):
         here = {"SLURM_PROCID": str(number), "SLURM_LOCALID": str(number % per_node)}
@@ -135,6 +155,9 @@ def _srun(words: list[str]) -> int:
                     words, env={**os.environ, **here}, stdout=output, stderr=output, start_new_session=True
                 )
             )
+    # A task may be known to the test before it is to this program.
+    for number in early:
+        forward(number, None)
     codes = [task.wait() for task in tasks]
     # What bash has started in the background ends with the step.
     forward(signal.SIGKILL, None)

@@ -37,6 +37,8 @@ def slurm() -> Iterator[LocalSlurm]:
 def words(tiny_model_dir: Path, tmp_path: Path, repo_root: Path) -> list[str]:
     rows = [{"question": f"{a} plus {b}", "answer": str(a + b)} for a in range(6) for b in range(6)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # A random model is never right; this tells its answers apart, so that there is something to learn.
+    (tmp_path / "reward.py").write_text("def length(text, example):\n    return len(text) % 5 / 4\n")
     commands = sysconfig.get_path("scripts")
     return [
         "--nodes=2",
@@ -50,7 +52,9 @@ def words(tiny_model_dir: Path, tmp_path: Path, repo_root: Path) -> list[str]:
         "env.answer_format=plain",
         "env.num_envs=4",
         "env.repeats=4",
-        "reward.weights={exact_match:1.0,bare_number:0.3}",
+        f"reward.functions={{length: '{tmp_path}/reward.py:length'}}",
+        "reward.weights={length: 1.0}",
+        "eval.reward=length",
         "inference_model.max_model_len=200",
         "inference_model.max_new_tokens=16",
         "inference_model.dtype=float32",
@@ -120,6 +124,8 @@ def test_a_job_on_two_nodes_survives_signals_and_requeues(
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         found, theirs = read(folder / "run" / name), read(expected / name)
         print(f"{name}: {len(found)} lines")
+        assert len(found) == {"metrics.jsonl": STEPS + 1, "rollouts.jsonl": STEPS * 16}[name]
+        assert name != "metrics.jsonl" or all(line["optimizer/grad_norm"] > 0 for line in found[1:])
         assert first_difference(found, theirs) is None
     # Each attempt has logs of its own, and waited for a real answer of its server.
     assert os.readlink(folder / "logs/latest") == "2"

@@ -52,10 +52,7 @@ def test_bash_reads_the_script_and_slurm_its_options(shape: str) -> None:
 
 
 def run(fake: FakeSlurm, script: str, code: int = 0, **environment: str) -> str:
-    process = fake.start(script, **environment)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == code, output
-    return output
+    return fake.finish(fake.start(script, **environment), code)
 
 
 def test_one_node_runs_one_step_with_logs_of_its_attempt(tmp_path: Path) -> None:
@@ -126,8 +123,7 @@ def test_a_signal_makes_the_trainer_save_and_the_job_begin_again(shape: str, tmp
     process = fake.start(script_for(SERVERS if servers else []))
     assert fake.begun.read_text() == "begun\n"
     process.send_signal(signal.SIGUSR1)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
+    output = fake.finish(process, 0)
     notes = [line for line in fake.notes if not line.startswith(("server", "step", "gate", "trainer unset"))]
     assert notes == ["trainer saves", "scontrol requeue 7"]
     assert sum(line.endswith(" ends") for line in fake.notes) == servers
@@ -138,11 +134,10 @@ def test_a_signal_before_the_trainer_begins_makes_the_job_begin_again(tmp_path: 
     fake = FakeSlurm(tmp_path, "node1,node2", servers=3)
     # The gate waits for a third server, which never comes up.
     process = fake.start(script_for(SERVERS))
-    for _ in iter(lambda: any(line.startswith("step gate") for line in fake.notes), True):
-        assert process.poll() is None
-    process.send_signal(signal.SIGUSR1)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
+    # Opening waits until the gate has it open to read.
+    with (tmp_path / "up.2").open("w"):
+        process.send_signal(signal.SIGUSR1)
+        fake.finish(process, 0)
     assert "scontrol requeue 7" in fake.notes
     assert not any(line.startswith("trainer") for line in fake.notes)
 

@@ -67,7 +67,7 @@ say() {{
     echo "$(date '+%F %T') attempt $attempt: $*"
 }}
 
-stopping=0 broken=0 current="" kept=()
+stopping=0 current=""
 
 # Run a function of this script as a step, with a log of its own: step NAME SRUN_OPTION... FUNCTION
 step() {{
@@ -79,9 +79,8 @@ step() {{
 # Run a step to its end, and pass signals on to it.
 run_step() {{
     local code=0
-    # These codes say that it was ended by SIGUSR1, and by SIGTERM.
+    # The code of a step that SIGUSR1 has ended.
     (( ! stopping )) || return 138
-    (( ! broken )) || return 143
     say "$1 begins"
     step "$@" &
     current=$!
@@ -98,30 +97,22 @@ run_step() {{
 keep_step() {{
     (
         step "$@" &
-        trap 'kill "$!"; wait "$!"; exit' TERM
         wait "$!" || true
         say "${{1%-%t}} has ended, and the job needs it; see its log in $logs"
         kill -USR2 $$
     ) &
-    kept+=("$!")
     say "${{1%-%t}} begins"
 }}
 
 pass_on() {{
-    [[ -n "$current" ]] || return 0
-    (( ! stopping )) || kill -USR1 "$current" 2> /dev/null || true
-    (( ! broken )) || kill -TERM "$current" 2> /dev/null || true
-}}
-
-end_kept() {{
-    trap '' USR2
-    (( ! ${{#kept[@]}} )) || kill "${{kept[@]}}" 2> /dev/null || true
-    wait
+    if (( stopping )) && [[ -n "$current" ]]; then
+        kill -USR1 "$current" 2> /dev/null || true
+    fi
 }}
 
 trap 'stopping=1; pass_on' USR1
-trap 'broken=1; pass_on' USR2
-trap end_kept EXIT
+# When this script ends, Slurm ends the steps that still run: with SIGTERM, and later with SIGKILL.
+trap 'exit 1' USR2
 """
 
 _PORT = """\
@@ -147,9 +138,6 @@ only_gpus() {
 """
 
 _END = """\
-if (( broken )); then
-    exit 1
-fi
 # The run has saved itself, or was asked to before it had begun.
 if (( code == {stopped} || (stopping && code >= 128) )); then
     say "the job goes back into the queue"
