@@ -50,6 +50,7 @@ PARTS = {
         "inference/test_vllm_families",
         "inference/test_vllm",
         "inference/test_vllm_server",
+        "runs/test_slurm_runs",
         "docs/test_benchmarks",
     ),
 }
