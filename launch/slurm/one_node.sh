@@ -31,7 +31,7 @@ say() {
     echo "$(date '+%F %T') attempt $attempt: $*"
 }
 
-stopping=0 current=""
+stopping=0 current="" watchers=()
 
 # Run a function of this script as a step, with a log of its own: step NAME SRUN_OPTION... FUNCTION
 step() {
@@ -65,6 +65,7 @@ keep_step() {
         say "${1%-%t} has ended, and the job needs it; see its log in $logs"
         kill -USR2 $$
     ) &
+    watchers+=("$!")
     say "${1%-%t} begins"
 }
 
@@ -77,6 +78,7 @@ pass_on() {
 trap 'stopping=1; pass_on' USR1
 # When this script ends, Slurm ends the steps that still run: with SIGTERM, and later with SIGKILL.
 trap 'exit 1' USR2
+trap 'kill "${watchers[@]}" 2> /dev/null || true' EXIT
 
 trainer() {
     exec grpo \

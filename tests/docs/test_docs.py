@@ -22,7 +22,16 @@ PAGES = [
 ]
 # What is no key although it begins like one: train.jsonl, model.safetensors.
 FILE_ENDS = (".jsonl", ".json", ".parquet", ".safetensors", ".pt", ".py", ".yaml")
-TOP_FOLDERS = ("torchrl_grpo/", "config/", "docs/", "tests/", "scripts/", "sota-implementations/", "launch/", ".ci/")
+TOP_FOLDERS = (
+    "torchrl_grpo/",
+    "config/",
+    "docs/",
+    "tests/",
+    "scripts/",
+    "sota-implementations/",
+    "launch/",
+    ".ci/",
+)
 
 _FENCE = re.compile(r"^```.*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")

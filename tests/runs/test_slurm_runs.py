@@ -72,7 +72,7 @@ def words(tiny_model_dir: Path, tmp_path: Path, repo_root: Path) -> list[str]:
     ]
 
 
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")  # codespell:ignore CANCELLED
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")  # codespell:ignore cancelled
 
 
 def run_to_end(slurm: LocalSlurm, job: str, folder: Path) -> None:
