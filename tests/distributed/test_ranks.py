@@ -171,8 +171,9 @@ def test_two_ranks_with_two_workers_follow_the_run_of_one_process(
         assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
-def test_an_interrupt_ends_all_ranks_in_good_order(
-    repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 75)])
+def test_a_signal_ends_all_ranks_in_good_order(
+    number: signal.Signals, code: int, repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     more = ("train_model.num_devices=2", "train.total_dialog_turns=160000")
@@ -189,9 +190,9 @@ def test_an_interrupt_ends_all_ranks_in_good_order(
             process.wait(timeout=0.2)
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 2
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, said = process.communicate(timeout=120)
-    assert process.returncode == 130
+    assert process.returncode == code
     assert "continues from its last checkpoint" in said and "Traceback" not in said
     assert not psutil.wait_procs(family, timeout=30)[1]
 

@@ -142,14 +142,14 @@ def _srun(words: list[str]) -> int:
             with suppress(ProcessLookupError):
                 os.killpg(task.pid, number)
 
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, forward)
+    for name in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(name, forward)
     with Path(os.environ["STEPS"]).open("a") as steps:
         steps.write(f"{os.getpid()}\n")
     per_node = int(options["ntasks-per-node"])
-    for number in range(int(options["ntasks"])):
-        here = {"SLURM_PROCID": str(number), "SLURM_LOCALID": str(number % per_node)}
-        with Path(options["output"].replace("%t", str(number))).open("ab") as output:
+    for task_id in range(int(options["ntasks"])):
+        here = {"SLURM_PROCID": str(task_id), "SLURM_LOCALID": str(task_id % per_node)}
+        with Path(options["output"].replace("%t", str(task_id))).open("ab") as output:
             tasks.append(
                 subprocess.Popen(
                     words, env={**os.environ, **here}, stdout=output, stderr=output, start_new_session=True
