@@ -142,8 +142,8 @@ def _srun(words: list[str]) -> int:
             with suppress(ProcessLookupError):
                 os.killpg(task.pid, number)
 
-    for name in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(name, forward)
+    for passed in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(passed, forward)
     with Path(os.environ["STEPS"]).open("a") as steps:
         steps.write(f"{os.getpid()}\n")
     per_node = int(options["ntasks-per-node"])
