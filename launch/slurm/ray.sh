@@ -83,8 +83,8 @@ trap 'kill "${watchers[@]}" 2> /dev/null || true' EXIT
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 others=$(IFS=,; echo "${nodes[*]:1}")
-# Jobs that share a node differ in their numbers.
-export port=$((10000 + SLURM_JOB_ID * 64 % 20000))
+# Jobs that share a node differ in their numbers. Below are Ray's own ports, and above those of the system.
+export port=$((20000 + SLURM_JOB_ID * 64 % 12000))
 
 address_of() {
     scontrol show node -o "$1" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p'
@@ -92,6 +92,9 @@ address_of() {
 
 address="$(address_of "${nodes[0]}"):$port"
 export address
+# Whoever reaches Ray's port could run programs as this user.
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
+RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 export RAY_free_objects_period_milliseconds=10
 
 only_gpus() {

@@ -82,8 +82,8 @@ trap 'kill "${watchers[@]}" 2> /dev/null || true' EXIT
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 others=$(IFS=,; echo "${nodes[*]:1}")
-# Jobs that share a node differ in their numbers.
-export port=$((10000 + SLURM_JOB_ID * 64 % 20000))
+# Jobs that share a node differ in their numbers. Below are Ray's own ports, and above those of the system.
+export port=$((20000 + SLURM_JOB_ID * 64 % 12000))
 
 address_of() {
     scontrol show node -o "$1" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p'

@@ -79,7 +79,7 @@ def test_the_trainer_waits_for_the_servers_and_ends_them(tmp_path: Path) -> None
     first = next(n for n, line in enumerate(fake.notes) if line.startswith("step gate"))
     assert fake.notes[first] == "step gate on node1"
     gate, _, trainer = fake.notes[fake.notes.index("step trainer on node1") - 1 :][:3]
-    port = 10000 + 7 * 64
+    port = 20000 + 7 * 64
     addresses = [f"http://node{2 + n // 2}.cluster:{port + n}" for n in range(4)]
     assert gate == f"gate -m torchrl_grpo.slurm.gate --timeout=1800 {' '.join(addresses)}"
     assert f"inference_model.servers=[{','.join(addresses)}]" in trainer
@@ -105,7 +105,7 @@ def test_ray_has_a_head_workers_and_the_trainer_joins(tmp_path: Path) -> None:
     fake = FakeSlurm(tmp_path, "node1,node2,node3", gpus="0,1,2,3")
     words = ["--nodes=3", "--gpus-per-node=4", "train_model.num_devices=2", "env.num_envs=32"]
     run(fake, script_for(words))
-    address = f"node1.cluster:{10000 + 7 * 64}"
+    address = f"node1.cluster:{20000 + 7 * 64}"
     assert "step ray-head on node1" in fake.notes and "step ray-worker on node2,node3" in fake.notes
     (head,) = [line for line in fake.notes if "--head" in line]
     assert head.startswith("ray 2,3 start --head "), "the trainer's GPUs are not Ray's"

@@ -120,8 +120,8 @@ trap 'kill "${{watchers[@]}}" 2> /dev/null || true' EXIT
 _PORT = """\
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 others=$(IFS=,; echo "${nodes[*]:1}")
-# Jobs that share a node differ in their numbers.
-export port=$((10000 + SLURM_JOB_ID * 64 % 20000))
+# Jobs that share a node differ in their numbers. Below are Ray's own ports, and above those of the system.
+export port=$((20000 + SLURM_JOB_ID * 64 % 12000))
 
 address_of() {
     scontrol show node -o "$1" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p'
@@ -166,7 +166,7 @@ def _on_servers(run: Run, options: SlurmOptions, layout: Layout) -> list[str]:
     return [
         "",
         f"export {KEY_VARIABLE}",
-        f"{KEY_VARIABLE}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+        f"{KEY_VARIABLE}={_SECRET}",
         "servers=()",
         f"for (( server = 0; server < {layout.engines}; server++ )); do",
         f"    node=${{nodes[1 + server / {layout.per_node}]}}",
@@ -203,6 +203,9 @@ def _on_ray(run: Run, options: SlurmOptions, layout: Layout) -> list[str]:
         "",
         'address="$(address_of "${nodes[0]}"):$port"',
         "export address",
+        "# Whoever reaches Ray's port could run programs as this user.",
+        "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN",
+        f"RAY_AUTH_TOKEN={_SECRET}",
         "export RAY_free_objects_period_milliseconds=10",
         "",
         *(_ONLY_GPUS.splitlines() if gpus else []),
@@ -232,6 +235,8 @@ def _on_ray(run: Run, options: SlurmOptions, layout: Layout) -> list[str]:
         *_gate_and_trainer(shared),
     ]
 
+
+_SECRET = "$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
 
 # A signal to all steps is meant for the trainer. What this shell ignores is ignored by the program after it.
 _DEAF = "trap '' USR1"
