@@ -85,6 +85,18 @@ def _histogram(values: Tensor, *args: Any) -> Tensor:
 _STAND_INS: dict[Any, Any] = {aten.histc.default: _histogram}
 
 
+def _product_in_float32(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
+    assert left.dtype == right.dtype and left.dtype in (torch.float16, torch.bfloat16), (
+        left.dtype,
+        right.dtype,
+    )
+    assert out_dtype == torch.float32, out_dtype
+    return aten.mm.default(left.float(), right.float())  # type: ignore[no-any-return]
+
+
+_STAND_INS[aten.mm.dtype] = _product_in_float32
+
+
 class DeviceMismatch(RuntimeError):
     """What a real GPU would have refused: tensors, an index or a generator of another device."""
 

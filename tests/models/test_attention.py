@@ -117,7 +117,7 @@ def test_every_query_in_a_row_of_groups_sees_a_key_padding_too(window: int | Non
     batch["masks", "prompt"] = torch.arange(12) >= 12 - prompts
     batch["masks", "response"] = torch.arange(9) < torch.randint(0, 10, (6, 5, 1), generator=generator)
     pairs = ((part, kind) for part in ("prompt", "response") for kind in ("tokens", "masks"))
-    masks = PrefixLayout(*(batch[kind, part] for part, kind in pairs)).masks(window)
+    masks = PrefixLayout(*(batch[kind, part] for part, kind in pairs), torch.device("cpu")).masks(window)
     assert sum(len(runs) for _, runs in masks) > 2
     for over_prompts, runs in masks:
         for mask in [*runs, *([] if over_prompts is None else [over_prompts])]:

@@ -160,7 +160,7 @@ def test_lengths_far_apart_are_attended_in_rectangles_half_full(family: str) -> 
     batch["masks", "response"] = torch.arange(40) < lengths[..., None]
     prompts = torch.tensor([3, 30, 1, 4, 29])
     batch["masks", "prompt"] = torch.arange(30) >= 30 - prompts[:, None]
-    layout = PrefixLayout(*inputs(batch))
+    layout = PrefixLayout(*inputs(batch), torch.device("cpu"))
     runs = [run.responses for one in layout.classes for run in one.runs]
     rectangles = [*runs, *(one.prompts for one in layout.classes)]
     assert len(layout.classes) == 3 and len(runs) > 4

@@ -143,13 +143,13 @@ def take_over(engine: TransformersEngine, weights: Iterable[tuple[str, Tensor]])
         own[name].data = tensor.detach()
 
 
-def sample_there(log_p: Tensor, generators: Any) -> Tensor:
+def sample_there(log_p: Tensor, noise: Any) -> Tensor:
     """Samples on the GPU with a generator for the CPU."""
     noise = torch.empty_like(log_p).exponential_(generator=torch.Generator().manual_seed(0))
     return (log_p - noise.log()).argmax(-1)
 
 
-def sample_here(log_p: Tensor, generators: Any) -> Tensor:
+def sample_here(log_p: Tensor, noise: Any) -> Tensor:
     """Draws noise on the CPU and leaves it there."""
     return (log_p - torch.empty(log_p.shape).exponential_().log()).argmax(-1)
 

@@ -105,14 +105,14 @@ def serve_command(
     from torchrl_grpo.inference.servers.command import server_command, server_environment
     from torchrl_grpo.models import loading
     from torchrl_grpo.planning.plan import OWN_GPU
-    from torchrl_grpo.rollout.build import max_num_seqs
+    from torchrl_grpo.planning.workload import max_num_seqs
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     share = cfg.inference_model.gpu_memory_utilization
     arguments = server_arguments(
         cfg,
         device,
-        max_num_seqs=max_num_seqs(cfg),
+        max_num_seqs=max_num_seqs(cfg, on_gpu=device.type == "cuda"),
         gpu_memory_utilization=OWN_GPU if share is None else share,
     )
     key = os.environ.get(KEY_VARIABLE, "")

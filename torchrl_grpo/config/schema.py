@@ -164,8 +164,9 @@ class TrainConfig:
     max_tokens_per_microbatch: int | None = key(
         None,
         "Largest number of tokens in a micro-batch, with a group's prompt counted once; larger micro-batches "
-        "are divided further. null takes 4096, or inference_model.max_model_len if that is larger. It is "
-        "halved automatically when memory runs out.",
+        "are divided further. null takes 4096, or inference_model.max_model_len if that is larger. On a GPU "
+        "null takes what the predicted memory leaves, up to 65536. It is halved automatically when memory "
+        "runs out.",
     )
     epochs: int = key(1, "Passes over each collection round.")
     weight_update_frequency: int | None = key(

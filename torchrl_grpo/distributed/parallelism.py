@@ -44,11 +44,9 @@ def distribute(scorer: TokenScorer, kind: str, ranks: int, device: torch.device)
     if ranks == 1:
         return scorer
     if kind == "ddp":
-        on_gpu = [device] if device.type == "cuda" else None
-        # Gradients as views of what is exchanged: not 4 bytes a weight twice.
-        return DistributedDataParallel(
-            scorer, device_ids=on_gpu, forward_sync_buffers=False, gradient_as_bucket_view=True
-        )
+        # Gradients as views of what is exchanged: not 4 bytes a weight twice. Without device_ids, inputs stay
+        # on the CPU, where the scorer reads their lengths.
+        return DistributedDataParallel(scorer, forward_sync_buffers=False, gradient_as_bucket_view=True)
     if kind in ZERO_STAGES:
         return ZeroNetwork(scorer, kind, device)
     mesh = init_device_mesh(device.type, (ranks,))

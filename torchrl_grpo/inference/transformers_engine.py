@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.checksums import Checksums, compute_checksums
 from torchrl_grpo.inference.layout import in_format
+from torchrl_grpo.inference.noise import Noise
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
 from torchrl_grpo.models.precision import choose_kernels
 from torchrl_grpo.models.scoring.padding import pad_left
@@ -212,11 +213,8 @@ class _Batch:
         self._mask = mask.repeat_interleave(repeats, 0)
         self._position = self._mask.sum(-1)
         self._moves = torch.ones_like(self._position)
-        # Sampling happens on the CPU, so one seed means the same draw on every device.
-        self._generators = [
-            None if request.seed is None else torch.Generator().manual_seed(request.seed)
-            for request in requests
-        ]
+        self._noise = Noise([request.seed for request in requests], device)
+        self._samples = any(request.temperature != 0 for request in requests)
         self._temperature = torch.tensor([[one.temperature or 1.0] for one in requests], device=device)
         self._greedy = torch.tensor([one.temperature == 0 for one in requests], device=device)
 
@@ -227,11 +225,13 @@ class _Batch:
             self._advance()
         log_p = torch.log_softmax(self._logits.float() / self._temperature, dim=-1)
         token = log_p.argmax(-1)
-        if not self._greedy.all():
-            token = torch.where(self._greedy, token, _sample(log_p, self._generators))
+        if self._samples:
+            token = torch.where(self._greedy, token, _sample(log_p, self._noise))
         self._token = token
         chosen = log_p.gather(-1, token[:, None]).squeeze(-1)
-        return self._record(token.tolist(), chosen.tolist())
+        # Both are exact in float64, and one copy waits for a GPU once.
+        tokens, log_probs = torch.stack([token.double(), chosen.double()]).tolist()
+        return self._record([int(one) for one in tokens], log_probs)
 
     def _advance(self) -> None:
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
@@ -275,10 +275,6 @@ def _whole_groups(requests: list[Request], max_rows: int) -> tuple[list[Request]
     return requests[:cut], requests[cut:]
 
 
-def _sample(log_p: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:
+def _sample(log_p: Tensor, noise: Noise) -> Tensor:
     """Draw one token per row with the exponential race: argmax of p / E with E ~ Exp(1)."""
-    if all(generator is None for generator in generators):
-        noise = torch.empty_like(log_p).exponential_()
-    else:
-        noise = torch.stack([torch.empty(log_p.shape[-1]).exponential_(generator=g) for g in generators])
-    return (log_p - noise.to(log_p.device).log()).argmax(-1)
+    return (log_p - noise.draw(log_p.shape[-1]).log()).argmax(-1)

@@ -15,6 +15,7 @@ from torchrl.objectives import LossModule
 from torchrl_grpo.config.derived import initial_kl_coef
 from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.models.scoring.transfer import upload
 from torchrl_grpo.objectives import actors
 from torchrl_grpo.objectives.aggregation import BatchTotals, count_totals, token_weights
 from torchrl_grpo.objectives.coefficients import EntropyCoefficient, KLCoefficient
@@ -200,27 +201,31 @@ class GroupPolicyLoss(LossModule):
 
         def get(key: NestedKey) -> Tensor:
             value: Tensor = tensordict.get(key)
-            return value.to(log_probs.device)
+            return upload(value, log_probs.device)
 
         mask = get(keys.loss_mask)
         totals = count_totals(mask) if totals is None else totals
         weights = token_weights(mask, self.cfg.aggregation, totals, self.constant_length, log_probs.dtype)
 
+        outside = ~mask
+
         def mean(values: Tensor) -> Tensor:
-            return values.masked_fill(~mask, 0.0).sum() / totals.tokens
+            return values.masked_fill(outside, 0.0).sum() / totals.tokens
 
         def loss(values: Tensor) -> Tensor:
-            return (values.masked_fill(~mask, 0.0) * weights).sum()
+            return (values.masked_fill(outside, 0.0) * weights).sum()
 
         def masked(key: NestedKey) -> Tensor:
             # Values in the padding must not enter a product of the backward pass.
-            return get(key).masked_fill(~mask, 0.0)
+            return get(key).masked_fill(outside, 0.0)
 
         sampled = masked(keys.sample_log_prob)
         proximal = sampled
         if self.cfg.proximal == "trainer":
             given = self.has_proximal_log_probs
-            proximal = masked(keys.proximal_log_prob) if given else log_probs.detach().masked_fill(~mask, 0.0)
+            proximal = (
+                masked(keys.proximal_log_prob) if given else log_probs.detach().masked_fill(outside, 0.0)
+            )
         objective, clipped = self._surrogate(
             aggregate_log_ratio(log_probs - proximal, mask, self.cfg.ratio),
             log_probs,

@@ -47,6 +47,8 @@ class Plan:
         engine_in_each_rank: whether each training rank has an engine in its process for its share of a round.
         gpu_memory_utilization: share of a GPU's memory that vLLM takes if it runs on a GPU.
         notes: lines about requests that the plan does not follow.
+        token_budget: largest number of tokens in a micro-batch; None takes that of the configuration.
+        max_num_seqs: largest number of responses that vLLM decodes at a time on a GPU; None on a CPU.
     """
 
     train: RolePlan
@@ -59,6 +61,8 @@ class Plan:
     engine_in_each_rank: bool = False
     gpu_memory_utilization: float = SHARED_GPU
     notes: tuple[str, ...] = ()
+    token_budget: int | None = None
+    max_num_seqs: int | None = None
 
     @property
     def colocated(self) -> bool:

@@ -13,12 +13,13 @@ from torchrl_grpo.config.values import VLLM_BACKENDS, VLLM_CPU_BLOCK_SIZE, Proxi
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.kind import check_kind
 from torchrl_grpo.models.shape import ModelShape, Unknown, read_shape
-from torchrl_grpo.planning import launcher, memory, placement
+from torchrl_grpo.planning import launcher, memory, placement, token_budget
 from torchrl_grpo.planning.advice import advise
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.prediction import GIB, PHASES, Prediction
 from torchrl_grpo.planning.request import Request, build_request
-from torchrl_grpo.planning.workload import workload_of
+from torchrl_grpo.planning.token_budget import Budget
+from torchrl_grpo.planning.workload import max_num_seqs, workload_of
 from torchrl_grpo.runtime import hardware, rank_env
 from torchrl_grpo.runtime.hardware import Hardware
 
@@ -40,6 +41,7 @@ class Planned:
         there: hardware that the plan was made for.
         shape: shape of the model, or the reason why it is unknown.
         prediction: predicted memory; None without a shape.
+        budget: largest number of tokens in a micro-batch.
     """
 
     cfg: Config
@@ -48,6 +50,7 @@ class Planned:
     there: Hardware
     shape: ModelShape | Unknown
     prediction: Prediction | None
+    budget: Budget
 
     @property
     def vllm_on_gpus(self) -> list[tuple[float, float, float]]:
@@ -63,6 +66,19 @@ class Planned:
                     least = memory.least_for_vllm(self.shape, load, row.weights, gib)
                     found.append((gib, row.weights, least))
         return found
+
+    @property
+    def room_for_sequences(self) -> int | None:
+        """The number of longest sequences whose keys and values fit beside vLLM; None if it is unknown."""
+        if not self.vllm_on_gpus or not isinstance(self.shape, ModelShape):
+            return None
+        longest, share = self.cfg.inference_model.max_model_len, self.plan.gpu_memory_utilization
+        rooms = []
+        for gib, weights, least in self.vllm_on_gpus:
+            each = memory.cache_of(self.shape, weights / self.shape.parameters, longest)
+            # The least includes the cache of one sequence.
+            rooms.append(1 + int((share * gib * GIB - least) // each))
+        return max(0, *rooms)
 
     @property
     def least_share(self) -> float | None:
@@ -92,11 +108,15 @@ class Planned:
         return None
 
     def peaks(self) -> list[str]:
-        """Return a line for each device with its predicted and its available memory."""
+        """Return the size of micro-batches, and for each device its predicted and its available memory."""
+        lines = []
+        if self.plan.train_device.startswith("cuda"):
+            lines.append(f"micro-batches: at most {self.budget.tokens} tokens ({self.budget.why})")
+        if (many := self.plan.max_num_seqs) is not None:
+            lines.append(f"engine: at most {many} responses at a time")
         if self.prediction is None:
             assert isinstance(self.shape, Unknown)
-            return [f"memory: not predicted: {self.shape.why}"]
-        lines = []
+            return [*lines, f"memory: not predicted: {self.shape.why}"]
         for device, there in _present(self.plan, self.there).items():
             need, phase = self.prediction.peak(device)
             of = "" if there is None else f" of {there:.2f}"
@@ -159,8 +179,18 @@ def _made(cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape | 
 
 def _placed(cfg: Config, request: Request, there: Hardware, shape: ModelShape | Unknown) -> Planned:
     plan = placement.plan(request, len(there.gpus))
-    prediction = memory.predict(cfg, plan, shape, there) if isinstance(shape, ModelShape) else None
-    return Planned(cfg, plan, request.asynchronous, there, shape, prediction)
+    budget = token_budget.choose(cfg, plan, shape, there)
+    plan = replace(plan, token_budget=budget.tokens)
+    prediction = None
+    if isinstance(shape, ModelShape):
+        prediction = memory.predict(token_budget.with_budget(cfg, budget.tokens), plan, shape, there)
+    planned = Planned(cfg, plan, request.asynchronous, there, shape, prediction, budget)
+    if cfg.inference_model.backend not in VLLM_BACKENDS or plan.inference.placement == "servers":
+        return planned
+    if plan.num_gpus == 0:
+        return planned
+    room = planned.room_for_sequences
+    return replace(planned, plan=replace(plan, max_num_seqs=max_num_seqs(cfg, on_gpu=True, room=room)))
 
 
 def replan(cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape | Unknown) -> Planned | None:

@@ -9,6 +9,9 @@ from torchrl_grpo.config.derived import optim_batch_size, token_budget
 
 # Most responses that the transformers engine generates at a time.
 MAX_ROWS = 256
+# Least number of responses that an engine is made for, because an evaluation may be larger than a round. A
+# GPU decodes 256 responses in about the time of 64.
+_MIN_SEQS, _MIN_SEQS_GPU = 64, 256
 
 
 @dataclass(frozen=True)
@@ -57,3 +60,21 @@ def workload_of(cfg: Config, ranks: int = 1, engines: int = 1) -> Workload:
         -(-cfg.env.num_envs // engines) * samples, -(-cfg.eval.num_problems // engines) * cfg.eval.pass_at_k
     )
     return Workload(prompt, response, tokens, attended, pieces > 1 or tokens < wanted, rows)
+
+
+def max_num_seqs(cfg: Config, on_gpu: bool = False, room: int | None = None) -> int:
+    """Return the largest number of responses that an engine decodes at a time.
+
+    On a GPU this is a round, an evaluation or 256 responses, whatever is largest, as far as the memory
+    allows. It is at least a round, or 64: vLLM lets responses wait if their keys and values do not fit.
+
+    Args:
+        cfg: configuration; the sizes of rounds and evaluations are read.
+        on_gpu: whether the engine computes on a GPU.
+        room: number of longest sequences whose keys and values fit; None if unknown, for no more than 256.
+    """
+    least = max(cfg.env.num_envs * cfg.env.repeats, _MIN_SEQS)
+    if not on_gpu:
+        return least
+    wanted = max(least, cfg.eval.num_problems * cfg.eval.pass_at_k, _MIN_SEQS_GPU)
+    return max(least, min(wanted, _MIN_SEQS_GPU if room is None else room))

@@ -23,6 +23,7 @@ from torchrl_grpo.inference.protocol import Engine, Inference, SteppingEngine
 from torchrl_grpo.models.precision import resolve_dtype
 from torchrl_grpo.planning.cores import divide_cores
 from torchrl_grpo.planning.plan import Plan
+from torchrl_grpo.planning.workload import max_num_seqs
 from torchrl_grpo.rollout.async_collector import AsyncCollector, GroupScorer
 from torchrl_grpo.rollout.collector import RolloutCollector
 from torchrl_grpo.rollout.workers.dispatcher import START_LIMIT_S, Dispatcher
@@ -35,9 +36,6 @@ from torchrl_grpo.runtime import rank_env, user_code
 if TYPE_CHECKING:
     from torchrl_grpo.rollout.workers.ray_pool import RayPool, WorkerSpec
     from torchrl_grpo.rollout.workers.reference_actors import ReferenceActors
-
-# Evaluation is not a round: also where rounds are small it may fill the engine.
-_MIN_SEQS = 64
 
 Collection = tuple[Inference, RolloutCollector | AsyncCollector]
 
@@ -84,6 +82,10 @@ class EngineSource:
     shares_prefix: bool
     make_engine: MakeEngine = build_engine
 
+    def max_num_seqs(self, cfg: Config) -> int:
+        """Return the largest number of responses that an engine decodes at a time."""
+        return self.plan.max_num_seqs or max_num_seqs(cfg)
+
     @property
     def device(self) -> torch.device:
         """Device of an engine, as its own process names it."""
@@ -103,11 +105,6 @@ def collection_for(cfg: Config, plan: Plan) -> CollectorFactory:
     return build if plan.asynchronous else partial(build_in_turn, build)
 
 
-def max_num_seqs(cfg: Config) -> int:
-    """Return the largest number of responses that an engine decodes at a time."""
-    return max(cfg.env.num_envs * cfg.env.repeats, _MIN_SEQS)
-
-
 def build_single_engine(
     cfg: Config, source: EngineSource, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
 ) -> Collection:
@@ -118,13 +115,13 @@ def build_single_engine(
         source.device,
         eos_token_ids=source.eos_token_ids,
         pad_token_id=tokenizer.pad_token_id,
-        max_num_seqs=max_num_seqs(cfg),
+        max_num_seqs=source.max_num_seqs(cfg),
         sleeps=source.plan.sleeps,
         gpu_memory_utilization=source.plan.gpu_memory_utilization,
     )
     if isinstance(engine, SteppingEngine):
         # An engine of several ranks is none. It is made of engines that have their episodes already.
-        engine = with_episodes(cfg, engine, max_num_seqs(cfg))
+        engine = with_episodes(cfg, engine, source.max_num_seqs(cfg))
     collector = RolloutCollector(
         env,
         engine,
@@ -164,7 +161,7 @@ def build_servers(
         addresses=[] if servers == "auto" else servers,
         gpus=plan.worker_gpus,
         device=source.device,
-        max_num_seqs=max_num_seqs(cfg),
+        max_num_seqs=source.max_num_seqs(cfg),
         threads=divide_cores(cfg, plan, cores_to_divide(ranks), ranks)[1],
         gpu_memory_utilization=plan.gpu_memory_utilization,
         # A little less than the dispatcher's, so that the error says what is missing.
@@ -199,7 +196,7 @@ def build_ray_workers(
         source=source.model,
         eos_token_ids=source.eos_token_ids,
         pad_token_id=tokenizer.pad_token_id,
-        max_num_seqs=max_num_seqs(cfg),
+        max_num_seqs=source.max_num_seqs(cfg),
         threads=divide_cores(cfg, source.plan, cores_to_divide(ranks), ranks)[1],
         on_gpu=on_gpu,
         gpus=source.plan.worker_gpus,

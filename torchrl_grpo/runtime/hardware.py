@@ -29,6 +29,9 @@ _ON_CPU = (
     "inference_model.backend=transformers in it"
 )
 
+# Variables that configure PyTorch's allocator; the first has precedence.
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
 # Major and minor number of a GPU's generation.
 Capability = tuple[int, int]
 
@@ -89,6 +92,16 @@ def present() -> Hardware:
     gpus = _gpus()
     check_new_enough(gpus)
     return Hardware(tuple(gpu.gib for gpu in gpus), available_gib(), tuple(gpu.capability for gpu in gpus))
+
+
+def use_expandable_segments() -> None:
+    """Have PyTorch's allocator for GPUs grow its segments, unless the environment configures the allocator.
+
+    Every micro-batch has other sizes. Segments of fixed sizes would leave gaps between them that no later
+    tensor fits. Call this before torch allocates memory on a GPU.
+    """
+    if not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
+        os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def cpu_has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

@@ -45,6 +45,7 @@ from torchrl_grpo.observe.report import SUMMARY
 from torchrl_grpo.planning import placement
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.request import build_request
+from torchrl_grpo.planning.token_budget import with_budget
 from torchrl_grpo.rewards.graders import CountingGrader
 from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet
 from torchrl_grpo.rollout.async_collector import AsyncCollector
@@ -159,9 +160,11 @@ def _build(
     env = build_environment(cfg, problems, job.reward_set, tokenizer)
     evaluator = Evaluator(problems.held_out, tokenizer, job.grader, cfg)
     weights = weights_source(cfg, source, resume_from)
-    # From here on total_dialog_turns is set, also if the user gave num_epochs. The session keeps the
-    # configuration as the user wrote it.
+    # From here on total_dialog_turns is set, also if the user gave num_epochs, and so is the token budget.
+    # The session keeps the configuration as the user wrote it.
     cfg = with_total_turns(cfg, len(problems.train))
+    if plan.token_budget is not None:
+        cfg = with_budget(cfg, plan.token_budget)
     schedule = RunSchedule.from_config(cfg)
     start_step = 0 if resume_from is None else int(resume_from.name)
     progress = Progress(schedule.total_steps, cfg.logging.progress, start_step=start_step)

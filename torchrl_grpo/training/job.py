@@ -25,7 +25,7 @@ from torchrl_grpo.planning import launcher, preflight
 from torchrl_grpo.planning.cores import PASSIVE_WAIT_ENV
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.rewards.graders import CountingGrader
-from torchrl_grpo.runtime import rank_env, screen
+from torchrl_grpo.runtime import hardware, rank_env, screen
 from torchrl_grpo.runtime.disk_full import is_disk_full_error
 from torchrl_grpo.runtime.interrupts import STOP_SIGNAL, StopRequested
 from torchrl_grpo.runtime.optional_packages import quiet_unused
@@ -78,7 +78,7 @@ def evaluate(cfg: Config, resume_from: Path | None) -> dict[str, float]:
         closing(rewards.build_reward_set(cfg)) as reward_set,
         closing(rewards.build_grader(cfg, reward_set, examples)) as grader,
     ):
-        _prepare_process(cfg)
+        _prepare_process(cfg, plan)
         from torchrl_grpo.rollout.build import collection_for
         from torchrl_grpo.training.build import Job, build_session
 
@@ -92,7 +92,7 @@ def evaluate(cfg: Config, resume_from: Path | None) -> dict[str, float]:
 
 def follow() -> None:
     """Run a training rank other than rank 0: build its learner, and repeat the calls of rank 0."""
-    _prepare_process(None)
+    _prepare_process(None, None)
     import torch
 
     from torchrl_grpo.distributed.ranks import Ranks, divide_threads
@@ -177,7 +177,7 @@ def _train(
     resume_from: Path | None,
     plan: Plan,
 ) -> dict[str, Any]:
-    _prepare_process(cfg)
+    _prepare_process(cfg, plan)
     import torch
 
     from torchrl_grpo.distributed.ranks import Ranks, divide_threads
@@ -240,12 +240,18 @@ def _train(
     return dict(json.loads(path.read_text()))
 
 
-def _prepare_process(cfg: Config | None) -> None:
+def _prepare_process(cfg: Config | None, plan: Plan | None) -> None:
     # Rank 0 passes its configuration, and shows the warnings of DeepSpeed and bitsandbytes if the run uses
     # them. The other ranks pass None and never show these warnings.
     quiet_unused(
         cfg is not None and launcher.parallelism(cfg) in ZERO_STAGES,
         cfg is not None and cfg.train_model.quantization != "none",
     )
+    # An engine of vLLM that sleeps has an allocator of its own, and its CUDA graphs do not go with segments
+    # that grow. The other ranks have no plan yet, and never such an engine.
+    sleeps = plan is not None and plan.sleeps and cfg is not None and cfg.inference_model.backend == "vllm"
+    on_gpu = plan is None or plan.num_gpus > 0
+    if on_gpu and not sleeps:
+        hardware.use_expandable_segments()
     if not PASSIVE_WAIT_ENV.keys() & os.environ.keys():
         os.environ.update(PASSIVE_WAIT_ENV)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -55,6 +55,18 @@ _METRICS = {
     "correction": "policy/correction",
     "correction_zero": "policy/correction_zero",
 }
+
+
+class Terms(NamedTuple):
+    """Loss and metrics of a micro-batch, which stay on the device until the step ends.
+
+    Attributes:
+        names: names of the values.
+        values: values ``[names]`` float64, so that their sum does not depend on where it is computed.
+    """
+
+    names: tuple[str, ...]
+    values: Tensor
 
 
 class OptimizerStep:
@@ -191,20 +203,20 @@ class OptimizerStep:
             self.backend.set_zero_gradients(
                 lambda: _total(self.loss(_DUMMY_MICRO_BATCH.select(batch), totals=totals))
             )
-        own = {name: sum(one[name] for one in terms) for name in terms[0]}
+        own = _summed(terms)
         return self.ranks.all_reduce_sum(own, sorted(own))
 
-    def _backward(self, batch: TensorDictBase, totals: BatchTotals) -> list[dict[str, float]]:
+    def _backward(self, batch: TensorDictBase, totals: BatchTotals) -> list[Terms]:
         if not len(batch):
             return []
 
-        def process(micro: MicroBatch, weight: float = 1.0, last: bool = True) -> dict[str, float]:
+        def process(micro: MicroBatch, weight: float = 1.0, last: bool = True) -> Terms:
             with synchronizing(self.network, last):
                 terms = self.loss(micro.select(batch), totals=totals)
                 loss = _total(terms)
                 # DDP averages gradients over ranks; scaled by their number the result is the sum.
                 self.backend.backward(loss * (weight * self.ranks.size))
-            return _as_floats(terms, loss, weight)
+            return _measured(terms, loss, weight)
 
         samples = batch["masks", "response"].shape[1]
 
@@ -214,13 +226,13 @@ class OptimizerStep:
         return self._run_micro_batches(batch, process, split)
 
     @torch.no_grad()
-    def _measure(self, batch: TensorDictBase, totals: BatchTotals) -> list[dict[str, float]]:
+    def _measure(self, batch: TensorDictBase, totals: BatchTotals) -> list[Terms]:
         if not len(batch):
             return []
 
-        def process(micro: MicroBatch, weight: float = 1.0, last: bool = True) -> dict[str, float]:
+        def process(micro: MicroBatch, weight: float = 1.0, last: bool = True) -> Terms:
             terms = self.loss(micro.select(batch), totals=totals)
-            return _as_floats(terms, _total(terms), weight)
+            return _measured(terms, _total(terms), weight)
 
         with reshard_after(self.network):
             return self._run_micro_batches(
@@ -230,9 +242,9 @@ class OptimizerStep:
     def _run_micro_batches(
         self,
         batch: TensorDictBase,
-        process: Callable[..., dict[str, float]],
+        process: Callable[..., Terms],
         split: Callable[[int], list[MicroBatch]],
-    ) -> list[dict[str, float]]:
+    ) -> list[Terms]:
         """Split this rank's share of ``batch`` into micro-batches, and call ``process`` on each.
 
         ``split(num_groups)`` makes the first pieces, and the token budget splits larger pieces further.
@@ -313,9 +325,19 @@ def _total(terms: TensorDictBase) -> Tensor:
     return torch.stack([value for name, value in terms.items() if name.startswith("loss_")]).sum()
 
 
-def _as_floats(terms: TensorDictBase, loss: Tensor, weight: float) -> dict[str, float]:
+def _measured(terms: TensorDictBase, loss: Tensor, weight: float) -> Terms:
     found = {"loss": loss, **dict(terms.items())}
-    return {name: weight * float(value.detach()) for name, value in found.items()}
+    return Terms(tuple(found), torch.stack([value.detach() for value in found.values()]).double() * weight)
+
+
+def _summed(terms: Sequence[Terms]) -> dict[str, float]:
+    """Add up the terms of all micro-batches, and read them from the device in one copy."""
+    # A sum that begins with 0 is never -0.
+    total = terms[0].values + 0.0
+    for one in terms[1:]:
+        assert one.names == terms[0].names, (one.names, terms[0].names)
+        total = total + one.values
+    return dict(zip(terms[0].names, total.tolist(), strict=True))
 
 
 def _normalized_ess(mean: float, mean_square: float) -> float:

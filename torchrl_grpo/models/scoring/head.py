@@ -5,6 +5,9 @@ backward pass recomputes each block. Memory does not depend on the size of the v
 number of tokens only through the hidden states. A fused kernel for some GPUs is in
 :mod:`~torchrl_grpo.models.scoring.fused_head`.
 
+On a GPU, products of 16-bit operands are float32: the kernel adds in float32, and nothing is rounded. Nothing
+there depends on a number that would have to be read from the GPU.
+
 Axes: ``N`` tokens, ``H`` hidden size, ``V`` size of the vocabulary.
 """
 
@@ -29,8 +32,8 @@ class HeadOptions(NamedTuple):
     Attributes:
         temperature: divisor of the logits.
         softcap: cap in ``softcap * tanh(logits / softcap)``, or None (Gemma 2, arXiv 2408.00118, sec. 2).
-        dtype: dtype of the product's operands and result, also in the backward pass. Everything after the
-            product is float32.
+        dtype: dtype of the product's operands, also in the backward pass. On a CPU it is that of the result
+            too. Everything after the product is float32.
         entropy_gradient: whether gradients flow through the entropy.
         scale: factor of the logits (Granite, Cohere).
     """
@@ -117,11 +120,14 @@ class _Score(torch.autograd.Function):
         # Float32 also for 16-bit weights, so that it is rounded once and not after every block of tokens.
         d_weight = torch.zeros(weight.shape, device=weight.device) if wants_weight else None
         d_bias = torch.zeros_like(bias) if wants_bias and bias is not None else None
-        # Tokens without a gradient (clipped, or with an advantage of 0) contribute nothing and are skipped.
-        active = by_log_prob != 0 if by_entropy is None else (by_log_prob != 0) | (by_entropy != 0)
-        active_rows = active.nonzero().squeeze(-1)
-        for piece in head.row_pieces(len(active_rows)):
-            rows = active_rows[piece]
+        active_rows = None
+        if not hidden.is_cuda:
+            # Tokens without a gradient (clipped, or with an advantage of 0) contribute nothing and are
+            # skipped. Their number is not read from a GPU, which would have to finish its work first.
+            active = by_log_prob != 0 if by_entropy is None else (by_log_prob != 0) | (by_entropy != 0)
+            active_rows = active.nonzero().squeeze(-1)
+        for piece in head.row_pieces(len(hidden if active_rows is None else active_rows)):
+            rows = piece if active_rows is None else active_rows[piece]
             head.add_gradients(
                 hidden[rows],
                 targets[rows],
@@ -152,8 +158,9 @@ class _Head:
     def _logits(self, hidden: Tensor, words: slice) -> tuple[Tensor, Tensor | None]:
         """Return final logits ``[n, v]`` of ``words`` and, with a cap, the derivative of the cap."""
         dtype, softcap, scale = self.options.dtype, self.options.softcap, self.options.scale
-        bias = None if self.bias is None else self.bias[words].to(dtype)
-        logits = F.linear(hidden.to(dtype), self.weight[words].to(dtype), bias).float()
+        logits = linear(
+            hidden.to(dtype), self.weight[words].to(dtype), None if self.bias is None else self.bias[words]
+        )
         slope = None
         if scale != 1:
             logits = logits.mul_(scale)
@@ -196,7 +203,7 @@ class _Head:
         normalizer: Tensor,
         by_log_prob: Tensor,
         by_entropy: tuple[Tensor, Tensor] | None,
-        rows: Tensor,
+        rows: Tensor | slice,
         gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
     ) -> None:
         """Add the contribution of these tokens to the gradients of hidden states, weight and bias.
@@ -210,26 +217,29 @@ class _Head:
         for words in self._blocks(len(hidden)):
             logits, slope = self._logits(hidden, words)
             logits -= normalizer[:, None]
-            probabilities = logits.exp()
-            if by_entropy is None:
-                d_logits = probabilities.mul_(-by_log_prob[:, None])
-            else:
-                incoming, entropy = by_entropy
-                logits += entropy[:, None]
-                logits *= -incoming[:, None]
-                logits -= by_log_prob[:, None]
-                d_logits = probabilities.mul_(logits)
             inside = (targets >= words.start) & (targets < words.stop)
-            column = (targets - words.start).clamp(0, words.stop - words.start - 1)
-            d_logits.scatter_add_(1, column[:, None], (by_log_prob * inside)[:, None])
-            if self.options.temperature != 1:
-                d_logits /= self.options.temperature
-            if slope is not None:
-                d_logits *= slope
-            if self.options.scale != 1:
-                d_logits *= self.options.scale
+            column = (targets - words.start).clamp(0, words.stop - words.start - 1)[:, None]
+            if by_entropy is None and slope is None and hidden.is_cuda:
+                d_logits = self._d_logits_on_gpu(logits, by_log_prob, inside, column)
+            else:
+                probabilities = logits.exp()
+                if by_entropy is None:
+                    d_logits = probabilities.mul_(-by_log_prob[:, None])
+                else:
+                    incoming, entropy = by_entropy
+                    logits += entropy[:, None]
+                    logits *= -incoming[:, None]
+                    logits -= by_log_prob[:, None]
+                    d_logits = probabilities.mul_(logits)
+                d_logits.scatter_add_(1, column, (by_log_prob * inside)[:, None])
+                if self.options.temperature != 1:
+                    d_logits /= self.options.temperature
+                if slope is not None:
+                    d_logits *= slope
+                if self.options.scale != 1:
+                    d_logits *= self.options.scale
             if d_bias is not None:
-                d_bias[words] += d_logits.sum(0)
+                d_bias[words] += d_logits.sum(0, dtype=torch.float32)
             d_logits = d_logits.to(dtype)
             if d_hidden is not None:
                 _add_product(by_hidden, d_logits, self.weight[words].to(dtype))
@@ -238,10 +248,46 @@ class _Head:
         if d_hidden is not None:
             d_hidden[rows] = by_hidden
 
+    def _d_logits_on_gpu(
+        self, log_probs: Tensor, by_log_prob: Tensor, inside: Tensor, column: Tensor
+    ) -> Tensor:
+        """Return the gradient ``by_log_prob ([v = y] - p_v)`` of the logits, in the dtype of the products.
+
+        ``log_probs`` ``[n, v]`` is overwritten. Only the last operation writes another array of that size, in
+        the dtype of the products.
+        """
+        minus_own = log_probs.exp_().scatter_add_(1, column, -inside.to(log_probs.dtype)[:, None])
+        factor = by_log_prob * (-self.options.scale / self.options.temperature)
+        d_logits = torch.empty_like(minus_own, dtype=self.options.dtype)
+        return torch.mul(minus_own, factor[:, None], out=d_logits)
+
+
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute the float32 logits ``hidden @ weight.T + bias``, without a gradient.
+
+    On a GPU the product of 16-bit operands is not rounded to 16 bits.
+
+    Args:
+        hidden: ``[N, H]``.
+        weight: ``[V, H]`` in the dtype of ``hidden``.
+        bias: ``[V]`` or None.
+    """
+    if _adds_in_float32(hidden):
+        product = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+        return product if bias is None else product.add_(bias.float())
+    return F.linear(hidden, weight, None if bias is None else bias.to(hidden.dtype)).float()
+
+
+def _adds_in_float32(operand: Tensor) -> bool:
+    """Return whether products have a kernel with a float32 result: of 16-bit operands on a GPU."""
+    return operand.is_cuda and operand.dtype.itemsize == 2
+
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Compute ``total += left @ right``, in one call if the dtypes agree."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif _adds_in_float32(left):
+        total += torch.mm(left, right, out_dtype=torch.float32)
     else:
         total += left @ right

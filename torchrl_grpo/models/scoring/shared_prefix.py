@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from torchrl_grpo.models.scoring import attention
+from torchrl_grpo.models.scoring.transfer import upload_packed
 
 _NAME = "grpo_shared_prefix"
 # Arguments for sinks, caps and biases of attention scores, as transformers names them.
@@ -31,18 +32,26 @@ _OTHER_TERMS = ("s_aux", "softcap", "position_bias")
 class PrefixLayout:
     """Positions of the tokens of a batch of groups in the row.
 
-    The last token of a response is a target but not an input, so it is not in the row.
+    The last token of a response is a target but not an input, so it is not in the row. Everything is computed
+    on the CPU and copied to the device at once, so no number is read back from a GPU.
 
     Args:
-        prompt: ``[P, L]`` int64, padded on the left.
+        prompt: ``[P, L]`` int64, padded on the left, as all arguments on the CPU.
         prompt_mask: ``[P, L]`` bool, True on real tokens.
         response: ``[P, G, T]`` int64, padded on the right.
         response_mask: ``[P, G, T]`` bool, True on real tokens.
+        device: device of the model.
     """
 
-    def __init__(self, prompt: Tensor, prompt_mask: Tensor, response: Tensor, response_mask: Tensor) -> None:
+    def __init__(
+        self,
+        prompt: Tensor,
+        prompt_mask: Tensor,
+        response: Tensor,
+        response_mask: Tensor,
+        device: torch.device,
+    ) -> None:
         P, G, T = response.shape
-        device = prompt.device
         # Prompts are sorted by length and divided into classes of similar length, so that padded rectangles
         # are at least half full.
         by_length = prompt_mask.sum(-1).argsort(descending=True, stable=True)
@@ -60,33 +69,36 @@ class PrefixLayout:
             ]
         )
         feeds, counts = feeds[order], counts[order]
-        self.classes = []
+        found: list[_Class] = []
         for rows, width in classes:
             of_class = slice(rows.start * G, rows.stop * G)
             class_feeds, class_order = feeds[of_class], order[of_class]
             runs = [
                 _Run(
-                    _Ragged(class_feeds[run, :longest]),
+                    _Ragged.from_mask(class_feeds[run, :longest]),
                     class_order[run].div(G, rounding_mode="floor") - rows.start,
                 )
                 for run, longest in _similar_lengths(counts[of_class].tolist())
             ]
-            prompts = _Ragged(prompt_mask[rows].flip(-1)[:, :width])
-            self.classes.append(_Class(prompts, lengths[rows], runs))
+            prompts = _Ragged.from_mask(prompt_mask[rows].flip(-1)[:, :width])
+            found.append(_Class(prompts, lengths[rows], runs))
         inputs = response[..., :-1].reshape(P * G, -1)[order][feeds]
-        self.ids = torch.cat([prompt[prompt_mask], inputs])[None]
+        ids = torch.cat([prompt[prompt_mask], inputs])
         positions = (prompt_mask.long().cumsum(-1) - 1)[prompt_mask]
-        steps = torch.arange(feeds.shape[1], device=device)
+        steps = torch.arange(feeds.shape[1])
         later = (lengths.repeat_interleave(G)[order][:, None] + steps)[feeds]
-        self.positions = torch.cat([positions, later])[None]
         # The last token of the prompt predicts token 0, and token t - 1 predicts token t.
-        slots = torch.zeros(feeds.shape, dtype=torch.int64, device=device)
-        slots[feeds] = len(positions) + torch.arange(len(later), device=device)
+        slots = torch.zeros(feeds.shape, dtype=torch.int64)
+        slots[feeds] = len(positions) + torch.arange(len(later))
         first = (lengths.cumsum(0) - 1)[:, None, None].expand(P, G, min(T, 1))
         source = torch.cat([first, torch.empty_like(slots).index_copy_(0, order, slots).view(P, G, -1)], -1)
         # Back to the order of the caller's mask.
         back = by_length.argsort()
-        self.source = source[back][response_mask[back]]
+        source = source[back][response_mask[back]]
+        ids, positions, self.source, self.classes = upload_packed(
+            (ids, torch.cat([positions, later]), source, found), device
+        )
+        self.ids, self.positions = ids[None], positions[None]
         self.attended = 0
         self._masks: dict[int | None, list[tuple[Tensor | None, list[Tensor]]]] = {}
 
@@ -169,33 +181,44 @@ def _similar_lengths(counts: Sequence[int]) -> Iterator[tuple[slice, int]]:
         start = stop
 
 
-class _Ragged:
+class _Ragged(NamedTuple):
     """Conversion of rows of different lengths between a flat list of tokens and a right-padded rectangle.
 
-    Args:
-        mask: ``[B, W]`` bool, True on the leading entries of each row.
+    Attributes:
+        rows: number of rows B.
+        width: width W of the rectangle.
+        count: number of tokens n.
+        slots: entry of the rectangle that each token is in, ``[n]``; None if there is no padding.
+        tokens: token that each entry of the rectangle holds, ``[B W]``; None if there is no padding.
     """
 
-    def __init__(self, mask: Tensor) -> None:
-        self.rows, self.width = mask.shape
-        self.count = int(mask.sum())
-        self._full = self.count == mask.numel()
-        if not self._full:
-            self._slots = mask.flatten().nonzero().squeeze(-1)
-            # Padding repeats a real token. It must be finite, because it is hidden by a mask.
-            self._tokens = (mask.flatten().cumsum(0) - 1).clamp(min=0)
+    rows: int
+    width: int
+    count: int
+    slots: Tensor | None
+    tokens: Tensor | None
+
+    @classmethod
+    def from_mask(cls, mask: Tensor) -> _Ragged:
+        """Make it from ``[B, W]`` bool on the CPU, True on the leading entries of each row."""
+        count = int(mask.sum())
+        if count == mask.numel():
+            return cls(*mask.shape, count, None, None)
+        slots = mask.flatten().nonzero().squeeze(-1)
+        # Padding repeats a real token. It must be finite, because it is hidden by a mask.
+        return cls(*mask.shape, count, slots, (mask.flatten().cumsum(0) - 1).clamp(min=0))
 
     def pad(self, tokens: Tensor) -> Tensor:
         """Convert ``[1, H, n, D]`` to ``[B, H, W, D]``."""
         flat = tokens[0].transpose(0, 1)
-        if not self._full:
-            flat = _Gather.apply(flat, self._tokens, self._slots)  # type: ignore[no-untyped-call]
+        if self.slots is not None:
+            flat = _Gather.apply(flat, self.tokens, self.slots)  # type: ignore[no-untyped-call]
         return flat.reshape(self.rows, self.width, *flat.shape[1:]).transpose(1, 2)
 
     def flat(self, padded: Tensor) -> Tensor:
         """Convert ``[B, H, W, D]`` to ``[1, n, H, D]``."""
         rows = padded.transpose(1, 2).flatten(0, 1)
-        return (rows if self._full else rows.index_select(0, self._slots))[None]
+        return (rows if self.slots is None else rows.index_select(0, self.slots))[None]
 
 
 class _Gather(torch.autograd.Function):

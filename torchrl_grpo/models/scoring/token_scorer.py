@@ -19,7 +19,9 @@ from transformers import PreTrainedModel
 
 from torchrl_grpo.models.precision import autocast
 from torchrl_grpo.models.scoring import fused_head, shared_prefix
-from torchrl_grpo.models.scoring.head import HeadOptions, postprocess_logits, score_tokens
+from torchrl_grpo.models.scoring.head import HeadOptions, linear, postprocess_logits, score_tokens
+from torchrl_grpo.models.scoring.transfer import upload_packed
+from torchrl_grpo.models.shards import in_zero_shards
 
 # Configuration keys of factors that models apply to their logits after the output head.
 _FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
@@ -101,25 +103,32 @@ class TokenScorer(nn.Module):
             :class:`TokenScores`, each ``[P, G, T]``.
         """
         device = next(self.model.parameters()).device
-        scored_mask = response_mask if scored_mask is None else scored_mask & response_mask
-        kept = None
-        if not torch.equal(scored_mask, response_mask):
-            # The masks are still on the CPU, so that a GPU need not be waited for.
-            kept = scored_mask[response_mask].nonzero().squeeze(-1).to(device)
-        prompt, prompt_mask = prompt.to(device), prompt_mask.to(device)
-        response, response_mask = response.to(device), response_mask.to(device)
+        # Everything that depends on lengths is computed on the CPU, so that a GPU need not be waited for.
+        prompt, prompt_mask, response, response_mask = (
+            tensor.cpu() for tensor in (prompt, prompt_mask, response, response_mask)
+        )
+        scored = response_mask if scored_mask is None else scored_mask.cpu() & response_mask
+        every = scored_mask is None or torch.equal(scored, response_mask)
+        index = upload_packed(
+            _Scored(
+                targets=response[scored],
+                places=scored.flatten().nonzero().squeeze(-1),
+                among=None if every else scored[response_mask].nonzero().squeeze(-1),
+            ),
+            device,
+        )
         with autocast(self.autocast_dtype, device):
             if self.shares_prefix:
-                layout = shared_prefix.PrefixLayout(prompt, prompt_mask, response, response_mask)
+                layout = shared_prefix.PrefixLayout(prompt, prompt_mask, response, response_mask, device)
                 hidden = shared_prefix.hidden_states(backbone(self.model), layout)
             else:
                 hidden = self._hidden_states_unshared(prompt, prompt_mask, response, response_mask)
-        targets, filled = response[response_mask], response_mask
-        if kept is not None:
-            hidden, targets, filled = hidden[kept], targets[kept], scored_mask.to(device)
-        log_probs, entropy = self._score(hidden, targets)
-        zeros = torch.zeros(response.shape, device=device)
-        return TokenScores(zeros.masked_scatter(filled, log_probs), zeros.masked_scatter(filled, entropy))
+        if index.among is not None:
+            hidden = hidden.index_select(0, index.among)
+        log_probs, entropy = (
+            _scatter(values, index.places, response.shape) for values in self._score(hidden, index.targets)
+        )
+        return TokenScores(log_probs, entropy)
 
     def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
         """Compute log-probabilities ``[P, V]`` of the token after each left-padded prompt ``[P, L]``.
@@ -141,18 +150,28 @@ class TokenScorer(nn.Module):
     def _hidden_states_unshared(
         self, prompt: Tensor, prompt_mask: Tensor, response: Tensor, mask: Tensor
     ) -> Tensor:
-        """Compute hidden states ``[M, H]`` of response tokens, with one copy of the prompt per response."""
+        """Compute hidden states ``[M, H]`` of response tokens, with one copy of the prompt per response.
+
+        All arguments are on the CPU.
+        """
         (P, L), (_, G, T) = prompt.shape, response.shape
+        device = next(self.model.parameters()).device
         ids = torch.cat([prompt.repeat_interleave(G, 0), response.reshape(P * G, T)], dim=1)
         attention = torch.cat([prompt_mask.repeat_interleave(G, 0), mask.reshape(P * G, T)], dim=1)
+        # The state before a token predicts it.
+        rows, steps = mask.reshape(P * G, T).nonzero(as_tuple=True)
+        before = rows * (L + T) + steps + L - 1
+        shape = ids.shape
+        ids, attention, before = upload_packed((ids.flatten(), attention.long().flatten(), before), device)
+        attention = attention.view(shape)
         output = backbone(self.model)(
-            input_ids=ids,
-            attention_mask=attention.long(),
+            input_ids=ids.view(shape),
+            attention_mask=attention,
             position_ids=_positions(attention),
             use_cache=False,
         )
         hidden: Tensor = output.last_hidden_state
-        return hidden[:, L - 1 : -1].view(P, G, T, -1)[mask]
+        return hidden.flatten(0, 1).index_select(0, before)
 
     def _score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Compute log-probability and entropy ``[M]`` of ``targets`` ``[M]`` from states ``[M, H]``."""
@@ -179,6 +198,26 @@ class TokenScorer(nn.Module):
                 "in blocks",
                 stacklevel=2,
             )
+
+
+class _Scored(NamedTuple):
+    """Index vectors of the tokens that are scored.
+
+    Attributes:
+        targets: token ids ``[M]``.
+        places: positions in the flattened ``[P, G, T]``.
+        among: positions among all response tokens; None if all are scored.
+    """
+
+    targets: Tensor
+    places: Tensor
+    among: Tensor | None
+
+
+def _scatter(values: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+    """Return a tensor of ``shape`` with ``values`` at the flat positions ``places``, and 0 elsewhere."""
+    zeros = torch.zeros(shape.numel(), device=values.device)
+    return zeros.index_copy(0, places, values).view(shape)
 
 
 def _positions(mask: Tensor) -> Tensor:
@@ -221,6 +260,9 @@ class _CastHead(nn.Linear):
         self.train(head.training)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if self.dtype == torch.float32 and hidden.is_cuda and hidden.dtype == self.weight.dtype:
+            # A kernel that adds 16-bit products in float32 needs no copy of the weights.
+            return linear(hidden.flatten(0, -2), self.weight, self.bias).unflatten(0, hidden.shape[:-1])
         bias = None if self.bias is None else self.bias.to(self.dtype)
         return F.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
 
@@ -267,6 +309,9 @@ def _logits(model: PreTrainedModel, hidden: Tensor, options: HeadOptions) -> Ten
     if options.dtype.itemsize > weight.dtype.itemsize:
         bias = None if head.bias is None else head.bias.to(options.dtype)
         return postprocess_logits(F.linear(hidden.to(options.dtype), weight.to(options.dtype), bias), options)
+    if weight.is_cuda and not in_zero_shards(weight):
+        bias = None if head.bias is None else head.bias.to(options.dtype)
+        return postprocess_logits(linear(hidden.to(options.dtype), weight.to(options.dtype), bias), options)
     # Call the module, whose hooks gather sharded weights.
     with autocast(options.dtype if options.dtype != weight.dtype else None, weight.device):
         return postprocess_logits(head(hidden.to(weight.dtype)), options)

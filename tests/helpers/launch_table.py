@@ -1,0 +1,100 @@
+"""Kernels, waits and micro-batches of a training step on a pretended GPU, per trained token.
+
+``python tests/helpers/launch_table.py [BUDGET ...]`` prints a row for each token budget and each round. The
+rounds are the default recipe's (8 problems x 8 responses) and one of 32 problems, with prompts of 60 to 200
+tokens and responses of 30 to 256. The model has the layers and heads of SmolLM2-135M and is narrow, because
+widths start no kernel.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from batches import make_batch, make_model, make_objective
+from pretended_cuda import PretendedCuda
+from tensordict import TensorDict
+
+from torchrl_grpo.batch.micro_batches import TokenBudget
+from torchrl_grpo.config.schema import OptimizerConfig
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.training.optimizer_step import OptimizerStep
+
+_SHAPE = {
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_size": 72,
+    "head_dim": 8,
+    "intermediate_size": 32,
+    "initializer_range": 0.02,
+    "vocab_size": 256,
+    "max_position_embeddings": 1024,
+}
+_PROMPT, _RESPONSE = (60, 200), (30, 256)
+
+
+def round_of(problems: int, samples: int = 8) -> TensorDict:
+    """Random groups with prompts and responses of realistic lengths."""
+    batch = make_batch(P=problems, G=samples, L=_PROMPT[1], T=_RESPONSE[1], kl=False)
+    g = torch.Generator().manual_seed(1)
+    prompts = torch.randint(*_PROMPT, (problems, 1), generator=g)
+    responses = torch.randint(*_RESPONSE, (problems, samples, 1), generator=g)
+    batch["masks", "prompt"] = torch.arange(_PROMPT[1]) >= _PROMPT[1] - prompts
+    batch["masks", "response"] = torch.arange(_RESPONSE[1]) < responses
+    batch["masks", "loss"] = batch["masks", "response"].clone()
+    return batch
+
+
+def measure(budget: int, problems: int) -> tuple[int, int, int, int, int]:
+    """Trained tokens, micro-batches, kernels, waits and uploads of a second step."""
+    batch = round_of(problems)
+    with PretendedCuda() as machine:
+        model = make_model("llama", **_SHAPE).to("cuda")
+        loss, _ = make_objective(TokenScorer(model, autocast_dtype=torch.bfloat16))
+        tokens = TokenBudget(budget, shares_prefix=True, notify=print)
+        step = OptimizerStep(
+            model,
+            loss,
+            OptimizerConfig(),
+            total_steps=2,
+            groups_per_batch=problems,
+            num_pieces=1,
+            budget=tokens,
+            use_scaler=False,
+            max_skipped_steps=9,
+        )
+        step(batch.clone())
+        machine.reset()
+        step(batch.clone())
+        pieces = len(tokens.split(batch, [_whole(batch)]))
+        found = machine.launches, machine.syncs.total(), machine.uploads.total()
+    return (int(batch["masks", "loss"].sum()), pieces, *found)
+
+
+def _whole(batch: TensorDict):  # type: ignore[no-untyped-def]
+    from torchrl_grpo.batch.micro_batches import MicroBatch
+
+    return MicroBatch(tuple(range(len(batch))), slice(None))
+
+
+def main() -> None:
+    """Print the table."""
+    print(
+        "problems  budget  tokens  micro-batches  kernels  waits  uploads  kernels/token  waits/1000 tokens"
+    )
+    for problems in (8, 32):
+        for budget in map(int, sys.argv[1:] or ("4096", "65536")):
+            tokens, pieces, kernels, waits, uploads = measure(budget, problems)
+            print(
+                f"{problems:8}  {budget:6}  {tokens:6}  {pieces:13}  {kernels:7}  {waits:5}  {uploads:7}  "
+                f"{kernels / tokens:13.2f}  {1000 * waits / tokens:17.2f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
