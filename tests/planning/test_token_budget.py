@@ -6,6 +6,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from torchrl_grpo.config import Config, parse
+from torchrl_grpo.config.checks import validate
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.shape import ModelShape
 from torchrl_grpo.planning import memory, preflight, token_budget
@@ -99,3 +100,42 @@ def test_memory_bounds_the_responses_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     # A round is never divided for it.
     assert max_num_seqs(read("env.num_envs=100"), on_gpu=True, room=10) == 800
     assert max_num_seqs(read("eval.num_problems=500"), on_gpu=True) == 256
+
+
+ONE_B = ModelShape(1_235_814_400, 128_256, 2048, 16, 8192, 2048, 512)
+
+
+@pytest.mark.parametrize(
+    ("words", "gib", "expected"),
+    [
+        ([], 80.0, False),
+        # Weights, moments and vLLM's share together are more than the GPU has.
+        (["inference_model.gpu_memory_utilization=0.6"], 26.0, True),
+        (["inference_model.gpu_memory_utilization=0.6", "inference_model.sleep=false"], 26.0, False),
+        (
+            ["inference_model.gpu_memory_utilization=0.6", "train_model.offload_optimizer=false"],
+            26.0,
+            False,
+        ),
+        (["train_model.offload_optimizer=true"], 80.0, True),
+    ],
+)
+def test_moments_wait_in_host_memory_where_that_decides(
+    words: list[str], gib: float, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = Hardware((gib,), 64.0, ((9, 0),))
+    found = planned(monkeypatch, there, *words, shape=ONE_B)
+    assert found.plan.offload_optimizer == expected
+    assert ("optimizer: its moments wait in host memory while the engine generates" in found.peaks()) == (
+        expected
+    )
+    assert found.prediction is not None
+    held = {row.phase: row.optimizer for row in found.prediction.rows if row.role == "train"}
+    assert held["optimize"] == 8 * ONE_B.parameters
+    assert held["generate"] == held["score"] == (0 if expected else 8 * ONE_B.parameters)
+
+
+def test_deepspeed_parks_no_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("train_model.parallelism=deepspeed_zero2", "train_model.offload_optimizer=true")
+    with pytest.raises(ConfigError, match=r"train_model\.offload_optimizer=true: .*deepspeed_zero2"):
+        validate(read(*words))

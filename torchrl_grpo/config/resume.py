@@ -16,6 +16,7 @@ FREE_KEYS = (
     # These keys change memory and rounding only. A run that is out of memory is advised to change them.
     "train.max_tokens_per_microbatch",
     "train_model.gradient_checkpointing",
+    "train_model.offload_optimizer",
     "inference_model.gpu_memory_utilization",
     "inference_model.kv_cache_gib",
     # These keys change rounding only. A run is advised to change the formats if the log-probabilities of

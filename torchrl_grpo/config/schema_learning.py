@@ -229,6 +229,12 @@ class TrainModelConfig:
         False,
         "Recompute activations in the backward pass: slower, less memory.",
     )
+    offload_optimizer: bool | None = key(
+        None,
+        "On a GPU, keep the optimizer's moments in host memory while the engine generates: less GPU memory, "
+        "and two copies of the moments per round. null does so if an engine that sleeps would not fit "
+        "otherwise.",
+    )
     shared_prefix: bool = key(
         True,
         "Run the prompt of a group once for all its responses: same numbers, less time.",

@@ -99,6 +99,9 @@ class ZeroBackend:
             # Write on rank 0 only: the shards of the last ranks may contain padding, where a NaN would stay.
             utils.safe_set_local_grad(first, torch.full_like(first.ds_tensor, math.nan))
 
+    def park(self) -> None:
+        """Do nothing: the ranks divide the moments, and the configuration refuses to park them."""
+
     def optimizer_state(self, keep: bool = True) -> dict[str, Any]:
         from deepspeed.utils import safe_get_full_optimizer_state
 

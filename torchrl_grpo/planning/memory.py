@@ -114,13 +114,15 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there: Ha
     gradients, live = max(begin, end, key=sum)
     names, forward = role.devices, FLOAT * load.tokens * _forward_width(shape) + blocks
     moments = 2 * trained
-    rows = [Row("train", "generate", names, weights, optimizer=moments)]
+    # Only the update needs the moments, if they wait in host memory.
+    waiting = 0.0 if plan.offload_optimizer else moments
+    rows = [Row("train", "generate", names, weights, optimizer=waiting)]
     if kind in _SHARDS and part < 1:
         # Each rank loads the whole model on its device before the model is sharded.
         rows.insert(0, Row("train", "load", names, float(FLOAT * shape.parameters)))
     # Groups without a gradient only run a forward pass, for metrics. With policy.proximal=trainer, each round
     # runs one too.
-    rows.append(Row("train", "score", names, weights, optimizer=moments, activations=forward + copies))
+    rows.append(Row("train", "score", names, weights, optimizer=waiting, activations=forward + copies))
     return [*rows, Row("train", "optimize", names, weights, gradients, moments, live)]
 
 

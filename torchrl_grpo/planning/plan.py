@@ -48,6 +48,7 @@ class Plan:
         gpu_memory_utilization: share of a GPU's memory that vLLM takes if it runs on a GPU.
         notes: lines about requests that the plan does not follow.
         token_budget: largest number of tokens in a micro-batch; None takes that of the configuration.
+        offload_optimizer: whether the optimizer's moments wait in host memory while the engine generates.
         max_num_seqs: largest number of responses that vLLM decodes at a time on a GPU; None on a CPU.
     """
 
@@ -63,6 +64,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     token_budget: int | None = None
     max_num_seqs: int | None = None
+    offload_optimizer: bool = False
 
     @property
     def colocated(self) -> bool:

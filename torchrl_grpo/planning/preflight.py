@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import schedule, validate
 from torchrl_grpo.config.keys import bad_value
-from torchrl_grpo.config.values import VLLM_BACKENDS, VLLM_CPU_BLOCK_SIZE, Proximal
+from torchrl_grpo.config.values import VLLM_BACKENDS, VLLM_CPU_BLOCK_SIZE, ZERO_STAGES, Proximal
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.kind import check_kind
 from torchrl_grpo.models.shape import ModelShape, Unknown, read_shape
@@ -26,6 +26,8 @@ from torchrl_grpo.runtime.hardware import Hardware
 # The prediction assumes the longest texts that are allowed, and is accurate to within 20 %. A run that
 # exceeds the memory by less than this may still fit.
 TOLERATED = 1.2
+# Moments wait in host memory without being asked to if they take at most this share of it.
+_PARKED_SHARE = 0.5
 _NOTHING_ELSE = "model (no budget, cache or length, no adapters and no shards would be enough)"
 _WHILE = {"load": "loading", "generate": "generating", "score": "scoring", "optimize": "optimizing"}
 
@@ -112,6 +114,8 @@ class Planned:
         lines = []
         if self.plan.train_device.startswith("cuda"):
             lines.append(f"micro-batches: at most {self.budget.tokens} tokens ({self.budget.why})")
+        if self.plan.offload_optimizer:
+            lines.append("optimizer: its moments wait in host memory while the engine generates")
         if (many := self.plan.max_num_seqs) is not None:
             lines.append(f"engine: at most {many} responses at a time")
         if self.prediction is None:
@@ -179,6 +183,7 @@ def _made(cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape | 
 
 def _placed(cfg: Config, request: Request, there: Hardware, shape: ModelShape | Unknown) -> Planned:
     plan = placement.plan(request, len(there.gpus))
+    plan = replace(plan, offload_optimizer=_offloads(cfg, plan, shape, there))
     budget = token_budget.choose(cfg, plan, shape, there)
     plan = replace(plan, token_budget=budget.tokens)
     prediction = None
@@ -201,6 +206,29 @@ def replan(cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape |
         return _made(launcher.resolved(cfg), asynchronous, there, shape)
     except ConfigError:
         return None
+
+
+def _offloads(cfg: Config, plan: Plan, shape: ModelShape | Unknown, there: Hardware) -> bool:
+    """Return whether the optimizer's moments wait in host memory while the engine generates."""
+    wanted = cfg.train_model.offload_optimizer
+    if wanted is not None or not plan.sleeps or cfg.train_model.parallelism in ZERO_STAGES:
+        return bool(wanted) and plan.train_device.startswith("cuda")
+    if isinstance(shape, Unknown) or not plan.train_device.startswith("cuda"):
+        return False
+    needs = {
+        offloads: memory.predict(cfg, replace(plan, offload_optimizer=offloads), shape, there)
+        for offloads in (False, True)
+    }
+    moments = max(row.optimizer for row in needs[False].rows if row.role == "train") * len(plan.train.devices)
+    if there.cpu_gib is not None and moments > _PARKED_SHARE * there.cpu_gib * GIB:
+        return False
+    sizes = _present(plan, there)
+    return any(
+        gib is not None
+        and needs[True].need(name, "generate") <= gib * GIB < needs[False].need(name, "generate")
+        for name, gib in sizes.items()
+        if name in plan.train.devices
+    )
 
 
 def resolve_proximal(cfg: Config, asynchronous: bool) -> Config:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -165,6 +165,7 @@ def _build(
     cfg = with_total_turns(cfg, len(problems.train))
     if plan.token_budget is not None:
         cfg = with_budget(cfg, plan.token_budget)
+    cfg = replace(cfg, train_model=replace(cfg.train_model, offload_optimizer=plan.offload_optimizer))
     schedule = RunSchedule.from_config(cfg)
     start_step = 0 if resume_from is None else int(resume_from.name)
     progress = Progress(schedule.total_steps, cfg.logging.progress, start_step=start_step)

@@ -147,6 +147,7 @@ class Learner:
             max_skipped_steps=cfg.train.max_skipped_steps,
             ranks=ranks,
             network=self.network,
+            loads_parked=bool(cfg.train_model.offload_optimizer),
         )
 
     def build_rank_engine(
@@ -252,6 +253,10 @@ class Learner:
         state = checkpoint.load_state(folder)
         self.optimizer_step.load_state_dict(state.pop("optimise"))
         return state
+
+    def park_optimizer(self) -> None:
+        """Free the memory of the optimizer's moments on the device until the next update."""
+        self.optimizer_step.backend.park()
 
     def optimizer_state(self) -> dict[str, Any]:
         """See :meth:`OptimizerStep.state_dict`."""

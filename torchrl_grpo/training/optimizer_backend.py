@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from torchrl_grpo.distributed.deepspeed import ZeroBackend, ZeroNetwork
 from torchrl_grpo.distributed.parallelism import full_tensor, shard_like
+from torchrl_grpo.distributed.parking import MomentParking
 
 
 class OptimizerBackend(Protocol):
@@ -55,6 +56,9 @@ class OptimizerBackend(Protocol):
             state: state with all moments, which may be mapped from a file and read on access.
         """
 
+    def park(self) -> None:
+        """Free the moments' memory on the device until the next update, as far as that is supported."""
+
 
 class TorchBackend:
     """:class:`OptimizerBackend` of a model that is unsharded, or sharded with FSDP2.
@@ -63,11 +67,18 @@ class TorchBackend:
         optimizer: optimizer of the parameters.
         scaler: scaler of the loss.
         max_grad_norm: norm to which gradients are clipped.
+        loads_parked: whether a loaded state begins in host memory.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, max_grad_norm: float
+        self,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        max_grad_norm: float,
+        loads_parked: bool = False,
     ) -> None:
+        self._parking = MomentParking(optimizer)
+        self._loads_parked = loads_parked
         self._optimizer = optimizer
         self._scaler = scaler
         self._max_grad_norm = max_grad_norm
@@ -87,6 +98,7 @@ class TorchBackend:
         self._scaler.unscale_(self._optimizer)
         norm = float(full_tensor(nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)))
         if apply and math.isfinite(norm):
+            self._parking.fetch()
             self._scaler.step(self._optimizer)
         return norm
 
@@ -98,14 +110,26 @@ class TorchBackend:
         moments: dict[int, dict[str, Tensor]] = {}
         for index, entry in found["state"].items():
             for name, value in entry.items():
-                if keep:
-                    moments.setdefault(index, {})[name] = full_tensor(value).cpu()
-                elif isinstance(value, DTensor):
-                    # The rank that keeps it cannot gather it alone.
-                    full_tensor(value)
+                # The rank that keeps a shard cannot gather it alone.
+                if keep or isinstance(value, DTensor):
+                    whole = self._parking.read(self._parameters[index], name, value)
+                    if keep:
+                        moments.setdefault(index, {})[name] = whole
         return {**found, "state": moments}
 
+    def park(self) -> None:
+        self._parking.park()
+
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        if self._loads_parked:
+            # One parameter at a time, because the engine may have taken the memory for all of them.
+            self._optimizer.load_state_dict({**state, "state": {}})
+            for index, entry in state["state"].items():
+                parameter = self._parameters[index]
+                own = {name: shard_like(value, parameter) for name, value in entry.items()}
+                self._optimizer.state[parameter] = own
+                self._parking.park_parameter(parameter)
+            return
         moments = {
             index: {name: shard_like(value, self._parameters[index]) for name, value in entry.items()}
             for index, entry in state["state"].items()
@@ -118,8 +142,9 @@ def make_backend(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     max_grad_norm: float,
+    loads_parked: bool = False,
 ) -> OptimizerBackend:
     """Return the backend for the result of :func:`~torchrl_grpo.distributed.parallelism.distribute`."""
     if isinstance(network, ZeroNetwork):
         return ZeroBackend(optimizer, max_grad_norm, network)
-    return TorchBackend(optimizer, scaler, max_grad_norm)
+    return TorchBackend(optimizer, scaler, max_grad_norm, loads_parked)

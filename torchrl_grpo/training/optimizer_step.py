@@ -86,6 +86,7 @@ class OptimizerStep:
         ranks: ranks that take the step together, each with the same batch; None for this process alone.
         network: module that the loss calls, made by
             :func:`~torchrl_grpo.distributed.parallelism.distribute`.
+        loads_parked: whether the optimizer's state of a checkpoint begins in host memory.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class OptimizerStep:
         max_skipped_steps: int,
         ranks: Ranks | None = None,
         network: nn.Module | None = None,
+        loads_parked: bool = False,
     ) -> None:
         self.network = network
         self.ranks = Ranks(on_cpu=True) if ranks is None else ranks
@@ -123,7 +125,7 @@ class OptimizerStep:
         )
         device = self.parameters[0].device.type
         self.scaler = torch.amp.GradScaler(device, init_scale=_INITIAL_SCALE, enabled=use_scaler)
-        self.backend = make_backend(network, self.optimizer, self.scaler, cfg.max_grad_norm)
+        self.backend = make_backend(network, self.optimizer, self.scaler, cfg.max_grad_norm, loads_parked)
         self.skipped = 0
         self.skipped_in_a_row = 0
 

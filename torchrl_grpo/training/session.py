@@ -172,6 +172,8 @@ class Session:
         """Send the current weights to the engine and verify that they arrived."""
         started = time.perf_counter()
         step = self.counters.step
+        if self.parts.plan.offload_optimizer:
+            self.parts.ranks.call_all(Learner.park_optimizer, self.parts.learner)
         if self._asleep:
             assert isinstance(self.parts.engine, Engine)
             if self.parts.learner.device.type == "cuda":

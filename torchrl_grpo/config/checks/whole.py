@@ -67,6 +67,7 @@ def validate(cfg: Config) -> None:
     check_policy(cfg)
     check_lora(cfg)
     _check_attention(cfg)
+    _check_offload(cfg)
     _check_inference(cfg)
     check_servers(cfg)
     check_engine_args(cfg)
@@ -159,6 +160,13 @@ def _check_attention(cfg: Config) -> None:
         wrong = "with train_model.shared_prefix=true the attention of a group is computed in a way of its own"
         good = f"train_model.shared_prefix=false train_model.attn_implementation={attention}"
         raise bad_value("train_model.attn_implementation", attention, wrong, good)
+
+
+def _check_offload(cfg: Config) -> None:
+    if cfg.train_model.offload_optimizer and cfg.train_model.parallelism in ZERO_STAGES:
+        wrong = f"train_model.parallelism={cfg.train_model.parallelism} divides the moments among the ranks"
+        good = "train_model.offload_optimizer=false, or train_model.parallelism=fsdp2 and the same,"
+        raise bad_value("train_model.offload_optimizer", True, wrong, good)
 
 
 def _check_devices(cfg: Config) -> None:

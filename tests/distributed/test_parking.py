@@ -1,0 +1,98 @@
+"""Moments of the optimizer in host memory: same numbers, same checkpoints, less memory in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from batches import make_batch, make_model, make_objective, no_budget
+from pretended_cuda import PretendedCuda
+from torch import Tensor
+
+from torchrl_grpo.config.schema import OptimizerConfig
+from torchrl_grpo.distributed.parking import is_parked
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.training.optimizer_step import OptimizerStep
+
+
+def make_step(device: str, loads_parked: bool = False) -> OptimizerStep:
+    model = make_model().to(device)
+    loss, _ = make_objective(TokenScorer(model))
+    return OptimizerStep(
+        model,
+        loss,
+        OptimizerConfig(lr=1e-2),
+        total_steps=9,
+        groups_per_batch=4,
+        num_pieces=1,
+        budget=no_budget(),
+        use_scaler=False,
+        max_skipped_steps=1,
+        loads_parked=loads_parked,
+    )
+
+
+def moments(step: OptimizerStep) -> list[Tensor]:
+    return [
+        value for state in step.optimizer.state.values() for name, value in state.items() if name != "step"
+    ]
+
+
+def weights(step: OptimizerStep) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in step.parameters]
+
+
+def same(one: Any, other: Any) -> bool:
+    return len(one) == len(other) > 0 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_parked_moments_take_no_memory_and_change_no_number() -> None:
+    with PretendedCuda() as machine:
+        plain, parked = make_step("cuda"), make_step("cuda")
+        parked.backend.park()  # before there are any
+        for seed in range(3):
+            plain(make_batch(seed=seed))
+            parked(make_batch(seed=seed))
+            assert same(weights(plain), weights(parked))
+            held = moments(parked)
+            assert not any(is_parked(moment) for moment in held)
+            parked.backend.park()
+            assert all(is_parked(moment) for moment in held)
+            parked.backend.park()  # the second time does nothing
+        assert {moment.device for moment in moments(parked)} == {torch.device("cuda:0")}
+        assert not machine.problems
+
+
+@pytest.mark.parametrize("loads_parked", [False, True])
+def test_a_checkpoint_of_parked_moments(loads_parked: bool) -> None:
+    with PretendedCuda():
+        step = make_step("cuda")
+        step(make_batch())
+        expected = step.state_dict()["optimizer"]
+        step.backend.park()
+        found = step.state_dict()["optimizer"]
+        assert all(is_parked(moment) for moment in moments(step)), "saving fetches one at a time"
+        for index, entry in expected["state"].items():
+            assert same(list(entry.values()), list(found["state"][index].values()))
+            assert {value.device.type for value in found["state"][index].values()} == {"cpu"}
+        resumed = make_step("cuda", loads_parked)
+        for own, theirs in zip(resumed.parameters, step.parameters, strict=True):
+            own.data.copy_(theirs.data)
+        resumed.load_state_dict(step.state_dict())
+        assert {is_parked(moment) for moment in moments(resumed)} == {loads_parked}
+        for one in (step, resumed):
+            one(make_batch(seed=1))
+        assert same(weights(step), weights(resumed)) and same(moments(step), moments(resumed))
+
+
+def test_a_skipped_update_leaves_them_parked() -> None:
+    step = make_step("cpu")
+    step(make_batch())
+    step.backend.park()
+    batch = make_batch(seed=1)
+    batch["advantage"].fill_(torch.inf)
+    step(batch)
+    assert step.skipped == 1 and all(is_parked(moment) for moment in moments(step))
+    step(make_batch(seed=2))
+    assert not any(is_parked(moment) for moment in moments(step))
