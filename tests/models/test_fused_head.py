@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from batches import make_batch, make_model
+from pretended_cuda import PretendedCuda
 from torch import Tensor
 
 from torchrl_grpo.config import Config
@@ -203,3 +204,24 @@ def test_policy_and_reference_round_alike(
     assert policy.fused_head is asked
     both = [scorer(*(batch[key] for key in KEYS)).log_probs for scorer in (policy, reference)]
     assert torch.equal(*both)
+
+
+def test_the_kernel_starts_on_the_gpu_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton starts a kernel on the current device, and a reference model has another one."""
+    import liger_kernel.ops.fused_linear_scaled_cross_entropy as liger
+
+    current = []
+
+    class Recorded:
+        @staticmethod
+        def apply(hidden: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+            current.append(torch.cuda.current_device())
+            return hidden.sum(1).float(), hidden.sum(1).float()
+
+    monkeypatch.setattr(liger, "LigerFusedLinearScaledCrossEntropyFunction", Recorded)
+    with PretendedCuda(gpus=3):
+        hidden, weight = torch.ones(2, 4, device="cuda:2"), torch.ones(5, 4, device="cuda:2")
+        targets = torch.zeros(2, dtype=torch.int64, device="cuda:2")
+        fused_head.score_tokens(hidden, targets, weight, HeadOptions(dtype=torch.bfloat16))
+        assert torch.cuda.current_device() == 0
+    assert current == [2]

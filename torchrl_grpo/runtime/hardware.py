@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,16 @@ def use_expandable_segments() -> None:
     """
     if not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
         os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+
+
+def put_own_programs_on_path() -> None:
+    """Let libraries find the programs beside this Python, such as ninja, if ``.venv`` is not activated.
+
+    On a B200, vLLM's first choice for attention compiles kernels with ninja and nvcc.
+    """
+    own, path = os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
+    if own not in path.split(os.pathsep):
+        os.environ["PATH"] = f"{path}{os.pathsep}{own}"
 
 
 def cpu_has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

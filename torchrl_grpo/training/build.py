@@ -23,6 +23,7 @@ from torchrl_grpo.config.derived import (
     total_turns,
     with_total_turns,
 )
+from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.mixture import map_parts
 from torchrl_grpo.data.problems import Problems
@@ -165,7 +166,11 @@ def _build(
     cfg = with_total_turns(cfg, len(problems.train))
     if plan.token_budget is not None:
         cfg = with_budget(cfg, plan.token_budget)
-    cfg = replace(cfg, train_model=replace(cfg.train_model, offload_optimizer=plan.offload_optimizer))
+    cfg = replace(
+        cfg,
+        train_model=replace(cfg.train_model, offload_optimizer=plan.offload_optimizer),
+        inference_model=replace(cfg.inference_model, dtype=engine_format(cfg, plan)),
+    )
     schedule = RunSchedule.from_config(cfg)
     start_step = 0 if resume_from is None else int(resume_from.name)
     progress = Progress(schedule.total_steps, cfg.logging.progress, start_step=start_step)
@@ -242,6 +247,19 @@ def _build(
     # This truncates the output files to the resumed step, so it comes after everything that can fail.
     outputs = _open_outputs(job, schedule, exit_stack, progress)
     return Session(job.cfg, schedule, state=state, outputs=outputs, exit_stack=exit_stack.pop_all())
+
+
+def engine_format(cfg: Config, plan: Plan) -> Dtype:
+    """Resolve ``inference_model.dtype=auto``: bfloat16 if every engine's device computes fast in it.
+
+    GPUs of a machine may differ. Weights are cast once for all engines.
+    """
+    here = [torch.device(name) for name in plan.inference.devices if name.startswith("cuda")]
+    # The devices of a cluster or of servers are unknown here.
+    devices = here or [torch.device(plan.engine_device)]
+    found = {resolve_dtype(cfg.inference_model.dtype, device) for device in devices}
+    dtype = torch.float32 if len(found) > 1 else found.pop()
+    return Dtype(str(dtype).removeprefix("torch."))
 
 
 def _fit_prompts(

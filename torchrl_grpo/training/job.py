@@ -251,6 +251,8 @@ def _prepare_process(cfg: Config | None, plan: Plan | None) -> None:
     # that grow. The other ranks have no plan yet, and never such an engine.
     sleeps = plan is not None and plan.sleeps and cfg is not None and cfg.inference_model.backend == "vllm"
     on_gpu = plan is None or plan.num_gpus > 0
+    if on_gpu:
+        hardware.put_own_programs_on_path()
     if on_gpu and not sleeps:
         hardware.use_expandable_segments()
     if not PASSIVE_WAIT_ENV.keys() & os.environ.keys():

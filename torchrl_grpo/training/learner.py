@@ -107,6 +107,9 @@ class Learner:
             self.model, cfg.train_model.shared_prefix, cfg.inference_model.max_model_len
         )
         self.autocast_dtype = resolve_autocast(cfg.train_model.autocast, device)
+        # GPUs of a machine may differ, and the ranks' gradients must be of one computation.
+        if None in ranks.gather(self.autocast_dtype):
+            self.autocast_dtype = None
         self.steps_per_round = steps_per_round(cfg)
         self.total_steps = rounds(cfg) * self.steps_per_round
         self.groups_per_batch = optim_batch_size(cfg) // cfg.env.repeats

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -60,9 +61,12 @@ def score_tokens(
     from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
 
     operands = hidden.to(options.dtype), weight.to(options.dtype), targets
-    surprise, entropy = LigerFusedLinearScaledCrossEntropyFunction.apply(
-        *operands, options.temperature / options.scale, return_entropy=True
-    )
+    # Kernels of Triton and CuTe start on the current device, which may not be that of their operands: a
+    # reference model has a GPU of its own.
+    with torch.cuda.device(weight.device) if weight.is_cuda else nullcontext():
+        surprise, entropy = LigerFusedLinearScaledCrossEntropyFunction.apply(
+            *operands, options.temperature / options.scale, return_entropy=True
+        )
     return -surprise, (entropy if options.entropy_gradient else entropy.detach()).float()
 
 
