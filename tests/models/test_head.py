@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pretended_cuda import PretendedCuda
 from torch import Tensor
 
 from torchrl_grpo.models.scoring.head import HeadOptions, score_tokens
@@ -157,3 +158,52 @@ def test_a_float32_head_rounds_nothing_of_states_and_weights_in_bfloat16() -> No
         assert (float((found[0] - values[0]).abs().max()) < 1e-5) == exactly
         for mine, right in zip(slopes, gradients, strict=True):
             assert (float((mine - right).norm() / right.norm()) < 1e-6) == exactly
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        HeadOptions(dtype=torch.bfloat16),
+        HeadOptions(0.7, dtype=torch.bfloat16, scale=0.5),
+        HeadOptions(0.7, 30.0, torch.bfloat16, scale=0.5),
+        HeadOptions(0.7, dtype=torch.bfloat16, entropy_gradient=True),
+    ],
+    ids=["plain", "temperature", "cap", "entropy"],
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gpu_does_not_round_products_of_16_bits(options: HeadOptions, bias: bool) -> None:
+    g = torch.Generator().manual_seed(0)
+    # Logits of up to 60: in bfloat16 their neighbors are 0.25 apart.
+    hidden = (3 * torch.randn(40, 32, generator=g)).bfloat16().float()
+    weight = torch.randn(90, 32, generator=g).bfloat16().float()
+    offset = torch.randn(90, generator=g) if bias else None
+    targets, slopes = torch.randint(0, 90, (40,), generator=g), torch.randn(2, 40, generator=g)
+    slopes[:, ::5] = 0
+    if not options.entropy_gradient:
+        slopes[1] = 0
+
+    def run(device: str, score: Any, dtype: torch.dtype) -> list[Tensor]:
+        given = [x for x in (hidden, weight, offset) if x is not None]
+        leaves = [x.clone().to(device, dtype).requires_grad_() for x in given]
+        log_probs, entropy = score(leaves[0], leaves[1], leaves[2] if bias else None)
+        loss = (slopes[0].to(device) * log_probs).sum()
+        if options.entropy_gradient:
+            loss = loss + (slopes[1].to(device) * entropy).sum()
+        loss.backward()
+        found = [log_probs.detach(), *(x.grad for x in leaves if x.grad is not None)]
+        return [value.cpu().double() for value in found]
+
+    def exact(h: Tensor, w: Tensor, b: Tensor | None) -> Any:
+        return full(h, targets, w, b, options)
+
+    def blocks(h: Tensor, w: Tensor, b: Tensor | None) -> Any:
+        return score_tokens(h, targets.to(h.device), w, b, options, block_elements=400)
+
+    expected, on_cpu = run("cpu", exact, torch.float64), run("cpu", blocks, torch.float32)
+    with PretendedCuda() as machine:
+        found = run("cuda", blocks, torch.float32)
+        assert not [where for where in machine.syncs if " head.py" in where], machine.syncs
+    assert (found[0] - expected[0]).abs().max() < 2e-4 < 1e-2 < (on_cpu[0] - expected[0]).abs().max()
+    for one, other, exactly in zip(found[1:], on_cpu[1:], expected[1:], strict=True):
+        error, rounded = ((x - exactly).norm() / exactly.norm() for x in (one, other))
+        assert error < 4e-3 and error < rounded
