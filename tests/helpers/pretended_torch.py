@@ -351,6 +351,7 @@ def _cuda(machine: PretendedCuda) -> Iterator[Replacement]:
         "get_rng_state": lambda device=None: states[machine.current].clone(),
         "get_rng_state_all": lambda: [state.clone() for state in states],
         "set_rng_state": nothing,
+        "set_sync_debug_mode": nothing,
         "set_rng_state_all": set_states,
         **dict.fromkeys(("manual_seed", "manual_seed_all", "empty_cache", "ipc_collect"), nothing),
         **dict.fromkeys(("reset_peak_memory_stats", "reset_accumulated_memory_stats"), nothing),

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pretended_cuda import PretendedCuda
+from transformers import AutoModelForCausalLM
 
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer, TokenScores
 from torchrl_grpo.tools.gpu_check import __main__ as command
-from torchrl_grpo.tools.gpu_check import kernels, stages
+from torchrl_grpo.tools.gpu_check import kernels, stages, step
 from torchrl_grpo.tools.gpu_check.results import Result, Status, line, table
 from torchrl_grpo.tools.gpu_check.stages import STAGES, Context, Stage
 from torchrl_grpo.tools.verify_resume import read
@@ -93,6 +96,39 @@ def test_the_scores_of_this_machine(context: Context) -> None:
     found = kernels.scores(context.model)
     assert float(found["to_cpu_nats"]) <= 1e-5 and float(found["shared_to_plain_nats"]) <= 1e-4
     assert 0 < float(found["bfloat16_nats"]) < 0.5 and float(found["shared_speedup"]) > 0
+
+
+@pytest.mark.parametrize("freed", [1.0, 0.0])
+def test_a_step_of_a_pretended_gpu(context: Context, freed: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocated() -> float:
+        return next(in_use)
+
+    with PretendedCuda():
+        weights = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(context.model).parameters())
+        in_use = iter([8e9, 8e9 - freed * 8 * weights])
+        monkeypatch.setattr(torch.cuda, "memory_allocated", allocated)
+        if not freed:
+            with pytest.raises(
+                TrainingStopped, match=r"share of the moments that stays: 1, and at most 0\.1"
+            ):
+                step.step(context.model)
+            return
+        found = step.step(context.model)
+    assert float(found["head_difference"]) < 1e-4 and float(found["noise_difference"]) == 0
+    assert float(found["parked_mib"]) == pytest.approx(8 * weights / 2**20)
+
+
+def test_waits_of_a_micro_batch_are_found(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    def waiting(self: Any, *given: Any) -> TokenScores:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+        return honest(self, *given)
+
+    honest = TokenScorer.forward
+    monkeypatch.setattr(TokenScorer, "forward", waiting)
+    with PretendedCuda(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(TrainingStopped, match="waits in a micro-batch: 1, and at most 0 is right"):
+            step.step(context.model)
 
 
 def test_scores_that_depend_on_the_shared_prompt_are_found(

@@ -9,10 +9,14 @@ import pytest
 from tiny_runs import config  # noqa: F401  fixture
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
+from torchrl_grpo.models import precision
 from torchrl_grpo.observe import loggers
 from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
-from torchrl_grpo.training.build import MessageQueue
+from torchrl_grpo.planning import placement
+from torchrl_grpo.planning.request import build_request
+from torchrl_grpo.training.build import MessageQueue, engine_format
 from torchrl_grpo.training.job import run
 
 
@@ -50,3 +54,23 @@ def test_messages_wait_for_the_progress_bar_in_their_order() -> None:
     messages.attach(shown.append)
     messages("third")
     assert shown == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize(
+    ("fast", "dtype", "expected"),
+    [
+        ([True, True], "auto", "bfloat16"),
+        ([True, False], "auto", "float32"),
+        ([False, False], "auto", "float32"),
+        ([True, False], "float16", "float16"),
+    ],
+)
+def test_engines_on_gpus_of_several_kinds_have_one_format(
+    fast: list[bool], dtype: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "has_fast_bfloat16", lambda device: fast[device.index - 1])
+    cfg = Config()
+    cfg.inference_model.dtype, cfg.inference_model.num_devices = Dtype(dtype), 2
+    plan = placement.plan(build_request(cfg, asynchronous=False), 3)
+    assert plan.inference.devices == ("cuda:1", "cuda:2")
+    assert engine_format(cfg, plan) == expected

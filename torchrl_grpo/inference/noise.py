@@ -47,12 +47,16 @@ class Noise:
                 return torch.empty(len(self._generators), vocabulary).exponential_()
             return torch.stack([torch.empty(vocabulary).exponential_(generator=g) for g in self._generators])
         self._draws += 1
-        keys = _mixed(self._keys + _signed(_INCREMENT * self._draws))
-        counters = torch.arange(vocabulary, device=self._device).mul_(_INCREMENT)
-        bits = _mixed(keys[:, None] + counters)
-        uniform = bits.bitwise_right_shift_(64 - _BITS).bitwise_and_(2**_BITS - 1).float()
-        # Between 2^-24 and 1 - 2^-24. The logarithm of 1 - u is exact for small u, which decide.
-        return uniform.add_(0.5).mul_(-(2.0**-_BITS)).log1p_().neg_()
+        return hashed(self._keys + _signed(_INCREMENT * self._draws), vocabulary)
+
+
+def hashed(keys: Tensor, vocabulary: int) -> Tensor:
+    """Return standard exponential numbers ``[rows, vocabulary]`` float32 for int64 ``keys`` ``[rows]``."""
+    counters = torch.arange(vocabulary, device=keys.device).mul_(_INCREMENT)
+    bits = _mixed(_mixed(keys)[:, None] + counters)
+    uniform = bits.bitwise_right_shift_(64 - _BITS).bitwise_and_(2**_BITS - 1).float()
+    # Between 2^-24 and 1 - 2^-24. The logarithm of 1 - u is exact for small u, which decide.
+    return uniform.add_(0.5).mul_(-(2.0**-_BITS)).log1p_().neg_()
 
 
 def _mixed(state: Tensor) -> Tensor:

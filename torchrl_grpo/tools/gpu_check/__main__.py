@@ -73,9 +73,9 @@ def run_stage(name: str, stage: Stage, context: Context) -> Result:
 
 
 def _run_kernel(name: str, model: str, answer: str) -> int:
-    from torchrl_grpo.tools.gpu_check import kernels
+    from torchrl_grpo.tools.gpu_check import kernels, step
 
-    functions = {"environment": kernels.environment, "scores": kernels.scores}
+    functions = {"environment": kernels.environment, "scores": kernels.scores, "step": step.step}
     Path(answer).write_text(json.dumps(functions[name](Path(model))))
     return 0
 

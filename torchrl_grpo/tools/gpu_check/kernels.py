@@ -53,7 +53,7 @@ def scores(model: Path) -> Figures:
     device = _device()
     on_cpu = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     there = copy.deepcopy(on_cpu).to(device)
-    batch = _batch(on_cpu.config.vocab_size)
+    batch = batch_of(on_cpu.config.vocab_size)
     exact = _scored(TokenScorer(on_cpu), batch)
     shared = _scored(TokenScorer(there), batch)
     plain = _scored(TokenScorer(there, shares_prefix=False), batch)
@@ -105,7 +105,7 @@ def _finish() -> None:
         torch.cuda.synchronize()
 
 
-def _batch(vocabulary: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def batch_of(vocabulary: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return prompts ``[4, 96]`` and responses ``[4, 8, 48]`` of several lengths, with their masks."""
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(3, vocabulary, (4, 96), generator=generator)

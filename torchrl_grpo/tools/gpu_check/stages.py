@@ -263,6 +263,11 @@ STAGES: dict[str, Stage] = {
     "scores": Stage(
         kernel("scores"), "log-probabilities and gradients against the CPU, prompts shared or not"
     ),
+    "step": Stage(
+        kernel("step"),
+        "a micro-batch that never waits for the GPU, exact products of the head, noise, parked moments",
+        _needs_gpu,
+    ),
     "float32": Stage(
         train("float32"), "training with vLLM in float32; weights proved after each publication"
     ),
