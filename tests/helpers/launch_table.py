@@ -9,7 +9,9 @@ widths start no kernel.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -18,13 +20,14 @@ from batches import make_batch, make_model, make_objective
 from pretended_cuda import PretendedCuda
 from tensordict import TensorDict
 
-from torchrl_grpo.batch.micro_batches import TokenBudget
+from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget
 from torchrl_grpo.config.schema import OptimizerConfig
+from torchrl_grpo.models.scoring.fused_norm import fuse_norms
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.training.optimizer_step import OptimizerStep
 
-_SHAPE = {
-    "num_hidden_layers": 30,
+LAYERS = 30
+_SHAPE: dict[str, Any] = {
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
     "hidden_size": 72,
@@ -49,11 +52,38 @@ def round_of(problems: int, samples: int = 8) -> TensorDict:
     return batch
 
 
-def measure(budget: int, problems: int) -> tuple[int, int, int, int, int]:
-    """Trained tokens, micro-batches, kernels, waits and uploads of a second step."""
+@dataclass(frozen=True)
+class Counts:
+    """What one optimizer step takes.
+
+    Attributes:
+        tokens: trained tokens.
+        micro_batches: number of micro-batches.
+        kernels: kernels started.
+        waits: times that the CPU waits for the GPU.
+        uploads: copies to the GPU.
+    """
+
+    tokens: int
+    micro_batches: int
+    kernels: int
+    waits: int
+    uploads: int
+
+
+def measure(budget: int, problems: int) -> Counts:
+    """Count a step of the whole model. Layers are alike, so two and four of them say what 30 take."""
+    two, four = (_measure(budget, problems, layers) for layers in (2, 4))
+    assert (two.waits, two.uploads) == (four.waits, four.uploads), (two, four)
+    return replace(two, kernels=two.kernels + (LAYERS - 2) * (four.kernels - two.kernels) // 2)
+
+
+def _measure(budget: int, problems: int, layers: int) -> Counts:
+    """Count a second step: the first one makes the optimizer's moments."""
     batch = round_of(problems)
     with PretendedCuda() as machine:
-        model = make_model("llama", **_SHAPE).to("cuda")
+        model = make_model("llama", **_SHAPE, num_hidden_layers=layers).to("cuda")
+        fuse_norms(model)
         loss, _ = make_objective(TokenScorer(model, autocast_dtype=torch.bfloat16))
         tokens = TokenBudget(budget, shares_prefix=True, notify=print)
         step = OptimizerStep(
@@ -65,20 +95,14 @@ def measure(budget: int, problems: int) -> tuple[int, int, int, int, int]:
             num_pieces=1,
             budget=tokens,
             use_scaler=False,
-            max_skipped_steps=9,
+            max_skipped_steps=1,
         )
         step(batch.clone())
         machine.reset()
         step(batch.clone())
-        pieces = len(tokens.split(batch, [_whole(batch)]))
-        found = machine.launches, machine.syncs.total(), machine.uploads.total()
-    return (int(batch["masks", "loss"].sum()), pieces, *found)
-
-
-def _whole(batch: TensorDict):  # type: ignore[no-untyped-def]
-    from torchrl_grpo.batch.micro_batches import MicroBatch
-
-    return MicroBatch(tuple(range(len(batch))), slice(None))
+        pieces = tokens.split(batch, [MicroBatch(tuple(range(problems)), slice(None))])
+        trained = int(batch["masks", "loss"].sum())
+        return Counts(trained, len(pieces), machine.launches, machine.syncs.total(), machine.uploads.total())
 
 
 def main() -> None:
@@ -88,10 +112,11 @@ def main() -> None:
     )
     for problems in (8, 32):
         for budget in map(int, sys.argv[1:] or ("4096", "65536")):
-            tokens, pieces, kernels, waits, uploads = measure(budget, problems)
+            found = measure(budget, problems)
             print(
-                f"{problems:8}  {budget:6}  {tokens:6}  {pieces:13}  {kernels:7}  {waits:5}  {uploads:7}  "
-                f"{kernels / tokens:13.2f}  {1000 * waits / tokens:17.2f}",
+                f"{problems:8}  {budget:6}  {found.tokens:6}  {found.micro_batches:13}  {found.kernels:7}  "
+                f"{found.waits:5}  {found.uploads:7}  {found.kernels / found.tokens:13.2f}  "
+                f"{1000 * found.waits / found.tokens:17.2f}",
                 flush=True,
             )
 

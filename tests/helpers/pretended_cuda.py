@@ -19,7 +19,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -159,6 +159,8 @@ class PretendedCuda:
         self.gpus, self.capability, self.gib = gpus, capability, gib
         self.current = 0
         self.active = False
+        # Whether operators are parts of one kernel, which whoever sets this counts.
+        self.merges = False
         self.allocated: set[torch.device] = set()
         self.autocasts: set[torch.dtype] = set()
         self.forgetful: set[str] = set()
@@ -229,6 +231,17 @@ class PretendedCuda:
         with self._lock:
             self.launches += 1
 
+    @contextmanager
+    def merged(self, kernels: int) -> Iterator[None]:
+        """Count what runs inside as ``kernels``, as the fused operator of a GPU would be."""
+        self.merges = True
+        try:
+            yield
+        finally:
+            self.merges = False
+        with self._lock:
+            self.launches += kernels
+
     def waited(self, what: str) -> None:
         """Count that the CPU waits for a GPU."""
         with self._lock:
@@ -296,6 +309,8 @@ class PretendedCuda:
 
     def ran(self, func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> None:
         """Count an operator that runs on a GPU."""
+        if self.merges:
+            return
         if not func.is_view and func._schema.name not in _NO_KERNEL:
             self.launched()
         if func in _READS_INDICES or func in _WRITES_INDICES:

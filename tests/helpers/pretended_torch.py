@@ -19,6 +19,7 @@ import torch._dynamo
 import transformers.utils.import_utils
 from pretended_cuda import CPU, PretendedCuda, Watch, device_of, put_on
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _device
 
@@ -75,6 +76,7 @@ def replacements(machine: PretendedCuda) -> Iterator[Replacement]:
     yield from _autocast(machine)
     yield from _cuda(machine)
     yield torch, "Generator", Generator
+    yield F, "rms_norm", _rms_norm(machine)
     yield torch._C, "_group_tensors_by_device_and_dtype", _grouped
     yield threading.Thread, "start", _watched_start(machine)
     memory = (machine.gib,) * machine.gpus
@@ -153,6 +155,36 @@ def _moved(machine: PretendedCuda, tensor: Tensor, *args: Any, **kwargs: Any) ->
     moved: Tensor = _Move.apply(tensor, there)  # type: ignore[no-untyped-call]
     machine.gave(moved, there)
     return _to(moved, **{**kwargs, "copy": False})
+
+
+def _rms_norm(machine: PretendedCuda) -> Callable[..., Tensor]:
+    """A norm that is fused on a GPU: one kernel, and two in its backward pass."""
+    real = F.rms_norm
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, states: Tensor, weight: Tensor, eps: float) -> Tensor:
+            ctx.save_for_backward(states, weight)
+            ctx.eps = eps
+            with machine.merged(kernels=1):
+                return real(states, weight.shape, weight, eps)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+            with machine.merged(kernels=2), torch.enable_grad():
+                states, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+                out = real(states, weight.shape, weight, ctx.eps)
+                by_states, by_weight = torch.autograd.grad(out, (states, weight), gradients[0])
+            return by_states, by_weight, None
+
+    def norm(states: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        assert tuple(shape) == weight.shape, (shape, weight.shape)
+        if device_of(states).type != "cuda":
+            return real(states, shape, weight, eps)
+        out: Tensor = Fused.apply(states, weight, eps)  # type: ignore[no-untyped-call]
+        return out
+
+    return norm
 
 
 def _tensor_methods(machine: PretendedCuda) -> Iterator[Replacement]:

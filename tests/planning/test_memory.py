@@ -32,7 +32,7 @@ from torchrl_grpo.models.shape import (
     read_shape,
     shape_of,
 )
-from torchrl_grpo.planning import memory, placement, preflight
+from torchrl_grpo.planning import memory, placement, preflight, token_budget
 from torchrl_grpo.planning.prediction import GIB, Prediction, Row
 from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.planning.workload import Workload, workload_of
@@ -629,7 +629,9 @@ def a_7b(engine: str = "vllm", **changes: Any) -> tuple[Config, Any]:
     def planned(*gpus: float, apart: bool = False) -> preflight.Planned:
         plan = placement.plan(build_request(cfg, apart), len(gpus))
         there = Hardware(gpus, 900.0)
-        return preflight.Planned(cfg, plan, apart, there, SEVEN_B, memory.predict(cfg, plan, SEVEN_B, there))
+        needs = memory.predict(cfg, plan, SEVEN_B, there)
+        budget = token_budget.choose(cfg, plan, SEVEN_B, there)
+        return preflight.Planned(cfg, plan, apart, there, SEVEN_B, needs, budget)
 
     return cfg, planned
 

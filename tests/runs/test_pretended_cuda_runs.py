@@ -145,8 +145,8 @@ def take_over(engine: TransformersEngine, weights: Iterable[tuple[str, Tensor]])
 
 def sample_there(log_p: Tensor, noise: Any) -> Tensor:
     """Samples on the GPU with a generator for the CPU."""
-    noise = torch.empty_like(log_p).exponential_(generator=torch.Generator().manual_seed(0))
-    return (log_p - noise.log()).argmax(-1)
+    drawn = torch.empty_like(log_p).exponential_(generator=torch.Generator().manual_seed(0))
+    return (log_p - drawn.log()).argmax(-1)
 
 
 def sample_here(log_p: Tensor, noise: Any) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torchrl_grpo.config.schema import OptimizerConfig
 from torchrl_grpo.inference.protocol import Request
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
+from torchrl_grpo.models.scoring.fused_norm import fuse_norms
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.surrogates import SURROGATES
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
@@ -82,6 +83,7 @@ def make_step(
     """A step of a model on ``cuda:0``."""
     depth = {"n_layer": layers} if family == "gpt2" else {"num_hidden_layers": layers}
     model = make_model(family, **depth).to("cuda")
+    fuse_norms(model)
     loss, _ = make_objective(TokenScorer(model, autocast_dtype=autocast), **policy)
     return OptimizerStep(
         model,

@@ -101,7 +101,7 @@ def test_the_scores_of_this_machine(context: Context) -> None:
 @pytest.mark.parametrize("freed", [1.0, 0.0])
 def test_a_step_of_a_pretended_gpu(context: Context, freed: float, monkeypatch: pytest.MonkeyPatch) -> None:
     def allocated() -> float:
-        return next(in_use)
+        return float(next(in_use))
 
     with PretendedCuda():
         weights = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(context.model).parameters())

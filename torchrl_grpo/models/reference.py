@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from torchrl_grpo.config import Config
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.precision import choose_kernels, resolve_dtype, resolve_head
+from torchrl_grpo.models.scoring.fused_norm import fuse_norms
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 
 
@@ -44,6 +45,7 @@ def load_reference(
     # In 16 bits, most updates of a slow moving average would round to nothing.
     if auto and autocast is not None and cfg.ref_model.refresh_mix == 1:
         hold_as_computed(model, autocast)
+    fuse_norms(model)
     # The head must round like the policy's. Otherwise equal models would have a divergence.
     head_dtype = resolve_head(cfg.train_model.head_dtype)
     temperature = cfg.inference_model.temperature

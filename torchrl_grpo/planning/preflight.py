@@ -26,8 +26,9 @@ from torchrl_grpo.runtime.hardware import Hardware
 # The prediction assumes the longest texts that are allowed, and is accurate to within 20 %. A run that
 # exceeds the memory by less than this may still fit.
 TOLERATED = 1.2
-# Moments wait in host memory without being asked to if they take at most this share of it.
-_PARKED_SHARE = 0.5
+# Moments wait in host memory without being asked to if they are at most this share of it. Pinned memory is
+# handed out in powers of two, so they may take twice as much.
+_PARKED_SHARE = 0.25
 _NOTHING_ELSE = "model (no budget, cache or length, no adapters and no shards would be enough)"
 _WHILE = {"load": "loading", "generate": "generating", "score": "scoring", "optimize": "optimizing"}
 

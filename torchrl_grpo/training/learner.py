@@ -28,6 +28,7 @@ from torchrl_grpo.inference.checksums import checksum
 from torchrl_grpo.models.build import build_model
 from torchrl_grpo.models.precision import choose_kernels, resolve_autocast, resolve_head
 from torchrl_grpo.models.prepare import compile_layers, prepare_for_training, shares_prefix
+from torchrl_grpo.models.scoring.fused_norm import fuse_norms
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.planning.launcher import parallelism
@@ -103,6 +104,7 @@ class Learner:
                 "folder that all of them see"
             )
         prepare_for_training(self.model, cfg.train_model)
+        fuse_norms(self.model)
         self.shares_prefix = shares_prefix(
             self.model, cfg.train_model.shared_prefix, cfg.inference_model.max_model_len
         )

@@ -105,8 +105,8 @@ class PrefixLayout:
     @property
     def sizes(self) -> list[int]:
         """Token counts in the order of the row: of each class's prompts, then of each run of responses."""
-        runs = [run.responses.count for one in self.classes for run in one.runs]
-        return [*(one.prompts.count for one in self.classes), *runs]
+        runs = [run.responses.total for one in self.classes for run in one.runs]
+        return [*(one.prompts.total for one in self.classes), *runs]
 
     def masks(self, window: int | None) -> list[tuple[Tensor | None, list[Tensor]]]:
         """Return the attention masks of each class, for a sliding ``window`` of tokens or None.
@@ -187,26 +187,27 @@ class _Ragged(NamedTuple):
     Attributes:
         rows: number of rows B.
         width: width W of the rectangle.
-        count: number of tokens n.
+        total: number of tokens n.
         slots: entry of the rectangle that each token is in, ``[n]``; None if there is no padding.
         tokens: token that each entry of the rectangle holds, ``[B W]``; None if there is no padding.
     """
 
     rows: int
     width: int
-    count: int
+    total: int
     slots: Tensor | None
     tokens: Tensor | None
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> _Ragged:
         """Make it from ``[B, W]`` bool on the CPU, True on the leading entries of each row."""
-        count = int(mask.sum())
-        if count == mask.numel():
-            return cls(*mask.shape, count, None, None)
+        rows, width = mask.shape
+        total = int(mask.sum())
+        if total == mask.numel():
+            return cls(rows, width, total, None, None)
         slots = mask.flatten().nonzero().squeeze(-1)
         # Padding repeats a real token. It must be finite, because it is hidden by a mask.
-        return cls(*mask.shape, count, slots, (mask.flatten().cumsum(0) - 1).clamp(min=0))
+        return cls(rows, width, total, slots, (mask.flatten().cumsum(0) - 1).clamp(min=0))
 
     def pad(self, tokens: Tensor) -> Tensor:
         """Convert ``[1, H, n, D]`` to ``[B, H, W, D]``."""

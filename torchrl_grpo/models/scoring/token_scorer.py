@@ -262,7 +262,8 @@ class _CastHead(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         if self.dtype == torch.float32 and hidden.is_cuda and hidden.dtype == self.weight.dtype:
             # A kernel that adds 16-bit products in float32 needs no copy of the weights.
-            return linear(hidden.flatten(0, -2), self.weight, self.bias).unflatten(0, hidden.shape[:-1])
+            logits = linear(hidden.flatten(0, -2), self.weight, self.bias)
+            return logits.view(*hidden.shape[:-1], -1)
         bias = None if self.bias is None else self.bias.to(self.dtype)
         return F.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
 

@@ -1,0 +1,55 @@
+"""Fused norms on a pretended GPU: the same numbers and gradients, and only where that is so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from batches import make_batch, make_model
+from pretended_cuda import PretendedCuda
+from torch import Tensor, nn
+
+from torchrl_grpo.models.scoring.fused_norm import fuse_norms
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+
+KEYS = (("tokens", "prompt"), ("masks", "prompt"), ("tokens", "response"), ("masks", "response"))
+
+
+def numbers(fuses: bool, family: str) -> tuple[list[Tensor], int, int]:
+    """Log-probabilities and gradients, the norms that are fused, and the kernels started."""
+    with PretendedCuda() as machine:
+        model = make_model(family).to("cuda")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    parameter.add_(torch.linspace(-0.5, 0.5, len(parameter)).to("cuda"))
+        fused = fuse_norms(model) if fuses else 0
+        machine.reset()
+        batch = make_batch()
+        log_probs = TokenScorer(model)(*(batch[key] for key in KEYS)).log_probs
+        log_probs.square().sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return [log_probs.detach(), *gradients], fused, machine.launches
+
+
+# Two layers with two norms each and the last norm. Qwen3 has norms of queries and keys, too.
+@pytest.mark.parametrize(("family", "norms"), [("llama", 5), ("qwen3", 9)])
+def test_fused_norms_give_the_same_numbers_with_fewer_kernels(family: str, norms: int) -> None:
+    plain, none, kernels = numbers(False, family)
+    fused, count, fewer = numbers(True, family)
+    assert (none, count) == (0, norms)
+    for one, other in zip(plain, fused, strict=True):
+        torch.testing.assert_close(other, one, atol=2e-5 * float(1 + one.abs().max()), rtol=1e-4)
+    assert kernels - fewer >= 10 * norms
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma3", "gpt2"])
+def test_norms_of_another_kind_stay(family: str) -> None:
+    with PretendedCuda():
+        assert fuse_norms(make_model(family).to("cuda")) == 0
+
+
+def test_norms_on_a_cpu_stay() -> None:
+    model = make_model()
+    before = [module.forward for module in model.modules() if isinstance(module, nn.Module)]
+    assert fuse_norms(model) == 0
+    assert before == [module.forward for module in model.modules()]
