@@ -164,10 +164,10 @@ def test_lengths_far_apart_are_attended_in_rectangles_half_full(family: str) -> 
     runs = [run.responses for one in layout.classes for run in one.runs]
     rectangles = [*runs, *(one.prompts for one in layout.classes)]
     assert len(layout.classes) == 3 and len(runs) > 4
-    assert all(2 * one.count >= one.rows * one.width for one in rectangles)
+    assert all(2 * one.total >= one.rows * one.width for one in rectangles)
     # Keys of a response are its class's prompt and its own: none stands beside a prompt of another length.
     assert [one.prompts.width for one in layout.classes] == [30, 4, 1]
-    assert sum(run.count for run in runs) == int((lengths - 1).sum())
+    assert sum(run.total for run in runs) == int((lengths - 1).sum())
     assert layout.ids.shape[1] == int((lengths - 1).sum() + prompts.sum())
     plain, plain_gradients = scored(model, batch, shares_prefix=False)
     shared, shared_gradients = scored(model, batch)

@@ -19,6 +19,7 @@ from torchrl_grpo.inference.protocol import Request
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.models.scoring.fused_norm import fuse_norms
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.objectives import loss
 from torchrl_grpo.objectives.surrogates import SURROGATES
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
 from torchrl_grpo.training.optimizer_step import OptimizerStep
@@ -84,10 +85,10 @@ def make_step(
     depth = {"n_layer": layers} if family == "gpt2" else {"num_hidden_layers": layers}
     model = make_model(family, **depth).to("cuda")
     fuse_norms(model)
-    loss, _ = make_objective(TokenScorer(model, autocast_dtype=autocast), **policy)
+    objective, _ = make_objective(TokenScorer(model, autocast_dtype=autocast), **policy)
     return OptimizerStep(
         model,
-        loss,
+        objective,
         OptimizerConfig(),
         total_steps=2,
         groups_per_batch=groups,
@@ -170,23 +171,26 @@ def test_a_fault_in_the_loss_is_found(fault: str, monkeypatch: pytest.MonkeyPatc
         make_step()(make_batch())
 
 
-@pytest.mark.parametrize(
-    ("file", "gpus"),
-    [("loss.py", 1), ("token_scorer.py", 1)],
-    ids=["the batch's log-probabilities", "the tokens"],
-)
-def test_a_forgotten_move_is_found(file: str, gpus: int) -> None:
-    with pytest.raises(DeviceMismatch), PretendedCuda(gpus) as machine:
+def test_a_forgotten_move_is_found() -> None:
+    with pytest.raises(DeviceMismatch), PretendedCuda() as machine:
         step = make_step()
-        machine.forgetful = {file}
+        machine.forgetful = {"transfer.py"}
         step(make_batch())
 
 
+def test_a_forgotten_move_in_the_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "upload", lambda tensor, device: tensor)
+    with pytest.raises(DeviceMismatch, match=r"at loss\.py"), PretendedCuda():
+        make_step()(make_batch())
+
+
 @pytest.mark.parametrize(
-    "file", ["token_scorer.py", "log_prob_transform.py"], ids=["of what it reads", "of what it found"]
+    ("file", "found"),
+    [("token_scorer.py", "cuda:0, cpu"), ("transfer.py", "cuda:2, cpu"), ("log_prob_transform.py", "cuda:2")],
+    ids=["of what it reads", "of its indices", "of what it found"],
 )
-def test_a_forgotten_move_of_a_reference_is_found(file: str) -> None:
-    with pytest.raises(DeviceMismatch, match="cuda:2"), PretendedCuda(gpus=3) as machine:
+def test_a_forgotten_move_of_a_reference_is_found(file: str, found: str) -> None:
+    with pytest.raises(DeviceMismatch, match=found), PretendedCuda(gpus=3) as machine:
         machine.forgetful = {file}
         reference_on_cuda_2(make_batch(kl=False).to("cuda:0"))
 
