@@ -26,6 +26,7 @@ from torchrl_grpo.models import loading
 from torchrl_grpo.models.precision import resolve_autocast
 from torchrl_grpo.models.prepare import compile_layers, prepare_for_training
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.models.scoring.varlen_choice import choose_attention
 from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.runtime.malloc import keep_freed_memory
@@ -131,6 +132,7 @@ def _training_phase(workload: Workload) -> Callable[[], dict[str, float]]:
     prepare_for_training(model, cfg.train_model)
     autocast = resolve_autocast(cfg.train_model.autocast, device)
     scorer = TokenScorer(model, 1.0, autocast, cfg.train_model.shared_prefix)
+    choose_attention(scorer, cfg.train_model.prefix_attention)
     if cfg.train_model.compile:
         compile_layers(model, scorer)
     loss, advantage = build_objective(cfg.policy, scorer, (1.0,), workload.response_tokens)

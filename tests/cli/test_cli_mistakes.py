@@ -130,6 +130,12 @@ BAD: list[tuple[str, str]] = [
     ("ref_model.refresh_mix=0.5", "refresh_frequency above 0"),
     ("train_model.attn_implementation=flash", "auto, sdpa, eager, flash_attention_2"),
     ("train_model.attn_implementation=eager", "write train_model.shared_prefix=false train_model.attn"),
+    ("train_model.prefix_attention=flash", "auto, varlen, dense"),
+    (
+        "train_model.prefix_attention=varlen train_model.shared_prefix=false",
+        "write train_model.prefix_attention=auto",
+    ),
+    ("train_model.prefix_attention=varlen train_model.autocast=no", "computes in 16 bits"),
     ("train_model.lora.rank=-1", "at least 0"),
     ("train_model.lora=4", "write for example train_model.lora.rank=VALUE"),
     ("train_model.lora.target_modules=q_proj", "a list of names"),

@@ -25,6 +25,7 @@ from types import FrameType, TracebackType
 from typing import Any
 from unittest import mock
 
+import flash_kernel
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -81,8 +82,12 @@ def _histogram(values: Tensor, *args: Any) -> Tensor:
     return counts.to(values.dtype)
 
 
-# What a GPU has for formats that the CPU lacks it for.
-_STAND_INS: dict[Any, Any] = {aten.histc.default: _histogram}
+# What a GPU has and the CPU lacks.
+_STAND_INS: dict[Any, Any] = {
+    aten.histc.default: _histogram,
+    aten._flash_attention_forward.default: flash_kernel.forward,
+    aten._flash_attention_backward.default: flash_kernel.backward,
+}
 
 
 def _product_in_float32(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from batches import make_batch, make_model
+from pretended_cuda import PretendedCuda
 from torch import Tensor
 
 from torchrl_grpo.models.scoring import attention
+from torchrl_grpo.models.scoring.dense_mask import additive
 from torchrl_grpo.models.scoring.shared_prefix import PrefixLayout
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 
@@ -122,6 +124,42 @@ def test_every_query_in_a_row_of_groups_sees_a_key_padding_too(window: int | Non
     for over_prompts, runs in masks:
         for mask in [*runs, *([] if over_prompts is None else [over_prompts])]:
             assert mask.any(-1).all()
+
+
+@pytest.mark.parametrize("keys", [9, 16])
+def test_a_summand_hides_what_a_mask_hides(keys: int) -> None:
+    (query, key, value), seen = inputs(5, keys, torch.float32, E=D)
+    summand = additive(seen[:, None], torch.float32)
+    assert summand.shape == (3, 1, 5, keys) and all(stride % 8 == 0 for stride in summand.stride()[:-1])
+    found, expected = (
+        F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+        for mask in (summand, seen[:, None])
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral_sliding"])
+def test_on_a_gpu_layers_share_masks_in_the_computed_format(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks: list[list[int]] = []
+    kernel = F.scaled_dot_product_attention
+
+    def noted(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, **rest: Any) -> Tensor:
+        # Repeated for each query head, and cast before that.
+        assert key.dtype == value.dtype == torch.bfloat16 and key.shape[1] == query.shape[1]
+        assert attn_mask is None or attn_mask.dtype == torch.bfloat16
+        masks[-1].append(0 if attn_mask is None else attn_mask.data_ptr())
+        return kernel(query, key, value, attn_mask=attn_mask, **rest)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    batch = make_batch(P=4, G=4)
+    with PretendedCuda():
+        scorer = TokenScorer(make_model(family).to("cuda"), autocast_dtype=torch.bfloat16)
+        for layer in scorer.model.model.layers:
+            layer.register_forward_pre_hook(lambda *_: masks.append([]))
+        scorer(*(batch[name, part] for part in ("prompt", "response") for name in ("tokens", "masks")))
+    assert len(masks) == 2 and masks[0] == masks[1] and any(masks[0])
 
 
 def test_float64_is_float64_throughout() -> None:

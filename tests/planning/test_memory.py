@@ -20,7 +20,14 @@ from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config.checks import whole as checks
 from torchrl_grpo.config.derived import steps_per_round
 from torchrl_grpo.config.schema import LoraConfig, ModelConfig
-from torchrl_grpo.config.values import AnswerFormat, Autocast, Backend, Dtype, Quantization
+from torchrl_grpo.config.values import (
+    AnswerFormat,
+    Autocast,
+    Backend,
+    Dtype,
+    PrefixAttention,
+    Quantization,
+)
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.models import smollm2
 from torchrl_grpo.models.shape import (
@@ -301,32 +308,39 @@ def test_a_damaged_model_is_named(tmp_path: Path, file: str) -> None:
 def test_the_largest_pieces_of_work() -> None:
     cfg = config(env__num_envs=4, env__repeats=8, inference_model__max_model_len=300)
     cfg.inference_model.max_new_tokens, cfg.eval.num_problems = 100, 10
-    assert workload_of(cfg) == Workload(200, 100, 4000, 4 * (8 * 300 + 200), several=False, rows=32)
+    assert workload_of(cfg) == Workload(
+        200, 100, 4000, 4 * (8 * 300 + 200), 4 * 8 * 100 * 300, several=False, rows=32
+    )
     assert workload_of(cfg, ranks=4).tokens == 1000
     # Whole groups, and whole problems, are divided among engines.
     assert [workload_of(cfg, engines=engines).rows for engines in (2, 3, 4, 8)] == [16, 16, 8, 8]
     cfg.train.max_tokens_per_microbatch = 1000
-    assert workload_of(cfg) == Workload(200, 100, 1000, 8 * 300 + 200, several=True, rows=32)
+    assert workload_of(cfg) == Workload(200, 100, 1000, 8 * 300 + 200, 8 * 100 * 300, several=True, rows=32)
     cfg.train.max_tokens_per_microbatch, cfg.train.gradient_accumulation_steps = None, 8
-    assert workload_of(cfg) == Workload(200, 100, 600, 4 * 300 + 200, several=True, rows=32)
+    assert workload_of(cfg) == Workload(200, 100, 600, 4 * 300 + 200, 4 * 100 * 300, several=True, rows=32)
     cfg.train_model.shared_prefix, cfg.eval.num_problems = False, 100
-    assert workload_of(cfg) == Workload(200, 100, 1200, 4 * 300, several=True, rows=100)
+    assert workload_of(cfg) == Workload(200, 100, 1200, 4 * 300, 0.0, several=True, rows=100)
 
 
 # What autograd keeps
 
 
-@pytest.mark.parametrize(
+LENGTHS = pytest.mark.parametrize(
     ("queries", "keys", "prompt", "response"),
     [(8, 8, 64, 32), (8, 2, 64, 32), (4, 1, 16, 64), (8, 2, 200, 20)],
 )
-def test_bytes_that_autograd_keeps(queries: int, keys: int, prompt: int, response: int) -> None:
+PROMPTS, SAMPLES = 2, 4
+
+
+def kept_by_a_layer(queries: int, keys: int, prompt: int, response: int, size: int, varlen: bool) -> int:
+    """Bytes that autograd keeps of one more layer, without weights; with ``varlen`` under autocast."""
+    import flash_kernel
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 
-    prompts, samples, totals = 2, 4, []
+    totals = []
     for layers in (1, 2):
         model = LlamaForCausalLM(
             LlamaConfig(
@@ -336,34 +350,91 @@ def test_bytes_that_autograd_keeps(queries: int, keys: int, prompt: int, respons
                 num_hidden_layers=layers,
                 num_attention_heads=queries,
                 num_key_value_heads=keys,
-                head_dim=32,
+                head_dim=size,
             )
         ).eval()
         own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        # Autocast's copies of weights, which are counted apart.
+        matrices = {shape for p in model.parameters() for shape in (p.shape, p.shape[::-1]) if p.dim() == 2}
         kept: dict[int, int] = {}
         alive = []
 
-        def pack(tensor: torch.Tensor, own: set[int] = own, kept: dict[int, int] = kept) -> torch.Tensor:
+        def pack(
+            tensor: torch.Tensor,
+            own: set[int] = own,
+            kept: dict[int, int] = kept,
+            matrices: set[torch.Size] = matrices,
+        ) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
+            copied = tensor.dtype == torch.bfloat16 and tensor.shape in matrices
+            if storage.data_ptr() not in own and not copied:
                 kept[storage.data_ptr()] = storage.nbytes()
             alive.append(tensor)  # noqa: B023 - so that no address is used twice
             return tensor
 
-        ids = torch.randint(3, 64, (prompts, prompt))
-        answers = torch.randint(3, 64, (prompts, samples, response))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            TokenScorer(model)(ids, torch.ones_like(ids).bool(), answers, torch.ones_like(answers).bool())
+        ids = torch.randint(3, 64, (PROMPTS, prompt))
+        answers = torch.randint(3, 64, (PROMPTS, SAMPLES, response))
+        masks = torch.ones_like(ids).bool(), torch.ones_like(answers).bool()
+        scorer = TokenScorer(model, autocast_dtype=torch.bfloat16 if varlen else None)
+        scorer.varlen = varlen
+        with (
+            flash_kernel.on_the_cpu(),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
+            scorer(ids, masks[0], answers, masks[1])
         totals.append(sum(kept.values()))
+    return totals[1] - totals[0]
+
+
+def load_of(prompt: int, response: int) -> Workload:
+    tokens = PROMPTS * (prompt + SAMPLES * response)
+    attended = PROMPTS * (SAMPLES * (prompt + response) + prompt)
+    return Workload(prompt, response, tokens, attended, 0.0, False, 8)
+
+
+@LENGTHS
+def test_bytes_that_autograd_keeps(queries: int, keys: int, prompt: int, response: int) -> None:
     shape = ModelShape(0, 64, 96, 1, 256, queries * 32, keys * 32)
-    tokens = prompts * (prompt + samples * response)
-    attended = prompts * (samples * (prompt + response) + prompt)
-    load = Workload(prompt, response, tokens, attended, False, 8)
+    load = load_of(prompt, response)
     by_layer = memory.kept_by_layer(shape, load, False, "cpu")
-    assert by_layer == pytest.approx(totals[1] - totals[0], rel=0.08)
+    kept = kept_by_a_layer(queries, keys, prompt, response, 32, varlen=False)
+    assert by_layer == pytest.approx(kept, rel=0.08)
     # Kernels for GPUs get the keys and values of each query head.
     more = memory.kept_by_layer(shape, load, False, "cuda") - by_layer
-    assert more == 4 * attended * 2 * (queries - keys) * 32
+    assert more == 4 * load.attended * 2 * (queries - keys) * 32
+
+
+@LENGTHS
+def test_bytes_that_autograd_keeps_with_attention_for_variable_lengths(
+    queries: int, keys: int, prompt: int, response: int
+) -> None:
+    shape = ModelShape(0, 64, 96, 1, 256, queries * 64, keys * 64)
+    by_layer = memory.kept_by_layer(shape, load_of(prompt, response), True, "cuda", varlen=True)
+    kept = kept_by_a_layer(queries, keys, prompt, response, 64, varlen=True)
+    assert by_layer == pytest.approx(kept, rel=0.04)
+
+
+def test_masks_of_long_responses_take_memory_and_variable_lengths_none() -> None:
+    cfg = config(env__num_envs=1, env__repeats=8, inference_model__max_model_len=16_896)
+    cfg.inference_model.max_new_tokens = 16_384
+    load = workload_of(cfg)
+    # One response a micro-batch.
+    assert load.pairs == pytest.approx(16_384 * 16_896, rel=0.05)
+    gpu = Hardware((80.0,), capabilities=((9, 0),))
+    cfg.train_model.autocast = Autocast.bf16
+    one, masks = ["cuda:0"], memory.mask_bytes(load, True, "cuda")
+    assert masks == 2 * load.pairs and memory.mask_bytes(load, False, "cpu") == 0
+    assert memory.uses_varlen(cfg, one, gpu) and not memory.uses_varlen(cfg, ["cpu"], gpu)
+    peaks = {}
+    for attention in ("varlen", "dense"):
+        cfg.train_model.prefix_attention = PrefixAttention(attention)
+        plan = placement.plan(build_request(cfg, False), 1)
+        peaks[attention] = row(memory.predict(cfg, plan, SEVEN_B, gpu), "train", "optimize").activations
+    assert peaks["dense"] - peaks["varlen"] > masks
+    cfg.train_model.prefix_attention = PrefixAttention.auto
+    assert not memory.uses_varlen(cfg, one, Hardware((80.0,), capabilities=((7, 5),)))
+    cfg.train_model.autocast = Autocast.no
+    assert not memory.uses_varlen(cfg, one, gpu)
 
 
 # Roles and phases

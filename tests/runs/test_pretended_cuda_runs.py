@@ -64,6 +64,7 @@ CASES = {
     "adapters": Case({**KL, "train_model.lora.rank": 4, "checkpoint.export_merged": True}, gpus=2),
     "gradient checkpointing": Case({"train_model.gradient_checkpointing": True}),
     "prompts run once per response": Case({"train_model.shared_prefix": False}),
+    "attention with masks": Case({"train_model.prefix_attention": "dense"}),
     "a bonus for entropy": Case({"policy.entropy_coef": 0.01, "policy.entropy_target": 3.0}),
     "an engine that sleeps": Case({"inference_model.sleep": True}),
     "MaxEnt": Case({**KL, "policy.advantage_estimator": "maxent", "policy.kl_in": "weights"}, gpus=3),
@@ -107,12 +108,17 @@ def change(cfg: Config, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_whole_run(name: str, small: Config, tmp_path: Path) -> None:
+def test_a_whole_run(name: str, small: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case = CASES[name]
     change(small, case.changes)
     with PretendedCuda(case.gpus, case.capability) as machine:
         summary = run(small, tmp_path / "run")
     lines = read(tmp_path / "run/metrics.jsonl")
+    used = "dense" if case.autocast is None or small.train_model.prefix_attention == "dense" else "varlen"
+    said = f"attention over shared prompts: {used}" in capsys.readouterr().err
+    assert said == small.train_model.shared_prefix
+    if name == "adapters":
+        assert lines[1]["loss/kl"] == 0, "before the first step the base and the adapters compute the same"
     assert summary["steps"] == lines[-1]["step"] > 0
     assert all("eval/accuracy" in line for line in (lines[0], lines[-1]))
     assert (tmp_path / f"run/checkpoints/{summary['steps']}").is_dir()

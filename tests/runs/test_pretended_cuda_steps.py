@@ -55,6 +55,11 @@ KERNELS_BESIDE_LAYERS = 190  # 178
 # Whatever depends on lengths is computed on the CPU, and metrics are read once a step.
 SYNCS_PER_MICRO_BATCH = 0
 UPLOADS_PER_MICRO_BATCH = 6  # 5: index vectors of scoring and of attention, and what the loss reads
+# The same with attention for variable lengths, whatever the lengths are. A call of its stand-in counts as one
+# kernel.
+VARLEN_KERNELS_PER_LAYER = 160  # 153
+VARLEN_KERNELS_OF_A_RAGGED_STEP = 550  # 520
+VARLEN_SYNCS_OF_A_RAGGED_STEP = 2
 # Clipping and AdamW take all parameters at once.
 KERNELS_PER_UPDATE = 10  # 0 to 5
 SYNCS_PER_UPDATE = 2  # for the metrics and for the norm
@@ -79,13 +84,16 @@ def make_step(
     micro_batches: int = 1,
     autocast: torch.dtype | None = torch.bfloat16,
     layers: int = 2,
+    varlen: bool = False,
     **policy: Any,
 ) -> OptimizerStep:
     """A step of a model on ``cuda:0``."""
     depth = {"n_layer": layers} if family == "gpt2" else {"num_hidden_layers": layers}
     model = make_model(family, **depth).to("cuda")
     fuse_norms(model)
-    objective, _ = make_objective(TokenScorer(model, autocast_dtype=autocast), **policy)
+    scorer = TokenScorer(model, autocast_dtype=autocast)
+    scorer.varlen = varlen
+    objective, _ = make_objective(scorer, **policy)
     return OptimizerStep(
         model,
         objective,
@@ -203,10 +211,10 @@ def even_batch(groups: int, samples: int = 4) -> TensorDict:
     return batch
 
 
-def count(batch: TensorDict, micro_batches: int = 1, layers: int = 2) -> tuple[int, int, int]:
+def count(batch: TensorDict, micro_batches: int = 1, **options: Any) -> tuple[int, int, int]:
     """Kernels, syncs and uploads of a second step: the first one makes the optimizer's moments."""
     with PretendedCuda() as machine:
-        step = make_step(groups=len(batch), micro_batches=micro_batches, layers=layers)
+        step = make_step(groups=len(batch), micro_batches=micro_batches, **options)
         step(batch.clone())
         machine.reset()
         step(batch.clone())
@@ -241,6 +249,19 @@ def test_a_ragged_batch_stays_bounded() -> None:
     assert kernels <= KERNELS_OF_A_RAGGED_STEP
     assert syncs <= SYNCS_OF_A_RAGGED_STEP
     assert uploads <= UPLOADS_PER_MICRO_BATCH
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral_sliding"])
+def test_with_attention_for_variable_lengths_a_ragged_batch_is_as_fast_as_an_even_one(family: str) -> None:
+    batch = make_batch(P=4, G=4, T=20)
+    kernels, syncs, uploads = count(batch, varlen=True, family=family)
+    assert kernels <= VARLEN_KERNELS_OF_A_RAGGED_STEP
+    assert syncs <= VARLEN_SYNCS_OF_A_RAGGED_STEP
+    assert uploads <= UPLOADS_PER_MICRO_BATCH
+    kernels_4, *waits_4 = count(batch, varlen=True, family=family, layers=4)
+    assert kernels_4 - kernels <= 2 * VARLEN_KERNELS_PER_LAYER
+    assert waits_4 == [syncs, uploads], "layers never wait"
+    assert count(even_batch(2), varlen=True, family=family)[0] == kernels
 
 
 def test_a_generated_token_starts_few_kernels_and_waits_seldom() -> None:

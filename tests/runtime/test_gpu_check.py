@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from batches import inputs, make_batch
 from pretended_cuda import PretendedCuda
 from transformers import AutoModelForCausalLM
 
 from torchrl_grpo.errors import TrainingStopped
+from torchrl_grpo.models.scoring import varlen
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer, TokenScores
 from torchrl_grpo.tools.gpu_check import __main__ as command
 from torchrl_grpo.tools.gpu_check import kernels, stages, step
@@ -129,6 +131,30 @@ def test_waits_of_a_micro_batch_are_found(context: Context, monkeypatch: pytest.
         warnings.simplefilter("ignore")
         with pytest.raises(TrainingStopped, match="waits in a micro-batch: 1, and at most 0 is right"):
             step.step(context.model)
+
+
+def test_attention_without_masks_on_a_pretended_gpu(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_batch", lambda vocabulary: inputs(make_batch()))
+    monkeypatch.setattr(kernels, "_TIMED_PROMPT", 8)
+    monkeypatch.setattr(kernels, "_TIMED_RESPONSES", (4, 8))
+    with PretendedCuda():
+        found = kernels.flash(context.model)
+    assert 1e-3 < float(found["kernel_error"]) < 4e-3
+    assert 0 < float(found["varlen_gradient"]) < 2 * float(found["masks_gradient"])
+    assert float(found["times_as_fast_4"]) > 0 and float(found["times_as_fast_8"]) > 0
+    with PretendedCuda(capability=(7, 5)):
+        assert "compute capability 7.5" in str(kernels.flash(context.model)["not_used"])
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        return tuple(1.1 * one for one in backward(*args, **kwargs))
+
+    backward = varlen._backward
+    monkeypatch.setattr(varlen, "_backward", faulty)
+    with PretendedCuda(), pytest.raises(TrainingStopped, match=r"kernel_error is 0.1, .* 0.02 is rounding"):
+        kernels.flash(context.model)
+    assert STAGES["flash"].lacks(context) == "it needs a GPU"
 
 
 def test_scores_that_depend_on_the_shared_prompt_are_found(

@@ -25,6 +25,7 @@ FREE_KEYS = (
     "inference_model.enforce_eager",
     "train_model.compile",
     "train_model.fused_head",
+    "train_model.prefix_attention",
     "train_model.autocast",
     "inference_model.dtype",
     "inference_model.head_dtype",

@@ -22,6 +22,7 @@ from torchrl_grpo.config.values import (
     Level,
     Overlong,
     Parallelism,
+    PrefixAttention,
     Proximal,
     Quantization,
     RewardCombination,
@@ -238,6 +239,12 @@ class TrainModelConfig:
     shared_prefix: bool = key(
         True,
         "Run the prompt of a group once for all its responses: same numbers, less time.",
+    )
+    prefix_attention: PrefixAttention = key(
+        PrefixAttention.auto,
+        "Attention with shared_prefix=true, of the reference too: varlen (flash-attention's kernel for "
+        "variable lengths, without masks; it needs a GPU of compute capability 8.0 and 16 bits), dense "
+        "(padded, with masks), or auto (varlen where it works, else dense; docs/speed.md).",
     )
     attn_implementation: Attention = key(
         Attention.auto,

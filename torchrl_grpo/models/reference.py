@@ -11,6 +11,7 @@ from torchrl_grpo.models import loading
 from torchrl_grpo.models.precision import choose_kernels, resolve_dtype, resolve_head
 from torchrl_grpo.models.scoring.fused_norm import fuse_norms
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.models.scoring.varlen_choice import choose_attention
 
 
 def load_reference(
@@ -23,8 +24,8 @@ def load_reference(
     """Load a scorer of a frozen copy of the model.
 
     Args:
-        cfg: configuration; ``ref_model``, ``model``, ``train_model.fused_head``, ``train_model.head_dtype``
-            and the sampling temperature are read.
+        cfg: configuration; ``ref_model``, ``model``, the sampling temperature, and the keys ``fused_head``,
+            ``head_dtype`` and ``prefix_attention`` of ``train_model`` are read.
         source: folder or hub name of the model.
         device: device of the model.
         autocast_dtype: dtype of the trainer's matrix products, or None for float32. The reference uses it
@@ -50,6 +51,7 @@ def load_reference(
     head_dtype = resolve_head(cfg.train_model.head_dtype)
     temperature = cfg.inference_model.temperature
     scorer = TokenScorer(model, temperature, autocast, shares_prefix, head_dtype=head_dtype)
+    choose_attention(scorer, cfg.train_model.prefix_attention, cfg.inference_model.max_model_len)
     if cfg.train_model.fused_head:
         scorer.fuse_head()
     return scorer

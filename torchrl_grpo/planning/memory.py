@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import VLLM_BACKENDS, ZERO_STAGES
+from torchrl_grpo.config.values import VLLM_BACKENDS, ZERO_STAGES, PrefixAttention
 from torchrl_grpo.models.shape import ModelShape
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.prediction import GIB, PHASES, Prediction, Row
@@ -103,16 +103,18 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there: Ha
         weights += part * FLOAT * shape.parameters
     divided = kind in _SHARDS or kind in ZERO_STAGES
     trained = (part if divided else 1.0) * FLOAT * shape.parameters * (_ADAPTER_SHARE if lora else 1.0)
-    kept, work = activations(shape, load, cfg.train_model.gradient_checkpointing, half, device)
+    varlen = uses_varlen(cfg, role.devices, there)
+    kept, work = activations(shape, load, cfg.train_model.gradient_checkpointing, half, device, varlen)
+    masks = 0.0 if varlen else mask_bytes(load, half, device)
     copies = _copies(cfg, shape, half, kind if part < 1 else "ddp")
     # The gradient of the output head exists as a whole before it is accumulated. At the end of the backward
     # pass, the same holds for the gradient of the embedding.
     head = 0.0 if lora else FLOAT * shape.vocabulary * shape.hidden
     blocks = FLOAT * _HEAD_BLOCK[device] * _HEAD_BLOCKS
-    begin = (trained if load.several else 0.0) + head, kept + copies + max(work, blocks)
+    begin = (trained if load.several else 0.0) + head, kept + copies + masks + max(work, blocks)
     end = trained + head, work
     gradients, live = max(begin, end, key=sum)
-    names, forward = role.devices, FLOAT * load.tokens * _forward_width(shape) + blocks
+    names, forward = role.devices, FLOAT * load.tokens * _forward_width(shape) + blocks + masks
     moments = 2 * trained
     # Only the update needs the moments, if they wait in host memory.
     waiting = 0.0 if plan.offload_optimizer else moments
@@ -129,6 +131,26 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there: Ha
 def autocasts(cfg: Config, devices: Sequence[str], there: Hardware) -> bool:
     """Return whether the trainer on ``devices`` computes matrix products in 16 bits."""
     return bits16(cfg.train_model.autocast, {"bf16", "fp16"}, there.has_fast_bfloat16(devices))
+
+
+def uses_varlen(cfg: Config, devices: Sequence[str], there: Hardware) -> bool:
+    """Return whether attention over shared prompts is expected to use the kernel for variable lengths.
+
+    Heads of unusual sizes are found only when the run starts.
+    """
+    wanted = cfg.train_model.shared_prefix and cfg.train_model.prefix_attention != PrefixAttention.dense
+    # GPUs that compute fast in bfloat16 are those that the kernel runs on.
+    on_gpu = devices[0].startswith("cuda") and there.has_fast_bfloat16(devices)
+    return wanted and on_gpu and autocasts(cfg, devices, there)
+
+
+def mask_bytes(load: Workload, half: bool, device: str) -> float:
+    """Return the bytes of the masks of dense attention over shared prompts.
+
+    On a GPU all layers share them. On a CPU they are not counted. Models whose layers have windows of several
+    sizes hold a mask for each size.
+    """
+    return load.pairs * (2 if half else FLOAT) if device == "cuda" else 0.0
 
 
 def trained_weights(cfg: Config, shape: ModelShape, half: bool) -> float:
@@ -185,7 +207,7 @@ def _copies(cfg: Config, shape: ModelShape, half: bool, kind: str) -> float:
     return element * (shape.layer if cfg.train_model.gradient_checkpointing else shape.parameters)
 
 
-def kept_by_layer(shape: ModelShape, load: Workload, half: bool, device: str) -> float:
+def kept_by_layer(shape: ModelShape, load: Workload, half: bool, device: str, varlen: bool = False) -> float:
     """Return the bytes that autograd keeps of one layer for all tokens of a micro-batch.
 
     H is the width of the residual stream, F that of the feed-forward layer, Q that of all query heads, and K
@@ -198,6 +220,9 @@ def kept_by_layer(shape: ModelShape, load: Workload, half: bool, device: str) ->
     - Attention keeps the keys and values (2 K).
     - Attention also keeps the keys and values that each response attends to (``attended``). On a GPU they are
       repeated for every query head that shares them.
+
+    With attention for variable lengths, it keeps queries, keys, values and output in 16 bits, and one number
+    for each head, which is counted for heads of 64. No key is kept for more than one response.
     """
     h, f, q, k = shape.hidden, shape.mlp, shape.queries, shape.keys
     mlp = 4 * f if shape.gated else 5 * f
@@ -205,15 +230,18 @@ def kept_by_layer(shape: ModelShape, load: Workload, half: bool, device: str) ->
     attention = load.tokens * (3 * q + 2 * k) + load.attended * 2 * (k if device == "cpu" else q)
     if not half:
         return FLOAT * (load.tokens * (norms + mlp) + attention)
+    if varlen:
+        # Autocast makes a copy of a product's input for each product.
+        return load.tokens * (26 * h + 2 * mlp + 4 * (q + k) + q / 16)
     # Norms compute in float32 and return 16 bits. Rotary embeddings convert queries and keys to float32.
     return load.tokens * (20 * h + 2 * mlp) + 3 * attention
 
 
 def activations(
-    shape: ModelShape, load: Workload, checkpointing: bool, half: bool, device: str
+    shape: ModelShape, load: Workload, checkpointing: bool, half: bool, device: str, varlen: bool = False
 ) -> tuple[float, float]:
     """Return the bytes that are kept for the backward pass, and the bytes that it needs in addition."""
-    layer = kept_by_layer(shape, load, half, device)
+    layer = kept_by_layer(shape, load, half, device, varlen)
     edges = FLOAT * load.tokens * 4 * shape.hidden  # embedding, last norm, inputs of the output head
     work = FLOAT * load.tokens * (4 * shape.mlp + 4 * shape.hidden)
     if checkpointing:

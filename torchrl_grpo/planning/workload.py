@@ -23,6 +23,7 @@ class Workload:
         response: tokens of the longest response.
         tokens: tokens in a micro-batch.
         attended: keys that a micro-batch attends to; each response has the keys of its prompt and its own.
+        pairs: pairs of a query of a response and a key in the masks of dense attention over shared prompts.
         several: whether an optimizer step has more than one micro-batch.
         rows: responses that an engine generates at a time.
     """
@@ -31,6 +32,7 @@ class Workload:
     response: int
     tokens: int
     attended: float
+    pairs: float
     several: bool
     rows: int
 
@@ -56,10 +58,11 @@ def workload_of(cfg: Config, ranks: int = 1, engines: int = 1) -> Workload:
     tokens = min(wanted, token_budget(cfg))
     share = tokens / wanted
     attended = share * (responses * length + (prompts * prompt if cfg.train_model.shared_prefix else 0))
+    pairs = share * responses * response * length if cfg.train_model.shared_prefix else 0.0
     rows = max(
         -(-cfg.env.num_envs // engines) * samples, -(-cfg.eval.num_problems // engines) * cfg.eval.pass_at_k
     )
-    return Workload(prompt, response, tokens, attended, pieces > 1 or tokens < wanted, rows)
+    return Workload(prompt, response, tokens, attended, pairs, pieces > 1 or tokens < wanted, rows)
 
 
 def max_num_seqs(cfg: Config, on_gpu: bool = False, room: int | None = None) -> int:

@@ -318,6 +318,8 @@ def build_reference(
             learner.shares_prefix,
             head_dtype=learner.scorer.head_dtype,
         )
+        # Attention must round like the policy's.
+        scorer.varlen = learner.scorer.varlen
         off = partial(lora.disable_adapters, policy)
         return LogProbScorer(scorer, "reference", learner.make_budget(), off)
     (scorer, budget), *others = (

@@ -30,6 +30,7 @@ from torchrl_grpo.models.precision import choose_kernels, resolve_autocast, reso
 from torchrl_grpo.models.prepare import compile_layers, prepare_for_training, shares_prefix
 from torchrl_grpo.models.scoring.fused_norm import fuse_norms
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.models.scoring.varlen_choice import choose_attention
 from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.planning.launcher import parallelism
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer, LogProbWriter, score_piece
@@ -71,7 +72,8 @@ class Learner:
         spec: model, objective and optimizer.
         device: device of this rank.
         ranks: this process's place among the training ranks.
-        notify: function that receives a message for the user when a token budget is halved.
+        notify: function that receives a message for the user: which attention is used, or that a token budget
+            is halved.
 
     Raises:
         ModelError: the model cannot be loaded, or the ranks loaded different weights.
@@ -122,6 +124,12 @@ class Learner:
             self.shares_prefix,
             head_dtype=resolve_head(cfg.train_model.head_dtype),
         )
+        choose_attention(self.scorer, cfg.train_model.prefix_attention, cfg.inference_model.max_model_len)
+        # Either all ranks use the kernel or none.
+        self.scorer.varlen &= ranks.all_equal(self.scorer.varlen)
+        if device.type == "cuda" and self.shares_prefix:
+            used = "varlen (flash-attention's kernel)" if self.scorer.varlen else "dense (with masks)"
+            notify(f"attention over shared prompts: {used}")
         if cfg.train_model.compile:
             compile_layers(self.model, self.scorer)
         loss, self.advantage = build_objective(

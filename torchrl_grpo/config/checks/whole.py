@@ -29,6 +29,7 @@ from torchrl_grpo.config.values import (
     VLLM_BACKENDS,
     VLLM_LEAST_TEMPERATURE,
     ZERO_STAGES,
+    PrefixAttention,
 )
 from torchrl_grpo.errors import ConfigError
 
@@ -160,6 +161,14 @@ def _check_attention(cfg: Config) -> None:
         wrong = "with train_model.shared_prefix=true the attention of a group is computed in a way of its own"
         good = f"train_model.shared_prefix=false train_model.attn_implementation={attention}"
         raise bad_value("train_model.attn_implementation", attention, wrong, good)
+    if cfg.train_model.prefix_attention == PrefixAttention.varlen:
+        fix = "train_model.prefix_attention=auto"
+        if not cfg.train_model.shared_prefix:
+            wrong = "is for shared prompts, and train_model.shared_prefix is false"
+            raise bad_value("train_model.prefix_attention", "varlen", wrong, fix)
+        if cfg.train_model.autocast == "no":
+            wrong = "computes in 16 bits, and train_model.autocast is no"
+            raise bad_value("train_model.prefix_attention", "varlen", wrong, fix)
 
 
 def _check_offload(cfg: Config) -> None:

@@ -3,7 +3,8 @@
 Every matrix product, norm and activation of the model runs over a single row of real tokens: all prompts,
 then all responses. Only attention depends on which tokens see each other. It is registered with transformers'
 attention interface, so gradient checkpointing and adapters work as usual. Gradients of all responses
-accumulate in the states of the prompt. Attention kernels for variable lengths (varlen) are not supported.
+accumulate in the states of the prompt. Attention is computed in padded rectangles with masks, or by a kernel
+for variable lengths (:mod:`~torchrl_grpo.models.scoring.varlen`).
 
 Axes: ``P`` prompts, ``G`` responses per prompt, ``L`` prompt tokens, ``T`` response tokens, ``N`` tokens in
 the row, ``H`` heads, ``D`` size of a head.
@@ -21,8 +22,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from torchrl_grpo.models.scoring import attention
+from torchrl_grpo.models.scoring import attention, varlen
+from torchrl_grpo.models.scoring.dense_mask import additive
 from torchrl_grpo.models.scoring.transfer import upload_packed
+from torchrl_grpo.models.scoring.varlen import VarlenLayout
 
 _NAME = "grpo_shared_prefix"
 # Arguments for sinks, caps and biases of attention scores, as transformers names them.
@@ -100,7 +103,7 @@ class PrefixLayout:
         )
         self.ids, self.positions = ids[None], positions[None]
         self.attended = 0
-        self._masks: dict[int | None, list[tuple[Tensor | None, list[Tensor]]]] = {}
+        self._masks: dict[tuple[int | None, torch.dtype], list[tuple[Tensor | None, list[Tensor]]]] = {}
 
     @property
     def sizes(self) -> list[int]:
@@ -108,8 +111,14 @@ class PrefixLayout:
         runs = [run.responses.total for one in self.classes for run in one.runs]
         return [*(one.prompts.total for one in self.classes), *runs]
 
-    def masks(self, window: int | None) -> list[tuple[Tensor | None, list[Tensor]]]:
+    def masks(
+        self, window: int | None, dtype: torch.dtype = torch.bool
+    ) -> list[tuple[Tensor | None, list[Tensor]]]:
         """Return the attention masks of each class, for a sliding ``window`` of tokens or None.
+
+        Args:
+            window: number of tokens that a query sees, itself included; None for all.
+            dtype: bool for masks that are True on visible keys, or the dtype of summands of the scores.
 
         Returns:
             For each class, the mask of the prompts ``[L, L]``, or None for plain causal attention, and the
@@ -117,9 +126,18 @@ class PrefixLayout:
             by those of the response. Prompts and responses are padded on the right, so the causal mask alone
             hides padding from their own queries.
         """
-        if window not in self._masks:
-            self._masks[window] = [one.masks(window) for one in self.classes]
-        return self._masks[window]
+        if (window, dtype) not in self._masks:
+            found = [one.masks(window) for one in self.classes]
+            if dtype != torch.bool:
+                found = [
+                    (
+                        None if prompts is None else additive(prompts, dtype),
+                        [additive(x, dtype) for x in runs],
+                    )
+                    for prompts, runs in found
+                ]
+            self._masks[window, dtype] = found
+        return self._masks[window, dtype]
 
 
 class _Class(NamedTuple):
@@ -251,7 +269,7 @@ def _attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    prefix_layout: PrefixLayout | None = None,
+    prefix_layout: PrefixLayout | VarlenLayout | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer: over a row if the call has a layout, else the usual attention.
@@ -266,7 +284,9 @@ def _attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
         return whole
-    layout = prefix_layout
+    layout, dtype = prefix_layout, _computed_dtype(query)
+    if isinstance(layout, VarlenLayout):
+        return varlen.attend(query, key, value, layout, sliding_window, scaling, dtype), None
     layout.attended += 1
     # Under autocast, queries, keys and values may have different dtypes. They are cast last, so that
     # gradients of a prompt's keys accumulate in the wider dtype.
@@ -274,7 +294,10 @@ def _attention(
     of_prompts = [next(pieces) for _ in layout.classes]
     out, of_responses = [], []
     for one, (prompt_mask, run_masks), (q, k, v) in zip(
-        layout.classes, layout.masks(sliding_window), of_prompts, strict=True
+        layout.classes,
+        layout.masks(sliding_window, dtype if query.is_cuda else torch.bool),
+        of_prompts,
+        strict=True,
     ):
         kp, vp = one.prompts.pad(k), one.prompts.pad(v)
         out.append(one.prompts.flat(_attend(one.prompts.pad(q), kp, vp, prompt_mask, scaling)))
@@ -292,14 +315,15 @@ def _attention(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     """Attention of ``[B, H, T, D]`` queries, causal if there is no mask."""
-    kind = query.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    dtype = _computed_dtype(query)
     if attention.is_faster(query, key, dtype):
         return attention.attend(query.to(dtype), key.to(dtype), value.to(dtype), mask, scaling)
     shared = query.shape[1] // key.shape[1]
     if shared > 1 and query.is_cuda:
         # On a GPU the kernel that supports masks does not support grouped heads. Without repeated heads,
-        # PyTorch would fall back to a kernel that stores all scores.
+        # PyTorch would fall back to a kernel that stores all scores. They are cast first, because autocast
+        # would cast the repeated ones.
+        key, value = key.to(dtype), value.to(dtype)
         key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     return F.scaled_dot_product_attention(
         query,
@@ -310,6 +334,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def _computed_dtype(query: Tensor) -> torch.dtype:
+    """Return the dtype in which products of queries are computed."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 
 
 AttentionInterface.register(_NAME, _attention)
@@ -336,7 +366,7 @@ def enable(model: PreTrainedModel) -> str | None:
     return None
 
 
-def hidden_states(backbone: nn.Module, layout: PrefixLayout) -> Tensor:
+def hidden_states(backbone: nn.Module, layout: PrefixLayout | VarlenLayout) -> Tensor:
     """Compute the last hidden states ``[M, H]`` that predict the M response tokens, in the order of the mask.
 
     Args:

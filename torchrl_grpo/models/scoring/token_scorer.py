@@ -21,6 +21,7 @@ from torchrl_grpo.models.precision import autocast
 from torchrl_grpo.models.scoring import fused_head, shared_prefix
 from torchrl_grpo.models.scoring.head import HeadOptions, linear, postprocess_logits, score_tokens
 from torchrl_grpo.models.scoring.transfer import upload_packed
+from torchrl_grpo.models.scoring.varlen import VarlenLayout
 from torchrl_grpo.models.shards import in_zero_shards
 
 # Configuration keys of factors that models apply to their logits after the output head.
@@ -59,6 +60,8 @@ class TokenScorer(nn.Module):
     Attributes:
         fused_head: whether :mod:`~torchrl_grpo.models.scoring.fused_head` computes the head;
             :meth:`fuse_head` sets it.
+        varlen: whether :mod:`~torchrl_grpo.models.scoring.varlen` computes the attention over shared
+            prompts; :func:`~torchrl_grpo.models.scoring.varlen_choice.choose_attention` sets it.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class TokenScorer(nn.Module):
         self.entropy_gradient = entropy_gradient
         self.head_dtype = head_dtype
         self.fused_head = False
+        self.varlen = False
         self.shares_prefix = shares_prefix and _enable_shared_prefix(model)
 
     def forward(
@@ -118,7 +122,10 @@ class TokenScorer(nn.Module):
             device,
         )
         with autocast(self.autocast_dtype, device):
-            if self.shares_prefix:
+            if self.varlen:
+                varlen_layout = VarlenLayout(prompt, prompt_mask, response, response_mask, device)
+                hidden = shared_prefix.hidden_states(backbone(self.model), varlen_layout)
+            elif self.shares_prefix:
                 layout = shared_prefix.PrefixLayout(prompt, prompt_mask, response, response_mask, device)
                 hidden = shared_prefix.hidden_states(backbone(self.model), layout)
             else:

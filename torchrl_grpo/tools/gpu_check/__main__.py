@@ -75,7 +75,12 @@ def run_stage(name: str, stage: Stage, context: Context) -> Result:
 def _run_kernel(name: str, model: str, answer: str) -> int:
     from torchrl_grpo.tools.gpu_check import kernels, step
 
-    functions = {"environment": kernels.environment, "scores": kernels.scores, "step": step.step}
+    functions = {
+        "environment": kernels.environment,
+        "scores": kernels.scores,
+        "flash": kernels.flash,
+        "step": step.step,
+    }
     Path(answer).write_text(json.dumps(functions[name](Path(model))))
     return 0
 

