@@ -51,6 +51,7 @@ PARTS = {
         "inference/test_vllm",
         "inference/test_vllm_server",
         "runs/test_slurm_runs",
+        "inference/test_parallel_server",
         "docs/test_benchmarks",
     ),
 }

@@ -247,7 +247,11 @@ BAD: list[tuple[str, str]] = [
     ),
     ("inference_model.engine_args.hf_overrides=7", "these are entries of the model's configuration"),
     ("inference_model.engine_args.logprobs_mode=raw_logprobs", "write nothing for logprobs_mode instead"),
-    ("inference_model.engine_args.tensor_parallel_size=2", "write inference_model.num_devices=2"),
+    ("inference_model.engine_args.tensor_parallel_size=2", "write inference_model.tensor_parallel_size=2"),
+    ("inference_model.tensor_parallel_size=2", "write inference_model.backend=vllm_server or"),
+    ("inference_model.weight_transfer=folder", "write inference_model.backend=vllm_server or"),
+    ("inference_model.weight_folder=there", "write inference_model.weight_transfer=folder"),
+    ("inference_model.weight_transfer=nccl", "weight_transfer"),
     (
         "inference_model.backend=transformers inference_model.engine_args.swap_space=0",
         "write inference_model.backend=vllm or inference_model.engine_args={} instead",

@@ -64,6 +64,20 @@ PLANS: list[tuple[str, int, bool, str, str, str, str]] = [
     ("vllm:d8|fsdp:d8", 8, False, "0-7", "0-7", "vllm", "fsdp2"),
     ("vllm:d1|fsdp:d1", 1, False, "0", "0", "vllm", "auto"),
     ("transformers:d4|ddp:d4", 4, False, "0-3", "0-3", "transformers", "ddp"),
+    # Engines of several devices, which are servers.
+    ("vllm:d4t2+fsdp:d8", 16, True, "0-7", "8-15", "vllm_server", "fsdp2"),
+    ("vllm:d4t2+fsdp:d8", 16, False, "0-7", "8-15", "vllm_server", "fsdp2"),
+    ("vllm:d4p2+fsdp:d8", 16, True, "0-7", "8-15", "vllm_server", "fsdp2"),
+    ("vllm:d2t2p2+fsdp:d8", 16, True, "0-7", "8-15", "vllm_server", "fsdp2"),
+    ("vllm:t8+fsdp:d8", 16, True, "0-7", "8-15", "vllm_server", "fsdp2"),
+    ("vllm_server:d1t4+ddp:d4", 8, False, "0-3", "4-7", "vllm_server", "ddp"),
+    ("vllm:t2+fsdp:d1", 4, False, "0", "1-2", "vllm_server", "auto"),
+    ("vllm:d3t2+d2", 8, True, "0-1", "2-7", "vllm_server", "fsdp2"),
+    ("d2t2+d4", 8, True, "0-3", "4-7", "vllm_server", "fsdp2"),
+    ("vllm:d2t2p2|fsdp:d4", 8, False, "0-3", "0-7", "vllm_server", "fsdp2"),
+    ("vllm:d2t2|fsdp:d4", 4, False, "0-3", "0-3", "vllm_server", "fsdp2"),
+    ("vllm:d1t4|fsdp:d4", 8, False, "0-3", "0-3", "vllm_server", "fsdp2"),
+    ("vllm:p4|ddp:d4", 4, False, "0-3", "0-3", "vllm_server", "ddp"),
 ]  # fmt: skip
 
 
@@ -90,6 +104,8 @@ def test_a_line_is_planned(
     )
     assert isinstance(node, DictConfig)
     same = plan(build_request(parse(node), asynchronous), count)
+    size = cfg.inference_model.tensor_parallel_size * cfg.inference_model.pipeline_parallel_size
+    assert found.engine_size == size and found.workers * size == len(found.inference.devices)
     assert (same.train, same.inference) == (found.train, found.inference)
 
 
@@ -104,11 +120,10 @@ def test_a_line_is_planned(
         ("vllm:x4+fsdp:d4", "x4 in 'vllm:x4' is no size; sizes are d (data), t (tensor)"),
         ("vllm:d0+fsdp:d4", "d0 in 'vllm:d0' is no size"),
         ("vllm:d2d2+fsdp:d4", "d2 in 'vllm:d2d2' is no size; sizes are"),
-        (
-            "vllm:d4t2+fsdp:d8",
-            "t2 in 'vllm:d4t2' asks for tensor parallelism, which does not exist here; write t1",
-        ),
-        ("vllm:d4p2+fsdp:d8", "p2 in 'vllm:d4p2' asks for pipeline parallelism"),
+        ("transformers:d4t2+fsdp:d8", "an engine of transformers has one device; write vllm, or t1 and p1"),
+        ("vllm:d4c2+fsdp:d8", "c2 in 'vllm:d4c2' asks for context parallelism, which does not exist here"),
+        ("vllm:d4t2+d4t2", "a trainer has data parallelism only; write t1 and p1 for it, and more of d"),
+        ("vllm:d1t2|fsdp:d4", "2 and 4 devices cannot be the same ones"),
         ("vllm:d4+fsdp:d4t2", "t2 in 'fsdp:d4t2' asks for tensor parallelism"),
         ("vllm:d4+fsdp:d4c2", "c2 in 'fsdp:d4c2' asks for context parallelism"),
         ("vllm:d4+fsdp:d4e2", "e2 in 'fsdp:d4e2' asks for expert parallelism"),

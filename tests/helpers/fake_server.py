@@ -13,8 +13,10 @@ import torch
 from aiohttp import web
 
 from torchrl_grpo.inference.protocol import Completion, Probe, Request
+from torchrl_grpo.inference.servers.extension import checksums_to_json
 from torchrl_grpo.inference.servers.weight_files import Bucket, read_bucket
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
+from torchrl_grpo.inference.vllm_in_place import Assembler
 from torchrl_grpo.models.loading import load_model
 
 
@@ -46,6 +48,7 @@ class FakeServer:
         self.max_model_len = 10_000
         self._open: dict[Hashable, asyncio.Future[Completion]] = {}
         self._count = 0
+        self._assembler = Assembler()
         self._loop = asyncio.new_event_loop()
         self._up = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -197,16 +200,20 @@ class FakeServer:
             dtype = str(engine.model.dtype).removeprefix("torch.")
             result = {"dtype": dtype, "head_dtypes": [dtype], "max_model_len": self.max_model_len}
             result |= {"logprobs_mode": "processed_logprobs", "sees_file": Path(given["file"]).exists()}
-            result["identity"] = str(id(self))
+            result |= {"identity": str(id(self)), "ranks": 1}
         elif body["method"] == "grpo_load":
-            engine.update(read_bucket(Bucket.from_json(given["bucket"])))
+            engine.update(self._assembler.take(read_bucket(Bucket.from_json(given["bucket"]))))
         elif body["method"] == "grpo_locate_weights":
             engine.locate_weights(given["shapes"])
         elif body["method"] == "grpo_checksums":
             (found,) = engine.checksums()
-            result = {"dtype": found.dtype, "values": found.values}
+            result = checksums_to_json(found)
+        elif body["method"] == "grpo_held":
+            result = {"dtype": "float32", "values": {}, "parts": {}}
+        elif body["method"] == "grpo_start_update":
+            self._assembler = Assembler()
         else:
-            assert body["method"] in ("grpo_start_update", "grpo_finish_update", "grpo_sign_of_life")
+            assert body["method"] in ("grpo_finish_update", "grpo_sign_of_life")
         return web.json_response({"results": [result]})
 
 

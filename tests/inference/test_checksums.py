@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchrl_grpo.inference.checksums import checksum, compute_checksums, ordered_row_sums
+from torchrl_grpo.inference.checksums import (
+    Checksums,
+    Part,
+    checksum,
+    collect_parts,
+    compute_checksums,
+    merge_ranks,
+    ordered_row_sums,
+    part_checksum,
+)
 from torchrl_grpo.inference.layout import Seen, fingerprint, in_format, locate_weights
 
 CPU = torch.device("cpu")
@@ -182,3 +191,63 @@ def test_a_layout_says_what_arrived_in_part(dtype: torch.dtype) -> None:
         assert torn(**{name: spoiled}) == [name]
         spoiled.fill_(1000.0)
         assert torn(**{name: spoiled}) == []
+
+
+# -- parts of tensors on several ranks
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("shape", [(8, 16), (12, 2048), (6, 1152), (3, 4, 192), (768,)])
+def test_checksums_of_parts_add_up_to_that_of_the_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape).to(dtype)
+    matrix = tensor.reshape(-1, shape[-1])
+    rows, columns = matrix.shape
+    cuts = [((0, rows), (0, columns // 4), (columns // 4, columns)), ((0, rows // 2), (0, columns))]
+    for (top, bottom), *spans in cuts:
+        parts = [Part((top, bottom), span) for span in spans]
+        if bottom < rows:
+            parts.append(Part((bottom, rows), (0, columns)))
+        if any(part.size == 0 for part in parts):
+            continue
+        ranks = []
+        for part in parts:
+            piece = matrix[slice(*part.rows), slice(*part.columns)]
+            value = part_checksum(piece, part, columns)
+            assert value is not None
+            ranks.append(Checksums("x", {}, {"t": ((part, int(value)),)}))
+        assert merge_ranks(ranks, {"t": shape}).values == {"t": (checksum(tensor),)}
+        # A part that two ranks hold counts twice, so that one wrong copy is seen.
+        wrong = Checksums("x", {}, {"t": ((parts[0], 7),)})
+        copies = merge_ranks([*ranks, wrong], {"t": shape}).values["t"]
+        assert len(copies) == 2 and copies[0] == checksum(tensor) != copies[1]
+        assert merge_ranks(ranks[1:], {"t": shape}).values == {}, "a part is missing"
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_layout_of_two_ranks_is_learned(dtype: torch.dtype) -> None:
+    shapes = {"up": (8, 32), "down": (6, 64), "norm": (16,), "up.bias": (32,), "kept": (4, 32)}
+
+    def rank(given: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
+        half = slice(number * 4, number * 4 + 4)
+        return {
+            "fused": torch.cat([given["up"][half], given["kept"]]),
+            "down": given["down"][:, number * 32 : number * 32 + 32].contiguous(),
+            "norm": given["norm"],
+            "bias": given["up.bias"][number * 16 : number * 16 + 16],
+        }
+
+    prints = {name: fingerprint(name, shape, dtype, CPU) for name, shape in shapes.items()}
+    weights = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    ranks = []
+    for number in range(2):
+        seen = {key: Seen.of(tensor) for key, tensor in rank(prints, number).items()}
+        layout = locate_weights(shapes, dtype, seen, CPU, shards=2)
+        assert layout.torn == [] and layout.unreadable(shapes) == []
+        held = [
+            one for key, tensor in rank(weights, number).items() for one in layout.read_parts(key, tensor)
+        ]
+        ranks.append(collect_parts(held, dtype))
+    merged = merge_ranks(ranks, shapes)
+    for name, tensor in weights.items():
+        copies = 2 if name in ("norm", "kept") else 1
+        assert merged.values[name] == (checksum(tensor),) * copies, name

@@ -35,6 +35,7 @@ ATTRIBUTES = {
     "outputs.py CompletionOutput": ["token_ids", "logprobs", "finish_reason"],
     "outputs.py RequestOutput": ["request_id", "outputs", "finished", "num_cached_tokens"],
     "model_executor/layers/linear.py LinearBase": ["input_size"],
+    "model_executor/layers/linear.py RowParallelLinear": ["input_size_per_partition"],
     "model_executor/layers/vocab_parallel_embedding.py VocabParallelEmbedding": ["embedding_dim"],
 }
 

@@ -101,6 +101,7 @@ def test_weights_are_published_and_proved_and_their_loss_is_found(
     publisher.verify_at_start(0)
     assert publisher.unreadable == []
     older = WeightFiles(tmp_path).write(trained.named_parameters())
+    older_buckets = list(older.buckets())
     with torch.no_grad():
         trained.model.layers[0].mlp.up_proj.weight[3, 5] += 1e-3
     assert publisher.publish(1)["publish/logprob_diff_mean"] < 1e-4
@@ -114,8 +115,8 @@ def test_weights_are_published_and_proved_and_their_loss_is_found(
         def call(self: ServerEngine, method: str, **given: Any) -> list[Any]:
             if method == "grpo_load" and next(count) == 1:  # noqa: B023  called before the next round
                 bucket = Bucket.from_json(given["bucket"])
-                left = Bucket(bucket.path, bucket.tensors[1:])
-                given["bucket"] = (left if what == "a tensor is skipped" else older.buckets[1]).to_json()  # noqa: B023
+                left = Bucket(bucket.path, bucket.entries[1:])
+                given["bucket"] = (left if what == "a tensor is skipped" else older_buckets[1]).to_json()  # noqa: B023
             return honest(self, method, **given)
 
         monkeypatch.setattr(ServerEngine, "_call", call)
@@ -154,7 +155,7 @@ def test_an_update_that_a_killed_trainer_left_half_done_is_made_good(
     engine.submit([Request("a", PROMPTS[0], 150, 1.0, 1, ignore_eos=True)])
     engine.start_update()
     half = WeightFiles(tmp_path).write(list(model.named_parameters())[:5])
-    engine._call("grpo_load", bucket=half.buckets[0].to_json())
+    engine._call("grpo_load", bucket=next(half.buckets()).to_json())
     engine.close()
     connection = ServerConnection(process.address, process.key, 20)
     again = ServerEngine(connection, wanted=WANTED, folder=tmp_path, timeout_s=20)

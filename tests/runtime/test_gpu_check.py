@@ -136,7 +136,7 @@ def test_waits_of_a_micro_batch_are_found(context: Context, monkeypatch: pytest.
 def test_attention_without_masks_on_a_pretended_gpu(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "_batch", lambda vocabulary: inputs(make_batch()))
+    monkeypatch.setattr(kernels, "batch_of", lambda vocabulary: inputs(make_batch()))
     monkeypatch.setattr(kernels, "_TIMED_PROMPT", 8)
     monkeypatch.setattr(kernels, "_TIMED_RESPONSES", (4, 8))
     with PretendedCuda():

@@ -39,10 +39,17 @@ _GOOD = f"{_KEY}=vllm:d4+fsdp:d4, for example,"
 
 @dataclass(frozen=True)
 class _Part:
-    """One side: its backend, None if it is not named, and its number of devices."""
+    """One side: its backend, None if it is not named, its number of devices, and those of one engine."""
 
     backend: str | None
     devices: int
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def size(self) -> int:
+        """Devices of one engine."""
+        return self.tensor * self.pipeline
 
 
 def with_allocation(cfg: Config) -> Config:
@@ -74,6 +81,8 @@ def meaning(cfg: Config) -> dict[str, Any]:
     line = cfg.allocation_mode
     assert line is not None
     generate, train, shared = _read(line)
+    if train.size > 1:
+        raise _bad(line, "a trainer has data parallelism only", "t1 and p1 for it, and more of d")
     if train.backend is not None and train.backend not in _TRAINS:
         raise _bad(line, f"nothing trains with {train.backend!r} here", f"one of {', '.join(_TRAINS)}")
     found: dict[str, Any] = {"train_model.num_devices": train.devices}
@@ -85,6 +94,14 @@ def meaning(cfg: Config) -> dict[str, Any]:
         if backend not in _GENERATES:
             raise _bad(line, f"nothing generates with {backend!r} here", f"one of {', '.join(_GENERATES)}")
         same = _GENERATES[backend]
+        if generate.size > 1:
+            # Only servers have several devices.
+            same = tuple(one for one in same if one == Backend.vllm_server)
+            if not same:
+                wrong = f"an engine of {backend} has one device"
+                raise _bad(line, wrong, "vllm, or t1 and p1")
+            found["inference_model.tensor_parallel_size"] = generate.tensor
+            found["inference_model.pipeline_parallel_size"] = generate.pipeline
         # Both ways to run vLLM are vllm in this notation.
         chosen = cfg.inference_model.backend
         found["inference_model.backend"] = chosen if chosen in same else same[0]
@@ -93,7 +110,8 @@ def meaning(cfg: Config) -> dict[str, Any]:
     if shared:
         # Engines without a number of their own would get GPUs of their own if some are left.
         gpus = list(range(train.devices))
-        found |= {"train_model.devices": gpus, "inference_model.devices": gpus}
+        engines = gpus if generate is None else list(range(generate.devices))
+        found |= {"train_model.devices": gpus, "inference_model.devices": engines}
     return found
 
 
@@ -117,7 +135,8 @@ def _read(line: str) -> tuple[_Part | None, _Part, bool]:
         # Training alone: the engines share its devices.
         return None, parts[0], True
     generate, train = parts
-    if shared and generate.devices != train.devices:
+    whole_engines = generate.size > 1 and generate.devices >= train.devices
+    if shared and generate.devices != train.devices and not whole_engines:
         wrong = f"{generate.devices} and {train.devices} devices cannot be the same ones"
         raise _bad(line, wrong, "the same sizes on both sides of |")
     return generate, train, shared
@@ -133,12 +152,14 @@ def _read_part(line: str, text: str) -> _Part:
             known = ", ".join(f"{short} ({long})" for short, long in _DIMENSIONS.items())
             raise _bad(line, f"{name}{size} in {text!r} is no size; sizes are {known}, each once", _GOOD)
         sizes[name] = int(size)
+    trains = found[1] in _TRAINS
     for name, size in sizes.items():
-        if name != "d" and size > 1:
+        if name not in ("d" if trains else "dtp") and size > 1:
             what = _DIMENSIONS[name]
             wrong = f"{name}{size} in {text!r} asks for {what} parallelism, which does not exist here"
             raise _bad(line, wrong, f"{name}1, and more of d")
-    return _Part(found[1], sizes.get("d", 1))
+    tensor, pipeline = sizes.get("t", 1), sizes.get("p", 1)
+    return _Part(found[1], sizes.get("d", 1) * tensor * pipeline, tensor, pipeline)
 
 
 def _changed(cfg: Config, line: str, changes: dict[str, Any]) -> Config:

@@ -46,6 +46,11 @@ FREE_KEYS = (
     # therefore measured again.
     "inference_model.engine_args",
     "inference_model.servers",
+    # How weights travel and how many devices an engine has change rounding at most.
+    "inference_model.weight_transfer",
+    "inference_model.weight_folder",
+    "inference_model.tensor_parallel_size",
+    "inference_model.pipeline_parallel_size",
     "collector.timeout_s",
     "collector.max_restarts",
     "inference_model.num_devices",

@@ -27,6 +27,7 @@ from torchrl_grpo.config.values import (
     Quantization,
     RewardCombination,
     Surrogate,
+    WeightTransfer,
 )
 
 
@@ -313,10 +314,30 @@ class InferenceModelConfig:
         "addresses, e.g. [http://127.0.0.1:8000], names servers that grpo-serve has started "
         "(docs/servers.md).",
     )
+    weight_transfer: WeightTransfer = key(
+        WeightTransfer.auto,
+        "How new weights reach the engines: in_process, shared_memory (servers on this machine), folder "
+        "(servers on any machine, through inference_model.weight_folder), ray_objects (workers on Ray), or "
+        "auto (docs/servers.md).",
+    )
+    weight_folder: str | None = key(
+        None,
+        "Folder for inference_model.weight_transfer=folder, which the trainer and all servers see under the "
+        "same path.",
+    )
     num_devices: int | str = key(
         "auto",
         "Devices that generate, a number or auto, with one engine on each. Without a GPU, engines share the "
         "cores. docs/devices.md says which process each engine runs in.",
+    )
+    tensor_parallel_size: int = key(
+        1,
+        "Devices that share each layer of one engine, for models that do not fit one GPU. Only servers take "
+        "more than 1. inference_model.num_devices is a multiple of it.",
+    )
+    pipeline_parallel_size: int = key(
+        1,
+        "Groups of devices that divide the layers of one engine among them. Only servers take more than 1.",
     )
     devices: list[int] | None = key(None, "Numbers of the GPUs, e.g. [1]; null lets the planner choose.")
     dtype: Dtype = key(

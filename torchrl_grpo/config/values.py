@@ -31,6 +31,10 @@ Attention = StrEnum("Attention", ["auto", "sdpa", "eager", "flash_attention_2"])
 PrefixAttention = StrEnum("PrefixAttention", ["auto", "varlen", "dense"])
 Quantization = StrEnum("Quantization", ["none", "nf4"])
 Backend = StrEnum("Backend", ["vllm", "vllm_server", "transformers"])
+WeightTransfer = StrEnum(
+    "WeightTransfer",
+    ["auto", "in_process", "shared_memory", "folder", "ray_objects"],
+)
 WeightUpdate = StrEnum("WeightUpdate", ["drain", "in_flight"])
 Placement = StrEnum("Placement", ["pack", "spread"])
 TrainMethod = StrEnum("TrainMethod", ["grpo", "sft"])
@@ -81,6 +85,8 @@ AT_LEAST: dict[str, tuple[float, str]] = {
     "inference_model.max_model_len": (2, "1024"),
     "inference_model.max_new_tokens": (1, "256"),
     "inference_model.num_threads": (1, "null"),
+    "inference_model.tensor_parallel_size": (1, "1"),
+    "inference_model.pipeline_parallel_size": (1, "1"),
     "collector.max_policy_age": (0, "1"),
     "collector.max_restarts": (0, "10"),
     "optimizer.lr": (0, "1e-5"),

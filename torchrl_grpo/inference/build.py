@@ -63,9 +63,13 @@ def server_arguments(
         max_num_seqs: largest number of responses decoded at a time.
         gpu_memory_utilization: share of the GPU's memory that vLLM takes; unused on a CPU.
     """
-    return vllm_arguments(
+    arguments = vllm_arguments(
         on_cpu=device.type == "cpu", **_vllm_options(cfg, device, max_num_seqs, gpu_memory_utilization)
     )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (size := vars(cfg.inference_model)[name]) > 1:
+            arguments[name] = size
+    return arguments
 
 
 def _vllm_options(

@@ -11,14 +11,17 @@ words inside a segment. :func:`ordered_row_sums` checks this order once, when la
 
 Rows are summed first. An engine that stores the rows elsewhere (fused matrices, heads in another order)
 therefore gets the same checksum.
+
+The sum runs over words, so the checksum of a tensor is the sum of those of its parts. Ranks of an engine that
+hold some rows or columns each compute :func:`part_checksum`, and :func:`merge_ranks` adds them.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy
 import torch
@@ -30,6 +33,31 @@ _COLUMNS, _ROWS = 1, 2
 
 
 @dataclass(frozen=True)
+class Part:
+    """Rows and columns of a published tensor, read as a matrix ``[rows, last dimension]``.
+
+    Attributes:
+        rows: first row, and the row after the last one.
+        columns: first column, and the column after the last one.
+    """
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
+
+
+def whole(shape: Sequence[int]) -> Part:
+    """Return the part that is all of a tensor; a vector is one row."""
+    columns = shape[-1] if shape else 1
+    rows = math.prod(shape[:-1]) if len(shape) > 1 else 1
+    return Part((0, rows), (0, columns))
+
+
+@dataclass(frozen=True)
 class Checksums:
     """Checksums of the weights that an engine or the trainer holds.
 
@@ -37,10 +65,54 @@ class Checksums:
         dtype: data type that the tensors were read in.
         values: checksums by name of the published tensor, one for each copy that the engine computes with. A
             tensor that cannot be read has none.
+        parts: checksums of parts of published tensors by name, if a rank of the engine holds parts only.
     """
 
     dtype: str
     values: dict[str, tuple[int, ...]]
+    parts: dict[str, tuple[tuple[Part, int], ...]] = field(default_factory=dict)
+
+
+def merge_ranks(ranks: Sequence[Checksums], shapes: Mapping[str, Sequence[int]]) -> Checksums:
+    """Add the checksums of parts that the ranks of one engine hold.
+
+    Args:
+        ranks: checksums of each rank.
+        shapes: shapes of the published tensors by name.
+
+    Returns:
+        The checksums of whole tensors. A tensor has as many as there are copies of its most frequent part, so
+        each copy on each rank counts. It has none if the ranks together lack a part of it.
+    """
+    values: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        found = tuple(value for rank in ranks for value in rank.values.get(name, ()))
+        copies: dict[Part, list[int]] = {}
+        for rank in ranks:
+            for part, value in rank.parts.get(name, ()):
+                copies.setdefault(part, []).append(value)
+        if copies and sum(part.size for part in copies) == whole(shape).size and not _overlap(list(copies)):
+            for number in range(max(map(len, copies.values()))):
+                total = sum(held[min(number, len(held) - 1)] for held in copies.values())
+                found += (_signed(total),)
+        if found:
+            values[name] = found
+    return Checksums(ranks[0].dtype, values)
+
+
+def _overlap(parts: Sequence[Part]) -> bool:
+    return any(
+        max(one.rows[0], other.rows[0]) < min(one.rows[1], other.rows[1])
+        and max(one.columns[0], other.columns[0]) < min(one.columns[1], other.columns[1])
+        for number, one in enumerate(parts)
+        for other in parts[:number]
+    )
+
+
+def _signed(number: int) -> int:
+    """Return an integer modulo 2^64 as an int64 would hold it."""
+    number %= 2**64
+    return number - 2**64 if number >= 2**63 else number
 
 
 def checksum(tensor: Tensor) -> int:
@@ -65,12 +137,26 @@ def collect_checksums(sums: Iterable[tuple[str, Tensor]], dtype: torch.dtype) ->
         sums: names and checksums, each a scalar on the device.
         dtype: data type of the tensors.
     """
+    return collect_parts([(name, None, value) for name, value in sums], dtype)
+
+
+def collect_parts(sums: Iterable[tuple[str, Part | None, Tensor]], dtype: torch.dtype) -> Checksums:
+    """Collect checksums of tensors and of parts of tensors by name.
+
+    Args:
+        sums: names, parts (None for a whole tensor) and checksums, each a scalar on the device.
+        dtype: data type of the tensors.
+    """
     listed = list(sums)
-    numbers = torch.stack([value for _, value in listed]).tolist() if listed else []
+    numbers = torch.stack([value for _, _, value in listed]).tolist() if listed else []
     values: dict[str, tuple[int, ...]] = {}
-    for (name, _), number in zip(listed, numbers, strict=True):
-        values[name] = (*values.get(name, ()), number)
-    return Checksums(str(dtype).removeprefix("torch."), values)
+    parts: dict[str, tuple[tuple[Part, int], ...]] = {}
+    for (name, part, _), number in zip(listed, numbers, strict=True):
+        if part is None:
+            values[name] = (*values.get(name, ()), number)
+        else:
+            parts[name] = (*parts.get(name, ()), (part, number))
+    return Checksums(str(dtype).removeprefix("torch."), values, parts)
 
 
 def checksum_tensor(tensor: Tensor) -> Tensor:
@@ -81,12 +167,47 @@ def checksum_tensor(tensor: Tensor) -> Tensor:
     return combine(row_sums(tensor))
 
 
-def combine(sums: Tensor) -> Tensor:
+def combine(sums: Tensor, first: int = 0) -> Tensor:
     """Combine the sums ``[R]`` of rows (see :func:`row_sums`) to a checksum, a scalar on the device.
 
     The result depends on the order of the rows.
+
+    Args:
+        sums: sums of adjacent rows.
+        first: number of the first of them in the tensor.
     """
-    return (sums * _multipliers(_ROWS, len(sums), sums.device)).sum()
+    return (sums * _multipliers(_ROWS, first + len(sums), sums.device)[first:]).sum()
+
+
+def part_checksum(tensor: Tensor, part: Part, columns: int) -> Tensor | None:
+    """Compute what a part adds to the checksum of its tensor, as an int64 scalar on the device.
+
+    Args:
+        tensor: the part ``[rows, columns]``, or a piece of a vector.
+        part: where it lies in the whole tensor.
+        columns: number of columns of the whole tensor.
+
+    Returns:
+        None if the part begins or ends inside a word, so that it has no checksum of its own.
+    """
+    size = tensor.element_size()
+    word = _word(columns * size)
+    start, stop = part.columns[0] * size, part.columns[1] * size
+    if start % word.itemsize or stop % word.itemsize:
+        return None
+    words = tensor.detach().reshape(-1, tensor.shape[-1]).contiguous()
+    if words.storage_offset() * size % word.itemsize:
+        words = words.clone()
+    words = words.view(word)
+    count = columns * size // word.itemsize
+    segment, first = _segment(count), start // word.itemsize
+    if first % segment == 0 and words.shape[1] % segment == 0:
+        sums = _weighted(words, segment, first // segment)
+    else:
+        places = torch.arange(first, first + words.shape[1], device=words.device) // segment
+        factors = _multipliers(_COLUMNS, count // segment, words.device)[places]
+        sums = (words.long() * factors).sum(1)
+    return combine(sums, part.rows[0])
 
 
 def row_sums(tensor: Tensor) -> Tensor:
@@ -100,9 +221,9 @@ def ordered_row_sums(tensor: Tensor) -> Tensor:
     return _weighted(_words(tensor), 1)
 
 
-def _weighted(words: Tensor, segment: int) -> Tensor:
+def _weighted(words: Tensor, segment: int, first: int = 0) -> Tensor:
     count = words.shape[1] // segment
-    columns = _multipliers(_COLUMNS, count, words.device)
+    columns = _multipliers(_COLUMNS, first + count, words.device)[first:]
     rows = max(1, _PIECE_BYTES // (8 * max(1, count)))
     sums = []
     for piece in words.split(rows) if len(words) > rows else (words,):
@@ -127,14 +248,16 @@ def _words(tensor: Tensor) -> Tensor:
     rows = tensor.dim() > 1 and tensor.is_floating_point()
     matrix = tensor.reshape(-1, tensor.shape[-1]) if rows else tensor.reshape(1, -1)
     matrix = matrix.contiguous()
-    width = matrix.shape[1] * matrix.element_size()
-    # Depend on the width alone, so that equal rows are read as equal words at any address.
-    word = next(
-        word for word in (torch.int64, torch.int32, torch.int16, torch.uint8) if width % word.itemsize == 0
-    )
+    word = _word(matrix.shape[1] * matrix.element_size())
     if matrix.storage_offset() * matrix.element_size() % word.itemsize:
         matrix = matrix.clone()
     return matrix.view(word)
+
+
+def _word(width: int) -> torch.dtype:
+    # Depend on the width alone, so that equal rows are read as equal words at any address.
+    words = (torch.int64, torch.int32, torch.int16, torch.uint8)
+    return next(word for word in words if width % word.itemsize == 0)
 
 
 @functools.cache

@@ -4,6 +4,9 @@ An engine may fuse matrices, reorder heads, tie, pad or transpose. Instead of mo
 architecture, this module makes the engine load fingerprints: random numbers with distinct rows. It then
 searches the engine's tensors for these rows, because the weights will be in the same places. It cannot find a
 tensor that the engine splits over several of its own tensors or transforms, and reports such a tensor.
+
+An engine on several devices may give each rank some rows or some columns of a tensor. The search then finds
+the rank's part.
 """
 
 from __future__ import annotations
@@ -15,7 +18,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchrl_grpo.inference.checksums import checksum_tensor, combine, ordered_row_sums, row_sums
+from torchrl_grpo.inference.checksums import (
+    Part,
+    checksum_tensor,
+    combine,
+    ordered_row_sums,
+    part_checksum,
+    row_sums,
+    whole,
+)
 
 Shape = tuple[int, ...]
 
@@ -73,12 +84,23 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
+    """Where an engine tensor holds a published tensor, or a part of it.
+
+    Attributes:
+        name: name of the published tensor.
+        where: indices of rows of the engine tensor (of elements of a vector), in the order of the published
+            tensor.
+        vector: whether the published tensor has one dimension.
+        turned: whether the engine swaps the last two dimensions.
+        part: rows and columns that are there; None for the whole tensor.
+    """
+
     name: str
-    # Indices of rows of the engine tensor (of elements of a vector), in the order of the published tensor.
     where: slice | Tensor
     vector: bool
     turned: bool = False
+    part: Part | None = None
 
 
 @dataclass
@@ -90,11 +112,13 @@ class Layout:
         places: published tensors that each engine tensor holds, by key of the engine tensor.
         torn: names of published tensors that were found only in part: some rows, or some pieces of a vector,
             were found and others were not.
+        shapes: shapes of the published tensors by name.
     """
 
     dtype: torch.dtype
-    places: dict[str, list[_Place]] = field(default_factory=dict)
+    places: dict[str, list[Place]] = field(default_factory=dict)
     torn: list[str] = field(default_factory=list)
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
 
     def unreadable(self, names: Iterable[str]) -> list[str]:
         """Return those of ``names`` that no engine tensor holds."""
@@ -102,7 +126,7 @@ class Layout:
         return [name for name in names if name not in known]
 
     def read(self, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and checksums of the published tensors that an engine tensor holds.
+        """Yield names and checksums of the published tensors that an engine tensor holds as a whole.
 
         Args:
             key: key of the engine tensor.
@@ -111,18 +135,31 @@ class Layout:
         Yields:
             The name of a published tensor, and its checksum as a scalar on the device.
         """
+        for name, part, value in self.read_parts(key, tensor):
+            if part is None:
+                yield name, value
+
+    def read_parts(self, key: str, tensor: Tensor) -> Iterator[tuple[str, Part | None, Tensor]]:
+        """Yield names, parts and checksums of what an engine tensor holds; None is a whole tensor."""
         places = self.places.get(key)
         if places is None:
             return
         tensor = in_format(tensor, self.dtype)
         by_side: dict[bool, Tensor] = {}
         for place in places:
+            if place.part is not None:
+                rows = tensor.reshape(-1, 1 if place.vector else tensor.shape[-1])[place.where]
+                columns = whole(self.shapes[place.name]).columns[1]
+                value = part_checksum(rows.flatten() if place.vector else rows, place.part, columns)
+                if value is not None:
+                    yield place.name, place.part, value
+                continue
             if place.vector:
-                yield place.name, checksum_tensor(tensor.reshape(-1)[place.where])
+                yield place.name, None, checksum_tensor(tensor.reshape(-1)[place.where])
                 continue
             if place.turned not in by_side:
                 by_side[place.turned] = row_sums(tensor.transpose(-1, -2) if place.turned else tensor)
-            yield place.name, combine(by_side[place.turned][place.where])
+            yield place.name, None, combine(by_side[place.turned][place.where])
 
 
 def in_format(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -138,28 +175,45 @@ def in_format(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def locate_weights(
-    shapes: Mapping[str, Shape], dtype: torch.dtype, seen: Mapping[str, Seen], device: torch.device
+    shapes: Mapping[str, Shape],
+    dtype: torch.dtype,
+    seen: Mapping[str, Seen],
+    device: torch.device,
+    shards: int = 1,
 ) -> Layout:
-    """Find every fingerprint in the tensors of an engine.
+    """Find every fingerprint in the tensors of an engine, or of one rank of an engine.
 
     Args:
         shapes: shapes of the published tensors by name.
         dtype: data type of the fingerprints.
         seen: records of the engine's tensors by key.
         device: device on which the fingerprints were made.
+        shards: number of ranks that share a matrix. With several, a part of a tensor is found too.
     """
-    layout = Layout(dtype)
+    layout = Layout(dtype, shapes=dict(shapes))
     vectors = {name: shape for name, shape in shapes.items() if len(shape) < 2}
-    _find_rows({name: shape for name, shape in shapes.items() if len(shape) > 1}, seen, layout, device)
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1}
+    _find_rows(matrices, seen, layout, device, shards)
     for name, shape in vectors.items():
         _find_vector(name, fingerprint(name, shape, dtype, device), seen, layout)
+    if shards > 1:
+        for name in layout.unreadable(shapes):
+            print_ = fingerprint(name, shapes[name], dtype, device)
+            if name in vectors:
+                _find_piece_of_vector(name, print_, seen, layout, shards)
+            else:
+                _find_columns(name, print_, seen, layout, shards)
     unreadable = set(layout.unreadable(shapes))
     layout.torn = [name for name in layout.torn if name in unreadable]
     return layout
 
 
 def _find_rows(
-    shapes: Mapping[str, Shape], seen: Mapping[str, Seen], layout: Layout, device: torch.device
+    shapes: Mapping[str, Shape],
+    seen: Mapping[str, Seen],
+    layout: Layout,
+    device: torch.device,
+    shards: int,
 ) -> None:
     names = list(shapes)
     if not names:
@@ -181,9 +235,13 @@ def _find_rows(
             for number in owner[at[hits]].unique().tolist():
                 inside = (hits & (owner[at] == number)).nonzero().flatten()
                 place, order_of_rows = row[at[inside]].sort()
-                if len(place) == counts[number] and bool((place.diff() == 1).all()):
+                complete = len(place) == counts[number]
+                if (complete or (shards > 1 and not turned)) and bool((place.diff() == 1).all()):
                     where = _run(inside[order_of_rows])
-                    layout.places.setdefault(key, []).append(_Place(names[number], where, False, turned))
+                    part = None
+                    if not complete:
+                        part = Part((int(place[0]), int(place[-1]) + 1), (0, shapes[names[number]][-1]))
+                    layout.places.setdefault(key, []).append(Place(names[number], where, False, turned, part))
     # Narrow matrices may have equal rows, and the search finds only the first of them. Mark all equal rows.
     there = there[torch.searchsorted(known, known)]
     some, gone = (set(owner[rows].unique().tolist()) for rows in (there, ~there))
@@ -200,7 +258,7 @@ def _find_vector(name: str, vector: Tensor, seen: Mapping[str, Seen], layout: La
             # The vector is too short to be recognized by its content, so match it by its name.
             if key.partition(":")[0] == name and len(one.content) == length:
                 found = True
-                layout.places.setdefault(key, []).append(_Place(name, slice(0, length // size), True))
+                layout.places.setdefault(key, []).append(Place(name, slice(0, length // size), True))
             continue
         where = _find(sent.content, one.content, size)
         if where is None:
@@ -210,10 +268,54 @@ def _find_vector(name: str, vector: Tensor, seen: Mapping[str, Seen], layout: La
             )
             where = None if pieces is None else _find_pieces(sent.content, one.content, size, pieces)
         if where is not None:
-            layout.places.setdefault(key, []).append(_Place(name, _run(where), True))
+            layout.places.setdefault(key, []).append(Place(name, _run(where), True))
             found = True
     if not found and _is_there_in_part(sent.content, max(_PIECE * size, _LEAST_BYTES), size, seen):
         layout.torn.append(name)
+
+
+def _find_columns(name: str, matrix: Tensor, seen: Mapping[str, Seen], layout: Layout, shards: int) -> None:
+    """Find some columns of all rows of a matrix."""
+    rows = matrix.reshape(-1, matrix.shape[-1])
+    count, width = rows.shape
+    if width % shards:
+        return
+    step = width // shards
+    for number in range(shards):
+        known = ordered_row_sums(rows[:, number * step : (number + 1) * step].contiguous())
+        ordered, order = known.sort()
+        for key, one in seen.items():
+            if one.content or len(one.rows) < count:
+                continue
+            at = torch.searchsorted(ordered, one.rows).clamp(max=count - 1)
+            inside = (ordered[at] == one.rows).nonzero().flatten()
+            place, order_of_rows = order[at[inside]].sort()
+            if len(place) == count and bool((place.diff() == 1).all()):
+                part = Part((0, count), (number * step, (number + 1) * step))
+                where = _run(inside[order_of_rows])
+                layout.places.setdefault(key, []).append(Place(name, where, False, part=part))
+
+
+def _find_piece_of_vector(
+    name: str, vector: Tensor, seen: Mapping[str, Seen], layout: Layout, shards: int
+) -> None:
+    """Find a piece of a vector. Heads that several ranks share are divided into fewer pieces."""
+    sent = Seen.of(vector)
+    length = len(vector)
+    for pieces in range(shards, 1, -1):
+        if shards % pieces or length % pieces or length // pieces * sent.itemsize < _LEAST_BYTES:
+            continue
+        step, found = length // pieces, False
+        for number in range(pieces):
+            wanted = sent.content[number * step * sent.itemsize : (number + 1) * step * sent.itemsize]
+            for key, one in seen.items():
+                where = _find(wanted, one.content, sent.itemsize) if one.content else None
+                if where is not None:
+                    part = Part((0, 1), (number * step, (number + 1) * step))
+                    layout.places.setdefault(key, []).append(Place(name, _run(where), True, part=part))
+                    found = True
+        if found:
+            return
 
 
 def _is_there_in_part(wanted: bytes, step: int, size: int, seen: Mapping[str, Seen]) -> bool:

@@ -190,11 +190,23 @@ def is_output_head(module: nn.Module) -> bool:
     return isinstance(module, ParallelLMHead)
 
 
+def derives_weights(module: nn.Module) -> bool:
+    """Return whether a layer keeps something that it has computed from other layers' weights."""
+    from vllm.model_executor.layers.attention import MLAAttention
+
+    return isinstance(module, MLAAttention)
+
+
 def width_of(module: nn.Module) -> int:
-    """Return the number of columns of the matrix of a linear layer, an embedding or an output head."""
-    from vllm.model_executor.layers.linear import LinearBase
+    """Return the number of columns of the matrix of a linear layer, an embedding or an output head.
+
+    One of several ranks has some of the columns of a layer that is divided by them.
+    """
+    from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+    if isinstance(module, RowParallelLinear):
+        return int(module.input_size_per_partition)
     if isinstance(module, LinearBase):
         return int(module.input_size)
     assert isinstance(module, VocabParallelEmbedding)

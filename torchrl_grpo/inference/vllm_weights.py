@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference import vllm_compat
-from torchrl_grpo.inference.checksums import Checksums, collect_checksums, ordered_row_sums, row_sums
+from torchrl_grpo.inference.checksums import Checksums, Part, collect_parts, ordered_row_sums, row_sums
 from torchrl_grpo.inference.layout import Layout, Seen, Shape, fingerprint, in_format, locate_weights
+from torchrl_grpo.inference.vllm_in_place import Assembler, InPlaceLoader, Piece, repack_kept
 
 # Number of columns of a packed matrix that are multiplied out when the layout is learned. A publication
 # checks one column of about one in ``_ONE_IN`` packed matrices, chosen at random.
@@ -35,12 +36,12 @@ class _Packed:
     """Record of the last packing of a layer.
 
     Attributes:
-        sums: checksums by name of the published tensor.
+        sums: name of a published tensor, its part that is there (None for all of it) and its checksum.
         multiply: function that multiplies with the packed copy, if the layer has one.
         sound: whether the packed copy reproduced the columns that were checked.
     """
 
-    sums: list[tuple[str, Tensor]]
+    sums: list[tuple[str, Part | None, Tensor]]
     multiply: Any
     sound: bool
 
@@ -49,18 +50,30 @@ class VLLMWeights:
     """Access to the weights of one vLLM worker.
 
     Args:
-        worker: vLLM worker that holds the whole model.
+        worker: vLLM worker, which holds the whole model or, with several ranks, a part of it.
         dtype: data type of the model.
     """
 
     def __init__(self, worker: Any, dtype: torch.dtype) -> None:
         self._worker = worker
         self.dtype = dtype
+        parallel = worker.vllm_config.parallel_config
+        # Number of processes that hold the model together, and of those that share each layer.
+        self.ranks: int = parallel.world_size
+        self._shards: int = parallel.tensor_parallel_size
         self.layout: Layout | None = None
         # Engine tensors before vLLM processed them; set while the layout is learned.
         self._seen: dict[str, Seen] | None = None
+        # What the layout was learned from, until weights are published.
+        self._learned: dict[str, Seen] = {}
         self._packed: dict[str, _Packed] = {}
         self._packed_keys: set[str] = set()
+        # Shapes, before vLLM's processing, of the tensors that it processes.
+        self._shapes_before: dict[str, Shape] = {}
+        self._in_place: InPlaceLoader | None = None
+        self._assembler = Assembler()
+        # Whether the update that is under way is done by vLLM's own loader.
+        self._by_loader = True
         # Row sums of the weights that vLLM itself read from disk, and the number of publications that are
         # still to be compared with them.
         self._first: dict[str, Tensor] = {}
@@ -95,6 +108,47 @@ class VLLMWeights:
             runner.reset_mm_cache()
         self._repack_tied_heads()
 
+    def load_whole(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights with vLLM's own loader."""
+        self.start()
+        self.load(weights)
+        self.finish()
+
+    def start_pieces(self, by_loader: bool = False) -> None:
+        """Begin an update: :meth:`load_pieces` may then be called several times.
+
+        Args:
+            by_loader: whether vLLM's own loader must be used. It is used anyway if vLLM processes weights
+                in a way that it alone knows.
+        """
+        self._by_loader = by_loader or self._in_place is None
+        self._assembler = Assembler()
+        if self._by_loader:
+            self.start()
+        else:
+            assert self._in_place is not None
+            self._in_place.start()
+
+    def load_pieces(self, pieces: Iterable[Piece]) -> None:
+        """Load pieces of weights, which may change once this returns."""
+        if self._by_loader:
+            self.load(self._assembler.take(pieces))
+        else:
+            assert self._in_place is not None
+            with self._inside():
+                self._in_place.load(pieces)
+
+    def finish_pieces(self) -> None:
+        """End an update that :meth:`start_pieces` has begun."""
+        if self._by_loader:
+            self.finish()
+            return
+        runner = self._worker.model_runner
+        with self._inside():
+            repack_kept(self.model)
+            runner.reset_encoder_cache()
+            runner.reset_mm_cache()
+
     @contextmanager
     def _inside(self) -> Iterator[None]:
         with torch.no_grad(), vllm_compat.in_config(self._worker.vllm_config):
@@ -122,6 +176,7 @@ class VLLMWeights:
             del method.process_weights_after_loading
         self._methods.clear()
         self._packed.clear()
+        self._in_place = None
 
     def locate_weights(
         self, shapes: Mapping[str, Shape], update: Callable[[Iterable[tuple[str, Tensor]]], None]
@@ -135,7 +190,8 @@ class VLLMWeights:
             update: function that loads weights in the same way as a publication.
 
         Raises:
-            ModelError: vLLM does not load a tensor, or loads only a part of it.
+            ModelError: vLLM does not load a tensor, or loads only a part of it. With several ranks, the
+                caller compares what they hold.
         """
         device = self._worker.device
         self._first = dict(self._sums_of_rows())
@@ -144,14 +200,33 @@ class VLLMWeights:
         for path, module in self.model.named_modules():
             if "cpu_linear" in vars(module) and f"{path}.weight" not in seen:
                 raise _loading_error(f"nothing of {path}, whose packed copy no update renews")
-        self.layout = locate_weights(shapes, self.dtype, seen, device)
+        self._learned = seen
+        self.layout = locate_weights(shapes, self.dtype, seen, device, self._shards)
+        packed = {key: self._shapes_before[key] for key in self._packed_keys}
+        if self.ranks > 1 or not self.layout.unreadable(shapes):
+            self._in_place = InPlaceLoader.build(self.model, self.layout, packed, self.dtype)
+        if self.ranks > 1:
+            return
         if self.layout.torn:
             raise _loading_error(f"only a part of {self.layout.torn[0]}")
-        # vLLM may have transformed a tensor that was not found. If another fingerprint of it changes nothing,
-        # vLLM ignores the tensor.
         for name in self.layout.unreadable(shapes):
-            if _equal(self._with_fingerprints(shapes, update, other=name), seen):
+            if self.ignores(name, update):
                 raise _loading_error(f"nothing of {name}")
+
+    def ignores(self, name: str, update: Callable[[Iterable[tuple[str, Tensor]]], None]) -> bool:
+        """Return whether another fingerprint of a tensor that was not found changes nothing.
+
+        vLLM may have transformed the tensor. This overwrites the weights, so load weights afterwards.
+        """
+        assert self.layout is not None
+        return _equal(self._with_fingerprints(self.layout.shapes, update, other=name), self._learned)
+
+    def held(self) -> Checksums:
+        """Return which published tensors, and which parts of them, are here, with zeros for checksums."""
+        assert self.layout is not None
+        zero = torch.tensor(0)
+        places = [place for listed in self.layout.places.values() for place in listed]
+        return collect_parts([(place.name, place.part, zero) for place in places], self.dtype)
 
     def _with_fingerprints(
         self,
@@ -184,17 +259,18 @@ class VLLMWeights:
     def checksums(self) -> Checksums:
         """Compute the checksums of all weights that the model computes with."""
         assert self.layout is not None
+        self._learned = {}
         self._compare_with_the_first()
-        sums: list[tuple[str, Tensor]] = []
+        sums: list[tuple[str, Part | None, Tensor]] = []
         for key, tensor in self._readable():
-            sums += self.layout.read(f"{key}:plain" if key in self._packed_keys else key, tensor)
+            sums += self.layout.read_parts(f"{key}:plain" if key in self._packed_keys else key, tensor)
         modules = dict(self.model.named_modules())
         wrong = torch.tensor(-1, device=self._worker.device)
         for key, packed in self._packed.items():
             module = modules[key.rpartition(".")[0]]
             sound = packed.sound and vars(module).get("cpu_linear") is packed.multiply
-            sums += [(name, value if sound else wrong) for name, value in packed.sums]
-        return collect_checksums(sums, self.dtype)
+            sums += [(name, part, value if sound else wrong) for name, part, value in packed.sums]
+        return collect_parts(sums, self.dtype)
 
     def _compare_with_the_first(self) -> None:
         """Check that a publication puts each row in the same place as vLLM's own loading from disk.
@@ -263,6 +339,7 @@ class VLLMWeights:
                 if parameter.is_floating_point()
             }
             if self._seen is not None:
+                self._shapes_before |= {key: tuple(tensor.shape) for key, tensor in before.items()}
                 self._seen |= {key: Seen.of(in_format(tensor, self.dtype)) for key, tensor in before.items()}
                 process(module, *arguments)
                 if not self._gives_back(module, path, before, _LEARNED_COLUMNS):
@@ -274,7 +351,7 @@ class VLLMWeights:
             noted = {}
             for key in before.keys() & self._packed_keys:
                 assert self.layout is not None
-                noted[key] = list(self.layout.read(key, before[key]))
+                noted[key] = list(self.layout.read_parts(key, before[key]))
             # Choose at random. A counter would select the same layers every time if the number of layers and
             # the period had a common divisor.
             columns = int(torch.randint(_ONE_IN, (1,), generator=self._generator) == 0)

@@ -261,7 +261,8 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there
         return []
     device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
     element = 2 if bits16(options.dtype, _SIXTEEN, there.has_fast_bfloat16(role.devices)) else FLOAT
-    weights = float(element * shape.parameters)
+    # The devices of an engine divide its weights.
+    weights = element * shape.parameters / plan.engine_size
     cache, work = _generation(options.backend, cfg, shape, load, element)
     if options.backend in VLLM_BACKENDS and device == "cuda":
         sizes = [there.gpus[int(name.removeprefix("cuda:"))] for name in role.devices]
@@ -274,8 +275,12 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there
     awake = Row("inference", "generate", role.devices, weights, activations=work, cache=cache)
     if options.backend == "vllm_server" and device == "cpu":
         server = Row("inference", "all", role.devices, other=_SERVER_PROGRAM_GIB * GIB)
+        ahead = plan.asynchronous and cfg.collector.max_policy_age > 0
+        if plan.weight_transfer != "shared_memory" or not ahead:
+            # Weights pass through a bucket.
+            return [awake, server]
         # One copy of the weights lies in shared memory, whatever the number of servers.
-        return [awake, server, Row("inference", "all", ("cpu",), other=weights)]
+        return [awake, server, Row("inference", "all", ("cpu",), other=float(element * shape.parameters))]
     if plan.own_process:
         return [awake]
     kept = cache if options.backend in VLLM_BACKENDS else 0.0

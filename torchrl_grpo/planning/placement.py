@@ -14,6 +14,7 @@ from dataclasses import replace
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.planning.plan import Plan, RolePlan, counted, resolved_utilization, show_list, which
 from torchrl_grpo.planning.request import Request, Role
+from torchrl_grpo.planning.transfer import choose_transfer
 
 
 def plan(request: Request, num_gpus: int) -> Plan:
@@ -36,6 +37,8 @@ def plan(request: Request, num_gpus: int) -> Plan:
 
 def _plan_cpu(request: Request) -> Plan:
     ranks, engines = request.train.count, request.inference.count
+    if engines % request.engine_size:
+        raise _not_a_multiple(request, engines)
     why = "no GPU to use"
     train = RolePlan(
         ("cpu",) * ranks, "separate", why if ranks == 1 else f"{why}: {ranks} ranks, a process each"
@@ -66,8 +69,15 @@ def _plan_cpu(request: Request) -> Plan:
         request.asynchronous,
         request.ranks_generate,
         resolved_utilization(request.gpu_memory_utilization, inference, reference),
+        request.engine_size,
+        choose_transfer(request, own_process),
         _notes(request),
     )
+
+
+def _not_a_multiple(request: Request, count: int) -> Exception:
+    size = request.engine_size
+    return bad_value("inference_model.num_devices", count, f"each engine has {size} of them", f"{size}")
 
 
 def _sleeps(request: Request, own_process: bool, automatic: bool) -> bool:
@@ -96,18 +106,28 @@ def _in_each_rank(request: Request, devices: tuple[str, ...]) -> RolePlan:
 
 
 def _workers(request: Request, devices: tuple[str, ...], each: str) -> RolePlan:
-    count = len(devices)
+    size = request.engine_size
+    count = len(devices) // size
     if request.servers:
-        return RolePlan(
-            ("server",) * count, "servers", f"{counted(count, 'server')} of inference_model.servers"
-        )
+        why = f"{counted(count, 'server')} of inference_model.servers"
+        return RolePlan(("server",) * count, "servers", why + _weights_by(request))
     if request.cluster:
         return RolePlan(
             ("ray",) * count, "cluster", f"{counted(count, 'worker')}, where ray.address puts them"
         )
     what = "server" if request.backend == "vllm_server" else "worker"
     own = f"one {what}, a {each} of its own" if count == 1 else f"{count} {what}s, a {each} each"
-    return RolePlan(devices, "separate", own)
+    if size > 1:
+        kind = "processes" if each == "process" else "GPUs"
+        own = f"{counted(count, what)}, {size} {kind} each"
+    return RolePlan(devices, "separate", own + _weights_by(request))
+
+
+def _weights_by(request: Request) -> str:
+    """Return how servers get weights, in words."""
+    if request.backend != "vllm_server":
+        return ""
+    return f"; weights by {choose_transfer(request, own_process=True).replace('_', ' ')}"
 
 
 def _reference_actors(request: Request, devices: tuple[str, ...], said: str) -> RolePlan:
@@ -193,6 +213,8 @@ class _Allocator:
             ask.asynchronous,
             in_ranks,
             resolved_utilization(ask.gpu_memory_utilization, inference, reference),
+            ask.engine_size,
+            choose_transfer(ask, own_process),
             _notes(ask),
         )
 
@@ -218,6 +240,11 @@ class _Allocator:
     def _too_few(self, role: Role, left: int) -> Exception:
         key = f"{role.key}.num_devices"
         here = f"this machine has {counted(self.num_gpus, 'GPU')}"
+        size = self.request.engine_size if role is self.request.inference else 1
+        if size > 1:
+            wrong = f"{here}, of which {left} {'is' if left == 1 else 'are'} left, and each engine has {size}"
+            fewer = f"{key}={left // size * size}" if left >= size else f"{self.request.one_device} {key}=1"
+            return bad_value(key, role.count, wrong, fewer)
         if left == self.num_gpus:
             return bad_value(key, role.count, here, f"{key}={left}")
         have = "none is" if left == 0 else f"{left} {'is' if left == 1 else 'are'}"
@@ -252,8 +279,11 @@ class _Allocator:
         if shared:
             one_gpu = "one GPU" if self.num_gpus == 1 else "no GPU left"
             kind = "server" if ask.backend == "vllm_server" else "worker"
-            each = f", {len(gpus)} {kind}s" if len(gpus) > 1 and not said else ""
-            why = f"{said or f'{one_gpu}: '}shares the trainer's{each}"
+            engines = len(gpus) // ask.engine_size
+            each = f", {engines} {kind}s" if engines > 1 and not said else ""
+            if ask.engine_size > 1:
+                each = f", {counted(engines, kind)} with {ask.engine_size} GPUs each"
+            why = f"{said or f'{one_gpu}: '}shares the trainer's{each}{_weights_by(ask)}"
             return RolePlan(_names(gpus), "colocated", why)
         if own_process:
             found = _workers(ask, _names(gpus), "GPU")
@@ -295,7 +325,9 @@ class _Allocator:
         if not shared:
             return
         wrong = f"GPU {min(shared)} is also in {earlier.key}.devices={show_list(earlier.devices or ())}"
-        together = before == now
+        # Engines of several GPUs may take more than the trainer.
+        wider = self.request.engine_size > 1 and before < now
+        together = before == now or wider
         workers = self.request.asynchronous and {earlier.key, role.key} == {"train_model", "inference_model"}
         if together and not (workers and self.num_gpus > 1):
             return

@@ -46,6 +46,9 @@ class Plan:
         asynchronous: whether the script is grpo-async.py, whose engines generate while the trainer trains.
         engine_in_each_rank: whether each training rank has an engine in its process for its share of a round.
         gpu_memory_utilization: share of a GPU's memory that vLLM takes if it runs on a GPU.
+        engine_size: number of devices of one engine.
+        weight_transfer: how new weights reach the engines, a value of ``inference_model.weight_transfer``
+            other than ``auto``.
         notes: lines about requests that the plan does not follow.
         token_budget: largest number of tokens in a micro-batch; None takes that of the configuration.
         offload_optimizer: whether the optimizer's moments wait in host memory while the engine generates.
@@ -61,6 +64,8 @@ class Plan:
     asynchronous: bool = False
     engine_in_each_rank: bool = False
     gpu_memory_utilization: float = SHARED_GPU
+    engine_size: int = 1
+    weight_transfer: str = "in_process"
     notes: tuple[str, ...] = ()
     token_budget: int | None = None
     max_num_seqs: int | None = None
@@ -91,7 +96,7 @@ class Plan:
     @property
     def workers(self) -> int:
         """The number of engines, whether or not they run in processes of their own."""
-        return len(self.inference.devices)
+        return len(self.inference.devices) // self.engine_size
 
     @property
     def reference_actors(self) -> int:

@@ -48,6 +48,9 @@ class Request:
         uses_reference: whether anything reads the reference model's log-probabilities.
         lora: whether only adapters are trained. The reference is then the same model without them.
         backend: value of ``inference_model.backend``.
+        engine_size: number of devices of one engine.
+        one_device: keys and values with which an engine has one device.
+        weight_transfer: value of ``inference_model.weight_transfer``.
         servers: number of servers that ``inference_model.servers`` names; 0 if the run starts its engines.
         sleep: whether the engine frees its memory while the trainer trains; None lets the planner choose.
         gpu_memory_utilization: share of a GPU's memory that vLLM takes; None lets the planner choose.
@@ -66,6 +69,9 @@ class Request:
     uses_reference: bool = False
     lora: bool = False
     backend: str = "vllm"
+    engine_size: int = 1
+    one_device: str = ""
+    weight_transfer: str = "auto"
     servers: int = 0
     sleep: bool | None = None
     gpu_memory_utilization: float | None = None
@@ -100,17 +106,30 @@ def build_request(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
         ranks: number of training ranks on all machines, if a launcher has started them.
     """
     servers = 0 if cfg.inference_model.servers == "auto" else len(cfg.inference_model.servers)
+    inference = cfg.inference_model
+    size = inference.tensor_parallel_size * inference.pipeline_parallel_size
+    count = servers or inference.num_devices
+    if size > 1 and count == "auto" and inference.devices is None:
+        count = size
     return Request(
         train=_role("train_model", cfg.train_model.num_devices, cfg.train_model.devices),
-        inference=_role(
-            "inference_model", servers or cfg.inference_model.num_devices, cfg.inference_model.devices
-        ),
+        inference=_role("inference_model", count, inference.devices),
         reference=_role("ref_model", cfg.ref_model.num_devices, cfg.ref_model.devices),
         asynchronous=asynchronous,
         cluster=cfg.ray.address is not None,
         uses_reference=needs_reference(cfg.policy),
         lora=cfg.train_model.lora.rank > 0,
         backend=cfg.inference_model.backend,
+        engine_size=size,
+        one_device=" ".join(
+            f"inference_model.{name}_parallel_size=1"
+            for name, number in (
+                ("tensor", inference.tensor_parallel_size),
+                ("pipeline", inference.pipeline_parallel_size),
+            )
+            if number > 1
+        ),
+        weight_transfer=inference.weight_transfer,
         servers=servers,
         sleep=cfg.inference_model.sleep,
         gpu_memory_utilization=cfg.inference_model.gpu_memory_utilization,

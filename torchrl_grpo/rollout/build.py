@@ -160,6 +160,8 @@ def build_servers(
         source=source.model,
         addresses=[] if servers == "auto" else servers,
         gpus=plan.worker_gpus,
+        engine_size=plan.engine_size,
+        weight_transfer=plan.weight_transfer,
         device=source.device,
         max_num_seqs=source.max_num_seqs(cfg),
         threads=divide_cores(cfg, plan, cores_to_divide(ranks), ranks)[1],
@@ -168,7 +170,7 @@ def build_servers(
         start_limit_s=0.9 * max(START_LIMIT_S, cfg.collector.timeout_s),
     )
     pool = ServerPool(spec, plan.workers)
-    return with_workers(cfg, env, tokenizer, pool, plan.workers, pool.put_weights)
+    return with_workers(cfg, env, tokenizer, pool, plan.workers, pool.put_weights, overwrites=pool.overwrites)
 
 
 def build_ray_workers(
@@ -238,6 +240,7 @@ def with_workers(
     count: int,
     put_weights: Callable[[Iterable[tuple[str, Tensor]]], object],
     reference: ReferenceClient | None = None,
+    overwrites: bool = False,
 ) -> Collection:
     """Build a group of workers on ``pool``, and its collector.
 
@@ -249,6 +252,7 @@ def with_workers(
         count: number of workers.
         put_weights: see :class:`WorkerGroup`.
         reference: see :class:`Dispatcher`.
+        overwrites: see :class:`WorkerGroup`.
     """
     scorer = GroupScorer(env, tokenizer, cfg.seed)
     tracker = StalenessTracker(
@@ -270,5 +274,5 @@ def with_workers(
         may_refill=cfg.policy.constant_groups == "refill",
         reference=reference,
     )
-    worker_group = WorkerGroup(dispatcher, put_weights)
+    worker_group = WorkerGroup(dispatcher, put_weights, overwrites)
     return worker_group, AsyncCollector(env, worker_group, tokenizer, total_dialog_turns=total_turns(cfg))

@@ -243,16 +243,16 @@ class WeightPublisher:
             TrainingStopped: the transport did not read all weights, or they are not those of the model.
         """
         trainer_log_probs = self._trainer_log_probs()
-        sums: list[tuple[str, Tensor]] = []
-        delivery = self._transport.send(self._cast_and_checksum(sums), version, self.probe)
-        missing = sorted(self._shapes.keys() - {name for name, _ in sums})
+        sent = _SentWeights(self._cast_and_checksum)
+        delivery = self._transport.send(sent, version, self.probe)
+        missing = sorted(self._shapes.keys() - {name for name, _ in sent.sums})
         if missing:
             raise TrainingStopped(
                 f"{self._engine_name()}: {len(missing)} of {len(self._shapes)} tensors were not sent, the "
                 f"first is {missing[0]}: the engine stopped reading before the end of the weights. "
                 f"{self._advice}"
             )
-        checksums = collect_checksums(sums, self.engine_dtype)
+        checksums = collect_checksums(sent.sums, self.engine_dtype)
         self._check_merged(checksums)
         return delivery, ExpectedResult(version, trainer_log_probs, checksums)
 
@@ -393,3 +393,23 @@ class WeightPublisher:
 
     def _engine_name(self) -> str:
         return type(self.engine).__name__
+
+
+class _SentWeights:
+    """The weights of one publication, which a transport may read several times.
+
+    Args:
+        read: function that yields names and weights in the engine's dtype, and adds checksums to a list.
+
+    Attributes:
+        sums: names and checksums of what the last reader has read.
+    """
+
+    def __init__(self, read: Callable[[list[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]) -> None:
+        self._read = read
+        self.sums: list[tuple[str, Tensor]] = []
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and weights as they are now."""
+        self.sums = []
+        yield from self._read(self.sums)

@@ -28,7 +28,8 @@ class Transport(Protocol):
         """Read all weights and send them.
 
         Args:
-            weights: names and tensors in the engine's dtype; read before this returns.
+            weights: names and tensors in the engine's dtype; read before this returns. They may be read
+                again, for an engine that starts later, while they are those that were published last.
             version: number of optimizer steps that produced these weights.
             probe: prompts for which each engine returns its likeliest next tokens with the new weights.
         """

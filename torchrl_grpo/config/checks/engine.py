@@ -7,6 +7,7 @@ their names when the engine starts.
 from __future__ import annotations
 
 import os
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -54,8 +55,12 @@ ALWAYS_SET = {
     "middleware": "it is the one that asks for the key",
     "api_key": "a server that the run starts has a random key, and VLLM_API_KEY is that of other servers",
 }
-# Only the value 1 works for these arguments, because an engine has one device.
-ONE_DEVICE = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+# Argument of vLLM whose only valid value here is 1 -> what to write for more.
+ONE_DEVICE = {
+    "tensor_parallel_size": "inference_model.tensor_parallel_size",
+    "pipeline_parallel_size": "inference_model.pipeline_parallel_size",
+    "data_parallel_size": "inference_model.num_devices",
+}
 
 
 def check_engine_args(cfg: Config) -> None:
@@ -87,8 +92,8 @@ def check_engine_args(cfg: Config) -> None:
         if name in ALWAYS_SET:
             raise bad_value(key, value, ALWAYS_SET[name], f"nothing for {name}")
         if name in ONE_DEVICE and value != 1:
-            wrong = "an engine has one device, and several devices have an engine each"
-            raise bad_value(key, value, wrong, "inference_model.num_devices=2, for example,")
+            wrong = f"{ONE_DEVICE[name]} sets this for the whole run"
+            raise bad_value(key, value, wrong, f"{ONE_DEVICE[name]}={value}")
 
 
 def _check_overrides(overrides: Any) -> None:
@@ -141,6 +146,46 @@ def check_servers(cfg: Config) -> None:
     if inference.devices is not None:
         wrong = "the servers of inference_model.servers have their GPUs already"
         raise bad_value("inference_model.devices", inference.devices, wrong, "inference_model.devices=null")
+
+
+def check_transfer(cfg: Config) -> None:
+    """Check ``inference_model.weight_transfer`` and the devices of one engine.
+
+    Raises:
+        ConfigError: the engines cannot take weights in this way, or cannot have several devices.
+    """
+    inference = cfg.inference_model
+    size = inference.tensor_parallel_size * inference.pipeline_parallel_size
+    several = "tensor" if inference.tensor_parallel_size > 1 else "pipeline"
+    key = f"inference_model.{several}_parallel_size"
+    if size > 1 and inference.backend != "vllm_server":
+        wrong = f"an engine of inference_model.backend={inference.backend} has one device"
+        raise bad_value(key, attrgetter(key)(cfg), wrong, f"inference_model.backend=vllm_server or {key}=1")
+    if size > 1 and inference.servers != "auto":
+        wrong = "the servers of inference_model.servers have their GPUs already"
+        raise bad_value(key, attrgetter(key)(cfg), wrong, f"{key}=1, and give it to grpo-serve")
+    for name, count in (
+        ("num_devices", inference.num_devices),
+        ("devices", None if inference.devices is None else len(inference.devices)),
+    ):
+        if size > 1 and isinstance(count, int) and count % size:
+            wrong = f"each engine has {size} of them ({key}={attrgetter(key)(cfg)})"
+            raise bad_value(f"inference_model.{name}", vars(inference)[name], wrong, f"a multiple of {size}")
+    way, folder = inference.weight_transfer, inference.weight_folder
+    key = "inference_model.weight_transfer"
+    served = inference.backend == "vllm_server"
+    if way in ("shared_memory", "folder") and not served:
+        wrong = f"only servers get weights in this way, and inference_model.backend={inference.backend}"
+        raise bad_value(key, way, wrong, f"inference_model.backend=vllm_server or {key}=auto")
+    if way in ("in_process", "ray_objects") and served:
+        wrong = "a server is a process of its own, and does not run on Ray"
+        raise bad_value(key, way, wrong, f"{key}=auto or inference_model.backend=vllm")
+    if way == "folder" and folder is None:
+        wrong = "inference_model.weight_folder names no folder that the trainer and the servers see"
+        raise bad_value(key, way, wrong, "inference_model.weight_folder=/shared/weights, for example,")
+    if folder is not None and way != "folder":
+        wrong = f"{key}={way} uses no folder"
+        raise bad_value("inference_model.weight_folder", folder, wrong, f"{key}=folder")
 
 
 def _normal_address(address: str, servers: list[str], good: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.config.checks.data import check_data
-from torchrl_grpo.config.checks.engine import check_engine_args, check_servers
+from torchrl_grpo.config.checks.engine import check_engine_args, check_servers, check_transfer
 from torchrl_grpo.config.checks.lora import check_lora
 from torchrl_grpo.config.checks.policy import check_policy
 from torchrl_grpo.config.derived import optim_batch_size
@@ -71,6 +71,7 @@ def validate(cfg: Config) -> None:
     _check_offload(cfg)
     _check_inference(cfg)
     check_servers(cfg)
+    check_transfer(cfg)
     check_engine_args(cfg)
     _check_logging(cfg)
 

@@ -13,7 +13,7 @@ import queue
 import tempfile
 import time
 import uuid
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.inference.checksums import Checksums
+from torchrl_grpo.errors import ConfigError, ModelError
+from torchrl_grpo.inference.checksums import Checksums, merge_ranks
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
+from torchrl_grpo.inference.servers.carriers import BucketSource
+from torchrl_grpo.inference.servers.extension import read_checksums
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.weight_files import WeightFiles
 from torchrl_grpo.inference.vllm_arguments import name_of
@@ -88,10 +90,13 @@ class ServerEngine(SteppingEngine):
         # and when it must have given it; infinite while it is not asked.
         self._next_check = time.monotonic() + _QUIET_S
         self._lost_at = math.inf
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        # Whether vLLM's own loader must load weights, because it changes some of them.
+        self._by_loader = False
         # An earlier run may have ended in the middle of an update, and left requests behind.
         connection.post("/abort_requests", {})
         with tempfile.NamedTemporaryFile(prefix="torchrl-grpo-", dir=folder) as seen:
-            (described,) = self._call("grpo_describe", file=seen.name)
+            described, *_ = self._call("grpo_describe", file=seen.name)
         connection.post("/resume")
         self.identity: str = described["identity"]
         _check_described(connection.address, described, wanted, folder)
@@ -213,13 +218,19 @@ class ServerEngine(SteppingEngine):
         """See :meth:`Engine.start_update`."""
         # Requests of others are frozen, and go on with the new weights.
         self._connection.post("/pause?mode=keep&clear_cache=true")
-        self._call("grpo_start_update")
+        self._call("grpo_start_update", by_loader=self._by_loader)
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See :meth:`Engine.update`. Weights that lie in files are not copied."""
-        files = weights if isinstance(weights, WeightFiles) else WeightFiles(self._folder).write(weights)
-        for bucket in files.buckets:
-            self._call("grpo_load", bucket=bucket.to_json())
+        files = weights if isinstance(weights, BucketSource) else WeightFiles(self._folder).write(weights)
+        buckets = files.buckets()
+        try:
+            for bucket in buckets:
+                self._call("grpo_load", bucket=bucket.to_json())
+        finally:
+            if isinstance(buckets, Generator):
+                # Whoever fills the buckets waits for this reader.
+                buckets.close()
 
     def finish_update(self) -> None:
         """See :meth:`Engine.finish_update`."""
@@ -230,15 +241,27 @@ class ServerEngine(SteppingEngine):
 
     def locate_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """See :meth:`Engine.locate_weights`."""
+        self._shapes = dict(shapes)
         self._call("grpo_locate_weights", shapes={name: list(shape) for name, shape in shapes.items()})
+        found = [read_checksums(one) for one in self._call("grpo_held")]
+        if len(found) == 1:
+            return
+        whole = merge_ranks(found, self._shapes)
+        missing = [name for name in shapes if name not in whole.values]
+        for name in missing:
+            if any(rank.values.get(name) or rank.parts.get(name) for rank in found):
+                raise _loading_error(self._connection.address, f"only a part of {name}")
+        self._by_loader = bool(missing)
+        if missing:
+            ignored = [set(names) for names in self._call("grpo_ignored", names=missing)]
+            for name in missing:
+                if all(name in names for names in ignored):
+                    raise _loading_error(self._connection.address, f"nothing of {name}")
 
     def checksums(self) -> tuple[Checksums, ...]:
         """See :meth:`Engine.checksums`."""
-        found = self._call("grpo_checksums")
-        return tuple(
-            Checksums(one["dtype"], {name: tuple(values) for name, values in one["values"].items()})
-            for one in found
-        )
+        ranks = [read_checksums(found) for found in self._call("grpo_checksums")]
+        return (merge_ranks(ranks, self._shapes),)
 
     def reset_cache(self) -> None:
         """See :meth:`Engine.reset_cache`."""
@@ -290,8 +313,16 @@ def _check_described(address: str, found: Mapping[str, Any], wanted: Wanted, fol
     if not found["sees_file"]:
         raise ConfigError(
             f"{start} does not see files in {folder}, through which weights travel; start it on this "
-            "machine, and in the same container"
+            "machine, and in the same container, or write inference_model.weight_transfer=folder and "
+            "inference_model.weight_folder=FOLDER, which both see"
         )
+
+
+def _loading_error(address: str, what: str) -> ModelError:
+    return ModelError(
+        f"inference_model.backend=vllm_server: of the published weights, the ranks of {address} load {what}; "
+        "write inference_model.tensor_parallel_size=1 and inference_model.pipeline_parallel_size=1"
+    )
 
 
 def _body(tokens: Sequence[int], **sampling: Any) -> dict[str, Any]:

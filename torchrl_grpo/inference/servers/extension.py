@@ -7,13 +7,15 @@ the methods. Arguments and results travel as JSON.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_grpo.inference.servers.weight_files import Bucket, read_bucket
+from torchrl_grpo.inference.checksums import Checksums, Part
+from torchrl_grpo.inference.servers.weight_files import Bucket, map_file, read_bucket
+from torchrl_grpo.inference.servers.weight_folder import read_file
 from torchrl_grpo.inference.vllm_arguments import name_of
 from torchrl_grpo.inference.vllm_compat import head_dtypes
+from torchrl_grpo.runtime.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,10 +27,36 @@ if TYPE_CHECKING:
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
+def checksums_to_json(found: Checksums) -> dict[str, Any]:
+    """Return checksums as a JSON object."""
+    parts = {
+        name: [[*part.rows, *part.columns, value] for part, value in held]
+        for name, held in found.parts.items()
+    }
+    values = {name: list(copies) for name, copies in found.values.items()}
+    return {"dtype": found.dtype, "values": values, "parts": parts}
+
+
+def read_checksums(content: dict[str, Any]) -> Checksums:
+    """Return the checksums that :func:`checksums_to_json` was given."""
+    return Checksums(
+        content["dtype"],
+        {name: tuple(values) for name, values in content["values"].items()},
+        {
+            name: tuple(
+                (Part((top, bottom), (left, right)), value) for top, bottom, left, right, value in held
+            )
+            for name, held in content["parts"].items()
+        },
+    )
+
+
 class WeightExtension:
     """Loads weights from files and computes checksums, as an engine in the trainer's process does."""
 
     _weights: VLLMWeights | None = None
+    # Files through which weights pass, by path, with the number of the file; mapped once.
+    _mapped: dict[str, tuple[int, Tensor]] | None = None
     # Whether an update has begun and not ended.
     _is_updating = False
 
@@ -42,6 +70,7 @@ class WeightExtension:
             file: a file of the client, in the folder through which weights travel.
         """
         known, config = self._known(), vars(self)["model_config"]
+        self._mapped = {}
         if self._is_updating:
             self.grpo_finish_update()
         return {
@@ -50,15 +79,20 @@ class WeightExtension:
             "max_model_len": config.max_model_len,
             "logprobs_mode": str(config.logprobs_mode),
             "sees_file": Path(file).exists(),
+            "ranks": known.ranks,
             "identity": f"{os.getpid()} on {_BOOT.read_text().strip()}",
         }
 
     def grpo_sign_of_life(self) -> None:
         """Do nothing: the answer shows that the engine runs."""
 
-    def grpo_start_update(self) -> None:
-        """Begin to replace the weights."""
-        self._known().start()
+    def grpo_start_update(self, by_loader: bool = False) -> None:
+        """Begin to replace the weights.
+
+        Args:
+            by_loader: whether vLLM's own loader must load them.
+        """
+        self._known().start_pieces(by_loader)
         self._is_updating = True
 
     def grpo_load(self, bucket: dict[str, Any]) -> None:
@@ -67,33 +101,47 @@ class WeightExtension:
         Args:
             bucket: a :class:`~torchrl_grpo.inference.servers.weight_files.Bucket` as JSON.
         """
-        self._known().load(read_bucket(Bucket.from_json(bucket)))
+        found = Bucket.from_json(bucket)
+        content = self._content_of(found.path) if found.checksum is None else read_file(found)
+        self._known().load_pieces(read_bucket(found, content))
+
+    def _content_of(self, path: str) -> Tensor:
+        assert self._mapped is not None, "grpo_describe comes first"
+        number = Path(path).stat().st_ino
+        if path not in self._mapped or self._mapped[path][0] != number:
+            self._mapped[path] = number, map_file(Path(path))
+        return self._mapped[path][1]
 
     def grpo_finish_update(self) -> None:
         """End the update."""
-        self._known().finish()
+        self._known().finish_pieces()
         self._is_updating = False
 
     def grpo_locate_weights(self, shapes: dict[str, list[int]]) -> None:
         """Find out where published tensors of these shapes lie. The weights are lost."""
         known = self._known()
+        known.locate_weights({name: tuple(shape) for name, shape in shapes.items()}, known.load_whole)
 
-        def update(weights: Iterable[tuple[str, Tensor]]) -> None:
-            known.start()
-            known.load(weights)
-            known.finish()
+    def grpo_held(self) -> dict[str, Any]:
+        """Return what :meth:`grpo_checksums` will, with zeros for checksums."""
+        return checksums_to_json(self._known().held())
 
-        known.locate_weights({name: tuple(shape) for name, shape in shapes.items()}, update)
+    def grpo_ignored(self, names: list[str]) -> list[str]:
+        """Return those of ``names`` that make no difference to this rank. The weights are lost."""
+        known = self._known()
+        return [name for name in names if known.ignores(name, known.load_whole)]
 
     def grpo_checksums(self) -> dict[str, Any]:
-        """Return the checksums of the weights, ``{"dtype": ..., "values": {NAME: [NUMBER, ...]}}``."""
-        found = self._known().checksums()
-        return {"dtype": found.dtype, "values": {name: list(copies) for name, copies in found.values.items()}}
+        """Return the checksums of what this rank holds, as :func:`read_checksums` takes them."""
+        return checksums_to_json(self._known().checksums())
 
     def _known(self) -> VLLMWeights:
         if self._weights is None:
             from torchrl_grpo.inference.vllm_weights import VLLMWeights
 
             worker: Any = self
+            if worker.device.type == "cpu":
+                # An update frees and allocates every packed matrix, and fresh pages cost more than packing.
+                keep_freed_memory()
             self._weights = VLLMWeights(worker, worker.model_config.dtype)
         return self._weights

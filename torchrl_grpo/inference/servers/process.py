@@ -88,6 +88,11 @@ class ServerProcess:
             if output is not None:
                 output.close()
 
+    @property
+    def pid(self) -> int:
+        """Number of the server's first process."""
+        return self._process.pid
+
     def wait_until_ready(self, timeout_s: float) -> None:
         """Block until the server is set up. It listens a moment later.
 

@@ -1,13 +1,12 @@
 """Weights as files in shared memory or in a folder, which servers map into their memory.
 
-A file is a bucket: tensors one after the other, without a header. What it contains travels beside it, in the
-request that names it. The bytes are those of the tensors, so that every number format is possible.
+A file is a bucket: pieces of tensors one after the other, without a header. What it contains travels beside
+it, in the request that names it. The bytes are those of the tensors, so that every number format is possible.
 """
 
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import shutil
 import tempfile
@@ -21,7 +20,9 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-# Largest size of a bucket in bytes. A single larger tensor has a bucket of its own.
+from torchrl_grpo.inference.vllm_in_place import Assembler, Piece
+
+# Largest size of a bucket in bytes. Larger tensors are divided.
 BUCKET_BYTES = 64 * 2**20
 # Every tensor starts at a multiple of this, which any number format can be read from.
 _ALIGNMENT = 64
@@ -36,11 +37,16 @@ class Bucket:
 
     Attributes:
         path: the file.
-        tensors: name, dtype, shape and first byte of each tensor.
+        entries: of each piece its name, dtype, shape of the whole tensor, first byte in the file, number of
+            its first element in the tensor, and number of elements.
+        size: bytes of the file, if its checksum is given.
+        checksum: checksum of the file; None if it lies in the memory of this machine.
     """
 
     path: str
-    tensors: tuple[tuple[str, str, tuple[int, ...], int], ...]
+    entries: tuple[tuple[str, str, tuple[int, ...], int, int, int], ...]
+    size: int = 0
+    checksum: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object."""
@@ -49,80 +55,165 @@ class Bucket:
     @staticmethod
     def from_json(content: dict[str, Any]) -> Bucket:
         """Return the bucket that :meth:`to_json` was called on."""
-        tensors = [(name, dtype, tuple(shape), start) for name, dtype, shape, start in content["tensors"]]
-        return Bucket(content["path"], tuple(tensors))
+        entries = [(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in content["entries"]]
+        return Bucket(content["path"], tuple(entries), content["size"], content["checksum"])
 
 
-def read_bucket(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of a bucket. They lie in the mapped file, which may be deleted then."""
-    size = Path(bucket.path).stat().st_size
-    # A private mapping: whoever writes to a tensor changes a page of its own.
-    content = torch.from_file(bucket.path, shared=False, size=size, dtype=torch.uint8)
-    for name, kind, shape, start in bucket.tensors:
+def read_bucket(bucket: Bucket, content: Tensor | None = None) -> Iterator[Piece]:
+    """Yield the pieces in a bucket. They lie in the mapped file, which may be deleted then.
+
+    Args:
+        bucket: the bucket.
+        content: its mapped file; None maps it.
+    """
+    content = map_file(Path(bucket.path)) if content is None else content
+    for name, kind, shape, start, first, count in bucket.entries:
         dtype = getattr(torch, kind)
-        stop = start + math.prod(shape) * dtype.itemsize
-        yield name, content[start:stop].view(dtype).view(shape)
+        yield Piece(name, shape, first, content[start : start + count * dtype.itemsize].view(dtype))
+
+
+def map_file(path: Path) -> Tensor:
+    """Map a file into memory, as bytes that nobody may write to."""
+    return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+
+
+def whole_tensors(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors that lie in files, put together from their pieces."""
+    assembler = Assembler()
+    for bucket in buckets:
+        yield from assembler.take(read_bucket(bucket))
+
+
+def divide(weights: Iterable[tuple[str, Tensor]], room: int) -> Iterator[list[Piece]]:
+    """Divide tensors into lists of pieces that fit into ``room`` bytes each.
+
+    A tensor is cut between two rows. A row that is longer than the room makes a list of its own.
+    """
+    pieces: list[Piece] = []
+    free = room
+    for name, tensor in weights:
+        content = tensor.detach().reshape(-1)
+        row = tensor.shape[-1] if tensor.dim() > 1 else 1
+        first = 0
+        while first < len(content) or (first == 0 and not len(content)):
+            rows = free // (row * tensor.itemsize) if row else 0
+            if pieces and rows < 1:
+                yield pieces
+                pieces, free = [], room
+                continue
+            count = min(len(content) - first, max(1, rows) * row)
+            pieces.append(Piece(name, tuple(tensor.shape), first, content[first : first + count]))
+            free -= -(-count * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
+            first += count
+            if not count:
+                break
+    if pieces:
+        yield pieces
+
+
+class Segment:
+    """A file of weights whose pages are used again and again.
+
+    Args:
+        path: the file, which is created.
+        size: its size in bytes.
+
+    Raises:
+        OSError: there is no room.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path, self.size = path, size
+        # A server may have mapped an earlier file of this name.
+        path.unlink(missing_ok=True)
+        with path.open("wb") as file:
+            # Reserve the room. Without it, writing to a full file system through a mapping ends the process.
+            os.posix_fallocate(file.fileno(), 0, size)
+        self._content = map_file(path)
+
+    def write(self, pieces: Iterable[Piece]) -> Bucket:
+        """Write pieces from the beginning of the file on, over what was there."""
+        return pack_pieces(pieces, self._content, self.path)
+
+
+def pack_pieces(pieces: Iterable[Piece], content: Tensor, path: Path) -> Bucket:
+    """Copy pieces into bytes, and return the bucket that describes them.
+
+    Args:
+        pieces: the pieces.
+        content: bytes, at least :func:`room_for` the pieces.
+        path: file that has these bytes.
+    """
+    start, entries = 0, []
+    for piece in pieces:
+        source = piece.content
+        size = source.nbytes
+        content[start : start + size].view(source.dtype).copy_(source)
+        kind = str(source.dtype).removeprefix("torch.")
+        entries.append((piece.name, kind, tuple(piece.shape), start, piece.first, len(source)))
+        start += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return Bucket(str(path), tuple(entries))
+
+
+def room_for(pieces: Iterable[Piece]) -> int:
+    """Return the bytes that pieces take in a file; at least one, because an empty file cannot be mapped."""
+    return max(_ALIGNMENT, sum(-(-piece.content.nbytes // _ALIGNMENT) * _ALIGNMENT for piece in pieces))
+
+
+class Folder:
+    """A folder of this process, which is deleted with this object.
+
+    Args:
+        parent: folder to create it in, e.g. ``/dev/shm``.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        # The kernel takes this lock back when the process ends, however it ends.
+        lock = (self.path / _LOCK).open("wb")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        self.close = weakref.finalize(self, _delete, self.path, lock)
 
 
 class WeightFiles:
     """The weights of one version in a folder of their own, which is deleted with this object.
 
     Args:
-        parent: folder to create it in: ``/dev/shm``, or one that all servers see.
+        parent: folder to create it in.
     """
 
     def __init__(self, parent: Path) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        # The kernel takes this lock back when the process ends, however it ends.
-        lock = (self._folder / _LOCK).open("wb")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        self._delete = weakref.finalize(self, _delete, self._folder, lock)
-        self.buckets: list[Bucket] = []
+        self._folder = Folder(parent)
+        self._segments: list[Segment] = []
+        self._buckets: list[Bucket] = []
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors, which lie in the files."""
-        for bucket in self.buckets:
-            yield from read_bucket(bucket)
+        """Yield the names and tensors."""
+        return whole_tensors(self._buckets)
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> WeightFiles:
-        """Write tensors into buckets, and return this object.
+        """Write tensors into buckets, over those of an earlier call, and return this object.
 
         Raises:
             OSError: there is no room.
         """
-        listed: list[tuple[str, Tensor]] = []
-        size = 0
-        for name, tensor in weights:
-            room = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-            if listed and size + room > BUCKET_BYTES:
-                self._write_bucket(listed, size)
-                listed, size = [], 0
-            listed.append((name, tensor.detach()))
-            size += room
-        if listed:
-            self._write_bucket(listed, size)
+        self._buckets = []
+        for number, pieces in enumerate(divide(weights, BUCKET_BYTES)):
+            room = room_for(pieces)
+            if number == len(self._segments):
+                self._segments.append(Segment(self._folder.path / str(number), room))
+            elif self._segments[number].size < room:
+                self._segments[number] = Segment(self._folder.path / str(number), room)
+            self._buckets.append(self._segments[number].write(pieces))
         return self
 
-    def _write_bucket(self, tensors: Iterable[tuple[str, Tensor]], size: int) -> None:
-        path = self._folder / str(len(self.buckets))
-        # A bucket may hold empty tensors only, and an empty file cannot be mapped.
-        size = max(size, _ALIGNMENT)
-        with path.open("wb") as file:
-            # Reserve the room. Without it, writing to a full file system through a mapping ends the process.
-            os.posix_fallocate(file.fileno(), 0, size)
-        content = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-        start = 0
-        entries = []
-        for name, tensor in tensors:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            entries.append((name, kind, tuple(tensor.shape), start))
-            content[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self.buckets.append(Bucket(str(path), tuple(entries)))
+    def buckets(self) -> Iterator[Bucket]:
+        """Yield the buckets."""
+        yield from self._buckets
 
     def close(self) -> None:
         """Delete the files. Servers that have mapped one keep it until they have loaded it."""
-        self._delete()
+        self._folder.close()
 
 
 def _delete(folder: Path, lock: IO[bytes]) -> None:

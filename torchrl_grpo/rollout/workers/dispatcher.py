@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from torchrl_grpo.errors import UserError, WorkersLost
 from torchrl_grpo.inference.protocol import ProbeResult
+from torchrl_grpo.inference.servers.weight_stream import TransferPostponed
 from torchrl_grpo.rollout.groups import Group, ScoredGroup
 from torchrl_grpo.rollout.workers.scheduler import Call, LoadWeights, PublishedWeights, Scheduler, Task
 from torchrl_grpo.rollout.workers.types import (
@@ -30,6 +31,7 @@ from torchrl_grpo.rollout.workers.types import (
     Pool,
     Publication,
     ReferenceClient,
+    ServedWeights,
     WorkerStats,
 )
 
@@ -78,6 +80,9 @@ class Dispatcher:
         self._may_refill = may_refill
         self.reference = reference
         self._starting: Future[None] | None = None
+        # Newest weights, if they stay with the trainer. Only its thread uses them.
+        self._served: ServedWeights | None = None
+        self._loads_ended: Future[None] | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="rewards")
         self._incarnations = [0] * count
@@ -147,7 +152,48 @@ class Dispatcher:
             self.run_in_thread(self.scheduler.tracker.uncount_last_round)
         future: Future[list[ScoredGroup]] = self._new_future()
         self._inbox.put(lambda: self._request_round(future))
+        self.serve(future)
         return future.result()
+
+    def serve(self, until: Future[Any]) -> None:
+        """Send the newest weights to workers that ask for them, until a future is done.
+
+        This returns at once if the pool has a copy of the weights. Without one, the trainer's thread calls
+        this wherever it waits for workers, and its weights are those that it published last.
+        """
+        if self._served is None:
+            return
+        self._served.open()
+        self._set_loads_held(False)
+        try:
+            self._served.serve(until)
+        finally:
+            # The weights change from now on. Workers that start later wait for the next call of this method.
+            self._set_loads_held(True)
+            self._served.postpone()
+
+    def _set_loads_held(self, held: bool) -> None:
+        def change() -> None:
+            self.scheduler.loads_held = held
+
+        self._inbox.put(change)
+
+    def hold_loads(self) -> None:
+        """Let no worker begin to load weights before the next publication, and wait for those that load.
+
+        Workers with the newest weights go on generating.
+
+        Raises:
+            WorkersLost: workers failed too often.
+        """
+        ended: Future[None] = self._new_future()
+
+        def hold() -> None:
+            self.scheduler.loads_held = True
+            self._loads_ended = ended
+
+        self._inbox.put(hold)
+        ended.result()
 
     def publish(self, publication: Publication, version: int) -> None:
         """Send weights to all workers without waiting for them."""
@@ -156,11 +202,14 @@ class Dispatcher:
             previous = self.scheduler.newest
             number = 0 if previous is None else previous.number + 1
             self.scheduler.publish(PublishedWeights(number, version, publication))
+            self.scheduler.loads_held = False
             if previous is not None:
                 # No worker gets the older weights any more, so free their memory in the object store.
                 previous.publication.content = None
                 previous.publication.all_loaded_future.cancel()
 
+        content = publication.content
+        self._served = content if isinstance(content, ServedWeights) else None
         self._watch(publication.all_loaded_future)
         self._inbox.put(post)
 
@@ -173,6 +222,8 @@ class Dispatcher:
                 worker.tasks.append(Task(command, result.set_result))
 
         self._inbox.put(post)
+        for result in results:
+            self.serve(result)
         return [result.result() for result in results]
 
     def close(self) -> None:
@@ -219,6 +270,9 @@ class Dispatcher:
         except queue.Empty:
             self._fail_timed_out()
         self._deliver_round()
+        if self._loads_ended is not None and not self.scheduler.is_loading:
+            ended, self._loads_ended = self._loads_ended, None
+            ended.set_result(None)
         for worker_index in range(len(self.scheduler.workers)):
             call = self.scheduler.next_call(worker_index)
             if call is not None:
@@ -256,7 +310,9 @@ class Dispatcher:
             if self._incarnations[worker_index] != incarnation:
                 return
             del self._deadlines[worker_index]
-            if isinstance(result, BaseException):
+            if isinstance(result, TransferPostponed):
+                self.scheduler.on_load_postponed(worker_index)
+            elif isinstance(result, BaseException):
                 self._on_worker_failed(worker_index, result)
             else:
                 handle(result)

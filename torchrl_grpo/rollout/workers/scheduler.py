@@ -106,6 +106,7 @@ class Scheduler:
 
     Attributes:
         round_requested: whether the trainer waits for a round.
+        loads_held: whether workers must not begin to load weights, because newer ones are on their way.
         may_run_ahead: whether new groups may also start while the trainer does not wait for a round. It is
             False until the weights have been verified at the start. It is always False with ``max_age=0``:
             results must then equal those of synchronous training, so no other request may be in the engine.
@@ -125,6 +126,8 @@ class Scheduler:
         self.round_requested = False
         self.may_run_ahead = False
         self.newest: PublishedWeights | None = None
+        # Whether workers must not begin to load weights now.
+        self.loads_held = False
         self._new_group = new_group
         self._wait_for_running = wait_for_running and not return_interrupted
         self._return_interrupted = return_interrupted
@@ -133,6 +136,11 @@ class Scheduler:
         # Groups that were issued but have no worker now: interrupted by new weights, lost with a worker, or
         # unfinished in the checkpoint that the run was resumed from.
         self._queue: dict[int, Group] = {}
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a worker loads weights now."""
+        return any(isinstance(worker.call, LoadWeights) for worker in self.workers)
 
     def next_call(self, worker_index: int) -> Call | None:
         """What worker ``worker_index`` does next, None for nothing; the worker is marked as busy with it."""
@@ -145,7 +153,7 @@ class Scheduler:
     def _choose(self, worker: WorkerState, newest: PublishedWeights) -> Call | None:
         current = worker.loaded_weights is newest
         if not current and not (self._wait_for_running and worker.running):
-            return LoadWeights(newest, self._return_interrupted)
+            return None if self.loads_held else LoadWeights(newest, self._return_interrupted)
         if current and worker.tasks:
             return worker.tasks[0].command
         admitted = list(self._admit(worker)) if current else []
@@ -193,6 +201,10 @@ class Scheduler:
         for group in interrupted:
             if worker.running.pop(group.group_id, None) is not None:
                 self._queue[group.group_id] = group
+
+    def on_load_postponed(self, worker_index: int) -> None:
+        """Record that worker ``worker_index`` got no weights, and is to be told again."""
+        self.workers[worker_index].call = None
 
     def on_task_done(self, worker_index: int, result: Any) -> None:
         """Record the result of a task.

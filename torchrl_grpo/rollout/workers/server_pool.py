@@ -11,9 +11,8 @@ import queue
 import resource
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,17 @@ from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.envs.episodes.build import with_episodes
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.build import server_arguments
+from torchrl_grpo.inference.servers.carriers import Carrier, CopyCarrier, FolderCarrier, StreamCarrier
 from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.process import ServerProcess
-from torchrl_grpo.inference.servers.weight_files import WeightFiles, remove_abandoned
+from torchrl_grpo.inference.servers.weight_stream import StreamReader, WeightStream
 from torchrl_grpo.models.precision import resolve_dtype, resolve_head
 from torchrl_grpo.planning.cores import visible_gpus, worker_env
-from torchrl_grpo.rollout.workers.types import Command
+from torchrl_grpo.rollout.workers.types import Command, LoadWeightsCommand
 from torchrl_grpo.rollout.workers.worker import RolloutWorker
 from torchrl_grpo.runtime import screen
 
-_SHARED_MEMORY = Path("/dev/shm")
 # Seconds that servers get to end in good order at the end of a run.
 _PATIENCE_S = 5.0
 
@@ -48,7 +47,9 @@ class ServerSpec:
         cfg: configuration of the run.
         source: folder or hub name of the model.
         addresses: servers that somebody else has started; empty if the pool starts its own.
-        gpus: number of the GPU of each server that the pool starts; empty on a CPU.
+        gpus: numbers of the GPUs of the servers that the pool starts, server by server; empty on a CPU.
+        engine_size: number of GPUs of each.
+        weight_transfer: how weights travel, a value of ``inference_model.weight_transfer``.
         device: device of an engine, as its own process names it.
         max_num_seqs: largest number of responses decoded at a time.
         threads: CPU threads of each server.
@@ -60,6 +61,8 @@ class ServerSpec:
     source: str
     addresses: Sequence[str]
     gpus: Sequence[int]
+    engine_size: int
+    weight_transfer: str
     device: torch.device
     max_num_seqs: int
     threads: int
@@ -81,6 +84,8 @@ class _Member:
         self._thread.start()
 
     def call(self, command: Command, done: Callable[[Any], None]) -> None:
+        if isinstance(command, LoadWeightsCommand) and isinstance(command.content, WeightStream):
+            command = replace(command, content=command.content.reader_for(self))
         self._inbox.put((command, done))
 
     def terminate(self) -> None:
@@ -115,6 +120,9 @@ class _Member:
                 result: Any = worker.run(command)
             except Exception as error:  # noqa: BLE001  it is reported
                 result = error
+            finally:
+                if isinstance(command, LoadWeightsCommand) and isinstance(command.content, StreamReader):
+                    command.content.settle()
             report(result)
         worker.close()
 
@@ -144,7 +152,7 @@ class _Member:
         wanted = Wanted(
             resolve_dtype(options.dtype, spec.device), resolve_head(options.head_dtype), options.max_model_len
         )
-        engine = ServerEngine(self._connection, wanted=wanted, folder=_SHARED_MEMORY, timeout_s=timeout_s)
+        engine = ServerEngine(self._connection, wanted=wanted, folder=self._pool.folder, timeout_s=timeout_s)
         self._pool.claim(self._index, engine.identity)
         return RolloutWorker(
             with_episodes(spec.cfg, engine, spec.max_num_seqs),
@@ -157,7 +165,8 @@ class _Member:
         spec = self._pool.spec
         environment = worker_env(spec.threads)
         if spec.gpus:
-            environment |= visible_gpus([spec.gpus[self._index]])
+            size = spec.engine_size
+            environment |= visible_gpus(spec.gpus[self._index * size : (self._index + 1) * size])
         log = screen.log_file()
         arguments = server_arguments(
             spec.cfg,
@@ -191,12 +200,19 @@ class ServerPool:
         self._members: list[_Member | None] = [None] * count
         self._identities = [""] * count
         self._claiming = threading.Lock()
-        # What was published and is still in use; deleted at the end whoever holds it.
-        self._files: weakref.WeakSet[WeightFiles] = weakref.WeakSet()
+        self._carrier = self._make_carrier()
         # Each response holds a descriptor until it is complete, and many systems allow 1,024 by default.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        remove_abandoned(_SHARED_MEMORY)
+
+    def _make_carrier(self) -> Carrier:
+        options = self.spec.cfg.inference_model
+        if self.spec.weight_transfer == "folder":
+            assert options.weight_folder is not None
+            return FolderCarrier(Path(options.weight_folder))
+        # Nothing is generated while the trainer trains if responses may have no age.
+        in_turn = self.spec.cfg.collector.max_policy_age == 0
+        return StreamCarrier() if in_turn else CopyCarrier()
 
     def claim(self, worker_index: int, identity: str) -> None:
         """Note that a worker has the server with this identity.
@@ -223,22 +239,19 @@ class ServerPool:
         assert member is not None
         member.call(command, done)
 
-    def put_weights(self, weights: Iterable[tuple[str, Tensor]]) -> WeightFiles:
-        """Write weights where every server reads them; the files last as long as the result.
+    @property
+    def folder(self) -> Path:
+        """Folder through which weights travel."""
+        return self._carrier.folder
 
-        Raises:
-            ConfigError: there is no room.
-        """
-        files = WeightFiles(_SHARED_MEMORY)
-        self._files.add(files)
-        try:
-            return files.write(weights)
-        except OSError as error:
-            raise ConfigError(
-                f"inference_model.backend=vllm_server: weights travel through {_SHARED_MEMORY}, which has no "
-                f"room for them ({error.strerror}); enlarge it to twice the size of the weights (docker run "
-                "--shm-size=32g), or write inference_model.backend=vllm"
-            ) from error
+    @property
+    def overwrites(self) -> bool:
+        """Whether :meth:`put_weights` needs that no server loads weights."""
+        return self._carrier.overwrites
+
+    def put_weights(self, weights: Iterable[tuple[str, Tensor]]) -> object:
+        """Take the weights of a publication: see :meth:`Carrier.put`."""
+        return self._carrier.put(weights)
 
     def kill(self, worker_index: int) -> None:
         """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
@@ -249,11 +262,12 @@ class ServerPool:
     def close(self) -> None:
         """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
         members = [member for member in self._members if member is not None]
+        # Servers that wait for weights go on to their end.
+        self._carrier.release()
         for member in members:
             member.terminate()
         for member in members:
             member.end(_PATIENCE_S)
         for member in members:
             member.join()
-        for files in list(self._files):
-            files.close()
+        self._carrier.close()

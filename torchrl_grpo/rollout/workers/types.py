@@ -6,7 +6,7 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torchrl_grpo.inference.protocol import Probe, ProbeResult, Sampling
 from torchrl_grpo.rollout.groups import Group, ReferenceLogProbs
@@ -87,6 +87,23 @@ class Pool(Protocol):
 
     def close(self) -> None:
         """Shut all workers down cleanly."""
+
+
+@runtime_checkable
+class ServedWeights(Protocol):
+    """Weights that stay with the trainer, which sends them to each worker that asks for them.
+
+    It is a form of a publication's content that takes no copy of the model.
+    """
+
+    def open(self) -> None:
+        """Let workers ask for the weights from now on."""
+
+    def postpone(self) -> None:
+        """Send workers away that wait for the weights; they fail with ``TransferPostponed``."""
+
+    def serve(self, until: Future[Any]) -> None:
+        """Send the weights to workers that ask for them, in the calling thread, until a future is done."""
 
 
 @dataclass

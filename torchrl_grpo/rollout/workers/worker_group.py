@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchrl_grpo.inference.protocol import Completion, Inference, Probe, ProbeResult, Sampling
 from torchrl_grpo.rollout.workers.dispatcher import Dispatcher
-from torchrl_grpo.rollout.workers.types import GenerateForEval, Publication
+from torchrl_grpo.rollout.workers.types import GenerateForEval, Publication, ServedWeights
 from torchrl_grpo.weight_sync.transport import concatenate_results
 
 
@@ -18,13 +18,18 @@ class WorkerGroup(Inference):
     Args:
         dispatcher: dispatcher that calls them; started here and closed with the group.
         put_weights: function that converts weights to the form that the pool transfers, once for all workers.
+        overwrites: whether this form takes the place of the one before, so that no worker may be reading it.
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, put_weights: Callable[[Iterable[tuple[str, Tensor]]], object]
+        self,
+        dispatcher: Dispatcher,
+        put_weights: Callable[[Iterable[tuple[str, Tensor]]], object],
+        overwrites: bool = False,
     ) -> None:
         self.dispatcher = dispatcher
         self._put_weights = put_weights
+        self._overwrites = overwrites
         try:
             dispatcher.start()
         except BaseException:
@@ -37,9 +42,19 @@ class WorkerGroup(Inference):
         return len(self.dispatcher.scheduler.workers)
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> Publication:
-        """Send weights to every worker; they are copied now, so the caller's may change at once."""
+        """Send weights to every worker.
+
+        They have been copied when this returns, or every worker has them, so the caller's may change.
+        """
+        if self._overwrites:
+            self.dispatcher.hold_loads()
         publication = Publication(self._put_weights(weights), probe)
         self.dispatcher.publish(publication, version)
+        if isinstance(publication.content, ServedWeights):
+            # Workers that are free have been told to load when this returns, so one pass serves them all.
+            self.dispatcher.run_in_thread(lambda: None)
+            self.dispatcher.serve(publication.all_loaded_future)
+            publication.wait()
         return publication
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> ProbeResult:

@@ -93,7 +93,7 @@ def flash(model: Path) -> Figures:
     for name, window in (("kernel", None), ("kernel_window", 70)):
         found[f"{name}_error"] = varlen_choice.kernel_error(there, torch.bfloat16, window)
         _check(f"{name}_error", float(found[f"{name}_error"]), _KERNEL_ERROR)
-    batch = _batch(there.config.vocab_size)
+    batch = batch_of(there.config.vocab_size)
     exact, with_masks, without = (_scored(one, batch) for one in (TokenScorer(there), masked, varlen))
     for name, bound, its in zip(
         ("nats", "gradient"), _apart(with_masks, exact), _apart(without, exact), strict=True

@@ -1,0 +1,96 @@
+"""A real vLLM server whose layers are divided between two processes: weights, their proof, and tokens."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from publishers import make_publisher
+from transformers import AutoModelForCausalLM
+from vllm_arguments import ON_A_CPU
+
+from torchrl_grpo.errors import TrainingStopped
+from torchrl_grpo.inference.protocol import Sampling
+from torchrl_grpo.inference.servers import weight_files
+from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
+from torchrl_grpo.inference.servers.extension import read_checksums
+from torchrl_grpo.inference.servers.http import ServerConnection
+from torchrl_grpo.inference.servers.process import ServerProcess
+from torchrl_grpo.inference.servers.weight_files import Bucket
+from torchrl_grpo.inference.transformers_engine import TransformersEngine
+from torchrl_grpo.inference.vllm_arguments import vllm_arguments
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.float32, pytest.mark.timeout(600)]
+
+PROMPTS = [list(range(5, 45)), list(range(50, 90)), list(range(100, 140))]
+
+
+@pytest.fixture(scope="module")
+def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    given = {name: value for name, value in ON_A_CPU.items() if name != "device"}
+    sizes: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 16, "dtype": torch.float32}
+    made = ServerProcess(
+        str(tiny_model_dir),
+        vllm_arguments(on_cpu=True, **given, **sizes) | {"tensor_parallel_size": 2},
+        on_cpu=True,
+        environment={"OMP_NUM_THREADS": "1"},
+        log=tmp_path_factory.mktemp("server") / "server.log",
+    )
+    made.wait_until_ready(300)
+    yield made
+    made.kill()
+
+
+def test_the_ranks_of_a_server_get_their_parts_and_prove_them(
+    process: ServerProcess, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Rows of a tensor come in several buckets.
+    monkeypatch.setattr(weight_files, "BUCKET_BYTES", 2**14)
+    connection = ServerConnection(process.address, process.key, 60)
+    connection.wait_until_up(10)
+    engine = ServerEngine(connection, wanted=Wanted(torch.float32, None, 200), folder=tmp_path, timeout_s=60)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    trained = copy.deepcopy(model)
+    publisher = make_publisher(trained, engine, PROMPTS)
+    publisher.verify_at_start(0)
+    assert publisher.unreadable == [] and not engine._by_loader
+    ranks = [read_checksums(found) for found in engine._call("grpo_checksums")]
+    assert len(ranks) == 2
+    halves = ranks[0].parts["model.layers.0.self_attn.o_proj.weight"]
+    assert [part.columns for part, _ in halves] == [(0, 64)], "columns of the product are divided"
+    assert "model.norm.weight" in ranks[0].values and "model.norm.weight" in ranks[1].values
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(1.01)
+    assert publisher.publish(1)["publish/logprob_diff_mean"] < 1e-4
+    sampling = Sampling(2, 12, 0.7, seeds=[11, 22, 33])
+    found = engine.generate(PROMPTS, sampling)
+    reference = TransformersEngine(trained, [], 0)
+    for prompt, responses in zip(PROMPTS, found, strict=True):
+        for response in responses:
+            tokens = torch.tensor([prompt + response.token_ids])
+            scores = (reference.model(tokens).logits[0].float() / 0.7).log_softmax(-1)
+            at = torch.arange(len(prompt) - 1, tokens.shape[1] - 1)
+            expected = scores[at, tokens[0, len(prompt) :]]
+            torch.testing.assert_close(torch.tensor(response.log_probs), expected, atol=1e-4, rtol=0)
+    # One rank loads a row less than the other.
+    honest = ServerEngine._call
+
+    def call(self: ServerEngine, method: str, **given: Any) -> list[Any]:
+        if method == "grpo_load":
+            bucket = Bucket.from_json(given["bucket"])
+            entries = tuple(one for one in bucket.entries if one[0] != "model.layers.1.mlp.down_proj.weight")
+            given["bucket"] = Bucket(bucket.path, entries).to_json()
+        return honest(self, method, **given)
+
+    monkeypatch.setattr(ServerEngine, "_call", call)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(1.01)
+    with pytest.raises(TrainingStopped, match=r"1 of 20 tensors .* the first is model.layers.1.mlp.down_pr"):
+        publisher.publish(2)
+    engine.close()

@@ -1,0 +1,131 @@
+"""Weights that pass through two small files: every server gets all, whenever it asks and whoever ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchrl_grpo.inference.servers import weight_files
+from torchrl_grpo.inference.servers.weight_files import Bucket, whole_tensors
+from torchrl_grpo.inference.servers.weight_folder import FolderWeights, read_file
+from torchrl_grpo.inference.servers.weight_stream import Segments, StreamReader, TransferEnded, WeightStream
+
+WEIGHTS = {f"w{number}": torch.randn(40, 16) + number for number in range(12)} | {"b": torch.randn(700)}
+
+
+@pytest.fixture
+def stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WeightStream:
+    monkeypatch.setattr(weight_files, "BUCKET_BYTES", 4096)
+    return WeightStream(WEIGHTS.items(), Segments(tmp_path), lambda error: error)
+
+
+class Reads(threading.Thread):
+    """A server that loads weights in a thread."""
+
+    def __init__(self, reader: StreamReader, ends_after: int | None = None) -> None:
+        super().__init__(daemon=True)
+        self.reader, self.ends_after = reader, ends_after
+        self.found: dict[str, torch.Tensor] = {}
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            buckets = self.reader.buckets()
+            if self.ends_after is not None:
+                for _ in range(self.ends_after):
+                    next(buckets)
+                assert isinstance(buckets, Generator)
+                buckets.close()
+                self.reader.settle()
+                return
+            self.found = dict(whole_tensors(buckets))
+        except TransferEnded as error:
+            self.error = error
+
+
+def has_all(read: Reads) -> bool:
+    read.join(20)
+    assert list(read.found) == list(WEIGHTS)
+    return all(torch.equal(read.found[name], tensor) for name, tensor in WEIGHTS.items())
+
+
+def test_servers_get_all_weights_in_one_pass_and_later_ones_get_them_again(
+    stream: WeightStream, tmp_path: Path
+) -> None:
+    readers = [stream.reader_for(number) for number in range(2)]
+    servers = [Reads(reader) for reader in readers]
+    done: Future[None] = Future()
+
+    def end() -> None:
+        assert all(has_all(server) for server in servers)
+        late = Reads(stream.reader_for("late"))
+        assert has_all(late)
+        done.set_result(None)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    stream.serve(done)
+    thread.join()
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"]
+    assert len(files) == 2 and sum(path.stat().st_size for path in files) <= 4096 + 1024
+
+
+def test_a_server_that_ends_in_the_middle_holds_up_nobody(stream: WeightStream) -> None:
+    readers = [stream.reader_for(number) for number in range(3)]
+    lost, whole = Reads(readers[0], ends_after=3), Reads(readers[1])
+    # The third was told to load, and ended before it began.
+    readers[2].settle()
+    done: Future[None] = Future()
+
+    def end() -> None:
+        whole.join()
+        done.set_result(None)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    stream.serve(done)
+    thread.join()
+    assert has_all(whole) and not lost.is_alive()
+
+
+def test_servers_are_released_if_the_trainer_cannot_send(stream: WeightStream) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "one", torch.ones(3)
+        raise ValueError("no weights")
+
+    stream._weights = broken()
+    server = Reads(stream.reader_for(0))
+    with pytest.raises(ValueError, match="no weights"):
+        stream.serve(Future())
+    server.join(20)
+    assert isinstance(server.error, TransferEnded)
+
+
+def test_files_in_a_folder_are_read_again_until_they_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_files, "BUCKET_BYTES", 4096)
+    version = FolderWeights(tmp_path).write(WEIGHTS.items())
+    buckets = [Bucket.from_json(bucket.to_json()) for bucket in version.buckets()]
+    assert len(buckets) > 5 and not list(tmp_path.rglob("*.part"))
+    path = Path(buckets[1].path)
+    whole = path.read_bytes()
+    # Another machine still sees a part of the file, or other content of the same length.
+    for seen in (whole[:100], whole[:-4] + b"late", None):
+        path.unlink() if seen is None else path.write_bytes(seen)
+        timer = threading.Timer(0.1, path.write_bytes, [whole])
+        timer.start()
+        assert bytes(read_file(buckets[1]).numpy()) == whole
+        timer.join()
+    monkeypatch.setattr("torchrl_grpo.inference.servers.weight_folder._LAG_S", 0.1)
+    path.write_bytes(whole[:100])
+    with pytest.raises(TimeoutError, match=r"1 should have \d+ bytes of weights, and has 100 bytes after 0"):
+        read_file(buckets[1])
+    del version
+    assert list(tmp_path.iterdir()) == []

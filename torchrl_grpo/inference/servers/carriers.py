@@ -1,0 +1,182 @@
+"""Ways in which weights come from the trainer to servers, behind one protocol.
+
+A carrier takes the weights of a publication and returns what a server reads them from. The trainer's copy of
+the weights may be all there is (:class:`StreamCarrier`), or the carrier keeps one for servers that load
+later.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.inference.servers.weight_files import Bucket, WeightFiles, remove_abandoned
+from torchrl_grpo.inference.servers.weight_folder import FolderWeights
+from torchrl_grpo.inference.servers.weight_stream import Segments, WeightStream
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@runtime_checkable
+class BucketSource(Protocol):
+    """Weights that lie in files, or come in files one after the other."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and whole tensors."""
+
+    def buckets(self) -> Iterator[Bucket]:
+        """Yield the files. A file may change when the next one is asked for."""
+
+
+class Carrier(Protocol):
+    """One value of ``inference_model.weight_transfer``.
+
+    Attributes:
+        folder: folder through which weights travel, which servers must see.
+        overwrites: whether :meth:`put` takes the place of the weights before, so that no server may be
+            reading them then.
+    """
+
+    @property
+    def folder(self) -> Path:
+        """See above."""
+
+    @property
+    def overwrites(self) -> bool:
+        """See above."""
+
+    def put(self, weights: Iterable[tuple[str, Tensor]]) -> object:
+        """Take the weights of a publication, and return them in the form that servers read."""
+
+    def release(self) -> None:
+        """Send no more; servers that wait for weights get an error."""
+
+    def close(self) -> None:
+        """Delete what lies on its way. No server reads it any more."""
+
+
+class StreamCarrier:
+    """Shared memory of one bucket, through which the trainer's weights pass while it waits.
+
+    Args:
+        parent: folder in shared memory.
+    """
+
+    overwrites = False
+
+    def __init__(self, parent: Path = SHARED_MEMORY) -> None:
+        remove_abandoned(parent)
+        self.folder = parent
+        self._segments = Segments(parent)
+        self._current: WeightStream | None = None
+
+    def put(self, weights: Iterable[tuple[str, Tensor]]) -> WeightStream:
+        """See :meth:`Carrier.put`. The weights are read when servers ask for them."""
+        self._current = WeightStream(weights, self._segments, _no_room)
+        return self._current
+
+    def release(self) -> None:
+        """See :meth:`Carrier.release`."""
+        if self._current is not None:
+            self._current.close()
+
+    def close(self) -> None:
+        """See :meth:`Carrier.close`."""
+        self._segments.close()
+
+
+class CopyCarrier:
+    """Shared memory with one copy of the weights, for servers that load while the trainer trains.
+
+    Args:
+        parent: folder in shared memory.
+    """
+
+    overwrites = True
+
+    def __init__(self, parent: Path = SHARED_MEMORY) -> None:
+        remove_abandoned(parent)
+        self.folder = parent
+        self._files = WeightFiles(parent)
+
+    def put(self, weights: Iterable[tuple[str, Tensor]]) -> WeightFiles:
+        """See :meth:`Carrier.put`.
+
+        Raises:
+            ConfigError: there is no room.
+        """
+        try:
+            return self._files.write(weights)
+        except OSError as error:
+            raise _no_room(error) from error
+
+    def release(self) -> None:
+        """See :meth:`Carrier.release`."""
+
+    def close(self) -> None:
+        """See :meth:`Carrier.close`."""
+        self._files.close()
+
+
+class FolderCarrier:
+    """A folder that servers on any machine see, with the newest weights.
+
+    Args:
+        folder: the folder; created if there is none.
+
+    Raises:
+        ConfigError: the folder cannot be created.
+    """
+
+    overwrites = False
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.expanduser().absolute()
+        # Servers may still read the weights before the newest ones.
+        self._versions: weakref.WeakSet[FolderWeights] = weakref.WeakSet()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unusable(error) from error
+        remove_abandoned(self.folder)
+
+    def put(self, weights: Iterable[tuple[str, Tensor]]) -> FolderWeights:
+        """See :meth:`Carrier.put`. The files are deleted when nobody holds the result any more.
+
+        Raises:
+            ConfigError: the folder cannot be written to.
+        """
+        try:
+            version = FolderWeights(self.folder)
+            self._versions.add(version)
+            return version.write(weights)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"inference_model.weight_folder={self.folder}: weights cannot be written there "
+            f"({error.strerror}); name a folder with room for two copies of them, which the trainer and all "
+            "servers see"
+        )
+
+    def release(self) -> None:
+        """See :meth:`Carrier.release`."""
+
+    def close(self) -> None:
+        """See :meth:`Carrier.close`."""
+        for version in list(self._versions):
+            version.close()
+
+
+def _no_room(error: OSError) -> ConfigError:
+    return ConfigError(
+        f"inference_model.weight_transfer=shared_memory: weights travel through {SHARED_MEMORY}, which has "
+        f"no room for them ({error.strerror}); enlarge it (docker run --shm-size=32g; docs/servers.md "
+        "says how much they take), or write inference_model.weight_transfer=folder"
+    )

@@ -1,0 +1,101 @@
+"""Weights in a folder that the trainer and servers on other machines see.
+
+Each version has a folder of its own and names that were never used before, so that no machine has older
+content in its cache. A file is written under another name, flushed to the storage and renamed. The request
+that names it brings a checksum, and a server reads the file again until the checksum is right.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchrl_grpo.inference.checksums import checksum
+from torchrl_grpo.inference.servers import weight_files
+from torchrl_grpo.inference.servers.weight_files import Bucket, Folder, divide, pack_pieces, whole_tensors
+
+# Seconds within which a file must arrive on another machine. NFS keeps what it knows of a folder for a
+# minute.
+_LAG_S = 90.0
+_AGAIN_S = 0.25
+
+
+class FolderWeights:
+    """One version of the weights, which is deleted with this object.
+
+    Args:
+        parent: folder that all machines see under the same path.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        self._folder = Folder(parent)
+        self._buckets: list[Bucket] = []
+
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> FolderWeights:
+        """Write tensors into files, and return this object.
+
+        Raises:
+            OSError: the folder cannot be written to, or has no room.
+        """
+        buffer = torch.empty(weight_files.BUCKET_BYTES, dtype=torch.uint8)
+        for number, pieces in enumerate(divide(weights, weight_files.BUCKET_BYTES)):
+            room = weight_files.room_for(pieces)
+            if room > len(buffer):
+                buffer = torch.empty(room, dtype=torch.uint8)
+            path = self._folder.path / str(number)
+            bucket = pack_pieces(pieces, buffer, path)
+            content = buffer[:room]
+            partial = path.with_suffix(".part")
+            with partial.open("wb") as file:
+                content.numpy().tofile(file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+            self._buckets.append(replace(bucket, size=room, checksum=checksum(content)))
+        return self
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and tensors."""
+        return whole_tensors(self._buckets)
+
+    def buckets(self) -> Iterator[Bucket]:
+        """Yield the buckets."""
+        yield from self._buckets
+
+    def close(self) -> None:
+        """Delete the files."""
+        self._folder.close()
+
+
+def read_file(bucket: Bucket) -> Tensor:
+    """Return the content of a file of another machine, which must have the checksum of its bucket.
+
+    Raises:
+        TimeoutError: the file does not arrive, or not as a whole.
+    """
+    deadline = time.monotonic() + _LAG_S
+    while True:
+        found = _read(Path(bucket.path))
+        if len(found) == bucket.size and checksum(found) == bucket.checksum:
+            return found
+        if time.monotonic() > deadline:
+            what = f"has {len(found)} bytes" if len(found) != bucket.size else "has other content"
+            raise TimeoutError(
+                f"{bucket.path} should have {bucket.size} bytes of weights, and {what} after {_LAG_S:g} s"
+            )
+        # Nobody tells this machine when a file of another one arrives.
+        time.sleep(_AGAIN_S)
+
+
+def _read(path: Path) -> Tensor:
+    try:
+        content = bytearray(path.read_bytes())
+    except FileNotFoundError:
+        content = bytearray()
+    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)

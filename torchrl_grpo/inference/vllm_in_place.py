@@ -1,0 +1,255 @@
+"""Copies published weights straight into the tensors of a running vLLM, piece by piece.
+
+vLLM's own reload builds every layer anew and copies it over the old one, so that each weight is written twice
+into fresh memory. Once the layout is known (:mod:`~torchrl_grpo.inference.layout`), the rows of a published
+tensor can be copied to the rows that hold them. Nothing but the piece itself is needed beside the model.
+
+A matrix that vLLM packs for a CPU is put together in a buffer of the size of its layer and packed when it is
+complete. A model with other processed weights, such as quantized ones, is not loaded in this way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_grpo.inference import vllm_compat
+from torchrl_grpo.inference.checksums import whole
+from torchrl_grpo.inference.layout import Layout, Place, Shape
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Adjacent elements of a published tensor.
+
+    Attributes:
+        name: name of the tensor.
+        shape: shape of the whole tensor.
+        first: number of the first element. In a tensor of two dimensions or more, a row begins there.
+        content: the elements, as a vector.
+    """
+
+    name: str
+    shape: Shape
+    first: int
+    content: Tensor
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all elements."""
+        return self.content.numel() == math.prod(self.shape)
+
+
+class Assembler:
+    """Puts pieces together to whole tensors, for a loader that takes no pieces."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, tuple[Tensor, int]] = {}
+
+    def take(self, pieces: Iterable[Piece]) -> Iterable[tuple[str, Tensor]]:
+        """Yield names and tensors that are complete with these pieces; they share no memory with them."""
+        for piece in pieces:
+            buffer, count = self._open.pop(piece.name, (None, 0))
+            if buffer is None:
+                buffer = torch.empty(math.prod(piece.shape), dtype=piece.content.dtype)
+            buffer[piece.first : piece.first + len(piece.content)] = piece.content
+            count += len(piece.content)
+            if count == len(buffer):
+                yield piece.name, buffer.view(piece.shape)
+            else:
+                self._open[piece.name] = (buffer, count)
+
+
+class _Target:
+    """A tensor of vLLM as rows, and what is done when an update has written all of it.
+
+    Args:
+        rows: function that returns the tensor, with memory to write into.
+        is_vector: whether the engine's tensor has one dimension.
+        size: number of published elements that it gets.
+        done: called when they are there.
+    """
+
+    def __init__(
+        self, rows: Callable[[], Tensor], is_vector: bool, size: int, done: Callable[[], None] | None
+    ) -> None:
+        self.rows, self.is_vector, self.size, self.done = rows, is_vector, size, done
+        self.left = size
+
+
+class InPlaceLoader:
+    """Writes pieces to where a layout has them.
+
+    Args:
+        places: targets and places of each published tensor.
+    """
+
+    def __init__(self, places: Mapping[str, list[tuple[_Target, Place]]]) -> None:
+        self._places = places
+        self._targets = {id(target): target for listed in places.values() for target, _ in listed}
+
+    @staticmethod
+    def build(
+        model: nn.Module, layout: Layout, packed: Mapping[str, Shape], dtype: torch.dtype
+    ) -> InPlaceLoader | None:
+        """Return a loader for ``model``, or None if vLLM processes weights in another way than packing.
+
+        Args:
+            model: model of one vLLM worker.
+            layout: where its tensors hold the published ones.
+            packed: shapes before packing, by key, of the tensors that vLLM's processing changes.
+            dtype: data type of the model.
+        """
+        if any(vllm_compat.derives_weights(module) for module in model.modules()):
+            return None
+        readable = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        modules = dict(model.named_modules())
+        places: dict[str, list[tuple[_Target, Place]]] = {}
+        # Addresses of the matrices that are written, and of those that packed copies are made from.
+        written, sources = set(), set()
+        for key, listed in layout.places.items():
+            name = key.removesuffix(":plain")
+            path, _, leaf = name.rpartition(".")
+            module = modules.get(path)
+            if module is None or any(place.turned for place in listed):
+                return None
+            size = sum((place.part or whole(layout.shapes[place.name])).size for place in listed)
+            if name in packed:
+                if leaf != "weight" or "cpu_linear" not in vars(module) or len(packed[name]) != 2:
+                    return None
+                if not _keeps_weight(module):
+                    staging = _Staging(module, packed[name], dtype, size)
+                    target = _Target(staging.rows, False, size, staging.pack)
+                elif key == name:
+                    # The plain matrix is the source of the packed one, and may be that of another layer.
+                    sources.add(cast(Any, module).weight.data_ptr())
+                    continue
+                else:
+                    written.add(cast(Any, module).weight.data_ptr())
+                    target = _Target(_reader(module, leaf), False, size, None)
+            else:
+                tensor = readable.get(name)
+                if tensor is None or not tensor.is_contiguous():
+                    return None
+                target = _Target(_reader(module, leaf), tensor.dim() < 2, size, None)
+            for place in listed:
+                places.setdefault(place.name, []).append((target, place))
+        return InPlaceLoader(places) if sources <= written else None
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the published tensors that this rank holds, or a part of."""
+        return set(self._places)
+
+    def start(self) -> None:
+        """Begin an update."""
+        for target in self._targets.values():
+            target.left = target.size
+
+    def load(self, pieces: Iterable[Piece]) -> None:
+        """Write pieces. What this rank does not hold is left out."""
+        for piece in pieces:
+            for target, place in self._places.get(piece.name, ()):
+                written = _write(piece, target, place)
+                target.left -= written
+                if written and target.left == 0 and target.done is not None:
+                    target.done()
+
+    def unfinished(self) -> list[str]:
+        """Return names of published tensors that did not arrive as a whole since :meth:`start`."""
+        return [name for name, listed in self._places.items() if any(target.left for target, _ in listed)]
+
+
+class _Staging:
+    """The buffer of a matrix until it is packed."""
+
+    def __init__(self, module: Any, shape: Shape, dtype: torch.dtype, size: int) -> None:
+        self._module, self._shape, self._dtype = module, shape, dtype
+        # Rows that nobody publishes are zero.
+        self._make = torch.empty if size == math.prod(shape) else torch.zeros
+        self._buffer: Tensor | None = None
+
+    def rows(self) -> Tensor:
+        if self._buffer is None:
+            self._buffer = self._make(self._shape, dtype=self._dtype)
+        return self._buffer
+
+    def pack(self) -> None:
+        buffer, self._buffer = self._buffer, None
+        assert buffer is not None
+        self._module.weight = nn.Parameter(buffer, requires_grad=False)
+        repack(self._module)
+
+
+def repack_kept(model: nn.Module) -> None:
+    """Pack the matrices of embeddings and output heads again, which stay beside their packed copies.
+
+    An embedding looks rows up and multiplies with nothing, unless it is the output head too. If a head shares
+    its matrix, only the head's copy is packed, and that of the embedding is freed.
+    """
+    kept = [
+        cast(Any, module)
+        for module in model.modules()
+        if "cpu_linear" in vars(module) and _keeps_weight(module)
+    ]
+    heads = {id(module.weight) for module in kept if vllm_compat.is_output_head(module)}
+    for module in kept:
+        if vllm_compat.is_output_head(module) or id(module.weight) not in heads:
+            repack(module)
+        else:
+            del module.cpu_linear
+
+
+def repack(module: Any) -> None:
+    """Pack a matrix again for a CPU, and free the old copy before."""
+    del module.cpu_linear
+    module.quant_method.process_weights_after_loading(module)
+
+
+def _keeps_weight(module: Any) -> bool:
+    """Return whether a layer keeps its matrix beside the packed copy, as an embedding does."""
+    return bool(module.weight.numel())
+
+
+def _reader(module: nn.Module, leaf: str) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        found: Tensor = getattr(module, leaf)
+        return found.detach()
+
+    return read
+
+
+def _write(piece: Piece, target: _Target, place: Place) -> int:
+    """Copy what a piece and a place have in common, and return the number of elements."""
+    part = place.part or whole(piece.shape)
+    stop = piece.first + len(piece.content)
+    if place.vector:
+        low, high = max(piece.first, part.columns[0]), min(stop, part.columns[1])
+        if low >= high:
+            return 0
+        source = piece.content[low - piece.first : high - piece.first]
+        _copy(target.rows().view(-1), place.where, low - part.columns[0], source)
+        return high - low
+    columns = piece.shape[-1]
+    begin, end = piece.first // columns, stop // columns
+    low, high = max(begin, part.rows[0]), min(end, part.rows[1])
+    if low >= high:
+        return 0
+    rows = piece.content.view(-1, columns)[low - begin : high - begin, part.columns[0] : part.columns[1]]
+    held = target.rows()
+    _copy(held.view(-1, held.shape[-1]), place.where, low - part.rows[0], rows)
+    return rows.numel()
+
+
+def _copy(held: Tensor, where: slice | Tensor, first: int, source: Tensor) -> None:
+    if isinstance(where, slice):
+        start = where.start + first
+        held[start : start + len(source)].copy_(source)
+    else:
+        chosen = where[first : first + len(source)].to(held.device)
+        held.index_copy_(0, chosen, source.to(held.device, held.dtype))
