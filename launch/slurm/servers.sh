@@ -14,7 +14,7 @@
 # first node: the trainer; 2 other nodes: 4 servers each. On the first node:
 #   role       devices     placement  why
 #   train      cuda:0-3    separate   train_model.num_devices=4: the first 4 GPUs
-#   inference  server x 8  servers    8 servers of inference_model.servers
+#   inference  server x 8  servers    8 servers of inference_model.servers; weights by folder
 #   reference  -           off        nothing asks for it (policy.kl_coef=0, no policy.kl_target)
 set -eo pipefail
 
@@ -89,7 +89,7 @@ address_of() {
     scontrol show node -o "$1" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p'
 }
 
-export VLLM_API_KEY
+export job VLLM_API_KEY
 VLLM_API_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 servers=()
 for (( server = 0; server < 8; server++ )); do
@@ -128,9 +128,11 @@ trainer() {
         env.num_envs=16 \
         inference_model.backend=vllm_server \
         train_model.num_devices=4 \
+        inference_model.weight_transfer=folder \
         resume=auto_or_new \
         "hydra.run.dir='$run'" \
-        "inference_model.servers=[$server_list]"
+        "inference_model.servers=[$server_list]" \
+        "inference_model.weight_folder='$job/weights'"
 }
 
 keep_step server-%t --nodes=2 --nodelist="$others" --ntasks=8 \

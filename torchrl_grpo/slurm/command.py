@@ -19,7 +19,7 @@ from torchrl_grpo.runtime.config_dir import config_dir
 from torchrl_grpo.slurm import layout
 from torchrl_grpo.slurm.layout import Layout
 from torchrl_grpo.slurm.options import SlurmOptions
-from torchrl_grpo.slurm.script import Run, batch_script
+from torchrl_grpo.slurm.script import FOLDER_TRANSFER, Run, batch_script, names_no_folder
 
 # Keys that the batch script sets.
 _SET_BY_JOB = ("resume", "hydra.run.dir", "hydra.sweep.dir", "hydra.mode")
@@ -104,8 +104,12 @@ def _lay_out(
         count = layout.count_engines(cfg, script.asynchronous, nodes, gpus)
         # They are arguments of the servers, and a run with a list of servers refuses them.
         words = [word for word in words if not word.lstrip("+").startswith(_ENGINE_ARGS)]
+        if not any(word.startswith("inference_model.weight_transfer=") for word in words):
+            # The nodes share a file system and no memory.
+            words.append(FOLDER_TRANSFER)
         addresses = ",".join(f"http://node:{port}" for port in range(1, count + 1))
-        cfg = compose([*words, f"inference_model.servers=[{addresses}]"])
+        folder = ["inference_model.weight_folder=weights"] if names_no_folder(words) else []
+        cfg = compose([*words, *folder, f"inference_model.servers=[{addresses}]"])
         plan = layout.place(cfg, script.asynchronous, gpus)
         return Layout(plan, nodes, gpus, count, servers=True), words
     cfg = replace(cfg, ray=replace(cfg.ray, address="node:1"))

@@ -11,6 +11,8 @@ from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.slurm.layout import Layout
 from torchrl_grpo.slurm.options import SlurmOptions
 
+FOLDER_TRANSFER = "inference_model.weight_transfer=folder"
+
 
 @dataclass(frozen=True)
 class Run:
@@ -160,12 +162,21 @@ def _steps(run: Run, options: SlurmOptions, layout: Layout) -> list[str]:
     return _on_servers(run, options, layout) if layout.servers else _on_ray(run, options, layout)
 
 
+def names_no_folder(words: Sequence[str]) -> bool:
+    """Return whether weights travel through a folder that the words do not name: one of the job."""
+    named = any(word.startswith("inference_model.weight_folder=") for word in words)
+    return FOLDER_TRANSFER in words and not named
+
+
 def _on_servers(run: Run, options: SlurmOptions, layout: Layout) -> list[str]:
     gpus, others = layout.gpus > 0, layout.nodes - 1
     listens = ['--host=0.0.0.0 --port="$((port + SLURM_PROCID))"']
+    folder = (
+        ["\"inference_model.weight_folder='$job/weights'\""] if names_no_folder(run.trainer_words) else []
+    )
     return [
         "",
-        f"export {KEY_VARIABLE}",
+        f"export job {KEY_VARIABLE}",
         f"{KEY_VARIABLE}={_SECRET}",
         "servers=()",
         f"for (( server = 0; server < {layout.engines}; server++ )); do",
@@ -186,7 +197,7 @@ def _on_servers(run: Run, options: SlurmOptions, layout: Layout) -> list[str]:
             ],
         ),
         *_function("gate", _gate(options, "${server_list//,/ }")),
-        *_function("trainer", _trainer(run, ['"inference_model.servers=[$server_list]"'])),
+        *_function("trainer", _trainer(run, ['"inference_model.servers=[$server_list]"', *folder])),
         f'keep_step server-%t --nodes={others} --nodelist="$others" --ntasks={layout.engines} \\',
         f"    --ntasks-per-node={layout.per_node} --distribution=block --overcommit server",
         *_gate_and_trainer([]),
