@@ -31,7 +31,7 @@ from torchrl_grpo.config.checks import whole as checks
 from torchrl_grpo.config.values import ZERO_STAGES, Backend, Parallelism
 from torchrl_grpo.distributed.deepspeed import engine_config
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.planning import launcher
+from torchrl_grpo.planning import resolve
 
 pytestmark = pytest.mark.slow
 
@@ -146,7 +146,7 @@ def test_the_launcher_s_stage_is_taken(
     _as_told(monkeypatch, stage)
     cfg = Config()
     cfg.train_model.parallelism = Parallelism(asked)
-    assert launcher.parallelism(cfg) == kind
+    assert resolve.parallelism(cfg) == kind
 
 
 def _as_told(monkeypatch: pytest.MonkeyPatch, stage: str | None) -> None:
@@ -178,7 +178,7 @@ def test_contradictions_are_told(
     for name, value in values.items():
         setattr(cfg.train_model, name, value)
     with pytest.raises(ConfigError, match=message):
-        launcher.parallelism(cfg)
+        resolve.parallelism(cfg)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -187,7 +187,7 @@ def test_adapters_are_refused(kind: str) -> None:
     cfg.train_model.parallelism = Parallelism(kind)
     cfg.train_model.lora.rank = 4
     with pytest.raises(ConfigError, match=r"adapters are merged.*write train_model.parallelism=ddp"):
-        launcher.parallelism(cfg)
+        resolve.parallelism(cfg)
 
 
 def test_one_rank_needs_no_engine() -> None:

@@ -22,6 +22,7 @@ from torchrl_grpo.runtime.hardware import Hardware
 SHAPES = {
     "0.5B": ModelShape(494_032_768, 151_936, 896, 24, 4864, 896, 128),
     "1.5B": ModelShape(1_543_714_304, 151_936, 1536, 28, 8960, 1536, 256),
+    "3B": ModelShape(3_085_938_688, 151_936, 2048, 36, 11_008, 2048, 256),
     "7B": ModelShape(7_615_616_512, 152_064, 3584, 28, 18_944, 3584, 512),
     "llama-7B": ModelShape(6_738_415_616, 32_000, 4096, 32, 11_008, 4096, 4096),
     "14B": ModelShape(14_770_033_664, 152_064, 5120, 48, 13_824, 5120, 1024),
@@ -32,7 +33,7 @@ MACHINES = {"1x24": (1, 23.99), "1x80": (1, 79.6), "6x80": (6, 79.6), "8x80": (8
 # Of these a rank that loads a whole model in float32 may take more than one that trains a shard.
 MACHINES |= {"8x24": (8, 23.99), "8x48": (8, 47.99)}
 # Of two sizes one machine is enough.
-ONLY_ON = {"llama-7B": "6x80", "14B": "8x48"}
+ONLY_ON = {"3B": "1x80", "llama-7B": "6x80", "14B": "8x48"}
 TRAINED = {
     "full": "",
     "adapters": "train_model.lora.rank=16",

@@ -109,8 +109,9 @@ def test_what_is_advised_fits_and_leaves_no_gpu_idle(
         ("0.5B", "", False, 2, "train_model.num_devices=2"),
         ("0.5B", "", True, 2, ""),
         ("0.5B", "", False, 1, ""),
+        ("1.5B", "", False, 8, "train_model.num_devices=8"),
         # Both do not fit on a GPU of 80 GB with a fifth to spare.
-        ("1.5B", "", False, 8, "train_model.num_devices=4 inference_model.num_devices=4"),
+        ("3B", "", False, 8, "train_model.num_devices=4 inference_model.num_devices=4"),
         (
             "7B",
             "",
@@ -222,7 +223,8 @@ def test_ranks_are_started_with_what_was_chosen(
     [
         ("0.5B", 79.6, "", False),
         ("0.5B", 23.99, "", True),
-        ("1.5B", 79.6, "", True),
+        ("1.5B", 79.6, "", False),
+        ("3B", 79.6, "", True),
         ("0.5B", 79.6, "inference_model.sleep=true", True),
         ("0.5B", 23.99, "inference_model.sleep=false", False),
     ],

@@ -12,8 +12,8 @@ from torchrl_grpo.cli.compose import composer
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config.checks.schedule import check_async, check_method, check_sync
 from torchrl_grpo.config.values import TrainMethod
-from torchrl_grpo.planning import default_model, preflight
-from torchrl_grpo.planning.default_model import with_model
+from torchrl_grpo.planning import preflight, resolve
+from torchrl_grpo.planning.resolve import with_model
 from torchrl_grpo.runtime import hardware
 from torchrl_grpo.runtime.hardware import Hardware
 
@@ -100,7 +100,7 @@ def test_the_default_model_is_that_of_the_machine(
 ) -> None:
     monkeypatch.setattr(hardware, "present", lambda: MACHINES[recipe])
     cfg = with_model(read(name))
-    wanted = default_model.WITH_GPU if MACHINES[recipe].gpus else default_model.WITHOUT_GPU
+    wanted = resolve.WITH_GPU if MACHINES[recipe].gpus else resolve.WITHOUT_GPU
     assert cfg.model.name == wanted
     preflight.make(on_disk(cfg, tmp_path), False, MACHINES[recipe])
 

@@ -26,8 +26,7 @@ from torchrl_grpo.config.checks import check_installed
 from torchrl_grpo.distributed import launch
 from torchrl_grpo.errors import ConfigError, UserError
 from torchrl_grpo.models import kind
-from torchrl_grpo.planning import launcher
-from torchrl_grpo.planning.default_model import with_model
+from torchrl_grpo.planning import resolve
 from torchrl_grpo.runtime import hardware, rank_env
 from torchrl_grpo.runtime.interrupts import StopRequested, stop_signal_blocked
 
@@ -103,7 +102,7 @@ def resolve_job(node: DictConfig, check: Callable[[Config], None]) -> Config:
     Raises:
         UserError: a value is invalid; the message names it and a fix.
     """
-    cfg = with_model(launcher.resolved(parse(node)))
+    cfg = resolve.with_model(resolve.resolved(parse(node)))
     check(cfg)
     kind.check_kind(cfg.model)
     return cfg

@@ -127,7 +127,7 @@ async def abort_everything(client: AsyncLLM) -> None:
 
 async def reset_cache(client: AsyncLLM) -> bool:
     """Empty the prefix cache of a server; return whether that was possible."""
-    return await client.reset_prefix_cache()
+    return bool(await client.reset_prefix_cache())
 
 
 def worker_of(llm: LLM) -> Any:

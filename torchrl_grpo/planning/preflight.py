@@ -13,7 +13,7 @@ from torchrl_grpo.config.values import VLLM_BACKENDS, VLLM_CPU_BLOCK_SIZE, ZERO_
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.kind import check_kind
 from torchrl_grpo.models.shape import ModelShape, Unknown, read_shape
-from torchrl_grpo.planning import launcher, memory, placement, token_budget
+from torchrl_grpo.planning import memory, placement, resolve, token_budget
 from torchrl_grpo.planning.advice import advise
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.prediction import GIB, PHASES, Prediction
@@ -29,6 +29,8 @@ TOLERATED = 1.2
 # Moments wait in host memory without being asked to if they are at most this share of it. Pinned memory is
 # handed out in powers of two, so they may take twice as much.
 _PARKED_SHARE = 0.25
+# More responses than any configuration has.
+_NO_BOUND = 10**9
 _NOTHING_ELSE = "model (no budget, cache or length, no adapters and no shards would be enough)"
 _WHILE = {"load": "loading", "generate": "generating", "score": "scoring", "optimize": "optimizing"}
 
@@ -173,13 +175,41 @@ def _check_plan(cfg: Config, plan: Plan) -> None:
 def _made(cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape | Unknown) -> Planned:
     request = build_request(cfg, asynchronous, rank_env.world_size())
     planned = _placed(cfg, request, there, shape)
-    if planned.plan.sleeps and request.sleep is None and planned.prediction is not None:
-        # Falling asleep and waking up takes a second or more in each step.
-        awake = _placed(cfg, replace(request, sleep=False), there, shape)
-        if fits(awake, TOLERATED):
-            planned = awake
+    if planned.plan.colocated and planned.plan.num_gpus > 0 and planned.prediction is not None:
+        planned = _awake(planned, request) or planned
     _check_plan(cfg, planned.plan)
     return planned
+
+
+def _awake(planned: Planned, request: Request) -> Planned | None:
+    """Return a plan whose engine stays awake beside the trainer; None if there is too little memory.
+
+    Falling asleep and waking up takes a second or more in each step. Unless it is configured, vLLM's share of
+    the GPU is the smallest with room for all responses that it decodes at a time. The rest is left for
+    larger micro-batches.
+    """
+    if request.sleep or planned.cfg.inference_model.backend not in VLLM_BACKENDS:
+        return None
+    highest = planned.plan.gpu_memory_utilization
+    wanted = max_num_seqs(planned.cfg, on_gpu=True, room=_NO_BOUND)
+
+    def with_share(share: float) -> Planned:
+        changed = replace(request, sleep=False, gpu_memory_utilization=share)
+        return _placed(planned.cfg, changed, planned.there, planned.shape)
+
+    def is_enough(found: Planned) -> bool:
+        share, room = found.plan.gpu_memory_utilization, found.room_for_sequences
+        return (found.least_share or 1.0) <= share and room is not None and room >= wanted
+
+    found = with_share(highest)
+    if request.gpu_memory_utilization is None:
+        smaller = (step / 20 for step in range(1, round(20 * highest)))
+        least = next((share for share in smaller if is_enough(with_share(share))), highest)
+        # One step more for CUDA graphs, which the prediction does not count.
+        found = with_share(min(highest, round(least + 1 / 20, 2)))
+    # Many small micro-batches would take longer than an engine that falls asleep and wakes up.
+    large = 2 * found.budget.tokens >= planned.budget.tokens
+    return found if large and fits(found, TOLERATED) else None
 
 
 def _placed(cfg: Config, request: Request, there: Hardware, shape: ModelShape | Unknown) -> Planned:
@@ -204,7 +234,7 @@ def replan(cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape |
     try:
         validate(cfg)
         (schedule.check_async if asynchronous else schedule.check_sync)(cfg)
-        return _made(launcher.resolved(cfg), asynchronous, there, shape)
+        return _made(resolve.resolved(cfg), asynchronous, there, shape)
     except ConfigError:
         return None
 

@@ -1,4 +1,4 @@
-"""Read the number of training ranks and the parallelism of the model from the launcher."""
+"""Resolve what the launcher and the machine decide: training ranks, parallelism, and the default model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import replace
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.values import ZERO_STAGES, Parallelism
-from torchrl_grpo.runtime import rank_env
+from torchrl_grpo.runtime import hardware, rank_env
 
+# The models of ``model.name=auto``. All weights of the second train on one GPU of 24 GB.
+WITHOUT_GPU, WITH_GPU = "smollm2-135m", "Qwen/Qwen2.5-0.5B-Instruct"
 # Value of train_model.parallelism -> its file in config/accelerate.
 _FILES = {"ddp": "multi_gpu", "fsdp2": "fsdp2", **{kind: kind for kind in ZERO_STAGES}}
 
@@ -93,3 +95,15 @@ def _told_by_launcher(asked: Parallelism) -> Parallelism:
         )
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
     return Parallelism.fsdp2 if sharded else Parallelism.ddp
+
+
+def with_model(cfg: Config) -> Config:
+    """Return the configuration with the name of a model in place of ``auto``.
+
+    Raises:
+        ConfigError: the GPUs of this machine cannot be read, or are too old.
+    """
+    if cfg.model.name != "auto":
+        return cfg
+    name = WITH_GPU if hardware.present().gpus else WITHOUT_GPU
+    return replace(cfg, model=replace(cfg.model, name=name))

@@ -21,7 +21,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.values import ZERO_STAGES
 from torchrl_grpo.errors import CheckpointError, TrainingStopped, WorkersLost
-from torchrl_grpo.planning import launcher, preflight
+from torchrl_grpo.planning import preflight, resolve
 from torchrl_grpo.planning.cores import PASSIVE_WAIT_ENV
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.rewards.graders import CountingGrader
@@ -244,7 +244,7 @@ def _prepare_process(cfg: Config | None, plan: Plan | None) -> None:
     # Rank 0 passes its configuration, and shows the warnings of DeepSpeed and bitsandbytes if the run uses
     # them. The other ranks pass None and never show these warnings.
     quiet_unused(
-        cfg is not None and launcher.parallelism(cfg) in ZERO_STAGES,
+        cfg is not None and resolve.parallelism(cfg) in ZERO_STAGES,
         cfg is not None and cfg.train_model.quantization != "none",
     )
     # An engine of vLLM that sleeps has an allocator of its own, and its CUDA graphs do not go with segments

@@ -32,7 +32,7 @@ from torchrl_grpo.models.scoring.fused_norm import fuse_norms
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.models.scoring.varlen_choice import choose_attention
 from torchrl_grpo.objectives.build import build_objective
-from torchrl_grpo.planning.launcher import parallelism
+from torchrl_grpo.planning.resolve import parallelism
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer, LogProbWriter, score_piece
 from torchrl_grpo.runtime.malloc import keep_freed_memory
 from torchrl_grpo.runtime.oom import stop_on_oom

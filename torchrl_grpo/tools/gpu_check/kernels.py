@@ -118,8 +118,7 @@ def _layer_pass(model: PreTrainedModel, tokens: int, without_masks: bool) -> Non
     if without_masks:
         layout = VarlenLayout(prompt, prompt.bool(), response, response.bool(), model.device)
     else:
-        prompt, response = prompt.to(model.device), response.to(model.device)
-        layout = PrefixLayout(prompt, prompt.bool(), response, response.bool())
+        layout = PrefixLayout(prompt, prompt.bool(), response, response.bool(), model.device)
     with autocast(torch.bfloat16, model.device):
         hidden = hidden_states(backbone(model), layout)
     hidden.sum().backward()
