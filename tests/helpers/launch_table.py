@@ -8,6 +8,7 @@ widths start no kernel.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,20 +72,22 @@ class Counts:
     uploads: int
 
 
-def measure(budget: int, problems: int) -> Counts:
+def measure(budget: int, problems: int, varlen: bool) -> Counts:
     """Count a step of the whole model. Layers are alike, so two and four of them say what 30 take."""
-    two, four = (_measure(budget, problems, layers) for layers in (2, 4))
+    two, four = (_measure(budget, problems, layers, varlen) for layers in (2, 4))
     assert (two.waits, two.uploads) == (four.waits, four.uploads), (two, four)
     return replace(two, kernels=two.kernels + (LAYERS - 2) * (four.kernels - two.kernels) // 2)
 
 
-def _measure(budget: int, problems: int, layers: int) -> Counts:
+def _measure(budget: int, problems: int, layers: int, varlen: bool) -> Counts:
     """Count a second step: the first one makes the optimizer's moments."""
     batch = round_of(problems)
     with PretendedCuda() as machine:
         model = make_model("llama", **_SHAPE, num_hidden_layers=layers).to("cuda")
         fuse_norms(model)
-        loss, _ = make_objective(TokenScorer(model, autocast_dtype=torch.bfloat16))
+        scorer = TokenScorer(model, autocast_dtype=torch.bfloat16)
+        scorer.varlen = varlen
+        loss, _ = make_objective(scorer)
         tokens = TokenBudget(budget, shares_prefix=True, notify=print)
         step = OptimizerStep(
             model,
@@ -108,17 +111,19 @@ def _measure(budget: int, problems: int, layers: int) -> Counts:
 def main() -> None:
     """Print the table."""
     print(
-        "problems  budget  tokens  micro-batches  kernels  waits  uploads  kernels/token  waits/1000 tokens"
+        "problems  attention  budget  tokens  micro-batches  kernels  waits  uploads  kernels/token  "
+        "waits/1000 tokens"
     )
-    for problems in (8, 32):
-        for budget in map(int, sys.argv[1:] or ("4096", "65536")):
-            found = measure(budget, problems)
-            print(
-                f"{problems:8}  {budget:6}  {found.tokens:6}  {found.micro_batches:13}  {found.kernels:7}  "
-                f"{found.waits:5}  {found.uploads:7}  {found.kernels / found.tokens:13.2f}  "
-                f"{1000 * found.waits / found.tokens:17.2f}",
-                flush=True,
-            )
+    budgets = [int(word) for word in sys.argv[1:] or ("4096", "65536")]
+    for problems, varlen, budget in itertools.product((8, 32), (False, True), budgets):
+        found = measure(budget, problems, varlen)
+        attention = "varlen" if varlen else "dense"
+        print(
+            f"{problems:8}  {attention:9}  {budget:6}  {found.tokens:6}  {found.micro_batches:13}  "
+            f"{found.kernels:7}  {found.waits:5}  {found.uploads:7}  {found.kernels / found.tokens:13.2f}  "
+            f"{1000 * found.waits / found.tokens:17.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
