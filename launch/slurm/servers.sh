@@ -10,7 +10,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #
-# Made by python -m torchrl_grpo.slurm --script grpo-async --nodes=3 --gpus-per-node=4 --time=24:00:00 --cpus-per-node=16 --memory-per-node=200G env.num_envs=16 inference_model.backend=vllm_server train_model.num_devices=4 --setup 'source .venv/bin/activate'
+# Made by python -m torchrl_grpo.slurm --script grpo-async --nodes=3 --gpus-per-node=4 --time=24:00:00 --cpus-per-node=16 --memory-per-node=200G env.num_envs=16 inference_model.backend=vllm_server inference_model.weight_transfer=folder inference_model.weight_folder=/shared/weights train_model.num_devices=4 --setup 'source .venv/bin/activate'
 # first node: the trainer; 2 other nodes: 4 servers each. On the first node:
 #   role       devices     placement  why
 #   train      cuda:0-3    separate   train_model.num_devices=4: the first 4 GPUs
@@ -114,6 +114,8 @@ server() {
         --config-name=grpo_gsm8k \
         env.num_envs=16 \
         inference_model.backend=vllm_server \
+        inference_model.weight_transfer=folder \
+        inference_model.weight_folder=/shared/weights \
         train_model.num_devices=4 \
         --host=0.0.0.0 --port="$((port + SLURM_PROCID))"
 }
@@ -127,6 +129,8 @@ trainer() {
         --config-name=grpo_gsm8k \
         env.num_envs=16 \
         inference_model.backend=vllm_server \
+        inference_model.weight_transfer=folder \
+        inference_model.weight_folder=/shared/weights \
         train_model.num_devices=4 \
         inference_model.weight_transfer=folder \
         resume=auto_or_new \

@@ -14,7 +14,8 @@ from dataclasses import replace
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.planning.plan import Plan, RolePlan, counted, resolved_utilization, show_list, which
 from torchrl_grpo.planning.request import Request, Role
-from torchrl_grpo.planning.transfer import choose_transfer
+
+_TRANSFER = "inference_model.weight_transfer"
 
 
 def plan(request: Request, num_gpus: int) -> Plan:
@@ -121,6 +122,29 @@ def _workers(request: Request, devices: tuple[str, ...], each: str) -> RolePlan:
         kind = "processes" if each == "process" else "GPUs"
         own = f"{counted(count, what)}, {size} {kind} each"
     return RolePlan(devices, "separate", own + _weights_by(request))
+
+
+def choose_transfer(request: Request, own_process: bool) -> str:
+    """Return how weights travel: a value of ``inference_model.weight_transfer`` other than ``auto``.
+
+    Args:
+        request: request to the planner.
+        own_process: whether the engines run in processes of their own.
+
+    Raises:
+        ConfigError: the engines of the plan cannot get weights in the way that was asked for.
+    """
+    if request.backend == "vllm_server":
+        automatic = "shared_memory"
+    else:
+        automatic = "ray_objects" if own_process else "in_process"
+    asked = request.weight_transfer
+    if asked == "auto" or asked == automatic:
+        return automatic
+    if request.backend != "vllm_server":
+        where = "in processes of their own, on Ray" if own_process else "in the trainer's process"
+        raise bad_value(_TRANSFER, asked, f"the engines of this plan run {where}", f"{_TRANSFER}={automatic}")
+    return asked
 
 
 def _weights_by(request: Request) -> str:
