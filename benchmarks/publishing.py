@@ -32,7 +32,9 @@ from torchrl_grpo.inference.servers.carriers import (
 )
 from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
 from torchrl_grpo.inference.servers.http import ServerConnection
+from torchrl_grpo.inference.servers.kinds import VLLM
 from torchrl_grpo.inference.servers.process import ServerProcess
+from torchrl_grpo.inference.servers.vllm.command import vllm_launch
 from torchrl_grpo.inference.servers.weight_stream import WeightStream
 from torchrl_grpo.inference.vllm_arguments import vllm_arguments
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
@@ -143,9 +145,8 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         server = ServerProcess(
-            source,
-            vllm_arguments(on_cpu=True, **_SIZES),
-            on_cpu=True,
+            VLLM,
+            vllm_launch(source, vllm_arguments(on_cpu=True, **_SIZES), on_cpu=True),
             environment=worker_env(args.threads),
             log=folder / "server.log",
         )
@@ -154,7 +155,7 @@ def main() -> None:
         connection = ServerConnection(server.address, server.key, 300)
         connection.wait_until_up(30)
         wanted = Wanted(torch.float32, None, 512)
-        engine = ServerEngine(connection, wanted=wanted, folder=SHARED_MEMORY, timeout_s=300)
+        engine = ServerEngine(connection, VLLM.api, wanted=wanted, folder=SHARED_MEMORY, timeout_s=300)
         stack.callback(engine.close)
         engine.locate_weights(shapes)
         first = psutil.Process(server.pid)

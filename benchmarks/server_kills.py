@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-_PROGRAM = "torchrl_grpo.inference.servers.program"
+_PROGRAM = "torchrl_grpo.inference.servers.vllm.program"
 _ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -24,8 +24,8 @@ CHECKED = (
     "torchrl_grpo/inference/vllm_classes.py",
     "torchrl_grpo/inference/vllm_engine.py",
     "torchrl_grpo/inference/vllm_weights.py",
-    "torchrl_grpo/inference/servers/extension.py",
-    "torchrl_grpo/inference/servers/older_routes.py",
+    "torchrl_grpo/inference/servers/vllm/extension.py",
+    "torchrl_grpo/inference/servers/vllm/older_routes.py",
 )
 
 

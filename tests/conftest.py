@@ -52,6 +52,7 @@ PARTS = {
         "inference/test_vllm_server",
         "runs/test_slurm_runs",
         "inference/test_parallel_server",
+        "inference/test_sglang_server",
         "docs/test_benchmarks",
     ),
 }

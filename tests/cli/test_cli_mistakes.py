@@ -184,7 +184,37 @@ BAD: list[tuple[str, str]] = [
     ("train_model.autocast=int8", "auto, no, bf16, fp16"),
     ("ref_model.dtype=int8", "bfloat16"),
     ("inference_model.dtype=fp8", "bfloat16"),
-    ("inference_model.backend=sglang", "vllm, vllm_server, transformers"),
+    ("inference_model.backend=sglang", "vllm, vllm_server, sglang_server, transformers"),
+    ("inference_model.server_python=/usr/bin/python3", "only sglang_server has a Python of its own"),
+    (
+        "inference_model.backend=sglang_server inference_model.engine_args.tp_size=2",
+        "write inference_model.num_devices=2 instead",
+    ),
+    (
+        "inference_model.backend=sglang_server inference_model.engine_args.tokenizer_worker_num=2",
+        "it is 1: all requests pass through the process that names the weights",
+    ),
+    (
+        "inference_model.backend=sglang_server inference_model.tensor_parallel_size=2",
+        "an engine of inference_model.backend=sglang_server has one device; "
+        "write inference_model.backend=vllm_server or",
+    ),
+    (
+        "inference_model.backend=sglang_server inference_model.pipeline_parallel_size=2",
+        "inference_model.pipeline_parallel_size=2: an engine of inference_model.backend=sglang_server has",
+    ),
+    (
+        "inference_model.backend=sglang_server inference_model.weight_transfer=in_process",
+        "a server is a process of its own",
+    ),
+    (
+        "inference_model.backend=sglang_server inference_model.engine_args.context_length=9",
+        "write inference_model.max_model_len=VALUE instead",
+    ),
+    (
+        "inference_model.backend=sglang_server inference_model.engine_args.quantization=fp8",
+        "published weights are compared bit by bit",
+    ),
     ("inference_model.servers=[http://127.0.0.1:8000]", "write inference_model.backend=vllm_server or inf"),
     (
         "inference_model.backend=vllm_server inference_model.servers=8000",

@@ -56,7 +56,8 @@ def test_cuda_machines_get_one_owner_of_cuda_bindings(repo_root: Path) -> None:
 
 
 def test_no_file_names_a_registry_or_an_index(repo_root: Path) -> None:
-    files = [*repo_root.glob("requirements*.txt"), *repo_root.glob("scripts/*"), repo_root / ".ci/run"]
+    files = [*repo_root.glob("requirements*.txt"), repo_root / ".ci/run"]
+    files += [file for ending in ("py", "sh") for file in repo_root.glob(f"scripts/**/*.{ending}")]
     files += [repo_root / "Makefile", repo_root / "pyproject.toml", repo_root / "setup.py"]
     for file in files:
         assert not re.search(r"https?://|--(extra-)?index-url", file.read_text()), file

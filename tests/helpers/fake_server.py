@@ -1,27 +1,36 @@
-"""A server with vLLM's routes as far as they are used, and the transformers engine behind them."""
+"""Servers with vLLM's and SGLang's routes as far as they are used, and the transformers engine behind them.
+
+What :class:`FakeSGLang` answers was read off SGLang 0.5.23.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
+import pickle
 import socket
 import threading
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 from aiohttp import web
 
+from torchrl_grpo.inference.pieces import Assembler
 from torchrl_grpo.inference.protocol import Completion, Probe, Request
-from torchrl_grpo.inference.servers.extension import checksums_to_json
+from torchrl_grpo.inference.servers.kinds import SGLANG, VLLM, ServerKind
+from torchrl_grpo.inference.servers.sglang import loader
+from torchrl_grpo.inference.servers.sglang.messages import LOADER
 from torchrl_grpo.inference.servers.weight_files import Bucket, read_bucket
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
-from torchrl_grpo.inference.vllm_in_place import Assembler
 from torchrl_grpo.models.loading import load_model
 
 
 class FakeServer:
-    """It runs in a thread of the test's process, on a socket at ``path``.
+    """A vLLM server. It runs in a thread of the test's process, on a socket at ``path``.
 
     Args:
         engine: what generates.
@@ -29,6 +38,9 @@ class FakeServer:
         key: key that it asks for.
         fault: called with the route of each request, before it is answered; may raise or change the engine.
     """
+
+    kind: ClassVar[ServerKind] = VLLM
+    generate_route: ClassVar[str] = "/inference/v1/generate"
 
     def __init__(
         self,
@@ -46,6 +58,8 @@ class FakeServer:
         # Number of responses that run at a time; further ones wait.
         self.places = 10**6
         self.max_model_len = 10_000
+        # Number of processes that the server says its model is divided among.
+        self.ranks = 1
         self._open: dict[Hashable, asyncio.Future[Completion]] = {}
         self._count = 0
         self._assembler = Assembler()
@@ -71,18 +85,7 @@ class FakeServer:
         torch.set_grad_enabled(False)
         asyncio.set_event_loop(self._loop)
         app = web.Application(middlewares=[self._guard])
-        app.add_routes(
-            [
-                web.get("/health", self._nothing),
-                web.post("/inference/v1/generate", self._generate),
-                web.post("/abort_requests", self._abort),
-                web.post("/collective_rpc", self._call),
-                web.post("/update_weight_version", self._update_version),
-                web.post("/pause", self._pause),
-                web.post("/resume", self._pause),
-                web.post("/reset_prefix_cache", self._nothing),
-            ]
-        )
+        app.add_routes(self._routes())
         self._runner = web.AppRunner(app)
         self._loop.run_until_complete(self._runner.setup())
         listening = socket.socket(socket.AF_UNIX)
@@ -99,6 +102,18 @@ class FakeServer:
         # The transports close in the next round of the loop.
         self._loop.run_until_complete(asyncio.sleep(0.01))
 
+    def _routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/health", self._nothing),
+            web.post(self.generate_route, self._generate),
+            web.post("/abort_requests", self._abort),
+            web.post("/collective_rpc", self._call),
+            web.post("/update_weight_version", self._update_version),
+            web.post("/pause", self._pause),
+            web.post("/resume", self._pause),
+            web.post("/reset_prefix_cache", self._nothing),
+        ]
+
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if request.headers.get("Authorization") != f"Bearer {self.key}":
@@ -111,29 +126,16 @@ class FakeServer:
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         sampling = body["sampling_params"]
-        while self.hangs or self.paused or len(self._open) >= self.places:
-            await asyncio.sleep(0.005)
+        await self._place()
         if sampling.get("logprobs", 0) > 1:
             return self._likeliest(body)
-        self._count += 1
-        key = self._count
-        done: asyncio.Future[Completion] = self._loop.create_future()
-        self._open[key] = done
-        self.engine.submit(
-            [
-                Request(
-                    key,
-                    body["token_ids"],
-                    sampling["max_tokens"],
-                    sampling["temperature"],
-                    sampling["seed"],
-                    sampling.get("ignore_eos", False),
-                )
-            ]
+        found = await self._complete(
+            body["token_ids"],
+            sampling["max_tokens"],
+            sampling["temperature"],
+            sampling["seed"],
+            sampling.get("ignore_eos", False),
         )
-        if len(self._open) == 1:
-            self._stepping = self._loop.create_task(self._step())
-        found = await done
         reason = "abort" if found.finish_reason == "aborted" else found.finish_reason
         content = [
             {"token_id": token, "logprob": log_prob, "rank": 1}
@@ -147,6 +149,19 @@ class FakeServer:
             "weight_versions": [span],
         }
         return web.json_response({"choices": [choice]})
+
+    async def _place(self) -> None:
+        while self.hangs or self.paused or len(self._open) >= self.places:
+            await asyncio.sleep(0.005)
+
+    async def _complete(self, *request: Any) -> Completion:
+        self._count += 1
+        done: asyncio.Future[Completion] = self._loop.create_future()
+        self._open[self._count] = done
+        self.engine.submit([Request(self._count, *request)])
+        if len(self._open) == 1:
+            self._stepping = self._loop.create_task(self._step())
+        return await done
 
     async def _step(self) -> None:
         # Requests that are on their way now belong to the same batch.
@@ -173,9 +188,12 @@ class FakeServer:
         usage = {"prompt_tokens_details": {"cached_tokens": 0}}
         return web.json_response({"choices": [{"logprobs": {"content": content}}], "usage": usage})
 
-    async def _abort(self, request: web.Request) -> web.Response:
+    def _abort_open(self) -> None:
         for key, completion in self.engine.abort_all().items():
             self._open.pop(key).set_result(completion)
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        self._abort_open()
         return web.json_response({"status": "aborted"})
 
     async def _update_version(self, request: web.Request) -> web.Response:
@@ -200,21 +218,156 @@ class FakeServer:
             dtype = str(engine.model.dtype).removeprefix("torch.")
             result = {"dtype": dtype, "head_dtypes": [dtype], "max_model_len": self.max_model_len}
             result |= {"logprobs_mode": "processed_logprobs", "sees_file": Path(given["file"]).exists()}
-            result |= {"identity": str(id(self)), "ranks": 1}
+            result |= {"identity": str(id(self)), "ranks": self.ranks}
         elif body["method"] == "grpo_load":
             engine.update(self._assembler.take(read_bucket(Bucket.from_json(given["bucket"]))))
         elif body["method"] == "grpo_locate_weights":
             engine.locate_weights(given["shapes"])
         elif body["method"] == "grpo_checksums":
             (found,) = engine.checksums()
-            result = checksums_to_json(found)
-        elif body["method"] == "grpo_held":
-            result = {"dtype": "float32", "values": {}, "parts": {}}
+            result = found.to_json()
         elif body["method"] == "grpo_start_update":
             self._assembler = Assembler()
         else:
             assert body["method"] in ("grpo_finish_update", "grpo_sign_of_life")
         return web.json_response({"results": [result]})
+
+
+class _LoadedModel(torch.nn.Module):
+    """What the loader of an SGLang server is handed: a model with a method that loads weights."""
+
+    def __init__(self, server: FakeSGLang) -> None:
+        super().__init__()
+        self.held = server.engine.model
+        self._server = server
+
+    def load_weights(self, weights: Any) -> None:
+        self._server.engine.update(weights)
+
+
+class FakeSGLang(FakeServer):
+    """An SGLang server; see :class:`FakeServer`."""
+
+    kind = SGLANG
+    generate_route = "/generate"
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        self._session_is_open = False
+        self._model: _LoadedModel | None = None
+        loader._server_args = lambda: SimpleNamespace(
+            enable_fp32_lm_head=False, context_length=self.max_model_len, tp_size=self.ranks, pp_size=1
+        )
+        super().__init__(*given, **named)
+
+    def _routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/health", self._empty),
+            web.get("/health_generate", self._health_generate),
+            web.post(self.generate_route, self._generate),
+            web.post("/abort_request", self._abort),
+            web.post("/update_weight_version", self._update_version),
+            web.post("/pause_generation", self._pause),
+            web.post("/continue_generation", self._pause),
+            web.post("/flush_cache", self._flush),
+            web.post("/begin_weight_update", self._begin),
+            web.post("/end_weight_update", self._end),
+            web.post("/update_weights_from_tensor", self._from_tensor),
+        ]
+
+    async def _empty(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _health_generate(self, request: web.Request) -> web.Response:
+        # It counts any token of any request, so a full server answers.
+        while self.hangs:
+            await asyncio.sleep(0.005)
+        return web.Response()
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        sampling = body["sampling_params"]
+        await self._place()
+        about: dict[str, Any] = {"cached_tokens": 0}
+        if "top_logprobs_num" in body:
+            found = self.engine.next_tokens(Probe([body["input_ids"]], body["top_logprobs_num"]))
+            rows = zip(found.log_probs[0].tolist(), found.token_ids[0].tolist(), strict=True)
+            about["output_top_logprobs"] = [[[value, token, None] for value, token in rows]]
+            about["finish_reason"] = {"type": "length", "length": 1}
+            return web.json_response({"output_ids": [], "meta_info": about})
+        one = await self._complete(
+            body["input_ids"],
+            sampling["max_new_tokens"],
+            sampling["temperature"],
+            sampling.get("sampling_seed"),
+            sampling["ignore_eos"],
+        )
+        about["output_token_logprobs"] = [
+            [value, token, None] for value, token in zip(one.log_probs, one.token_ids, strict=True)
+        ]
+        span = {"version": self.version, "start": 0, "end": len(one.token_ids)}
+        about |= {"weight_version": self.version, "weight_versions": [span]}
+        about["finish_reason"] = {
+            "stop": {"type": "stop", "matched": one.token_ids[-1] if one.token_ids else None},
+            "length": {"type": "length", "length": len(one.token_ids)},
+            "aborted": {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None},
+        }[one.finish_reason]
+        return web.json_response({"output_ids": one.token_ids, "meta_info": about})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        assert (await request.json())["abort_all"]
+        self._abort_open()
+        return web.Response()
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        self.paused = request.path == "/pause_generation"
+        return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        if self._open and not self.paused:
+            return web.Response(text="Flush cache failed.\n", status=400)
+        return web.Response(text="Cache flushed.\nPlease check backend logs for more details.\n")
+
+    async def _begin(self, request: web.Request) -> web.Response:
+        if self._session_is_open:
+            return _refused("a weight-update session is already open; call end_weight_update() first")
+        self._session_is_open = True
+        return web.json_response({"success": True, "message": "Success"})
+
+    async def _end(self, request: web.Request) -> web.Response:
+        if not self._session_is_open:
+            return _refused("no weight-update session is open; call begin_weight_update() first")
+        self._session_is_open = False
+        return web.json_response({"success": True, "message": "Success"})
+
+    async def _from_tensor(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if not self._session_is_open:
+            return _refused(
+                "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()"
+            )
+        assert body["load_format"] == LOADER and body["flush_cache"] is False
+        if self._model is None:
+            self._model = _LoadedModel(self)
+        for carrier in body["serialized_named_tensors"]:
+            loader.answer(self._model, _Unpickler(io.BytesIO(base64.b64decode(carrier))).load())
+        return web.json_response({"success": True, "message": "Success"})
+
+
+class _Unpickler(pickle.Unpickler):
+    """It takes what SGLang takes, as far as messages need it."""
+
+    _KNOWN: ClassVar[dict[tuple[str, str], Any]] = {
+        ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+        ("torch.storage", "_load_from_bytes"): lambda data: torch.load(io.BytesIO(data), weights_only=True),
+        ("collections", "OrderedDict"): dict,
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._KNOWN[module, name]
+
+
+def _refused(message: str) -> web.Response:
+    return web.json_response({"success": False, "message": message}, status=400)
 
 
 def make_engine(folder: Path, dtype: torch.dtype = torch.float32) -> TransformersEngine:

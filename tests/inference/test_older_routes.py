@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from torchrl_grpo.inference import vllm_compat
-from torchrl_grpo.inference.servers.older_routes import OlderRoutes
+from torchrl_grpo.inference.servers.vllm.older_routes import OlderRoutes
 
 GENERATE = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "logprobs": 1}}
 

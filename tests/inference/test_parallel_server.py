@@ -14,12 +14,14 @@ from transformers import AutoModelForCausalLM
 from vllm_arguments import ON_A_CPU
 
 from torchrl_grpo.errors import TrainingStopped
+from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Sampling
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
-from torchrl_grpo.inference.servers.extension import read_checksums
 from torchrl_grpo.inference.servers.http import ServerConnection
+from torchrl_grpo.inference.servers.kinds import VLLM
 from torchrl_grpo.inference.servers.process import ServerProcess
+from torchrl_grpo.inference.servers.vllm.command import vllm_launch
 from torchrl_grpo.inference.servers.weight_files import Bucket
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.inference.vllm_arguments import vllm_arguments
@@ -34,9 +36,12 @@ def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     given = {name: value for name, value in ON_A_CPU.items() if name != "device"}
     sizes: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 16, "dtype": torch.float32}
     made = ServerProcess(
-        str(tiny_model_dir),
-        vllm_arguments(on_cpu=True, **given, **sizes) | {"tensor_parallel_size": 2},
-        on_cpu=True,
+        VLLM,
+        vllm_launch(
+            str(tiny_model_dir),
+            vllm_arguments(on_cpu=True, **given, **sizes) | {"tensor_parallel_size": 2},
+            on_cpu=True,
+        ),
         environment={"OMP_NUM_THREADS": "1"},
         log=tmp_path_factory.mktemp("server") / "server.log",
     )
@@ -52,13 +57,14 @@ def test_the_ranks_of_a_server_get_their_parts_and_prove_them(
     monkeypatch.setattr(weight_files, "BUCKET_BYTES", 2**14)
     connection = ServerConnection(process.address, process.key, 60)
     connection.wait_until_up(10)
-    engine = ServerEngine(connection, wanted=Wanted(torch.float32, None, 200), folder=tmp_path, timeout_s=60)
+    wanted = Wanted(torch.float32, None, 200)
+    engine = ServerEngine(connection, VLLM.api, wanted=wanted, folder=tmp_path, timeout_s=60)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     trained = copy.deepcopy(model)
     publisher = make_publisher(trained, engine, PROMPTS)
     publisher.verify_at_start(0)
     assert publisher.unreadable == [] and not engine._by_loader
-    ranks = [read_checksums(found) for found in engine._call("grpo_checksums")]
+    ranks = [Checksums.from_json(found) for found in engine._call("grpo_checksums")]
     assert len(ranks) == 2
     halves = ranks[0].parts["model.layers.0.self_attn.o_proj.weight"]
     assert [part.columns for part, _ in halves] == [(0, 64)], "columns of the product are divided"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import math
 import os
 import subprocess
@@ -12,20 +13,25 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fake_server import FakeServer, make_engine
+from fake_server import FakeServer, FakeSGLang, make_engine
 from publishers import make_publisher
 
-from torchrl_grpo.errors import ConfigError, TrainingStopped
+from torchrl_grpo.errors import ConfigError, ModelError, TrainingStopped
+from torchrl_grpo.inference.checksums import compute_checksums
 from torchrl_grpo.inference.protocol import Probe, Request, Sampling
 from torchrl_grpo.inference.servers import engine as server_engine
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.require_key import RequireKey
+from torchrl_grpo.inference.servers.sglang import loader, seeds
+from torchrl_grpo.inference.servers.sglang.weights import SGLangWeights
+from torchrl_grpo.inference.servers.vllm import api as vllm_api
 from torchrl_grpo.inference.servers.weight_files import (
     Bucket,
     WeightFiles,
@@ -39,9 +45,13 @@ WANTED = Wanted(torch.float32, None, 1000)
 PROMPTS = [list(range(5, 45)), list(range(50, 90)), list(range(100, 140))]
 
 
-@pytest.fixture
-def server(tiny_model_dir: Path, tmp_path: Path) -> Iterator[FakeServer]:
-    made = FakeServer(make_engine(tiny_model_dir), tmp_path / "socket")
+@pytest.fixture(params=[FakeServer, FakeSGLang], ids=["vllm", "sglang"])
+def server(
+    request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FakeServer]:
+    # The fake SGLang replaces it, and this puts it back.
+    monkeypatch.setattr(loader, "_server_args", loader._server_args)
+    made = request.param(make_engine(tiny_model_dir), tmp_path / "socket")
     yield made
     made.kill()
 
@@ -49,8 +59,8 @@ def server(tiny_model_dir: Path, tmp_path: Path) -> Iterator[FakeServer]:
 def connect(
     server: FakeServer, tmp_path: Path, *, timeout_s: float = 20.0, key: str = "secret"
 ) -> ServerEngine:
-    connection = ServerConnection(server.address, key, timeout_s)
-    return ServerEngine(connection, wanted=WANTED, folder=tmp_path, timeout_s=timeout_s)
+    connection = ServerConnection(server.address, key, timeout_s, server.kind.key_variable)
+    return ServerEngine(connection, server.kind.api, wanted=WANTED, folder=tmp_path, timeout_s=timeout_s)
 
 
 @pytest.fixture
@@ -151,7 +161,7 @@ def test_a_server_that_ends_is_lost(engine: ServerEngine, server: FakeServer) ->
     engine.submit([Request("a", PROMPTS[0], 100_000, 1.0, 1, ignore_eos=True)])
     assert engine.step() == []
     server.kill()
-    with pytest.raises(ServerLost, match="socket: /inference/v1/generate"):
+    with pytest.raises(ServerLost, match=f"socket: {server.generate_route}"):
         while engine.step() == []:
             pass
     with pytest.raises(ServerLost):
@@ -187,14 +197,14 @@ def test_a_full_server_is_not_taken_for_a_dead_one(
         steps += 1
     assert [len(found[n].token_ids) for n in range(2)] == [150, 150]
     # It was asked for signs of life in between, and no step waited for one.
-    assert server.requests.count("/collective_rpc") > 2 and steps > 5
+    assert server.requests.count(server.kind.api.sign_of_life.path) > 2 and steps > 5
     engine.close()
 
 
 def test_a_request_that_somebody_else_aborts_is_no_response(engine: ServerEngine, server: FakeServer) -> None:
     engine.submit([Request("a", PROMPTS[0], 100_000, 1.0, 1, ignore_eos=True)])
     assert engine.step() == []
-    engine._connection.post("/abort_requests", {})
+    server.kind.api.abort_all(engine._connection)
     with pytest.raises(ServerLost, match="has aborted a request"):
         while engine.step() == []:
             pass
@@ -220,7 +230,7 @@ def test_a_connection_can_be_closed_while_others_use_it(server: FakeServer) -> N
         def work(connection: ServerConnection = connection, ended: threading.Event = ended) -> None:
             with contextlib.suppress(ServerLost):
                 while True:
-                    connection.post("/resume")
+                    server.kind.api.resume(connection)
             ended.set()
 
         threading.Thread(target=work, daemon=True).start()
@@ -229,7 +239,7 @@ def test_a_connection_can_be_closed_while_others_use_it(server: FakeServer) -> N
         connection.close()
         assert ended.wait(10), "whoever waits for an answer must not wait forever"
         with pytest.raises(ServerLost, match="is closed"):
-            connection.post("/resume")
+            server.kind.api.resume(connection)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +257,7 @@ def test_a_server_that_computes_otherwise_is_refused(
 ) -> None:
     connection = ServerConnection(server.address, "secret", 20.0)
     with pytest.raises(ConfigError, match=says):
-        ServerEngine(connection, wanted=wanted, folder=tmp_path, timeout_s=20.0)
+        ServerEngine(connection, server.kind.api, wanted=wanted, folder=tmp_path, timeout_s=20.0)
     connection.close()
 
 
@@ -264,9 +274,17 @@ def test_a_server_that_does_not_see_the_folder_is_refused(
         connect(server, tmp_path)
 
 
+def test_a_server_that_divides_its_model_where_weights_do_not_reach_is_refused(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    server.ranks = 2
+    with pytest.raises(ConfigError, match=r"divides its model among 2 processes, and weights reach 1 of"):
+        connect(server, tmp_path)
+
+
 def test_a_wrong_key_is_a_mistake_of_the_user(server: FakeServer, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"inference_model.servers: unix:.* refuses the key; set VLLM_API_KEY"
+        ConfigError, match=r"inference_model.servers: unix:.* refuses the key; set (VLLM|SGLANG)_API_KEY"
     ):
         connect(server, tmp_path, key="guess")
 
@@ -281,8 +299,8 @@ def test_another_number_format_is_a_mistake_of_the_user(tiny_model_dir: Path, tm
 
 
 def test_a_log_probability_that_is_not_finite_is_nan() -> None:
-    assert math.isnan(server_engine._log_prob({"logprob": -9999.0, "rank": None}))
-    assert server_engine._log_prob({"logprob": -2.5, "rank": 1}) == -2.5
+    assert math.isnan(vllm_api._log_prob({"logprob": -9999.0, "rank": None}))
+    assert vllm_api._log_prob({"logprob": -2.5, "rank": 1}) == -2.5
 
 
 # -- weights in files
@@ -430,6 +448,96 @@ def test_a_server_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     with pytest.raises(RuntimeError, match="VLLM_API_KEY is not set"):
         RequireKey(None)  # type: ignore[arg-type]
+
+
+# -- seeds of SGLang on a CPU
+
+
+def test_a_token_depends_on_the_seed_and_the_position_alone() -> None:
+    log_probs = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    seed, position = torch.tensor([1, 1, 2, 2**47, 3, 3]), torch.tensor([5, 6, 5, 5, 8, 8])
+    whole = seeds.draw(log_probs, seed, position)
+    assert whole.shape == (6, 1)
+    for row in range(6):
+        one = slice(row, row + 1)
+        assert torch.equal(seeds.draw(log_probs[one], seed[one], position[one]), whole[one])
+    numbers = seeds.noise_seeds(seed, position).tolist()
+    assert len(set(numbers)) == 5 and numbers[4] == numbers[5]
+    # Rounding of engines does not change what is drawn.
+    assert torch.equal(seeds.draw(log_probs + 1e-6 * log_probs.roll(1, 1), seed, position), whole)
+
+
+def test_tokens_are_drawn_as_often_as_their_probabilities_say() -> None:
+    chance = torch.tensor([0.5, 0.0, 0.25, 0.2, 0.05, 0.0])
+    count = 10_000
+    for seed, position in (
+        (torch.arange(count), torch.full((count,), 7)),
+        (torch.full((count,), 2**47 + 3), torch.arange(count)),
+    ):
+        drawn = seeds.draw(chance.log().expand(count, -1), seed, position).flatten().bincount(minlength=6)
+        assert drawn[1] == drawn[5] == 0
+        torch.testing.assert_close(drawn / count, chance, atol=0.02, rtol=0)
+
+
+def test_a_batch_gets_the_seeds_of_its_requests() -> None:
+    asked = [
+        SimpleNamespace(sampling_params=SimpleNamespace(sampling_seed=seed)) for seed in (7, None, 2**47)
+    ]
+    found = SimpleNamespace(sampling_seed=None)
+    seeds._give_seeds(found, object, SimpleNamespace(reqs=asked), 100)
+    assert found.sampling_seed is not None and found.sampling_seed.tolist() == [7, 0, 2**47]
+
+
+# -- messages to SGLang
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "torchrl-grpo-answer-link"])
+def test_no_file_but_one_for_an_answer_is_written(name: str, tmp_path: Path) -> None:
+    target = tmp_path / "weights.safetensors"
+    target.write_text("precious")
+    if "link" in name:
+        (tmp_path / name).symlink_to(target)
+    message = json.dumps({"method": "grpo_checksums", "arguments": {}, "answer": str(tmp_path / name)})
+    loader.answer(torch.nn.Linear(2, 2), [(message, torch.empty(0))])
+    assert target.read_text() == "precious"
+
+
+class Fusing(torch.nn.Module):
+    """It fuses two matrices that are published apart.
+
+    Args:
+        left_out: name of a published tensor that it does not load.
+        part: whether it loads half of that one.
+    """
+
+    def __init__(self, left_out: str | None = None, part: bool = False) -> None:
+        super().__init__()
+        self.fused = torch.nn.Parameter(torch.zeros(24, 16))
+        self.norm = torch.nn.Parameter(torch.zeros(16))
+        self.left_out, self.part = left_out, part
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            if name == self.left_out:
+                tensor = tensor[: len(tensor) // 2 if self.part else 0]
+            target, start = (self.norm, 0) if name == "norm" else (self.fused, {"q": 0, "k": 8}[name])
+            target.data[start : start + len(tensor)].copy_(tensor)
+
+
+def test_fused_weights_are_compared_and_those_left_out_are_found() -> None:
+    shapes: dict[str, tuple[int, ...]] = {"q": (8, 16), "k": (16, 16), "norm": (16,)}
+    whole = SGLangWeights(Fusing())
+    whole.locate(shapes)
+    generator = torch.Generator().manual_seed(0)
+    sent = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    whole.load(sent.items())
+    assert whole.checksums() == compute_checksums(sent.items(), torch.float32)
+    sent["k"][3, 4] += 1e-3
+    assert whole.checksums() != compute_checksums(sent.items(), torch.float32)
+    with pytest.raises(ModelError, match="SGLang loads nothing of k"):
+        SGLangWeights(Fusing("k")).locate(shapes)
+    with pytest.raises(ModelError, match="SGLang loads only a part of k"):
+        SGLangWeights(Fusing("k", part=True)).locate(shapes)
 
 
 # -- arguments

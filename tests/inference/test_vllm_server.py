@@ -25,7 +25,9 @@ from torchrl_grpo.inference.protocol import Request, Sampling
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
+from torchrl_grpo.inference.servers.kinds import VLLM
 from torchrl_grpo.inference.servers.process import ServerProcess
+from torchrl_grpo.inference.servers.vllm.command import vllm_launch
 from torchrl_grpo.inference.servers.weight_files import Bucket, WeightFiles
 from torchrl_grpo.inference.vllm_arguments import vllm_arguments
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
@@ -43,9 +45,8 @@ SIZES: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 64, "dtype": torc
 def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     given = {name: value for name, value in ON_A_CPU.items() if name != "device"}
     made = ServerProcess(
-        str(tiny_model_dir),
-        vllm_arguments(on_cpu=True, **given, **SIZES),
-        on_cpu=True,
+        VLLM,
+        vllm_launch(str(tiny_model_dir), vllm_arguments(on_cpu=True, **given, **SIZES), on_cpu=True),
         environment={"OMP_NUM_THREADS": "1"},
         log=tmp_path_factory.mktemp("server") / "server.log",
     )
@@ -58,7 +59,7 @@ def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def engine(process: ServerProcess, tmp_path: Path) -> Iterator[ServerEngine]:
     connection = ServerConnection(process.address, process.key, 60)
     connection.wait_until_up(10)
-    made = ServerEngine(connection, wanted=WANTED, folder=tmp_path, timeout_s=60)
+    made = ServerEngine(connection, VLLM.api, wanted=WANTED, folder=tmp_path, timeout_s=60)
     yield made
     made.close()
 
@@ -158,7 +159,7 @@ def test_an_update_that_a_killed_trainer_left_half_done_is_made_good(
     engine._call("grpo_load", bucket=next(half.buckets()).to_json())
     engine.close()
     connection = ServerConnection(process.address, process.key, 20)
-    again = ServerEngine(connection, wanted=WANTED, folder=tmp_path, timeout_s=20)
+    again = ServerEngine(connection, VLLM.api, wanted=WANTED, folder=tmp_path, timeout_s=20)
     trained = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in trained.parameters():

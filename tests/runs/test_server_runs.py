@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from fake_server import FakeServer, make_engine
+from fake_server import FakeServer, FakeSGLang, make_engine
 from tiny_runs import Runner, config  # noqa: F401  fixtures
 from tiny_runs import train as train_in_process  # noqa: F401
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import Backend
 from torchrl_grpo.errors import ConfigError, WorkersLost
+from torchrl_grpo.inference.servers.sglang import loader
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.rollout import build
 from torchrl_grpo.rollout.workers import dispatcher
@@ -34,6 +35,7 @@ class Servers:
     folder: Path
     model: Path
     dtype: torch.dtype
+    kind: type[FakeServer] = FakeServer
     running: list[FakeServer] = field(default_factory=list)
     # transformers builds models under settings of the whole process, so not while another thread computes.
     spares: list[TransformersEngine] = field(default_factory=list)
@@ -42,7 +44,7 @@ class Servers:
     def start(self, count: int, spares: int = 0) -> list[str]:
         self.spares = [make_engine(self.model, self.dtype) for _ in range(count + spares)]
         for number in range(count):
-            self.running.append(FakeServer(self.spares.pop(), self.folder / f"server{number}"))
+            self.running.append(self.kind(self.spares.pop(), self.folder / f"server{number}"))
         return [server.address for server in self.running]
 
     def restart(self, number: int) -> None:
@@ -50,7 +52,7 @@ class Servers:
         old = self.running[number]
         old.kill()
         self.kills += 1
-        self.running[number] = FakeServer(self.spares.pop(), old.path)
+        self.running[number] = self.kind(self.spares.pop(), old.path)
 
 
 @pytest.fixture
@@ -58,6 +60,9 @@ def servers(
     config: Config, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Servers]:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("SGLANG_API_KEY", "secret")
+    # The fake SGLang replaces it, and this puts it back.
+    monkeypatch.setattr(loader, "_server_args", loader._server_args)
     made = Servers(tmp_path, tiny_model_dir, getattr(torch, config.inference_model.dtype))
     yield made
     for server in made.running:
@@ -65,7 +70,7 @@ def servers(
 
 
 def on(servers: Servers, config: Config, count: int, spares: int = 0) -> Config:
-    config.inference_model.backend = Backend("vllm_server")
+    config.inference_model.backend = servers.kind.kind.backend
     config.inference_model.servers = servers.start(count, spares)
     return config
 
@@ -79,19 +84,25 @@ def without_workers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.float32
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("kind", "count"), [(FakeServer, 1), (FakeServer, 2), (FakeSGLang, 2)])
 def test_a_run_on_servers_is_the_run_of_an_engine_in_the_process(
-    count: int, config: Config, train_in_process: Runner, servers: Servers, tmp_path: Path
+    kind: type[FakeServer],
+    count: int,
+    config: Config,
+    train_in_process: Runner,
+    servers: Servers,
+    tmp_path: Path,
 ) -> None:
     expected = without_workers(train_in_process("alone"))
     assert any(line.get("optimizer/grad_norm") for line in expected)
+    servers.kind = kind
     run(on(servers, config, count), tmp_path / "run")
     assert texts(tmp_path / "run") == texts(tmp_path / "alone")
     found = without_workers(read(tmp_path / "run/metrics.jsonl"))
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-    assert all(server.requests.count("/inference/v1/generate") > 20 for server in servers.running)
+    assert all(server.requests.count(kind.generate_route) > 20 for server in servers.running)
 
 
 def test_servers_collect_while_the_trainer_trains(config: Config, servers: Servers, tmp_path: Path) -> None:
@@ -128,10 +139,13 @@ class Kills:
         self.servers.running[number].fault = self.watch(number)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "asynchronous"), [(FakeServer, False), (FakeServer, True), (FakeSGLang, True)]
+)
 def test_servers_that_die_at_any_moment_lose_and_double_no_group(
-    asynchronous: bool, config: Config, servers: Servers, tmp_path: Path
+    kind: type[FakeServer], asynchronous: bool, config: Config, servers: Servers, tmp_path: Path
 ) -> None:
+    servers.kind = kind
     on(servers, config, 2, spares=10)
     # The first requests of a server describe it and load weights; then it generates.
     moments = {0: [3, 30, 60, 90, 140], 1: [8, 40, 75, 100, 120]}

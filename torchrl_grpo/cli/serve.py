@@ -1,4 +1,4 @@
-"""``grpo-serve``: a vLLM server for runs with ``inference_model.backend=vllm_server``.
+"""``grpo-serve``: a server for runs with ``inference_model.backend=vllm_server`` or ``sglang_server``.
 
 It takes the words of the training command, so that model, number format and lengths are the same.
 """
@@ -12,14 +12,18 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchrl_grpo.cli.main import USER_ERROR_CODE, Parser, resolve_job
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import check_installed
 from torchrl_grpo.config.checks.engine import LOOPBACK
-from torchrl_grpo.config.values import KEY_VARIABLE
+from torchrl_grpo.config.values import KEY_VARIABLE, SERVER_BACKENDS, SGLANG_KEY_VARIABLE, Backend
 from torchrl_grpo.errors import ConfigError, UserError
 from torchrl_grpo.runtime.config_dir import config_dir
+
+if TYPE_CHECKING:
+    from torchrl_grpo.inference.servers.kinds import ServerKind
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -33,12 +37,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     try:
         asked = _parser().parse_intermixed_args(argv)
-        words, variables = serve_command(_compose(asked), _where(asked), makes_key=not asked.print)
+        cfg = _compose(asked)
+        kind = _kind(cfg)
+        words, variables = serve_command(cfg, kind, _where(asked, kind), makes_key=not asked.print)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(USER_ERROR_CODE) from None
     if asked.print:
-        shown = {**variables, KEY_VARIABLE: "YOUR_KEY"}
+        shown = {**variables, kind.key_variable: "YOUR_KEY"}
         settings = " ".join(f"{name}={value}" for name, value in shown.items())
         sys.stdout.write(f"{settings} {shlex.join(words)}\n")
         return
@@ -49,9 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="grpo-serve",
         allow_abbrev=False,
-        description="Serve a model to runs with inference_model.backend=vllm_server. The other words are "
-        "those of the training command.",
-        epilog=f"{KEY_VARIABLE} holds the key that the run has to bring. Set it in both places.",
+        description="Serve a model to runs with inference_model.backend=vllm_server or sglang_server. The "
+        "other words are those of the training command.",
+        epilog=f"{KEY_VARIABLE}, or {SGLANG_KEY_VARIABLE} for SGLang, holds the key that the run has to "
+        "bring. Set it in both places.",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--config-name", "-cn", default="grpo_gsm8k", help="primary configuration")
@@ -59,17 +66,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on")
     parser.add_argument("--uds", type=Path, help="socket file to listen on, in place of host and port")
-    parser.add_argument("--print", action="store_true", help="print the command of vLLM, and do not run it")
+    parser.add_argument("--print", action="store_true", help="print the server's command, and do not run it")
     return parser
 
 
-def _where(asked: argparse.Namespace) -> dict[str, str | int]:
+def _kind(cfg: Config) -> ServerKind:
+    """Return the kind of server that a configuration asks for: vLLM unless it is another one."""
+    from torchrl_grpo.inference.servers.kinds import server_kind
+
+    backend = cfg.inference_model.backend
+    return server_kind(backend if backend in SERVER_BACKENDS else Backend.vllm_server)
+
+
+def _where(asked: argparse.Namespace, kind: ServerKind) -> dict[str, str | int]:
     if asked.uds is not None:
         return {"uds": str(asked.uds.resolve())}
-    if asked.host not in LOOPBACK and not os.environ.get(KEY_VARIABLE):
+    if asked.host not in LOOPBACK and not os.environ.get(kind.key_variable):
         raise ConfigError(
-            f"--host={asked.host}: other machines can reach this server, and {KEY_VARIABLE} is not set; set "
-            "it to a secret here and for the run"
+            f"--host={asked.host}: other machines can reach this server, and {kind.key_variable} is not set; "
+            "set it to a secret here and for the run"
         )
     return {"host": asked.host, "port": asked.port}
 
@@ -87,13 +102,14 @@ def _compose(asked: argparse.Namespace) -> Config:
 
 
 def serve_command(
-    cfg: Config, where: dict[str, str | int], makes_key: bool = True
+    cfg: Config, kind: ServerKind, where: dict[str, str | int], makes_key: bool = True
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command of the server, and the variables that it needs.
 
     Args:
         cfg: configuration of the run.
-        where: where it listens, by vLLM's names.
+        kind: kind of the server.
+        where: where it listens: ``host`` and ``port``, or ``uds``.
         makes_key: whether to make a key, and to print it, if the environment has none.
 
     Raises:
@@ -101,24 +117,22 @@ def serve_command(
     """
     import torch
 
-    from torchrl_grpo.inference.build import server_arguments
-    from torchrl_grpo.inference.servers.command import server_command, server_environment
     from torchrl_grpo.models import loading
     from torchrl_grpo.planning.plan import OWN_GPU
     from torchrl_grpo.planning.workload import max_num_seqs
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     share = cfg.inference_model.gpu_memory_utilization
-    arguments = server_arguments(
+    launch = kind.launch(
         cfg,
+        loading.resolve(cfg.model),
         device,
         max_num_seqs=max_num_seqs(cfg, on_gpu=device.type == "cuda"),
         gpu_memory_utilization=OWN_GPU if share is None else share,
     )
-    key = os.environ.get(KEY_VARIABLE, "")
+    key = os.environ.get(kind.key_variable, "")
     if not key and makes_key:
         key = secrets.token_urlsafe(32)
-        sys.stdout.write(f"{KEY_VARIABLE}={key}  # set this for the run\n")
+        sys.stdout.write(f"{kind.key_variable}={key}  # set this for the run\n")
         sys.stdout.flush()
-    command = server_command(loading.resolve(cfg.model), arguments, where)
-    return command, server_environment(key, arguments["enforce_eager"], device.type == "cpu")
+    return launch.command(where), {**launch.variables, kind.key_variable: key}

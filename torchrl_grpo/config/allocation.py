@@ -21,6 +21,8 @@ _KEY = "allocation_mode"
 _GENERATES = {
     "vllm": tuple(VLLM_BACKENDS),
     "vllm_server": (Backend.vllm_server,),
+    "sglang": (Backend.sglang_server,),
+    "sglang_server": (Backend.sglang_server,),
     "transformers": (Backend.transformers,),
 }
 # Backend of the notation -> value of train_model.parallelism.

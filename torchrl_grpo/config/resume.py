@@ -41,11 +41,12 @@ FREE_KEYS = (
     "ref_model.devices",
     # The backend does not change the distribution that responses are sampled from.
     "inference_model.backend",
-    # Only vLLM takes these arguments, so they must be removed when the backend changes. Some of them, such as
+    # They belong to vLLM or to SGLang, so they must be removed when the backend changes. Some, such as vLLM's
     # quantization, change the distribution that is sampled from. The difference between engine and trainer is
     # therefore measured again.
     "inference_model.engine_args",
     "inference_model.servers",
+    "inference_model.server_python",
     # How weights travel and how many devices an engine has change rounding at most.
     "inference_model.weight_transfer",
     "inference_model.weight_folder",

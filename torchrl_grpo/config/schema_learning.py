@@ -305,14 +305,19 @@ class InferenceModelConfig:
 
     backend: Backend = key(
         Backend.vllm,
-        "Engine that generates responses: vllm, vllm_server (vLLM in processes of its own, over HTTP), or "
-        "transformers (runs everywhere, slower).",
+        "Engine that generates responses: vllm, vllm_server (vLLM in processes of its own, over HTTP), "
+        "sglang_server (the same with SGLang), or transformers (runs everywhere, slower).",
     )
     servers: Any = key(
         "auto",
-        "Servers of inference_model.backend=vllm_server: auto starts one on each device, and a list of "
-        "addresses, e.g. [http://127.0.0.1:8000], names servers that grpo-serve has started "
+        "Servers of inference_model.backend=vllm_server or sglang_server: auto starts one on each device, "
+        "and a list of addresses, e.g. [http://127.0.0.1:8000], names servers that grpo-serve has started "
         "(docs/servers.md).",
+    )
+    server_python: str | None = key(
+        None,
+        "Python of the environment that has SGLang, which starts its servers; it needs one of its own, e.g. "
+        ".venv-sglang/bin/python, which scripts/setup_sglang.sh makes.",
     )
     weight_transfer: WeightTransfer = key(
         WeightTransfer.auto,
@@ -352,13 +357,13 @@ class InferenceModelConfig:
     )
     gpu_memory_utilization: float | None = key(
         None,
-        "Share of a GPU's memory that vLLM takes. null takes 0.85 of a GPU of its own, and 0.4 if another "
-        "role is on the GPU or ray.address names a cluster.",
+        "Share of a GPU's memory that vLLM or SGLang takes. null takes 0.85 of a GPU of its own, and 0.4 if "
+        "another role is on the GPU or ray.address names a cluster.",
     )
     kv_cache_gib: int = key(
         1,
-        "Memory for vLLM's key/value cache on a CPU, in GiB. At least one sequence of max_model_len tokens "
-        "must fit.",
+        "Memory for the key/value cache of vLLM or SGLang on a CPU, in GiB. At least one sequence of "
+        "max_model_len tokens must fit.",
     )
     block_size: int | None = key(
         None,

@@ -30,7 +30,7 @@ HeadDtype = StrEnum("HeadDtype", ["auto", "float32"])
 Attention = StrEnum("Attention", ["auto", "sdpa", "eager", "flash_attention_2"])
 PrefixAttention = StrEnum("PrefixAttention", ["auto", "varlen", "dense"])
 Quantization = StrEnum("Quantization", ["none", "nf4"])
-Backend = StrEnum("Backend", ["vllm", "vllm_server", "transformers"])
+Backend = StrEnum("Backend", ["vllm", "vllm_server", "sglang_server", "transformers"])
 WeightTransfer = StrEnum(
     "WeightTransfer",
     ["auto", "in_process", "shared_memory", "folder", "ray_objects"],
@@ -50,10 +50,15 @@ SURROGATE_OPTIONS: dict[str, dict[str, float]] = {
 # Values of train_model.parallelism that use DeepSpeed -> its ZeRO stage.
 ZERO_STAGES = {"deepspeed_zero2": 2, "deepspeed_zero3": 3}
 
-# Environment variable with the key of vLLM's servers. It is vLLM's own, so that its check and ours agree.
-KEY_VARIABLE = "VLLM_API_KEY"
+# Environment variables with the keys of servers. The first is vLLM's own, so that its check and ours agree.
+KEY_VARIABLE, SGLANG_KEY_VARIABLE = "VLLM_API_KEY", "SGLANG_API_KEY"
 # Values of inference_model.backend with which vLLM generates.
 VLLM_BACKENDS = (Backend.vllm, Backend.vllm_server)
+# Values of inference_model.backend with which a server generates.
+SERVER_BACKENDS = (Backend.vllm_server, Backend.sglang_server)
+# Values of inference_model.backend whose engine takes memory for its key/value cache when it starts: a share
+# of a GPU, or inference_model.kv_cache_gib of a CPU's memory.
+CACHING_BACKENDS = (*VLLM_BACKENDS, Backend.sglang_server)
 
 # Key -> the smallest valid value, and a value to suggest.
 AT_LEAST: dict[str, tuple[float, str]] = {

@@ -22,6 +22,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy
 import torch
@@ -71,6 +72,27 @@ class Checksums:
     dtype: str
     values: dict[str, tuple[int, ...]]
     parts: dict[str, tuple[tuple[Part, int], ...]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return them as a JSON object."""
+        values = {name: list(copies) for name, copies in self.values.items()}
+        parts = {
+            name: [[*part.rows, *part.columns, value] for part, value in held]
+            for name, held in self.parts.items()
+        }
+        return {"dtype": self.dtype, "values": values, "parts": parts}
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> Checksums:
+        """Return the checksums that :meth:`to_json` was called on."""
+        values = {name: tuple(copies) for name, copies in content["values"].items()}
+        parts = {
+            name: tuple(
+                (Part((top, bottom), (left, right)), value) for top, bottom, left, right, value in held
+            )
+            for name, held in content["parts"].items()
+        }
+        return Checksums(content["dtype"], values, parts)
 
 
 def merge_ranks(ranks: Sequence[Checksums], shapes: Mapping[str, Sequence[int]]) -> Checksums:

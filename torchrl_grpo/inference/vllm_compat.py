@@ -47,7 +47,7 @@ def has_head_dtype() -> bool:
 def has_token_server() -> bool:
     """Return whether vLLM's server has all routes that this project calls.
 
-    An older one gets them from :mod:`~torchrl_grpo.inference.servers.older_routes`.
+    An older one gets them from :mod:`~torchrl_grpo.inference.servers.vllm.older_routes`.
     """
     return vllm_version() >= _TOKEN_SERVER
 

@@ -22,7 +22,8 @@ from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference import vllm_compat
 from torchrl_grpo.inference.checksums import Checksums, Part, collect_parts, ordered_row_sums, row_sums
 from torchrl_grpo.inference.layout import Layout, Seen, Shape, fingerprint, in_format, locate_weights
-from torchrl_grpo.inference.vllm_in_place import Assembler, InPlaceLoader, Piece, repack_kept
+from torchrl_grpo.inference.pieces import Assembler, Piece
+from torchrl_grpo.inference.vllm_in_place import InPlaceLoader, repack_kept
 
 # Number of columns of a packed matrix that are multiplied out when the layout is learned. A publication
 # checks one column of about one in ``_ONE_IN`` packed matrices, chosen at random.

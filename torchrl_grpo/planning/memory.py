@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import VLLM_BACKENDS, ZERO_STAGES, PrefixAttention
+from torchrl_grpo.config.values import CACHING_BACKENDS, SERVER_BACKENDS, ZERO_STAGES, PrefixAttention
 from torchrl_grpo.models.shape import ModelShape
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.prediction import GIB, PHASES, Prediction, Row
@@ -264,7 +264,7 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there
     # The devices of an engine divide its weights.
     weights = element * shape.parameters / plan.engine_size
     cache, work = _generation(options.backend, cfg, shape, load, element)
-    if options.backend in VLLM_BACKENDS and device == "cuda":
+    if options.backend in CACHING_BACKENDS and device == "cuda":
         sizes = [there.gpus[int(name.removeprefix("cuda:"))] for name in role.devices]
         # Use the smallest GPU, because the table has one row for all devices of a role.
         known = [size for size in sizes if size is not None]
@@ -273,7 +273,7 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there
         share = weights if size is None else max(weights, plan.gpu_memory_utilization * size * GIB)
         cache, work = share - weights, 0.0
     awake = Row("inference", "generate", role.devices, weights, activations=work, cache=cache)
-    if options.backend == "vllm_server" and device == "cpu":
+    if options.backend in SERVER_BACKENDS and device == "cpu":
         server = Row("inference", "all", role.devices, other=_SERVER_PROGRAM_GIB * GIB)
         ahead = plan.asynchronous and cfg.collector.max_policy_age > 0
         if plan.weight_transfer != "shared_memory" or not ahead:
@@ -283,10 +283,10 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there
         return [awake, server, Row("inference", "all", ("cpu",), other=float(element * shape.parameters))]
     if plan.own_process:
         return [awake]
-    kept = cache if options.backend in VLLM_BACKENDS else 0.0
+    kept = cache if options.backend in CACHING_BACKENDS else 0.0
     phases = [phase for phase in PHASES if phase not in ("load", "generate")]
     if plan.sleeps:
-        left = _ASLEEP_GIB * GIB if options.backend in VLLM_BACKENDS else 0.0
+        left = _ASLEEP_GIB * GIB if options.backend in CACHING_BACKENDS else 0.0
         return [awake, *(Row("inference", phase, role.devices, other=left) for phase in phases)]
     return [awake, *(Row("inference", phase, role.devices, weights, cache=kept) for phase in phases)]
 
@@ -323,7 +323,7 @@ def _generation(
     # avoids the copy.
     cast = cfg.inference_model.head_dtype == "float32" and element < FLOAT
     head = float(cast * FLOAT * shape.vocabulary * shape.hidden)
-    if backend in VLLM_BACKENDS:
+    if backend in CACHING_BACKENDS:
         sampling = FLOAT * load.rows * shape.vocabulary * 2
         return float(cfg.inference_model.kv_cache_gib * GIB), sampling + head
     rows = min(load.rows, MAX_ROWS)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torchrl_grpo.config.keys import bad_value
+from torchrl_grpo.config.values import SERVER_BACKENDS
 from torchrl_grpo.planning.plan import Plan, RolePlan, counted, resolved_utilization, show_list, which
 from torchrl_grpo.planning.request import Request, Role
 
@@ -116,7 +117,7 @@ def _workers(request: Request, devices: tuple[str, ...], each: str) -> RolePlan:
         return RolePlan(
             ("ray",) * count, "cluster", f"{counted(count, 'worker')}, where ray.address puts them"
         )
-    what = "server" if request.backend == "vllm_server" else "worker"
+    what = "server" if request.backend in SERVER_BACKENDS else "worker"
     own = f"one {what}, a {each} of its own" if count == 1 else f"{count} {what}s, a {each} each"
     if size > 1:
         kind = "processes" if each == "process" else "GPUs"
@@ -134,14 +135,14 @@ def choose_transfer(request: Request, own_process: bool) -> str:
     Raises:
         ConfigError: the engines of the plan cannot get weights in the way that was asked for.
     """
-    if request.backend == "vllm_server":
+    if request.backend in SERVER_BACKENDS:
         automatic = "shared_memory"
     else:
         automatic = "ray_objects" if own_process else "in_process"
     asked = request.weight_transfer
     if asked == "auto" or asked == automatic:
         return automatic
-    if request.backend != "vllm_server":
+    if request.backend not in SERVER_BACKENDS:
         where = "in processes of their own, on Ray" if own_process else "in the trainer's process"
         raise bad_value(_TRANSFER, asked, f"the engines of this plan run {where}", f"{_TRANSFER}={automatic}")
     return asked
@@ -149,7 +150,7 @@ def choose_transfer(request: Request, own_process: bool) -> str:
 
 def _weights_by(request: Request) -> str:
     """Return how servers get weights, in words."""
-    if request.backend != "vllm_server":
+    if request.backend not in SERVER_BACKENDS:
         return ""
     return f"; weights by {choose_transfer(request, own_process=True).replace('_', ' ')}"
 
@@ -302,7 +303,7 @@ class _Allocator:
         said = "as inference_model.devices says: " if ask.inference.devices is not None else ""
         if shared:
             one_gpu = "one GPU" if self.num_gpus == 1 else "no GPU left"
-            kind = "server" if ask.backend == "vllm_server" else "worker"
+            kind = "server" if ask.backend in SERVER_BACKENDS else "worker"
             engines = len(gpus) // ask.engine_size
             each = f", {engines} {kind}s" if engines > 1 and not said else ""
             if ask.engine_size > 1:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torchrl_grpo.config.allocation import meaning
 from torchrl_grpo.config.derived import needs_reference
 from torchrl_grpo.config.keys import show
+from torchrl_grpo.config.values import SERVER_BACKENDS
 
 if TYPE_CHECKING:
     from torchrl_grpo.config import Config
@@ -88,7 +89,7 @@ class Request:
         """
         beside_ranks = self.backend == "vllm" and max(self.ranks, self.train.count) > 1
         several = self.inference.count > 1
-        return self.backend == "vllm_server" or self.asynchronous or self.cluster or several or beside_ranks
+        return self.backend in SERVER_BACKENDS or self.asynchronous or self.cluster or several or beside_ranks
 
     @property
     def ranks_generate(self) -> bool:
@@ -136,7 +137,7 @@ def build_request(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
         ranks=ranks,
         # The processes of a reference model run on Ray, and servers do not need it.
         reference_ahead=asynchronous
-        and cfg.inference_model.backend != "vllm_server"
+        and cfg.inference_model.backend not in SERVER_BACKENDS
         and cfg.collector.max_policy_age > 0
         and cfg.ref_model.refresh_frequency == 0,
         allocation_mode="" if cfg.allocation_mode is None else _allocation(cfg),

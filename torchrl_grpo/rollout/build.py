@@ -14,7 +14,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import rounds, steps_per_round, total_turns
-from torchrl_grpo.config.values import Dtype
+from torchrl_grpo.config.values import SERVER_BACKENDS, Dtype
 from torchrl_grpo.distributed.ranks import cores_to_divide
 from torchrl_grpo.envs.episodes.build import with_episodes
 from torchrl_grpo.envs.group_text import GroupTextEnv
@@ -101,7 +101,7 @@ def collection_for(cfg: Config, plan: Plan) -> CollectorFactory:
     """Return the function that builds the collection of a plan."""
     if not plan.own_process:
         return build_single_engine
-    build = build_servers if cfg.inference_model.backend == "vllm_server" else build_ray_workers
+    build = build_servers if cfg.inference_model.backend in SERVER_BACKENDS else build_ray_workers
     return build if plan.asynchronous else partial(build_in_turn, build)
 
 
@@ -150,7 +150,7 @@ def build_in_turn(
 def build_servers(
     cfg: Config, source: EngineSource, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
 ) -> Collection:
-    """Build a worker for each vLLM server, which runs ahead as far as ``collector.max_policy_age`` allows."""
+    """Build a worker for each server, which runs ahead as far as ``collector.max_policy_age`` allows."""
     from torchrl_grpo.rollout.workers.server_pool import ServerPool, ServerSpec
 
     plan, ranks = source.plan, rank_env.local_world_size()
@@ -166,6 +166,7 @@ def build_servers(
         max_num_seqs=source.max_num_seqs(cfg),
         threads=divide_cores(cfg, plan, cores_to_divide(ranks), ranks)[1],
         gpu_memory_utilization=plan.gpu_memory_utilization,
+        eos_token_ids=source.eos_token_ids,
         # A little less than the dispatcher's, so that the error says what is missing.
         start_limit_s=0.9 * max(START_LIMIT_S, cfg.collector.timeout_s),
     )

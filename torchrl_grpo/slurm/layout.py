@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.keys import bad_value
+from torchrl_grpo.config.values import Backend
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning import preflight
 from torchrl_grpo.planning.plan import Plan, counted
@@ -74,6 +75,14 @@ def check_script(script: str, cfg: Config, nodes: int) -> None:
         )
     if cfg.ray.address is not None:
         raise bad_value("ray.address", cfg.ray.address, "the job starts Ray on its nodes", "ray.address=null")
+    if nodes > 1 and cfg.inference_model.backend == Backend.sglang_server:
+        wrong = f"the job of --nodes={nodes} starts vLLM's servers on its nodes, and no others"
+        raise bad_value(
+            "inference_model.backend",
+            cfg.inference_model.backend,
+            wrong,
+            "inference_model.backend=vllm_server, or --nodes=1",
+        )
     if nodes > 1 and cfg.train.method == "sft":
         raise ConfigError(
             f"--nodes={nodes}: {script} has no engines, and its training ranks run on one machine; "

@@ -1,7 +1,7 @@
-"""Checks of vLLM's servers, and of ``inference_model.engine_args``.
+"""Checks of servers, and of ``inference_model.engine_args``.
 
-Arguments that this project sets itself are refused. All others are passed to vLLM unchanged, which checks
-their names when the engine starts.
+Arguments that this project sets itself are refused. All others are passed to vLLM or SGLang unchanged, which
+checks their names when the engine starts.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from torchrl_grpo.config.checks import sglang
 from torchrl_grpo.config.keys import bad_value, show
-from torchrl_grpo.config.values import VLLM_BACKENDS
+from torchrl_grpo.config.values import CACHING_BACKENDS, SERVER_BACKENDS, Backend
 
 if TYPE_CHECKING:
     from torchrl_grpo.config.schema import Config
@@ -64,36 +65,40 @@ ONE_DEVICE = {
 
 
 def check_engine_args(cfg: Config) -> None:
-    """Check the arguments that are passed to vLLM.
+    """Check the arguments that are passed to vLLM or SGLang.
 
     Raises:
-        ConfigError: the backend is not vLLM, or this project sets an argument itself.
+        ConfigError: the backend takes none, or this project sets an argument itself.
     """
     inference = cfg.inference_model
     if not inference.engine_args:
         return
-    if inference.backend not in VLLM_BACKENDS:
-        wrong = f"only vllm takes these, and inference_model.backend={inference.backend}"
+    if inference.backend not in CACHING_BACKENDS:
+        wrong = f"only vllm and sglang take these, and inference_model.backend={inference.backend}"
         raise bad_value(_KEY, inference.engine_args, wrong, f"inference_model.backend=vllm or {_KEY}={{}}")
     if inference.servers != "auto":
         wrong = "the servers of inference_model.servers run already"
         raise bad_value(_KEY, inference.engine_args, wrong, f"{_KEY}={{}}, and give them to grpo-serve")
-    _check_overrides(inference.engine_args.get("hf_overrides", {}))
+    if inference.backend == Backend.sglang_server:
+        by_key, always, one_device = sglang.SET_BY_KEY, sglang.ALWAYS_SET, sglang.ONE_DEVICE
+    else:
+        by_key, always, one_device = SET_BY_KEY, ALWAYS_SET, ONE_DEVICE
+        _check_overrides(inference.engine_args.get("hf_overrides", {}))
     for name, value in inference.engine_args.items():
         key = f"{_KEY}.{name}"
-        if name in SET_BY_KEY:
-            fix = SET_BY_KEY[name]
+        if name in by_key:
+            fix = by_key[name]
             also = (
                 " on a CPU, and inference_model.gpu_memory_utilization sets it on a GPU"
                 if name == "kv_cache_memory_bytes"
                 else ""
             )
             raise bad_value(key, value, f"{fix} sets this for the whole run{also}", f"{fix}=VALUE")
-        if name in ALWAYS_SET:
-            raise bad_value(key, value, ALWAYS_SET[name], f"nothing for {name}")
-        if name in ONE_DEVICE and value != 1:
-            wrong = f"{ONE_DEVICE[name]} sets this for the whole run"
-            raise bad_value(key, value, wrong, f"{ONE_DEVICE[name]}={value}")
+        if name in always:
+            raise bad_value(key, value, always[name], f"nothing for {name}")
+        if name in one_device and value != 1:
+            wrong = f"{one_device[name]} sets this for the whole run"
+            raise bad_value(key, value, wrong, f"{one_device[name]}={value}")
 
 
 def _check_overrides(overrides: Any) -> None:
@@ -120,7 +125,13 @@ def check_servers(cfg: Config) -> None:
     """
     inference, key = cfg.inference_model, "inference_model.servers"
     servers = inference.servers
-    if inference.backend == "vllm_server" and cfg.ray.address is not None:
+    if inference.backend != Backend.sglang_server and inference.server_python is not None:
+        wrong = f"only sglang_server has a Python of its own, and inference_model.backend={inference.backend}"
+        python = "inference_model.server_python"
+        raise bad_value(
+            python, inference.server_python, wrong, f"inference_model.backend=sglang_server or {python}=null"
+        )
+    if inference.backend in SERVER_BACKENDS and cfg.ray.address is not None:
         wrong = "servers do not run on Ray"
         raise bad_value(
             "ray.address", cfg.ray.address, wrong, "inference_model.backend=vllm or ray.address=null"
@@ -130,7 +141,7 @@ def check_servers(cfg: Config) -> None:
     good = f"{key}=[http://127.0.0.1:8000] or {key}=auto"
     if not isinstance(servers, list) or not servers or not all(isinstance(one, str) for one in servers):
         raise bad_value(key, servers, "must be auto or a list of addresses", good)
-    if inference.backend != "vllm_server":
+    if inference.backend not in SERVER_BACKENDS:
         wrong = f"inference_model.backend={inference.backend} has no servers"
         raise bad_value(key, servers, wrong, f"inference_model.backend=vllm_server or {key}=auto")
     known: dict[str, str] = {}
@@ -158,7 +169,7 @@ def check_transfer(cfg: Config) -> None:
     size = inference.tensor_parallel_size * inference.pipeline_parallel_size
     several = "tensor" if inference.tensor_parallel_size > 1 else "pipeline"
     key = f"inference_model.{several}_parallel_size"
-    if size > 1 and inference.backend != "vllm_server":
+    if size > 1 and inference.backend != Backend.vllm_server:
         wrong = f"an engine of inference_model.backend={inference.backend} has one device"
         raise bad_value(key, attrgetter(key)(cfg), wrong, f"inference_model.backend=vllm_server or {key}=1")
     if size > 1 and inference.servers != "auto":
@@ -173,7 +184,7 @@ def check_transfer(cfg: Config) -> None:
             raise bad_value(f"inference_model.{name}", vars(inference)[name], wrong, f"a multiple of {size}")
     way, folder = inference.weight_transfer, inference.weight_folder
     key = "inference_model.weight_transfer"
-    served = inference.backend == "vllm_server"
+    served = inference.backend in SERVER_BACKENDS
     if way in ("shared_memory", "folder") and not served:
         wrong = f"only servers get weights in this way, and inference_model.backend={inference.backend}"
         raise bad_value(key, way, wrong, f"inference_model.backend=vllm_server or {key}=auto")

@@ -19,6 +19,7 @@ from torchrl_grpo.config.checks.data import check_data
 from torchrl_grpo.config.checks.engine import check_engine_args, check_servers, check_transfer
 from torchrl_grpo.config.checks.lora import check_lora
 from torchrl_grpo.config.checks.policy import check_policy
+from torchrl_grpo.config.checks.sglang import check_python
 from torchrl_grpo.config.derived import optim_batch_size
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.mixture import mixture_parts
@@ -29,6 +30,7 @@ from torchrl_grpo.config.values import (
     VLLM_BACKENDS,
     VLLM_LEAST_TEMPERATURE,
     ZERO_STAGES,
+    Backend,
     PrefixAttention,
 )
 from torchrl_grpo.errors import ConfigError
@@ -90,6 +92,8 @@ def check_installed(cfg: Config) -> None:
     if starts_vllm and importlib.util.find_spec("vllm") is None:
         good = "inference_model.backend=transformers"
         raise bad_value("inference_model.backend", inference.backend, "vllm is not installed", good)
+    if inference.backend == Backend.sglang_server and inference.servers == "auto":
+        check_python(cfg)
     quantization = cfg.train_model.quantization
     if quantization != "none" and importlib.util.find_spec("bitsandbytes") is None:
         wrong = "bitsandbytes is not installed"

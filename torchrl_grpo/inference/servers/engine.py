@@ -1,8 +1,8 @@
-"""An engine in a vLLM server, which takes and gives token ids over HTTP.
+"""An engine in a server, which takes and gives token ids over HTTP.
 
-The server needs what :mod:`~torchrl_grpo.inference.servers.command` starts it with: the methods of
-:class:`~torchrl_grpo.inference.servers.extension.WeightExtension`, and log-probabilities of the sampled
-distribution.
+The server needs what this project starts it with: the methods of
+:class:`~torchrl_grpo.inference.servers.vllm.extension.WeightExtension`, and log-probabilities of the sampled
+distribution. What differs between kinds of servers is in :mod:`~torchrl_grpo.inference.servers.api`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.inference.checksums import Checksums, merge_ranks
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
+from torchrl_grpo.inference.servers.api import ServerApi
 from torchrl_grpo.inference.servers.carriers import BucketSource
-from torchrl_grpo.inference.servers.extension import read_checksums
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.weight_files import WeightFiles
 from torchrl_grpo.inference.vllm_arguments import name_of
@@ -37,9 +37,6 @@ _STEP_S = 0.2
 _QUIET_S = 30.0
 # A request that reaches the server after it was told to abort all is aborted this much later, in seconds.
 _ABORT_AGAIN_S = 0.2
-_GENERATE, _CALL = "/inference/v1/generate", "/collective_rpc"
-# vLLM sends this in place of a log-probability that is not finite.
-_NOT_FINITE = -9999.0
 
 
 @dataclass(frozen=True)
@@ -50,11 +47,13 @@ class Wanted:
         dtype: dtype in which weights are published.
         head_dtype: dtype of the output head's products; None for ``dtype``.
         max_model_len: longest prompt and response together.
+        end_token_ids: tokens that end a response, for servers that are told.
     """
 
     dtype: torch.dtype
     head_dtype: torch.dtype | None
     max_model_len: int
+    end_token_ids: tuple[int, ...] = ()
 
 
 class ServerEngine(SteppingEngine):
@@ -62,6 +61,7 @@ class ServerEngine(SteppingEngine):
 
     Args:
         connection: connection to the server; closed with the engine.
+        api: routes of this kind of server.
         wanted: what the server must compute with.
         folder: folder for weights on their way, which the server must see.
         timeout_s: seconds within which the server's engine must answer.
@@ -75,9 +75,17 @@ class ServerEngine(SteppingEngine):
     """
 
     def __init__(
-        self, connection: ServerConnection, *, wanted: Wanted, folder: Path, timeout_s: float
+        self,
+        connection: ServerConnection,
+        api: ServerApi,
+        *,
+        wanted: Wanted,
+        folder: Path,
+        timeout_s: float,
     ) -> None:
         self._connection = connection
+        self._api = api
+        self._end_token_ids = wanted.end_token_ids
         self._folder = folder
         self._timeout_s = timeout_s
         self._names = itertools.count()
@@ -91,30 +99,30 @@ class ServerEngine(SteppingEngine):
         self._next_check = time.monotonic() + _QUIET_S
         self._lost_at = math.inf
         self._shapes: dict[str, tuple[int, ...]] = {}
-        # Whether vLLM's own loader must load weights, because it changes some of them.
+        # Whether the server's own loader must load weights, because it changes some of them.
         self._by_loader = False
         # An earlier run may have ended in the middle of an update, and left requests behind.
-        connection.post("/abort_requests", {})
+        api.abort_all(connection)
         with tempfile.NamedTemporaryFile(prefix="torchrl-grpo-", dir=folder) as seen:
-            described, *_ = self._call("grpo_describe", file=seen.name)
-        connection.post("/resume")
+            described, *others = self._call("grpo_describe", file=seen.name)
+        api.resume(connection)
         self.identity: str = described["identity"]
         _check_described(connection.address, described, wanted, folder)
+        self._ranks = 1 + len(others)
+        if described["ranks"] != self._ranks:
+            raise ConfigError(
+                f"inference_model.servers: the server at {connection.address} divides its model among "
+                f"{described['ranks']} processes, and weights reach {self._ranks} of them; start it with "
+                "grpo-serve and the words of this run"
+            )
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See :meth:`SteppingEngine.submit`."""
         for request in requests:
             name = str(next(self._names))
             self._running[name] = request
-            body = _body(
-                request.tokens,
-                max_tokens=request.max_new_tokens,
-                temperature=request.temperature,
-                seed=request.seed,
-                ignore_eos=request.ignore_eos,
-                logprobs=0,
-            )
-            self._connection.post_later(_GENERATE, body, partial(self._on_answer, name))
+            call = self._api.generate(request, self._end_token_ids)
+            self._connection.send_later(call, partial(self._on_answer, name))
 
     def _on_answer(self, name: str | None, answer: Any) -> None:
         # This runs in the thread of the connection.
@@ -169,55 +177,43 @@ class ServerEngine(SteppingEngine):
             )
         if now > self._next_check and math.isinf(self._lost_at):
             self._lost_at = now + self._timeout_s
-            body = {"method": "grpo_sign_of_life"}
-            self._connection.post_later(_CALL, body, partial(self._on_answer, None))
+            self._connection.send_later(self._api.sign_of_life, partial(self._on_answer, None))
 
     def _completion(self, answer: dict[str, Any]) -> Completion:
-        (choice,) = answer["choices"]
-        if self._weights_name is not None and choice["token_ids"]:
-            names = {span["version"] for span in choice["weight_versions"] or ()}
-            if names != {self._weights_name}:
-                raise ServerLost(
-                    f"{self._connection.address} generated with weights {sorted(names)} and was given "
-                    f"{self._weights_name}: it was restarted, or another run uses it"
-                )
-        entries = choice["logprobs"]["content"]
-        reason = choice["finish_reason"]
-        return Completion(
-            choice["token_ids"],
-            [_log_prob(entry) for entry in entries],
-            "aborted" if reason == "abort" else reason,
-        )
+        found = self._api.sampled(answer)
+        named = self._weights_name is not None and found.completion.token_ids
+        if named and found.weights != {self._weights_name}:
+            raise ServerLost(
+                f"{self._connection.address} generated with weights {sorted(found.weights)} and was given "
+                f"{self._weights_name}: it was restarted, or another run uses it"
+            )
+        return found.completion
 
     def abort_all(self) -> dict[Hashable, Completion]:
         """See :meth:`SteppingEngine.abort_all`."""
         found: dict[Hashable, Completion] = {}
         while self._running:
-            self._connection.post("/abort_requests", {})
+            self._api.abort_all(self._connection)
             found.update(self._received(_ABORT_AGAIN_S))
         return found
 
     def next_tokens(self, probe: Probe) -> ProbeResult:
         """See :meth:`Engine.next_tokens`."""
-        likeliest, cached = [], []
+        rows = []
         for prompt in probe.prompts:
-            # The sampled token comes first and counts, whether or not it is among the likeliest.
-            body = _body(prompt, max_tokens=1, temperature=1.0, seed=0, logprobs=probe.top_k + 1)
-            answer = self._connection.post(_GENERATE, body, timeout_s=self._timeout_s)
-            entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-            by_rank = sorted((entry for entry in entries if entry["rank"]), key=lambda entry: entry["rank"])
-            likeliest.append(by_rank[: probe.top_k])
-            cached.append((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+            call = self._api.likeliest(prompt, probe.top_k)
+            answer = self._connection.send(call, timeout_s=self._timeout_s)
+            rows.append(self._api.read_likeliest(answer, probe.top_k))
         return ProbeResult(
-            torch.tensor([[entry["token_id"] for entry in row] for row in likeliest]),
-            torch.tensor([[_log_prob(entry) for entry in row] for row in likeliest]),
-            cached_tokens=cached[0],
+            torch.tensor([row.token_ids for row in rows]),
+            torch.tensor([row.log_probs for row in rows]),
+            cached_tokens=rows[0].cached_tokens,
         )
 
     def start_update(self) -> None:
         """See :meth:`Engine.start_update`."""
         # Requests of others are frozen, and go on with the new weights.
-        self._connection.post("/pause?mode=keep&clear_cache=true")
+        self._api.pause(self._connection)
         self._call("grpo_start_update", by_loader=self._by_loader)
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -236,16 +232,16 @@ class ServerEngine(SteppingEngine):
         """See :meth:`Engine.finish_update`."""
         self._call("grpo_finish_update")
         self._weights_name = uuid.uuid4().hex
-        self._connection.post("/update_weight_version", {"new_version": self._weights_name})
-        self._connection.post("/resume")
+        self._api.name_weights(self._connection, self._weights_name)
+        self._api.resume(self._connection)
 
     def locate_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """See :meth:`Engine.locate_weights`."""
         self._shapes = dict(shapes)
         self._call("grpo_locate_weights", shapes={name: list(shape) for name, shape in shapes.items()})
-        found = [read_checksums(one) for one in self._call("grpo_held")]
-        if len(found) == 1:
+        if self._ranks == 1:
             return
+        found = [Checksums.from_json(one) for one in self._call("grpo_held")]
         whole = merge_ranks(found, self._shapes)
         missing = [name for name in shapes if name not in whole.values]
         for name in missing:
@@ -260,21 +256,20 @@ class ServerEngine(SteppingEngine):
 
     def checksums(self) -> tuple[Checksums, ...]:
         """See :meth:`Engine.checksums`."""
-        ranks = [read_checksums(found) for found in self._call("grpo_checksums")]
+        ranks = [Checksums.from_json(found) for found in self._call("grpo_checksums")]
         return (merge_ranks(ranks, self._shapes),)
 
     def reset_cache(self) -> None:
         """See :meth:`Engine.reset_cache`."""
-        if not self._connection.post("/reset_prefix_cache")["success"]:
-            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+        self._api.reset_cache(self._connection)
 
     def sleep(self) -> None:
         """See :meth:`Engine.sleep`."""
-        self._connection.post("/sleep?level=2")
+        self._api.sleep(self._connection)
 
     def wake(self) -> None:
         """See :meth:`Engine.wake`."""
-        self._connection.post("/wake_up")
+        self._api.wake(self._connection)
 
     def close(self) -> None:
         """Close the connection. Whoever has started the server ends it."""
@@ -282,8 +277,7 @@ class ServerEngine(SteppingEngine):
 
     def _call(self, method: str, **arguments: Any) -> list[Any]:
         """Call a method of every worker of the server, and return the results."""
-        answer = self._connection.post(_CALL, {"method": method, "kwargs": arguments})
-        return list((answer or {}).get("results", ()))
+        return self._api.call(self._connection, method, arguments, self._folder)
 
 
 def _check_described(address: str, found: Mapping[str, Any], wanted: Wanted, folder: Path) -> None:
@@ -323,12 +317,3 @@ def _loading_error(address: str, what: str) -> ModelError:
         f"inference_model.backend=vllm_server: of the published weights, the ranks of {address} load {what}; "
         "write inference_model.tensor_parallel_size=1 and inference_model.pipeline_parallel_size=1"
     )
-
-
-def _body(tokens: Sequence[int], **sampling: Any) -> dict[str, Any]:
-    return {"token_ids": list(tokens), "sampling_params": {"detokenize": False, **sampling}}
-
-
-def _log_prob(entry: dict[str, Any]) -> float:
-    value: float = entry["logprob"]
-    return math.nan if value == _NOT_FINITE and entry["rank"] is None else value

@@ -7,19 +7,38 @@ import resource
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import aiohttp
 
+from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.errors import ConfigError
 
 _T = TypeVar("_T")
-_UNIX = "unix:"
+_UNIX, _JSON = "unix:", "application/json"
 # Seconds between two attempts to reach a server that is not up yet.
 _RETRY_S = 0.2
-# Seconds after which an unused connection is closed. vLLM closes one after 5 s by default, and a request that
-# is sent at that moment is lost.
+# Seconds after which an unused connection is closed. Servers close one after 5 s by default, and a request
+# that is sent at that moment is lost.
 _IDLE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request to a server.
+
+    Attributes:
+        path: route, with its query.
+        body: JSON of the request.
+        verb: HTTP's verb.
+        may_be_refused: whether status 400 is an answer like others.
+    """
+
+    path: str
+    body: Any = None
+    verb: str = "POST"
+    may_be_refused: bool = False
 
 
 class ServerLost(RuntimeError):
@@ -33,11 +52,12 @@ class ServerConnection:
         address: ``http://HOST:PORT``, or ``unix:PATH`` for a socket of this machine.
         key: key that the server asks for.
         timeout_s: longest duration of a request that does not generate, in seconds.
+        key_variable: environment variable from which the server has its key, for the error message.
     """
 
-    def __init__(self, address: str, key: str, timeout_s: float) -> None:
+    def __init__(self, address: str, key: str, timeout_s: float, key_variable: str = KEY_VARIABLE) -> None:
         self.address = address
-        self._key = key
+        self._key, self._key_variable = key, key_variable
         self._timeout_s = timeout_s
         self._base = "http://server" if address.startswith(_UNIX) else address.rstrip("/")
         self._loop = asyncio.new_event_loop()
@@ -50,7 +70,7 @@ class ServerConnection:
 
     async def _open(self) -> aiohttp.ClientSession:
         # Every request holds a descriptor until its response is complete. Requests beyond half of what the
-        # process may have open wait here, and vLLM queues the others.
+        # process may have open wait here, and the server queues the others.
         limit = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         if self.address.startswith(_UNIX):
             path = self.address.removeprefix(_UNIX)
@@ -102,10 +122,14 @@ class ServerConnection:
             ServerLost: no answer, or an answer with an error.
             ConfigError: the server refuses the key.
         """
-        limit = self._timeout_s if timeout_s is None else timeout_s
-        return self._run(self._post(path, body, limit))
+        return self.send(Call(path, body), timeout_s=timeout_s)
 
-    def post_later(self, path: str, body: Any, done: Callable[[Any], None]) -> None:
+    def send(self, call: Call, *, timeout_s: float | None = None) -> Any:
+        """Send a request and return the JSON of the answer; see :meth:`post`."""
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        return self._run(self._send(call, limit))
+
+    def send_later(self, call: Call, done: Callable[[Any], None]) -> None:
         """Send a request, and call ``done`` with the JSON of the answer or the exception.
 
         ``done`` runs in the thread of the connection. The request has no time limit.
@@ -124,21 +148,26 @@ class ServerConnection:
                 answer = error
             done(answer)
 
-        self._submit(self._post(path, body, None)).add_done_callback(finished)
+        self._submit(self._send(call, None)).add_done_callback(finished)
 
-    async def _post(self, path: str, body: Any, timeout_s: float | None) -> Any:
-        where = f"{self.address}: {path.partition('?')[0]}"
+    async def _send(self, call: Call, timeout_s: float | None) -> Any:
+        where = f"{self.address}: {call.path.partition('?')[0]}"
+        url = self._base + call.path
         try:
-            async with asyncio.timeout(timeout_s), self._session.post(self._base + path, json=body) as answer:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.request(call.verb, url, json=call.body) as answer,
+            ):
                 if answer.status == 401:
                     raise ConfigError(
-                        f"inference_model.servers: {self.address} refuses the key; set VLLM_API_KEY to "
-                        "the key that the server was started with"
+                        f"inference_model.servers: {self.address} refuses the key; set "
+                        f"{self._key_variable} to the key that the server was started with"
                     )
-                if answer.status != 200:
+                if answer.status != 200 and not (call.may_be_refused and answer.status == 400):
                     text = (await answer.text()).strip()
                     raise ServerLost(f"{where} answered {answer.status} {answer.reason}: {text[:500]}")
-                return await answer.json(content_type=None)
+                # Some routes answer with a sentence or with nothing.
+                return await answer.json() if answer.content_type == _JSON else None
         except TimeoutError as error:
             raise ServerLost(f"{where}: no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:

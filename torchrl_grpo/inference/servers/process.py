@@ -1,4 +1,4 @@
-"""A vLLM server as a child of this process."""
+"""A server as a child of this process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torchrl_grpo.errors import ModelError
-from torchrl_grpo.inference.servers.command import server_command, server_environment
-from torchrl_grpo.inference.servers.program import END_VARIABLE, READY_VARIABLE
-from torchrl_grpo.planning.cores import import_path
+from torchrl_grpo.inference.servers.kinds import ServerKind
+from torchrl_grpo.inference.servers.launch import Launch
+from torchrl_grpo.inference.servers.lifetime import END_VARIABLE, READY_VARIABLE
 from torchrl_grpo.runtime.shared_memory import segments_of, unlink
 
 # Number of lines of a server's log in an error message.
@@ -31,22 +30,21 @@ class ServerProcess:
     """A server that listens on a socket in a folder of its own, which only this user can open.
 
     Args:
-        source: folder or hub name of the model.
-        arguments: result of :func:`~torchrl_grpo.inference.vllm_arguments.vllm_arguments`.
-        on_cpu: whether it computes on a CPU.
+        kind: kind of the server.
+        launch: how it is started.
         environment: further environment variables.
         log: file that its output is appended to; None for this process's own output.
     """
 
     def __init__(
         self,
-        source: str,
-        arguments: Mapping[str, Any],
+        kind: ServerKind,
+        launch: Launch,
         *,
-        on_cpu: bool,
         environment: Mapping[str, str],
         log: Path | None,
     ) -> None:
+        self._kind = kind
         self.key = secrets.token_urlsafe(32)
         self._log = log
         self._ending = threading.Lock()
@@ -63,15 +61,14 @@ class ServerProcess:
         inherited = {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
         try:
             self._process = subprocess.Popen(
-                server_command(source, arguments, {"uds": str(self._folder / "socket")}),
+                launch.command({"uds": str(self._folder / "socket")}),
                 env={
                     **inherited,
-                    **server_environment(self.key, arguments["enforce_eager"], on_cpu),
+                    **launch.variables,
                     **environment,
-                    # A clone that is not installed is imported from where this process has it.
-                    "PYTHONPATH": os.pathsep.join(import_path()),
-                    # vLLM's own sockets, which a killed server leaves behind.
-                    "VLLM_RPC_BASE_PATH": str(self._folder),
+                    kind.key_variable: self.key,
+                    # A killed server leaves its own sockets behind.
+                    launch.folder_variable: str(self._folder),
                     READY_VARIABLE: str(write),
                     END_VARIABLE: "1",
                 },
@@ -103,14 +100,16 @@ class ServerProcess:
         with selectors.DefaultSelector() as selector:
             selector.register(self._ready, selectors.EVENT_READ)
             if not selector.select(timeout_s):
-                raise TimeoutError(f"a vLLM server was not ready within {timeout_s:g} s{self._said()}")
+                raise TimeoutError(
+                    f"a server of {self._kind.title} was not ready within {timeout_s:g} s{self._said()}"
+                )
         if not self._ready.read(1):
             # The exit status stays, so that the number of the process is not used again before kill().
             left = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
             code = "nothing" if left is None else left.si_status
             raise ModelError(
-                f"inference_model.backend=vllm_server: a server ended with code {code} while it started"
-                f"{self._said()}"
+                f"inference_model.backend={self._kind.backend}: a server ended with code {code} while it "
+                f"started{self._said()}"
             )
         self._segments = segments_of(self._process.pid)
 

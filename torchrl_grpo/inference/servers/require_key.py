@@ -1,7 +1,8 @@
 """ASGI middleware that refuses every request without the server's key.
 
 vLLM's own check covers a few prefixes only. Routes that pause the server, load weights or call a method of
-the worker lie outside them.
+the worker lie outside them. SGLang's own check leaves out the routes that tell of its health, and takes the
+key from the command line, which other users of the machine see.
 """
 
 from __future__ import annotations
@@ -14,23 +15,24 @@ from typing import Any
 
 from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.inference.servers.asgi import App, Receive, Scope, Send, send_json
-from torchrl_grpo.inference.servers.program import READY_VARIABLE
+from torchrl_grpo.inference.servers.lifetime import READY_VARIABLE
 
 
 class RequireKey:
-    """Middleware for vLLM's ``--middleware``.
+    """Middleware for vLLM's ``--middleware``, and for SGLang's application.
 
     Args:
         app: application behind it.
+        variable: environment variable with the key.
 
     Raises:
         RuntimeError: the environment has no key.
     """
 
-    def __init__(self, app: App) -> None:
-        key = os.environ.get(KEY_VARIABLE)
+    def __init__(self, app: App, variable: str = KEY_VARIABLE) -> None:
+        key = os.environ.get(variable)
         if not key:
-            raise RuntimeError(f"{KEY_VARIABLE} is not set: a server without a key would obey everybody")
+            raise RuntimeError(f"{variable} is not set: a server without a key would obey everybody")
         self._app = app
         self._digest = _digest(key.encode())
 

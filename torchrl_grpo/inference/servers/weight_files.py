@@ -20,7 +20,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from torchrl_grpo.inference.vllm_in_place import Assembler, Piece
+from torchrl_grpo.inference.pieces import Assembler, Piece
 
 # Largest size of a bucket in bytes. Larger tensors are divided.
 BUCKET_BYTES = 64 * 2**20

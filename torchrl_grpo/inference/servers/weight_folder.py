@@ -17,8 +17,17 @@ import torch
 from torch import Tensor
 
 from torchrl_grpo.inference.checksums import checksum
+from torchrl_grpo.inference.pieces import Piece
 from torchrl_grpo.inference.servers import weight_files
-from torchrl_grpo.inference.servers.weight_files import Bucket, Folder, divide, pack_pieces, whole_tensors
+from torchrl_grpo.inference.servers.weight_files import (
+    Bucket,
+    Folder,
+    divide,
+    map_file,
+    pack_pieces,
+    read_bucket,
+    whole_tensors,
+)
 
 # Seconds within which a file must arrive on another machine. NFS keeps what it knows of a folder for a
 # minute.
@@ -71,6 +80,26 @@ class FolderWeights:
     def close(self) -> None:
         """Delete the files."""
         self._folder.close()
+
+
+class BucketReader:
+    """Reads buckets that lie in shared memory or in a folder. Files in shared memory are mapped once."""
+
+    def __init__(self) -> None:
+        # By path: the number of the file, and its content.
+        self._mapped: dict[str, tuple[int, Tensor]] = {}
+
+    def read(self, bucket: Bucket) -> Iterator[Piece]:
+        """Yield the pieces in a bucket. They may change once they are loaded."""
+        return read_bucket(
+            bucket, self._mapped_file(bucket.path) if bucket.checksum is None else read_file(bucket)
+        )
+
+    def _mapped_file(self, path: str) -> Tensor:
+        number = Path(path).stat().st_ino
+        if path not in self._mapped or self._mapped[path][0] != number:
+            self._mapped[path] = number, map_file(Path(path))
+        return self._mapped[path][1]
 
 
 def read_file(bucket: Bucket) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rollout workers in threads of the trainer's process, each with the engine of one vLLM server.
+"""Rollout workers in threads of the trainer's process, each with the engine of one server.
 
 The threads wait for answers most of the time, so they cost the trainer little. Servers are processes of their
 own: those that the pool starts, or those that ``inference_model.servers`` names.
@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.envs.episodes.build import with_episodes
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.inference.build import server_arguments
 from torchrl_grpo.inference.servers.carriers import Carrier, CopyCarrier, FolderCarrier, StreamCarrier
 from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
+from torchrl_grpo.inference.servers.kinds import ServerKind, server_kind
 from torchrl_grpo.inference.servers.process import ServerProcess
 from torchrl_grpo.inference.servers.weight_stream import StreamReader, WeightStream
 from torchrl_grpo.models.precision import resolve_dtype, resolve_head
@@ -53,7 +52,8 @@ class ServerSpec:
         device: device of an engine, as its own process names it.
         max_num_seqs: largest number of responses decoded at a time.
         threads: CPU threads of each server.
-        gpu_memory_utilization: share of a GPU's memory that vLLM takes.
+        gpu_memory_utilization: share of a GPU's memory that a server takes.
+        eos_token_ids: tokens that end a response.
         start_limit_s: seconds within which a server must be ready.
     """
 
@@ -67,7 +67,13 @@ class ServerSpec:
     max_num_seqs: int
     threads: int
     gpu_memory_utilization: float
+    eos_token_ids: Sequence[int]
     start_limit_s: float
+
+    @property
+    def kind(self) -> ServerKind:
+        """Kind of the servers."""
+        return server_kind(self.cfg.inference_model.backend)
 
 
 class _Member:
@@ -130,7 +136,7 @@ class _Member:
         spec = self._pool.spec
         options, timeout_s = spec.cfg.inference_model, spec.cfg.collector.timeout_s
         if spec.addresses:
-            address, key = spec.addresses[self._index], os.environ.get(KEY_VARIABLE, "")
+            address, key = spec.addresses[self._index], os.environ.get(spec.kind.key_variable, "")
         else:
             process = self._start_server()
             process.wait_until_ready(spec.start_limit_s)
@@ -138,7 +144,7 @@ class _Member:
         with self._ending:
             if self._ended:
                 raise InterruptedError("the worker was ended while it started")
-            self._connection = ServerConnection(address, key, timeout_s)
+            self._connection = ServerConnection(address, key, timeout_s, spec.kind.key_variable)
         try:
             # A server of this run is ready a moment before it listens.
             self._connection.wait_until_up(spec.start_limit_s)
@@ -150,9 +156,14 @@ class _Member:
                 "inference_model.servers=auto"
             ) from error
         wanted = Wanted(
-            resolve_dtype(options.dtype, spec.device), resolve_head(options.head_dtype), options.max_model_len
+            resolve_dtype(options.dtype, spec.device),
+            resolve_head(options.head_dtype),
+            options.max_model_len,
+            tuple(spec.eos_token_ids),
         )
-        engine = ServerEngine(self._connection, wanted=wanted, folder=self._pool.folder, timeout_s=timeout_s)
+        engine = ServerEngine(
+            self._connection, spec.kind.api, wanted=wanted, folder=self._pool.folder, timeout_s=timeout_s
+        )
         self._pool.claim(self._index, engine.identity)
         return RolloutWorker(
             with_episodes(spec.cfg, engine, spec.max_num_seqs),
@@ -168,8 +179,9 @@ class _Member:
             size = spec.engine_size
             environment |= visible_gpus(spec.gpus[self._index * size : (self._index + 1) * size])
         log = screen.log_file()
-        arguments = server_arguments(
+        launch = spec.kind.launch(
             spec.cfg,
+            spec.source,
             spec.device,
             max_num_seqs=spec.max_num_seqs,
             gpu_memory_utilization=spec.gpu_memory_utilization,
@@ -178,9 +190,8 @@ class _Member:
             if self._ended:
                 raise InterruptedError("the worker was ended while it started")
             self._process = ServerProcess(
-                spec.source,
-                arguments,
-                on_cpu=spec.device.type == "cpu",
+                spec.kind,
+                launch,
                 environment=environment,
                 log=None if log is None else log.with_name(f"server-{self._index}.log"),
             )
@@ -188,7 +199,7 @@ class _Member:
 
 
 class ServerPool:
-    """A :class:`~torchrl_grpo.rollout.workers.types.Pool` of vLLM servers.
+    """A :class:`~torchrl_grpo.rollout.workers.types.Pool` of servers.
 
     Args:
         spec: what the servers are started with.

@@ -10,16 +10,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_grpo.inference.checksums import Checksums, Part
-from torchrl_grpo.inference.servers.weight_files import Bucket, map_file, read_bucket
-from torchrl_grpo.inference.servers.weight_folder import read_file
+from torchrl_grpo.inference.servers.weight_files import Bucket
+from torchrl_grpo.inference.servers.weight_folder import BucketReader
 from torchrl_grpo.inference.vllm_arguments import name_of
 from torchrl_grpo.inference.vllm_compat import head_dtypes
 from torchrl_grpo.runtime.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from torchrl_grpo.inference.vllm_weights import VLLMWeights
 
 
@@ -27,36 +24,11 @@ if TYPE_CHECKING:
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def checksums_to_json(found: Checksums) -> dict[str, Any]:
-    """Return checksums as a JSON object."""
-    parts = {
-        name: [[*part.rows, *part.columns, value] for part, value in held]
-        for name, held in found.parts.items()
-    }
-    values = {name: list(copies) for name, copies in found.values.items()}
-    return {"dtype": found.dtype, "values": values, "parts": parts}
-
-
-def read_checksums(content: dict[str, Any]) -> Checksums:
-    """Return the checksums that :func:`checksums_to_json` was given."""
-    return Checksums(
-        content["dtype"],
-        {name: tuple(values) for name, values in content["values"].items()},
-        {
-            name: tuple(
-                (Part((top, bottom), (left, right)), value) for top, bottom, left, right, value in held
-            )
-            for name, held in content["parts"].items()
-        },
-    )
-
-
 class WeightExtension:
     """Loads weights from files and computes checksums, as an engine in the trainer's process does."""
 
     _weights: VLLMWeights | None = None
-    # Files through which weights pass, by path, with the number of the file; mapped once.
-    _mapped: dict[str, tuple[int, Tensor]] | None = None
+    _reader: BucketReader | None = None
     # Whether an update has begun and not ended.
     _is_updating = False
 
@@ -70,7 +42,7 @@ class WeightExtension:
             file: a file of the client, in the folder through which weights travel.
         """
         known, config = self._known(), vars(self)["model_config"]
-        self._mapped = {}
+        self._reader = BucketReader()
         if self._is_updating:
             self.grpo_finish_update()
         return {
@@ -101,16 +73,8 @@ class WeightExtension:
         Args:
             bucket: a :class:`~torchrl_grpo.inference.servers.weight_files.Bucket` as JSON.
         """
-        found = Bucket.from_json(bucket)
-        content = self._content_of(found.path) if found.checksum is None else read_file(found)
-        self._known().load_pieces(read_bucket(found, content))
-
-    def _content_of(self, path: str) -> Tensor:
-        assert self._mapped is not None, "grpo_describe comes first"
-        number = Path(path).stat().st_ino
-        if path not in self._mapped or self._mapped[path][0] != number:
-            self._mapped[path] = number, map_file(Path(path))
-        return self._mapped[path][1]
+        assert self._reader is not None, "grpo_describe comes first"
+        self._known().load_pieces(self._reader.read(Bucket.from_json(bucket)))
 
     def grpo_finish_update(self) -> None:
         """End the update."""
@@ -124,7 +88,7 @@ class WeightExtension:
 
     def grpo_held(self) -> dict[str, Any]:
         """Return what :meth:`grpo_checksums` will, with zeros for checksums."""
-        return checksums_to_json(self._known().held())
+        return self._known().held().to_json()
 
     def grpo_ignored(self, names: list[str]) -> list[str]:
         """Return those of ``names`` that make no difference to this rank. The weights are lost."""
@@ -132,8 +96,8 @@ class WeightExtension:
         return [name for name in names if known.ignores(name, known.load_whole)]
 
     def grpo_checksums(self) -> dict[str, Any]:
-        """Return the checksums of what this rank holds, as :func:`read_checksums` takes them."""
-        return checksums_to_json(self._known().checksums())
+        """Return the checksums of what this rank holds, as JSON."""
+        return self._known().checksums().to_json()
 
     def _known(self) -> VLLMWeights:
         if self._weights is None:

@@ -1,29 +1,36 @@
-"""The command line and the environment of a vLLM server that this project can use."""
+"""How a vLLM server that this project can use is started."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-from torchrl_grpo.config.values import KEY_VARIABLE
+from torchrl_grpo.inference.servers.launch import Launch
 from torchrl_grpo.inference.vllm_arguments import as_flags
 from torchrl_grpo.inference.vllm_compat import has_token_server
+from torchrl_grpo.planning.cores import import_path
 
-_PROGRAM = "torchrl_grpo.inference.servers.program"
-_EXTENSION = "torchrl_grpo.inference.servers.extension.WeightExtension"
+_PROGRAM = "torchrl_grpo.inference.servers.vllm.program"
+_EXTENSION = "torchrl_grpo.inference.servers.vllm.extension.WeightExtension"
 _MIDDLEWARE = "torchrl_grpo.inference.servers.require_key.RequireKey"
-_OLDER_ROUTES = "torchrl_grpo.inference.servers.older_routes.OlderRoutes"
+_OLDER_ROUTES = "torchrl_grpo.inference.servers.vllm.older_routes.OlderRoutes"
 
 
-def server_command(source: str, arguments: Mapping[str, Any], where: Mapping[str, Any]) -> list[str]:
-    """Return the command of a server.
+def vllm_launch(source: str, arguments: Mapping[str, Any], *, on_cpu: bool) -> Launch:
+    """Return how a server is started.
 
     Args:
         source: folder or hub name of the model.
         arguments: result of :func:`~torchrl_grpo.inference.vllm_arguments.vllm_arguments`.
-        where: where it listens, by vLLM's names: ``host`` and ``port``, or ``uds``.
+        on_cpu: whether it computes on a CPU.
     """
+    variables = _variables(arguments["enforce_eager"], on_cpu)
+    return Launch(_command(source, arguments), variables, "VLLM_RPC_BASE_PATH")
+
+
+def _command(source: str, arguments: Mapping[str, Any]) -> list[str]:
     flags = dict(arguments)
     # These belong to the engine in the trainer's process only.
     sleeps = flags.pop("enable_sleep_mode", False)
@@ -31,7 +38,7 @@ def server_command(source: str, arguments: Mapping[str, Any], where: Mapping[str
         sys.executable,
         "-m",
         _PROGRAM,
-        *as_flags({"model": source, **where, **flags}),
+        *as_flags({"model": source, **flags}),
         *(["--enable-sleep-mode"] if sleeps else []),
         # Token ids in, token ids out.
         *(["--enable-scale-out"] if has_token_server() else ["--middleware", _OLDER_ROUTES]),
@@ -45,21 +52,15 @@ def server_command(source: str, arguments: Mapping[str, Any], where: Mapping[str
     ]
 
 
-def server_environment(key: str, eager: bool, on_cpu: bool) -> dict[str, str]:
-    """Return the variables that the server needs beside the usual ones.
-
-    Args:
-        key: key that every request must bring.
-        eager: whether the engine runs without compiled graphs.
-        on_cpu: whether it computes on a CPU.
-    """
+def _variables(eager: bool, on_cpu: bool) -> dict[str, str]:
     found = {
-        KEY_VARIABLE: key,
         # Without this, vLLM has no routes to pause, to load weights and to call the worker.
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         # A connection that is not used for some seconds is one of a trainer that trains.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
+        # A clone that is not installed is imported from where this process has it.
+        "PYTHONPATH": os.pathsep.join(import_path()),
     }
     if on_cpu:
         # vLLM would give all but one core of the machine to every server.

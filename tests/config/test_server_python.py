@@ -1,0 +1,55 @@
+"""The Python of SGLang's environment: what is refused, and with which advice."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.checks import check_installed
+from torchrl_grpo.config.checks.sglang import python_of
+from torchrl_grpo.config.values import Backend
+from torchrl_grpo.errors import ConfigError
+
+
+def on_sglang(python: str | None) -> Config:
+    cfg = Config()
+    cfg.inference_model.backend = Backend.sglang_server
+    cfg.inference_model.server_python = python
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("python", "says"),
+    [
+        (None, "server_python=null: SGLang needs an environment of its own"),
+        ("/nowhere/python", "there is no such file"),
+        (sys.executable, "sglang is not installed there"),
+        ("/bin/false", "it is no Python 3.11 or newer"),
+        ("/etc/hostname", "it does not run"),
+    ],
+)
+def test_a_python_without_sglang_is_refused_with_the_way_to_get_it(python: str | None, says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_installed(on_sglang(python))
+    assert says in str(raised.value)
+    assert "server_python=.venv-sglang/bin/python after scripts/setup_sglang.sh" in str(raised.value)
+
+
+def test_a_python_with_sglang_is_taken(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    # An environment's Python is a link, and only by this path does it find its packages.
+    (tmp_path / "sglang.py").touch()
+    python.write_text(f'#!/bin/sh\nexec env PYTHONPATH={tmp_path} {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    cfg = on_sglang(str(python))
+    check_installed(cfg)
+    assert python_of(cfg.inference_model.server_python) == python
+
+
+def test_servers_that_run_already_need_no_python_here() -> None:
+    cfg = on_sglang(None)
+    cfg.inference_model.servers = ["http://127.0.0.1:8000"]
+    check_installed(cfg)

@@ -1,0 +1,99 @@
+"""Checks of SGLang's environment, and the arguments of SGLang that this project sets itself."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchrl_grpo.config.keys import bad_value
+
+if TYPE_CHECKING:
+    from torchrl_grpo.config.schema import Config
+
+_KEY = "inference_model.server_python"
+_GOOD = f"{_KEY}=.venv-sglang/bin/python after scripts/setup_sglang.sh"
+_KEYS = "a server that the run starts has a random key, and SGLANG_API_KEY is that of other servers"
+
+# Argument of SGLang -> the key that sets it.
+SET_BY_KEY = {
+    "model_path": "model.name",
+    "tokenizer_path": "model.name",
+    "trust_remote_code": "model.trust_remote_code",
+    "random_seed": "seed",
+    "dtype": "inference_model.dtype",
+    "context_length": "inference_model.max_model_len",
+    "max_running_requests": "env.num_envs",
+    "mem_fraction_static": "inference_model.gpu_memory_utilization",
+    "max_total_tokens": "inference_model.kv_cache_gib",
+    "page_size": "inference_model.block_size",
+    "cuda_graph_backend_decode": "inference_model.enforce_eager",
+    "cuda_graph_backend_prefill": "inference_model.enforce_eager",
+    "enable_fp32_lm_head": "inference_model.head_dtype",
+    "device": "inference_model.devices",
+    "host": "inference_model.servers",
+    "port": "inference_model.servers",
+    "uds": "inference_model.servers",
+}
+# Argument of SGLang with the same value in every run -> the value and the reason, for the error message.
+ALWAYS_SET = {
+    "disable_radix_cache": "the cache is on: the responses of a group share their prompt",
+    "skip_tokenizer_init": "the engine takes and gives token ids in any case",
+    "sampling_defaults": "it is openai: nothing but the run's own keys changes what is sampled from",
+    "preferred_sampling_params": "nothing but the run's own keys changes what is sampled from",
+    "skip_server_warmup": "the run generates as soon as the server has its weights",
+    "custom_weight_loader": "it is the function that takes weights",
+    "quantization": "published weights are compared bit by bit with those that the server holds",
+    "nnodes": "it is 1: an engine has one device",
+    "tokenizer_worker_num": "it is 1: all requests pass through the process that names the weights",
+    "api_key": _KEYS,
+    "admin_api_key": _KEYS,
+    "weight_version": "it is a name that the run gives with each publication",
+}
+# Argument of SGLang whose only valid value here is 1 -> what to write for more: more engines.
+ONE_DEVICE = dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size"), "inference_model.num_devices")
+
+
+def python_of(given: str | None) -> Path:
+    """Return the Python that runs SGLang.
+
+    Args:
+        given: value of ``inference_model.server_python``.
+
+    Raises:
+        ConfigError: ``inference_model.server_python`` is missing, or is no program.
+    """
+    if given is None:
+        wrong = "SGLang needs an environment of its own, and this key names its Python"
+        raise bad_value(_KEY, given, wrong, _GOOD)
+    # Not resolved: a virtual environment is found by the path of its link.
+    path = Path(given).expanduser().absolute()
+    if not path.is_file():
+        raise bad_value(_KEY, given, "there is no such file", _GOOD)
+    return path
+
+
+def check_python(cfg: Config) -> None:
+    """Check that the Python of ``inference_model.server_python`` has SGLang, without importing it.
+
+    Raises:
+        ConfigError: it has not, or it does not run.
+    """
+    given = cfg.inference_model.server_python
+    code = "import importlib.util, sys; sys.exit(3 if importlib.util.find_spec('sglang') is None else 0)"
+    try:
+        done = subprocess.run(
+            [python_of(given), "-P", "-c", code],
+            env={},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise bad_value(_KEY, given, f"it does not run ({error})", _GOOD) from error
+    if done.returncode == 3:
+        raise bad_value(_KEY, given, "sglang is not installed there", _GOOD)
+    if done.returncode != 0:
+        said = (done.stderr.strip() or "it said nothing").splitlines()[-1]
+        raise bad_value(_KEY, given, f"it is no Python 3.11 or newer ({said})", _GOOD)

@@ -1,0 +1,1 @@
+"""SGLang servers. ``program``, ``loader``, ``weights`` and ``seeds`` run in SGLang's own environment."""

@@ -1,0 +1,83 @@
+"""Loads weights into SGLang's model, and reads back the weights that it multiplies with.
+
+SGLang fuses matrices when it loads them, and computes with what its loader has filled. It neither packs nor
+transforms weights that are not quantized.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_grpo.errors import ModelError
+from torchrl_grpo.inference.checksums import Checksums, collect_checksums
+from torchrl_grpo.inference.layout import Layout, Seen, Shape, fingerprint, in_format, locate_weights
+
+
+class SGLangWeights:
+    """Access to the weights of one SGLang model.
+
+    Args:
+        model: SGLang's model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        first = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+        self.dtype, self._device = first.dtype, first.device
+        self._layout: Layout | None = None
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load weights with SGLang's own loader, under the names of the Hugging Face model."""
+        self._model.load_weights((name, tensor.to(self.dtype)) for name, tensor in weights)  # type: ignore[operator]
+
+    def locate(self, shapes: Mapping[str, Shape]) -> None:
+        """Learn which tensor of SGLang holds each published tensor. The weights are lost.
+
+        Args:
+            shapes: shapes of the published tensors by name.
+
+        Raises:
+            ModelError: SGLang does not load a tensor, or loads only a part of it.
+        """
+        seen = self._with_fingerprints(shapes)
+        self._layout = locate_weights(shapes, self.dtype, seen, self._device)
+        if self._layout.torn:
+            raise _loading_error(f"only a part of {self._layout.torn[0]}")
+        # SGLang may have transformed a tensor that was not found. If another fingerprint of it changes
+        # nothing, SGLang ignores the tensor.
+        for name in self._layout.unreadable(shapes):
+            again = self._with_fingerprints(shapes, other=name)
+            if all(torch.equal(again[key].rows, one.rows) for key, one in seen.items()):
+                raise _loading_error(f"nothing of {name}")
+
+    def _with_fingerprints(self, shapes: Mapping[str, Shape], other: str | None = None) -> dict[str, Seen]:
+        self.load(
+            (name, fingerprint(name, shape, self.dtype, self._device, name == other))
+            for name, shape in shapes.items()
+        )
+        return {key: Seen.of(in_format(tensor, self.dtype)) for key, tensor in self._readable()}
+
+    def checksums(self) -> Checksums:
+        """Compute the checksums of all weights that the model computes with."""
+        assert self._layout is not None
+        found = [one for key, tensor in self._readable() for one in self._layout.read(key, tensor)]
+        return collect_checksums(found, self.dtype)
+
+    def _readable(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield keys and tensors of the nonempty parameters and buffers, each storage once."""
+        known = set()
+        for name, tensor in itertools.chain(self._model.named_parameters(), self._model.named_buffers()):
+            if tensor.numel() and tensor.is_floating_point() and tensor.data_ptr() not in known:
+                known.add(tensor.data_ptr())
+                yield name, tensor
+
+
+def _loading_error(what: str) -> ModelError:
+    return ModelError(
+        f"inference_model.backend=sglang_server: of the published weights, SGLang loads {what}; "
+        "write inference_model.backend=vllm_server"
+    )

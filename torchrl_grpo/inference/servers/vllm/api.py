@@ -1,0 +1,105 @@
+"""The routes of a vLLM server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchrl_grpo.inference.protocol import Completion, Request
+from torchrl_grpo.inference.servers.api import Likeliest, Sampled
+from torchrl_grpo.inference.servers.http import Call, ServerConnection
+
+_GENERATE, _CALL = "/inference/v1/generate", "/collective_rpc"
+# vLLM sends this in place of a log-probability that is not finite.
+_NOT_FINITE = -9999.0
+
+
+class VLLMApi:
+    """A :class:`~torchrl_grpo.inference.servers.api.ServerApi`. vLLM's engine is at ``/collective_rpc``."""
+
+    sign_of_life = Call(_CALL, {"method": "grpo_sign_of_life"})
+
+    def generate(self, request: Request, end_token_ids: Sequence[int]) -> Call:
+        """See :class:`ServerApi`. vLLM takes the end tokens from the model's folder."""
+        return _generate(
+            request.tokens,
+            max_tokens=request.max_new_tokens,
+            temperature=request.temperature,
+            seed=request.seed,
+            ignore_eos=request.ignore_eos,
+            logprobs=0,
+        )
+
+    def sampled(self, answer: Any) -> Sampled:
+        """See :class:`ServerApi`."""
+        (choice,) = answer["choices"]
+        reason = choice["finish_reason"]
+        completion = Completion(
+            choice["token_ids"],
+            [_log_prob(entry) for entry in choice["logprobs"]["content"]],
+            "aborted" if reason == "abort" else reason,
+        )
+        return Sampled(completion, {span["version"] for span in choice["weight_versions"] or ()})
+
+    def likeliest(self, prompt: Sequence[int], top_k: int) -> Call:
+        """See :class:`ServerApi`."""
+        # The sampled token comes first and counts, whether or not it is among the likeliest.
+        return _generate(prompt, max_tokens=1, temperature=1.0, seed=0, logprobs=top_k + 1)
+
+    def read_likeliest(self, answer: Any, top_k: int) -> Likeliest:
+        """See :class:`ServerApi`."""
+        entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        ranked = sorted((entry for entry in entries if entry["rank"]), key=lambda entry: entry["rank"])
+        ranked = ranked[:top_k]
+        return Likeliest(
+            [entry["token_id"] for entry in ranked],
+            [_log_prob(entry) for entry in ranked],
+            (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0,
+        )
+
+    def abort_all(self, server: ServerConnection) -> None:
+        """See :class:`ServerApi`."""
+        server.post("/abort_requests", {})
+
+    def pause(self, server: ServerConnection) -> None:
+        """See :class:`ServerApi`."""
+        server.post("/pause?mode=keep&clear_cache=true")
+
+    def resume(self, server: ServerConnection) -> None:
+        """See :class:`ServerApi`."""
+        server.post("/resume")
+
+    def name_weights(self, server: ServerConnection, name: str) -> None:
+        """See :class:`ServerApi`."""
+        server.post("/update_weight_version", {"new_version": name})
+
+    def reset_cache(self, server: ServerConnection) -> None:
+        """See :class:`ServerApi`."""
+        if not server.post("/reset_prefix_cache")["success"]:
+            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+
+    def sleep(self, server: ServerConnection) -> None:
+        """See :class:`ServerApi`."""
+        server.post("/sleep?level=2")
+
+    def wake(self, server: ServerConnection) -> None:
+        """See :class:`ServerApi`."""
+        server.post("/wake_up")
+
+    def call(
+        self, server: ServerConnection, method: str, arguments: Mapping[str, Any], folder: Path
+    ) -> list[Any]:
+        """See :class:`ServerApi`."""
+        answer = server.post(_CALL, {"method": method, "kwargs": dict(arguments)})
+        return list((answer or {}).get("results", ()))
+
+
+def _generate(tokens: Sequence[int], **sampling: Any) -> Call:
+    return Call(_GENERATE, {"token_ids": list(tokens), "sampling_params": {"detokenize": False, **sampling}})
+
+
+def _log_prob(entry: dict[str, Any]) -> float:
+    value: float = entry["logprob"]
+    return math.nan if value == _NOT_FINITE and entry["rank"] is None else value
