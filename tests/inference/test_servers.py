@@ -38,6 +38,7 @@ from torchrl_grpo.inference.servers.weight_files import (
     remove_abandoned,
     whole_tensors,
 )
+from torchrl_grpo.inference.servers.weight_folder import FolderWeights
 from torchrl_grpo.inference.vllm_arguments import as_flags, vllm_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +111,26 @@ def test_weights_are_published_and_proved(
         model.model.layers[0].mlp.up_proj.weight[3, 5] += 1e-3
     metrics = publisher.publish(1)
     assert metrics["publish/logprob_diff_mean"] < 1e-5 and engine.policy_version == 1
+    theirs = dict(server.engine.model.named_parameters())
+    assert all(torch.equal(parameter, theirs[name]) for name, parameter in model.named_parameters())
+
+
+def test_weights_in_a_folder_reach_the_engine_in_pieces(
+    engine: ServerEngine,
+    server: FakeServer,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_files, "BUCKET_BYTES", 2**12)
+    model = make_engine(tiny_model_dir).model
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.001)
+    weights = FolderWeights(tmp_path).write(model.named_parameters())
+    pieces = [entry[0] for bucket in weights.buckets() for entry in bucket.entries]
+    assert len(pieces) > len(set(pieces)), "some tensors are cut"
+    engine.load_weights(weights)
     theirs = dict(server.engine.model.named_parameters())
     assert all(torch.equal(parameter, theirs[name]) for name, parameter in model.named_parameters())
 
