@@ -132,11 +132,9 @@ trainer() {
         inference_model.weight_transfer=folder \
         inference_model.weight_folder=/shared/weights \
         train_model.num_devices=4 \
-        inference_model.weight_transfer=folder \
         resume=auto_or_new \
         "hydra.run.dir='$run'" \
-        "inference_model.servers=[$server_list]" \
-        "inference_model.weight_folder='$job/weights'"
+        "inference_model.servers=[$server_list]"
 }
 
 keep_step server-%t --nodes=2 --nodelist="$others" --ntasks=8 \

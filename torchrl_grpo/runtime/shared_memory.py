@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path("/dev/shm")
-# How Python names the segments of its processes.
-_SEGMENT = "psm_"
+# How Python names the segments of its processes, and how vLLM names those of an engine's ranks.
+_SEGMENTS = ("psm_", "vllm_dist_")
 
 
 def abandoned() -> set[str]:
@@ -21,7 +21,7 @@ def abandoned() -> set[str]:
 def segments_of(group: int) -> set[str]:
     """Return the names of the segments that the processes of a group use."""
     members = (process for process in _processes() if _group_of(process) == group)
-    return {name for process in members for name in _used(process) if name.startswith(_SEGMENT)}
+    return {name for process in members for name in _used(process) if name.startswith(_SEGMENTS)}
 
 
 def unlink(names: Iterable[str]) -> None:
