@@ -218,7 +218,7 @@ class FakeServer:
             dtype = str(engine.model.dtype).removeprefix("torch.")
             result = {"dtype": dtype, "head_dtypes": [dtype], "max_model_len": self.max_model_len}
             result |= {"logprobs_mode": "processed_logprobs", "sees_file": Path(given["file"]).exists()}
-            result |= {"identity": str(id(self)), "ranks": self.ranks}
+            result |= {"identity": str(id(self)), "ranks": self.ranks, "gpu": ""}
         elif body["method"] == "grpo_load":
             engine.update(self._assembler.take(read_bucket(Bucket.from_json(given["bucket"]))))
         elif body["method"] == "grpo_locate_weights":

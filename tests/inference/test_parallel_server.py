@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ from transformers import AutoModelForCausalLM
 from vllm_arguments import ON_A_CPU
 
 from torchrl_grpo.errors import TrainingStopped
-from torchrl_grpo.inference.checksums import Checksums
+from torchrl_grpo.inference.checksums import Checksums, compute_checksums
 from torchrl_grpo.inference.protocol import Sampling
 from torchrl_grpo.inference.servers import weight_files
+from torchrl_grpo.inference.servers.carriers import StreamCarrier
+from torchrl_grpo.inference.servers.channels.nccl import SentHalves
 from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
 from torchrl_grpo.inference.servers.http import ServerConnection
 from torchrl_grpo.inference.servers.kinds import VLLM
@@ -99,4 +103,66 @@ def test_the_ranks_of_a_server_get_their_parts_and_prove_them(
             parameter.mul_(1.01)
     with pytest.raises(TrainingStopped, match=r"1 of 20 tensors .* the first is model.layers.1.mlp.down_pr"):
         publisher.publish(2)
+    engine.close()
+
+
+def test_the_ranks_of_a_server_join_the_trainers_group(
+    process: ServerProcess, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with NCCL, with gloo in its place: weights, their proof, and a pass that is interrupted."""
+    monkeypatch.setattr(weight_files, "BUCKET_BYTES", 2**14)
+    connection = ServerConnection(process.address, process.key, 60)
+    wanted = Wanted(torch.float32, None, 200)
+    engine = ServerEngine(connection, VLLM.api, wanted=wanted, folder=tmp_path, timeout_s=60)
+    assert engine.gpus == ("", "")
+    halves = SentHalves(torch.device("cpu"), 30.0)
+    carrier = StreamCarrier(tmp_path, halves)
+    carrier.admit("server", process.address, engine.gpus)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    weights = {name: parameter.detach() * 1.03 for name, parameter in model.named_parameters()}
+    engine.locate_weights({name: tuple(tensor.shape) for name, tensor in weights.items()})
+
+    def publish() -> Future[None]:
+        stream = carrier.put(weights.items())
+        reader, done = stream.reader_for("server"), Future[None]()
+
+        def load() -> None:
+            try:
+                engine.load_weights(reader)
+            except Exception as error:  # noqa: BLE001  the test looks at it
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+            finally:
+                reader.settle()
+
+        threading.Thread(target=load, daemon=True).start()
+        stream.serve(done)
+        return done
+
+    expected = compute_checksums(weights.items(), torch.float32)
+    publish().result()
+    (held,) = engine.checksums()
+    # The layers that both ranks hold have a checksum for each.
+    assert all(set(held.values[name]) == set(expected.values[name]) for name in weights)
+    weights = {name: tensor * 1.01 for name, tensor in weights.items()}
+    send = halves.send
+    count = iter(range(1000))
+
+    def interrupted(slot: int, size: int) -> Future[None]:
+        if next(count) == 3:
+            # Another server has left.
+            halves.interrupt()
+            raise RuntimeError("another server has left")
+        return send(slot, size)
+
+    monkeypatch.setattr(halves, "send", interrupted)
+    with pytest.raises(RuntimeError, match="another server has left"):
+        publish()
+    monkeypatch.undo()
+    publish().result()
+    expected = compute_checksums(weights.items(), torch.float32)
+    (held,) = engine.checksums()
+    assert all(set(held.values[name]) == set(expected.values[name]) for name in weights)
+    carrier.close()
     engine.close()

@@ -293,6 +293,11 @@ def test_a_server_that_does_not_see_the_folder_is_refused(
     monkeypatch.setattr(ServerEngine, "_call", elsewhere)
     with pytest.raises(ConfigError, match=r"does not see files in .*; start it on this machine"):
         connect(server, tmp_path)
+    # With NCCL, nothing travels through files.
+    connection = ServerConnection(server.address, "secret", 20.0)
+    ServerEngine(
+        connection, server.kind.api, wanted=WANTED, folder=tmp_path, timeout_s=20.0, needs_folder=False
+    ).close()
 
 
 def test_a_server_that_divides_its_model_where_weights_do_not_reach_is_refused(

@@ -44,7 +44,7 @@ class Reads(threading.Thread):
                 buckets.close()
                 self.reader.settle()
                 return
-            self.found = dict(whole_tensors(buckets))
+            self.found = dict(whole_tensors(one for one in buckets if isinstance(one, Bucket)))
         except TransferEnded as error:
             self.error = error
 

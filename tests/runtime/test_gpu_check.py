@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,12 @@ def test_what_a_machine_lacks_is_skipped(context: Context) -> None:
     assert not any(why[name] for name in ("environment", "scores", "float32", "sweep", "servers", "ranks"))
     one = Context(context.folder, context.model, 1, [], 60.0)
     assert STAGES["ranks"].lacks(one) == STAGES["async"].lacks(one) == "it needs two GPUs"
-    assert STAGES["sleep"].lacks(one) == ""
+    assert STAGES["sleep"].lacks(one) == STAGES["ipc"].lacks(one) == ""
+    assert why["ipc"] == "it needs a GPU" and why["nccl"] == "", "gloo takes NCCL's place on a CPU"
+    for name in ("ipc_peer", "nccl", "tensor_parallel"):
+        assert (
+            STAGES[name].lacks(one) == "it needs two GPUs" and STAGES[name].lacks(replace(one, gpus=2)) == ""
+        )
 
 
 def test_the_scores_of_this_machine(context: Context) -> None:

@@ -33,7 +33,7 @@ Quantization = StrEnum("Quantization", ["none", "nf4"])
 Backend = StrEnum("Backend", ["vllm", "vllm_server", "sglang_server", "transformers"])
 WeightTransfer = StrEnum(
     "WeightTransfer",
-    ["auto", "in_process", "shared_memory", "folder", "ray_objects"],
+    ["auto", "in_process", "shared_memory", "folder", "cuda_ipc", "nccl", "ray_objects"],
 )
 WeightUpdate = StrEnum("WeightUpdate", ["drain", "in_flight"])
 Placement = StrEnum("Placement", ["pack", "spread"])

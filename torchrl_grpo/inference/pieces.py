@@ -45,7 +45,8 @@ class Assembler:
         for piece in pieces:
             buffer, count = self._open.pop(piece.name, (None, 0))
             if buffer is None:
-                buffer = torch.empty(math.prod(piece.shape), dtype=piece.content.dtype)
+                content = piece.content
+                buffer = torch.empty(math.prod(piece.shape), dtype=content.dtype, device=content.device)
             buffer[piece.first : piece.first + len(piece.content)] = piece.content
             count += len(piece.content)
             if count == len(buffer):

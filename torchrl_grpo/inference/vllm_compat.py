@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
     from vllm.config import VllmConfig
     from vllm.config.model import ModelConfig
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.utils import StatelessProcessGroup
     from vllm.v1.engine.async_llm import AsyncLLM
 
-# First releases with an output head in a dtype of its own, and with all of a server's routes.
-_HEAD_DTYPE, _TOKEN_SERVER = (0, 26), (0, 32)
+# First releases with an output head in a dtype of its own, with all of a server's routes, and that pin
+# settings of NCCL for their own groups.
+_HEAD_DTYPE, _TOKEN_SERVER, _PINS_NCCL = (0, 26), (0, 32), (0, 32)
 
 
 def vllm_version() -> tuple[int, int]:
@@ -248,6 +251,46 @@ def decorate_with(
         yield
     finally:
         module._support_torch_compile = decorate
+
+
+def meet(host: str, port: int, rank: int, size: int, timeout_s: float) -> StatelessProcessGroup:
+    """Make a group of processes beside those that torch and vLLM have, and wait until all are there.
+
+    Args:
+        host: address of rank 0, which listens there.
+        port: its port.
+        rank: number of this process in the group.
+        size: number of processes.
+        timeout_s: longest time to wait in seconds.
+
+    Raises:
+        RuntimeError: not all processes came in time.
+    """
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    group = StatelessProcessGroup.create(host, port, rank, size, store_timeout=max(1, round(timeout_s)))
+    group.barrier(timeout_s)
+    return group
+
+
+def join_nccl(group: StatelessProcessGroup, device: torch.device) -> PyNcclCommunicator:
+    """Connect the GPUs of a group's processes; every process calls this.
+
+    Raises:
+        RuntimeError: NCCL reports an error, or cannot be loaded.
+    """
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+    if vllm_version() >= _PINS_NCCL:
+        from vllm.utils.nccl import unpinned_nccl_env
+
+        with unpinned_nccl_env():
+            made = PyNcclCommunicator(group, device)
+    else:
+        made = PyNcclCommunicator(group, device)
+    if made.disabled:
+        raise RuntimeError("vLLM cannot load NCCL (VLLM_DISABLE_PYNCCL must not be set)")
+    return made
 
 
 def run_server() -> None:

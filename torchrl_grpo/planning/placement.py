@@ -15,8 +15,7 @@ from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.values import SERVER_BACKENDS
 from torchrl_grpo.planning.plan import Plan, RolePlan, counted, resolved_utilization, show_list, which
 from torchrl_grpo.planning.request import Request, Role
-
-_TRANSFER = "inference_model.weight_transfer"
+from torchrl_grpo.planning.transfer import check_gpus, choose_transfer
 
 
 def plan(request: Request, num_gpus: int) -> Plan:
@@ -61,6 +60,8 @@ def _plan_cpu(request: Request) -> Plan:
         where = "in the trainer's process" if ranks == 1 else "in the first rank's process"
         reference = RolePlan(train.devices[:1], "colocated", where)
     train = _beside(train, inference, reference)
+    transfer = choose_transfer(request, own_process)
+    check_gpus(transfer, [], [])
     return Plan(
         train,
         inference,
@@ -72,7 +73,7 @@ def _plan_cpu(request: Request) -> Plan:
         request.ranks_generate,
         resolved_utilization(request.gpu_memory_utilization, inference, reference),
         request.engine_size,
-        choose_transfer(request, own_process),
+        transfer,
         _notes(request),
     )
 
@@ -123,29 +124,6 @@ def _workers(request: Request, devices: tuple[str, ...], each: str) -> RolePlan:
         kind = "processes" if each == "process" else "GPUs"
         own = f"{counted(count, what)}, {size} {kind} each"
     return RolePlan(devices, "separate", own + _weights_by(request))
-
-
-def choose_transfer(request: Request, own_process: bool) -> str:
-    """Return how weights travel: a value of ``inference_model.weight_transfer`` other than ``auto``.
-
-    Args:
-        request: request to the planner.
-        own_process: whether the engines run in processes of their own.
-
-    Raises:
-        ConfigError: the engines of the plan cannot get weights in the way that was asked for.
-    """
-    if request.backend in SERVER_BACKENDS:
-        automatic = "shared_memory"
-    else:
-        automatic = "ray_objects" if own_process else "in_process"
-    asked = request.weight_transfer
-    if asked == "auto" or asked == automatic:
-        return automatic
-    if request.backend not in SERVER_BACKENDS:
-        where = "in processes of their own, on Ray" if own_process else "in the trainer's process"
-        raise bad_value(_TRANSFER, asked, f"the engines of this plan run {where}", f"{_TRANSFER}={automatic}")
-    return asked
 
 
 def _weights_by(request: Request) -> str:
@@ -228,6 +206,8 @@ class _Allocator:
         if shared:
             inference = replace(inference, why=f"{inference.why}; {'sleeps' if sleeps else 'stays awake'}")
         reference = _not_loaded(ask, train) or self._reference(gpus, engine)
+        transfer = choose_transfer(ask, own_process)
+        check_gpus(transfer, gpus, engine)
         return Plan(
             _beside(train, inference, reference),
             inference,
@@ -239,7 +219,7 @@ class _Allocator:
             in_ranks,
             resolved_utilization(ask.gpu_memory_utilization, inference, reference),
             ask.engine_size,
-            choose_transfer(ask, own_process),
+            transfer,
             _notes(ask),
         )
 

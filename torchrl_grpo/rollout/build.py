@@ -162,6 +162,7 @@ def build_servers(
         gpus=plan.worker_gpus,
         engine_size=plan.engine_size,
         weight_transfer=plan.weight_transfer,
+        train_device=torch.device(plan.train_device),
         device=source.device,
         max_num_seqs=source.max_num_seqs(cfg),
         threads=divide_cores(cfg, plan, cores_to_divide(ranks), ranks)[1],

@@ -31,7 +31,7 @@ _ON_CPU = (
 )
 
 # Variables that configure PyTorch's allocator; the first has precedence.
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 # Major and minor number of a GPU's generation.
 Capability = tuple[int, int]
@@ -101,8 +101,8 @@ def use_expandable_segments() -> None:
     Every micro-batch has other sizes. Segments of fixed sizes would leave gaps between them that no later
     tensor fits. Call this before torch allocates memory on a GPU.
     """
-    if not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
-        os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+    if not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def put_own_programs_on_path() -> None:

@@ -185,7 +185,9 @@ def check_transfer(cfg: Config) -> None:
     way, folder = inference.weight_transfer, inference.weight_folder
     key = "inference_model.weight_transfer"
     served = inference.backend in SERVER_BACKENDS
-    if way in ("shared_memory", "folder") and not served:
+    if way in ("cuda_ipc", "nccl") and inference.backend == "sglang_server":
+        raise bad_value(key, way, "SGLang's servers do not get weights in this way", f"{key}=auto")
+    if way in ("shared_memory", "folder", "cuda_ipc", "nccl") and not served:
         wrong = f"only servers get weights in this way, and inference_model.backend={inference.backend}"
         raise bad_value(key, way, wrong, f"inference_model.backend=vllm_server or {key}=auto")
     if way in ("in_process", "ray_objects") and served:

@@ -8,13 +8,14 @@ later.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.inference.servers.channels.types import Halves, Opening
 from torchrl_grpo.inference.servers.weight_files import Bucket, WeightFiles, remove_abandoned
 from torchrl_grpo.inference.servers.weight_folder import FolderWeights
 from torchrl_grpo.inference.servers.weight_stream import Segments, WeightStream
@@ -29,15 +30,19 @@ class BucketSource(Protocol):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and whole tensors."""
 
-    def buckets(self) -> Iterator[Bucket]:
-        """Yield the files. A file may change when the next one is asked for."""
+    def buckets(self) -> Iterator[Bucket | Opening]:
+        """Yield the files. A file may change when the next one is asked for.
+
+        Halves of a bucket on a GPU may come in place of files, after what a server opens for them.
+        """
 
 
 class Carrier(Protocol):
     """One value of ``inference_model.weight_transfer``.
 
     Attributes:
-        folder: folder through which weights travel, which servers must see.
+        folder: folder through which weights travel.
+        needs_folder: whether servers must see it.
         overwrites: whether :meth:`put` takes the place of the weights before, so that no server may be
             reading them then.
     """
@@ -47,8 +52,18 @@ class Carrier(Protocol):
         """See above."""
 
     @property
+    def needs_folder(self) -> bool:
+        """See above."""
+
+    @property
     def overwrites(self) -> bool:
         """See above."""
+
+    def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:
+        """Take on a server: see :meth:`Halves.admit`."""
+
+    def dismiss(self, server: Hashable) -> None:
+        """Forget a server: see :meth:`Halves.dismiss`."""
 
     def put(self, weights: Iterable[tuple[str, Tensor]]) -> object:
         """Take the weights of a publication, and return them in the form that servers read."""
@@ -61,23 +76,35 @@ class Carrier(Protocol):
 
 
 class StreamCarrier:
-    """Shared memory of one bucket, through which the trainer's weights pass while it waits.
+    """One bucket, through which the trainer's weights pass while it waits.
 
     Args:
         parent: folder in shared memory.
+        halves: what they pass through; by default files in that folder.
     """
 
     overwrites = False
 
-    def __init__(self, parent: Path = SHARED_MEMORY) -> None:
+    def __init__(self, parent: Path = SHARED_MEMORY, halves: Halves | None = None) -> None:
         remove_abandoned(parent)
         self.folder = parent
-        self._segments = Segments(parent)
+        self._halves: Halves = Segments(parent) if halves is None else halves
+        self.needs_folder = self._halves.on_this_machine
         self._current: WeightStream | None = None
+
+    def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:
+        """See :meth:`Carrier.admit`."""
+        self._halves.admit(server, address, gpus)
+
+    def dismiss(self, server: Hashable) -> None:
+        """See :meth:`Carrier.dismiss`."""
+        self._halves.dismiss(server)
+        if self._current is not None:
+            self._current.settle(server)
 
     def put(self, weights: Iterable[tuple[str, Tensor]]) -> WeightStream:
         """See :meth:`Carrier.put`. The weights are read when servers ask for them."""
-        self._current = WeightStream(weights, self._segments, _no_room)
+        self._current = WeightStream(weights, self._halves, _no_room)
         return self._current
 
     def release(self) -> None:
@@ -87,10 +114,22 @@ class StreamCarrier:
 
     def close(self) -> None:
         """See :meth:`Carrier.close`."""
-        self._segments.close()
+        self._halves.close()
 
 
-class CopyCarrier:
+class _FileCarrier:
+    """What carriers have in common whose servers read whenever they like."""
+
+    needs_folder = True
+
+    def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:
+        """See :meth:`Carrier.admit`. A server says itself whether it sees the folder."""
+
+    def dismiss(self, server: Hashable) -> None:
+        """See :meth:`Carrier.dismiss`."""
+
+
+class CopyCarrier(_FileCarrier):
     """Shared memory with one copy of the weights, for servers that load while the trainer trains.
 
     Args:
@@ -123,7 +162,7 @@ class CopyCarrier:
         self._files.close()
 
 
-class FolderCarrier:
+class FolderCarrier(_FileCarrier):
     """A folder that servers on any machine see, with the newest weights.
 
     Args:

@@ -27,8 +27,10 @@ from torchrl_grpo.inference.checksums import Checksums, merge_ranks
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
 from torchrl_grpo.inference.servers.api import ServerApi
 from torchrl_grpo.inference.servers.carriers import BucketSource
+from torchrl_grpo.inference.servers.channels.types import INTERRUPTED, Opening
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.weight_files import WeightFiles
+from torchrl_grpo.inference.servers.weight_stream import TransferPostponed
 from torchrl_grpo.inference.vllm_arguments import name_of
 
 # Longest duration of a step in which no response ends, in seconds.
@@ -63,8 +65,9 @@ class ServerEngine(SteppingEngine):
         connection: connection to the server; closed with the engine.
         api: routes of this kind of server.
         wanted: what the server must compute with.
-        folder: folder for weights on their way, which the server must see.
+        folder: folder for weights on their way.
         timeout_s: seconds within which the server's engine must answer.
+        needs_folder: whether the server must see the folder.
 
     Raises:
         ConfigError: the server refuses the key, computes otherwise than wanted, or does not see the folder.
@@ -72,6 +75,7 @@ class ServerEngine(SteppingEngine):
 
     Attributes:
         identity: text that differs between servers.
+        gpus: name of the GPU of each rank; empty texts on a CPU.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class ServerEngine(SteppingEngine):
         wanted: Wanted,
         folder: Path,
         timeout_s: float,
+        needs_folder: bool = True,
     ) -> None:
         self._connection = connection
         self._api = api
@@ -107,7 +112,8 @@ class ServerEngine(SteppingEngine):
             described, *others = self._call("grpo_describe", file=seen.name)
         api.resume(connection)
         self.identity: str = described["identity"]
-        _check_described(connection.address, described, wanted, folder)
+        self.gpus: tuple[str, ...] = tuple(one["gpu"] for one in (described, *others))
+        _check_described(connection.address, described, wanted, folder if needs_folder else None)
         self._ranks = 1 + len(others)
         if described["ranks"] != self._ranks:
             raise ConfigError(
@@ -222,7 +228,12 @@ class ServerEngine(SteppingEngine):
         buckets = files.buckets()
         try:
             for bucket in buckets:
-                self._call("grpo_load", bucket=bucket.to_json())
+                if isinstance(bucket, Opening):
+                    answers = self._call("grpo_open", opening=bucket.to_json())
+                else:
+                    answers = self._call("grpo_load", bucket=bucket.to_json())
+                if INTERRUPTED in answers:
+                    raise TransferPostponed("another server has left in the middle of the weights")
         finally:
             if isinstance(buckets, Generator):
                 # Whoever fills the buckets waits for this reader.
@@ -280,8 +291,8 @@ class ServerEngine(SteppingEngine):
         return self._api.call(self._connection, method, arguments, self._folder)
 
 
-def _check_described(address: str, found: Mapping[str, Any], wanted: Wanted, folder: Path) -> None:
-    """Compare what a server says of itself with what it must be."""
+def _check_described(address: str, found: Mapping[str, Any], wanted: Wanted, folder: Path | None) -> None:
+    """Compare what a server says of itself with what it must be; it need not see a folder that is None."""
     dtype = name_of(wanted.dtype)
     start = f"inference_model.servers: the server at {address}"
     again = "start it with grpo-serve and the words of this run"
@@ -304,11 +315,11 @@ def _check_described(address: str, found: Mapping[str, Any], wanted: Wanted, fol
         )
     if found["logprobs_mode"] != "processed_logprobs":
         raise ConfigError(f"{start} returns {found['logprobs_mode']}, not those of what it samples; {again}")
-    if not found["sees_file"]:
+    if folder is not None and not found["sees_file"]:
         raise ConfigError(
             f"{start} does not see files in {folder}, through which weights travel; start it on this "
             "machine, and in the same container, or write inference_model.weight_transfer=folder and "
-            "inference_model.weight_folder=FOLDER, which both see"
+            "inference_model.weight_folder=FOLDER, which both see, or inference_model.weight_transfer=nccl"
         )
 
 

@@ -33,20 +33,22 @@ _NEW_S = 60.0
 
 @dataclass(frozen=True)
 class Bucket:
-    """One file of weights.
+    """One file of weights, or one half of a bucket on a GPU.
 
     Attributes:
-        path: the file.
+        path: the file; empty for a half.
         entries: of each piece its name, dtype, shape of the whole tensor, first byte in the file, number of
             its first element in the tensor, and number of elements.
         size: bytes of the file, if its checksum is given.
         checksum: checksum of the file; None if it lies in the memory of this machine.
+        slot: number of the half; None for a file.
     """
 
     path: str
     entries: tuple[tuple[str, str, tuple[int, ...], int, int, int], ...]
     size: int = 0
     checksum: int | None = None
+    slot: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object."""
@@ -56,7 +58,7 @@ class Bucket:
     def from_json(content: dict[str, Any]) -> Bucket:
         """Return the bucket that :meth:`to_json` was called on."""
         entries = [(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in content["entries"]]
-        return Bucket(content["path"], tuple(entries), content["size"], content["checksum"])
+        return Bucket(content["path"], tuple(entries), content["size"], content["checksum"], content["slot"])
 
 
 def read_bucket(bucket: Bucket, content: Tensor | None = None) -> Iterator[Piece]:
@@ -136,13 +138,13 @@ class Segment:
         return pack_pieces(pieces, self._content, self.path)
 
 
-def pack_pieces(pieces: Iterable[Piece], content: Tensor, path: Path) -> Bucket:
+def pack_pieces(pieces: Iterable[Piece], content: Tensor, path: Path | None) -> Bucket:
     """Copy pieces into bytes, and return the bucket that describes them.
 
     Args:
         pieces: the pieces.
         content: bytes, at least :func:`room_for` the pieces.
-        path: file that has these bytes.
+        path: file that has these bytes; None if they lie in no file.
     """
     start, entries = 0, []
     for piece in pieces:
@@ -152,7 +154,7 @@ def pack_pieces(pieces: Iterable[Piece], content: Tensor, path: Path) -> Bucket:
         kind = str(source.dtype).removeprefix("torch.")
         entries.append((piece.name, kind, tuple(piece.shape), start, piece.first, len(source)))
         start += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return Bucket(str(path), tuple(entries))
+    return Bucket("" if path is None else str(path), tuple(entries))
 
 
 def room_for(pieces: Iterable[Piece]) -> int:

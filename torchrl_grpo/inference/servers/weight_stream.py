@@ -1,7 +1,8 @@
-"""Weights that pass through two small files in turn, while the trainer waits for its servers.
+"""Weights that pass through the two halves of a bucket in turn, while the trainer waits for its servers.
 
-The trainer fills one file while servers load the other. So the weights on their way take one bucket of memory
-however large the model is, and the pages of the files are used again and again.
+The trainer fills one half while servers load the other. So the weights on their way take one bucket of memory
+however large the model is, and the same memory is used again and again. The halves are two small files
+(:class:`Segments`), or memory of a GPU (:mod:`~torchrl_grpo.inference.servers.channels`).
 
 The trainer's own weights are what is sent. A server that starts later gets them again, when the trainer waits
 for something: :meth:`WeightStream.serve` runs in its thread.
@@ -11,15 +12,20 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from torchrl_grpo.inference.pieces import Piece
 from torchrl_grpo.inference.servers import weight_files
+from torchrl_grpo.inference.servers.channels.types import Halves, Opening, nothing_to_do
 from torchrl_grpo.inference.servers.weight_files import Bucket, Folder, Segment, divide, whole_tensors
+
+# Seconds within which it is known that a server has ended whose connection broke.
+_LEFT_S = 30.0
 
 
 class TransferEnded(RuntimeError):
@@ -27,7 +33,7 @@ class TransferEnded(RuntimeError):
 
 
 class TransferPostponed(RuntimeError):
-    """The trainer does not wait any more, and will send weights when it waits again."""
+    """The trainer does not send now, and a server that asks again gets the weights later."""
 
 
 class Segments:
@@ -41,16 +47,41 @@ class Segments:
         self._folder = Folder(parent)
         self._files: dict[int, Segment] = {}
 
+    together = False
+    on_this_machine = True
+
     @property
     def room(self) -> int:
         """Size of one file in bytes."""
         return weight_files.BUCKET_BYTES // 2
 
-    def file(self, slot: int, size: int) -> Segment:
-        """Return the file of a slot with room for ``size`` bytes; most have :attr:`room`."""
+    def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:
+        """See :meth:`Halves.admit`. A server says itself whether it sees the folder."""
+
+    def dismiss(self, server: Hashable) -> None:
+        """See :meth:`Halves.dismiss`."""
+
+    def lacks(self, servers: Collection[Hashable]) -> bool:
+        """See :meth:`Halves.lacks`."""
+        return False
+
+    def open(self, servers: Sequence[Hashable]) -> tuple[Mapping[Hashable, Opening], Future[None]]:
+        """See :meth:`Halves.open`."""
+        return {}, nothing_to_do()
+
+    def write(self, slot: int, pieces: Sequence[Piece]) -> Bucket:
+        """See :meth:`Halves.write`."""
+        size = weight_files.room_for(pieces)
         if slot not in self._files or self._files[slot].size < size:
             self._files[slot] = Segment(self._folder.path / str(slot), max(size, self.room))
-        return self._files[slot]
+        return self._files[slot].write(pieces)
+
+    def send(self, slot: int, size: int) -> Future[None]:
+        """See :meth:`Halves.send`. Servers read the file where it is."""
+        return nothing_to_do()
+
+    def interrupt(self) -> None:
+        """See :meth:`Halves.interrupt`."""
 
     def close(self) -> None:
         """Delete the files."""
@@ -60,9 +91,13 @@ class Segments:
 class _Reader:
     """What one server gets in one pass over the weights."""
 
-    def __init__(self) -> None:
-        self.inbox: deque[tuple[int, Bucket]] = deque()
+    def __init__(self, server: Hashable) -> None:
+        self.server = server
+        # With the slot of a bucket.
+        self.inbox: deque[tuple[int | None, Bucket | Opening]] = deque()
         self.ended = False
+        # Whether the pass was interrupted, because another server has left.
+        self.interrupted = False
 
 
 class WeightStream:
@@ -70,20 +105,22 @@ class WeightStream:
 
     Args:
         weights: names and tensors; read again for each server that starts later.
-        segments: files that they pass through. Only one stream at a time may use them.
+        halves: what they pass through. Only one stream at a time may use it.
         no_room: function that makes the error that is raised if there is no room for the files.
     """
 
     def __init__(
         self,
         weights: Iterable[tuple[str, Tensor]],
-        segments: Segments,
+        halves: Halves,
         no_room: Callable[[OSError], Exception],
     ) -> None:
-        self._weights, self._segments, self._no_room = weights, segments, no_room
+        self._weights, self._halves, self._no_room = weights, halves, no_room
         self._changed = threading.Condition()
         # Servers that were told to load, and have neither begun nor failed.
         self._expected: set[Hashable] = set()
+        # Servers that have read a whole pass.
+        self._served: set[Hashable] = set()
         self._waiting: set[_Reader] = set()
         self._reading: set[_Reader] = set()
         # By slot: servers that have not loaded what lies there.
@@ -104,14 +141,16 @@ class WeightStream:
             self._expected.discard(server)
             self._changed.notify_all()
 
-    def buckets(self, server: Hashable) -> Iterator[Bucket]:
-        """Yield the buckets of a whole pass to a server. A bucket changes when the next one is asked for.
+    def buckets(self, server: Hashable) -> Iterator[Bucket | Opening]:
+        """Yield the buckets of a whole pass to a server, and what it opens before the first one.
+
+        A bucket changes when the next one is asked for.
 
         Raises:
             TransferEnded: the trainer has stopped.
-            TransferPostponed: the trainer waits no more.
+            TransferPostponed: the trainer waits no more, or another server has left in the middle.
         """
-        reader = _Reader()
+        reader = _Reader(server)
         with self._changed:
             self._expected.discard(server)
             self._waiting.add(reader)
@@ -120,8 +159,16 @@ class WeightStream:
             while True:
                 with self._changed:
                     self._changed.wait_for(
-                        lambda: reader.inbox or reader.ended or self._closed or self._is_left(reader)
+                        lambda: (
+                            reader.inbox
+                            or reader.ended
+                            or reader.interrupted
+                            or self._closed
+                            or self._is_left(reader)
+                        )
                     )
+                    if reader.interrupted:
+                        raise TransferPostponed("another server has left in the middle of the weights")
                     if self._is_left(reader) and not self._closed:
                         raise TransferPostponed("the trainer waits no more")
                     if self._closed and not reader.ended:
@@ -131,7 +178,8 @@ class WeightStream:
                     slot, bucket = reader.inbox.popleft()
                 yield bucket
                 with self._changed:
-                    self._holding[slot].discard(reader)
+                    if slot is not None:
+                        self._holding[slot].discard(reader)
                     self._changed.notify_all()
         finally:
             with self._changed:
@@ -171,16 +219,18 @@ class WeightStream:
             while True:
                 with self._changed:
                     self._changed.wait_for(
-                        lambda: until.done() or (bool(self._waiting) and not self._expected)
+                        lambda: until.done() or (bool(self._waiting) and not self._must_wait())
                     )
                     if until.done():
                         return
                     self._reading, self._waiting = self._waiting, set()
                     readers = list(self._reading)
-                self._send()
+                whole = self._send(readers)
                 with self._changed:
                     for reader in readers:
-                        reader.ended = True
+                        reader.ended, reader.interrupted = whole, not whole
+                        if whole and reader in self._reading:
+                            self._served.add(reader.server)
                     self._changed.notify_all()
         except OSError as error:
             self.close()
@@ -189,18 +239,60 @@ class WeightStream:
             self.close()
             raise
 
-    def _send(self) -> None:
-        for number, pieces in enumerate(divide(self._weights, self._segments.room)):
+    def _must_wait(self) -> bool:
+        """Return whether another server is about to ask for the weights."""
+        there = {reader.server for reader in self._waiting}
+        return bool(self._expected) or self._halves.lacks(self._served | there)
+
+    def _send(self, readers: Sequence[_Reader]) -> bool:
+        """Send all weights; return False if the pass was interrupted."""
+        openings, opened = self._halves.open([reader.server for reader in readers])
+        with self._changed:
+            for reader in readers:
+                if reader.server in openings:
+                    reader.inbox.append((None, openings[reader.server]))
+            self._changed.notify_all()
+        if not self._arrived(opened, readers):
+            return False
+        for number, pieces in enumerate(divide(self._weights, self._halves.room)):
             slot = number % 2
             self._wait_until_loaded(slot)
-            bucket = self._segments.file(slot, weight_files.room_for(pieces)).write(pieces)
+            bucket = self._halves.write(slot, pieces)
             with self._changed:
                 self._holding[slot].update(self._reading)
                 for reader in self._reading:
                     reader.inbox.append((slot, bucket))
                 self._changed.notify_all()
+            if not self._arrived(self._halves.send(slot, bucket.size), readers):
+                return False
         for slot in range(2):
             self._wait_until_loaded(slot)
+        return True
+
+    def _arrived(self, sending: Future[None], readers: Sequence[_Reader]) -> bool:
+        """Wait until something has reached all servers; return False if one has left that was needed."""
+
+        def wake(_: Future[None]) -> None:
+            with self._changed:
+                self._changed.notify_all()
+
+        def one_left() -> bool:
+            return self._halves.together and not self._reading.issuperset(readers)
+
+        sending.add_done_callback(wake)
+        with self._changed:
+            self._changed.wait_for(lambda: sending.done() or one_left())
+            left = one_left()
+        if not left and (error := sending.exception()) is not None:
+            # As a rule, the connection to a server that ended breaks here before it is known to have ended.
+            self._halves.interrupt()
+            with self._changed:
+                if not self._changed.wait_for(one_left, _LEFT_S):
+                    raise error
+            return False
+        if left:
+            self._halves.interrupt()
+        return not left
 
     def _wait_until_loaded(self, slot: int) -> None:
         with self._changed:
@@ -225,10 +317,10 @@ class StreamReader:
         self._stream, self._server = stream, server
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and whole tensors of a pass."""
-        return whole_tensors(self.buckets())
+        """Yield the names and whole tensors of a pass through files."""
+        return whole_tensors(one for one in self.buckets() if isinstance(one, Bucket))
 
-    def buckets(self) -> Iterator[Bucket]:
+    def buckets(self) -> Iterator[Bucket | Opening]:
         """See :meth:`WeightStream.buckets`."""
         return self._stream.buckets(self._server)
 

@@ -23,6 +23,9 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.envs.episodes.build import with_episodes
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.servers.carriers import Carrier, CopyCarrier, FolderCarrier, StreamCarrier
+from torchrl_grpo.inference.servers.channels.buffers import CudaMemory
+from torchrl_grpo.inference.servers.channels.cuda_ipc import SharedHalves
+from torchrl_grpo.inference.servers.channels.nccl import SentHalves
 from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.kinds import ServerKind, server_kind
@@ -34,6 +37,8 @@ from torchrl_grpo.rollout.workers.types import Command, LoadWeightsCommand
 from torchrl_grpo.rollout.workers.worker import RolloutWorker
 from torchrl_grpo.runtime import screen
 
+# Seconds within which all servers join a group for weights.
+_JOIN_S = 60.0
 # Seconds that servers get to end in good order at the end of a run.
 _PATIENCE_S = 5.0
 
@@ -49,6 +54,7 @@ class ServerSpec:
         gpus: numbers of the GPUs of the servers that the pool starts, server by server; empty on a CPU.
         engine_size: number of GPUs of each.
         weight_transfer: how weights travel, a value of ``inference_model.weight_transfer``.
+        train_device: where the trainer's weights are.
         device: device of an engine, as its own process names it.
         max_num_seqs: largest number of responses decoded at a time.
         threads: CPU threads of each server.
@@ -63,6 +69,7 @@ class ServerSpec:
     gpus: Sequence[int]
     engine_size: int
     weight_transfer: str
+    train_device: torch.device
     device: torch.device
     max_num_seqs: int
     threads: int
@@ -104,6 +111,7 @@ class _Member:
         """End the thread, the connection, and the server if it belongs to the run."""
         with self._ending:
             self._ended = True
+            self._pool.carrier.dismiss(self)
             if self._connection is not None:
                 self._connection.close()
             if self._process is not None:
@@ -162,9 +170,18 @@ class _Member:
             tuple(spec.eos_token_ids),
         )
         engine = ServerEngine(
-            self._connection, spec.kind.api, wanted=wanted, folder=self._pool.folder, timeout_s=timeout_s
+            self._connection,
+            spec.kind.api,
+            wanted=wanted,
+            folder=self._pool.folder,
+            timeout_s=timeout_s,
+            needs_folder=self._pool.carrier.needs_folder,
         )
         self._pool.claim(self._index, engine.identity)
+        with self._ending:
+            if self._ended:
+                raise InterruptedError("the worker was ended while it started")
+            self._pool.carrier.admit(self, address, engine.gpus)
         return RolloutWorker(
             with_episodes(spec.cfg, engine, spec.max_num_seqs),
             options.max_new_tokens,
@@ -204,6 +221,9 @@ class ServerPool:
     Args:
         spec: what the servers are started with.
         count: number of servers.
+
+    Attributes:
+        carrier: what brings weights to the servers.
     """
 
     def __init__(self, spec: ServerSpec, count: int) -> None:
@@ -211,7 +231,7 @@ class ServerPool:
         self._members: list[_Member | None] = [None] * count
         self._identities = [""] * count
         self._claiming = threading.Lock()
-        self._carrier = self._make_carrier()
+        self.carrier = self._make_carrier()
         # Each response holds a descriptor until it is complete, and many systems allow 1,024 by default.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -221,6 +241,11 @@ class ServerPool:
         if self.spec.weight_transfer == "folder":
             assert options.weight_folder is not None
             return FolderCarrier(Path(options.weight_folder))
+        limit_s = min(_JOIN_S, self.spec.cfg.collector.timeout_s)
+        if self.spec.weight_transfer == "nccl":
+            return StreamCarrier(halves=SentHalves(self.spec.train_device, limit_s))
+        if self.spec.weight_transfer == "cuda_ipc":
+            return StreamCarrier(halves=SharedHalves(CudaMemory(self.spec.train_device)))
         # Nothing is generated while the trainer trains if responses may have no age.
         in_turn = self.spec.cfg.collector.max_policy_age == 0
         return StreamCarrier() if in_turn else CopyCarrier()
@@ -253,16 +278,16 @@ class ServerPool:
     @property
     def folder(self) -> Path:
         """Folder through which weights travel."""
-        return self._carrier.folder
+        return self.carrier.folder
 
     @property
     def overwrites(self) -> bool:
         """Whether :meth:`put_weights` needs that no server loads weights."""
-        return self._carrier.overwrites
+        return self.carrier.overwrites
 
     def put_weights(self, weights: Iterable[tuple[str, Tensor]]) -> object:
         """Take the weights of a publication: see :meth:`Carrier.put`."""
-        return self._carrier.put(weights)
+        return self.carrier.put(weights)
 
     def kill(self, worker_index: int) -> None:
         """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
@@ -274,11 +299,11 @@ class ServerPool:
         """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
         members = [member for member in self._members if member is not None]
         # Servers that wait for weights go on to their end.
-        self._carrier.release()
+        self.carrier.release()
         for member in members:
             member.terminate()
         for member in members:
             member.end(_PATIENCE_S)
         for member in members:
             member.join()
-        self._carrier.close()
+        self.carrier.close()

@@ -31,6 +31,8 @@ _RUN = (
     "reward.weights={brevity: 1.0}",
 )
 _FLOAT32 = ("inference_model.dtype=float32", "train_model.autocast=no")
+_SERVED = ("inference_model.backend=vllm_server",)
+_FIRST_GPU = ("train_model.devices=[0]", "inference_model.devices=[0]")
 _BFLOAT16 = ("inference_model.dtype=bfloat16", "train_model.autocast=bf16")
 # Largest mean difference of log-probabilities between engine and trainer, in nats.
 _NATS = {_FLOAT32: 1e-3, _BFLOAT16: 0.5}
@@ -312,6 +314,32 @@ STAGES: dict[str, Stage] = {
     "resume": Stage(resume, "a run that is killed while it writes a checkpoint, and resumed"),
     "servers": Stage(
         train("servers", "inference_model.backend=vllm_server"), "an engine in a vLLM server, over HTTP"
+    ),
+    "ipc": Stage(
+        train("ipc", *_SERVED, "inference_model.weight_transfer=cuda_ipc", *_FIRST_GPU),
+        "weights that a server reads where they lie, on the trainer's GPU",
+        _needs_gpu,
+    ),
+    "ipc_peer": Stage(
+        train("ipc_peer", *_SERVED, "inference_model.weight_transfer=cuda_ipc"),
+        "the same from another GPU, which reads the memory of the trainer's",
+        _needs_gpus,
+    ),
+    "nccl": Stage(
+        train("nccl", *_SERVED, "inference_model.weight_transfer=nccl"),
+        "weights that go to the GPU of a server by NCCL; on a CPU by gloo",
+        lambda context: _needs_gpus(context) if context.gpus else "",
+    ),
+    "tensor_parallel": Stage(
+        train(
+            "tensor_parallel",
+            *_SERVED,
+            "inference_model.tensor_parallel_size=2",
+            "train_model.devices=[0]",
+            "inference_model.devices=[0,1]",
+        ),
+        "a server of two GPUs, one of which is the trainer's",
+        _needs_gpus,
     ),
     "async": Stage(
         train("async", "collector.max_policy_age=1", script="grpo-async.py"),

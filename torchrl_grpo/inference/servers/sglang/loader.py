@@ -78,6 +78,8 @@ class Methods:
             else "processed_logprobs",
             "sees_file": Path(file).exists(),
             "ranks": given.tp_size * given.pp_size,
+            # Weights do not reach it through GPUs.
+            "gpu": "",
             "identity": f"{id(self)} of {os.getpid()} on {_BOOT.read_text().strip()}",
         }
 

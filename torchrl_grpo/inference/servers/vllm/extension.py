@@ -6,11 +6,16 @@ the methods. Arguments and results travel as JSON.
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_grpo.inference.servers.weight_files import Bucket
+from torchrl_grpo.inference.servers.channels.buffers import gpu_name
+from torchrl_grpo.inference.servers.channels.groups import NotTogether
+from torchrl_grpo.inference.servers.channels.receivers import open_receiver, receive
+from torchrl_grpo.inference.servers.channels.types import INTERRUPTED, Receiver
+from torchrl_grpo.inference.servers.weight_files import Bucket, read_bucket
 from torchrl_grpo.inference.servers.weight_folder import BucketReader
 from torchrl_grpo.inference.vllm_arguments import name_of
 from torchrl_grpo.inference.vllm_compat import head_dtypes
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
     from torchrl_grpo.inference.vllm_weights import VLLMWeights
 
 
+_LOG = logging.getLogger(__name__)
 # Differs between machines, and between two starts of one.
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -29,6 +35,8 @@ class WeightExtension:
 
     _weights: VLLMWeights | None = None
     _reader: BucketReader | None = None
+    # This rank's end of a way through GPUs.
+    _receiver: Receiver | None = None
     # Whether an update has begun and not ended.
     _is_updating = False
 
@@ -43,6 +51,7 @@ class WeightExtension:
         """
         known, config = self._known(), vars(self)["model_config"]
         self._reader = BucketReader()
+        self._close_receiver()
         if self._is_updating:
             self.grpo_finish_update()
         return {
@@ -52,6 +61,7 @@ class WeightExtension:
             "logprobs_mode": str(config.logprobs_mode),
             "sees_file": Path(file).exists(),
             "ranks": known.ranks,
+            "gpu": gpu_name(vars(self)["device"]),
             "identity": f"{os.getpid()} on {_BOOT.read_text().strip()}",
         }
 
@@ -67,14 +77,53 @@ class WeightExtension:
         self._known().start_pieces(by_loader)
         self._is_updating = True
 
-    def grpo_load(self, bucket: dict[str, Any]) -> None:
-        """Load the tensors of a file.
+    def grpo_open(self, opening: dict[str, Any]) -> str | None:
+        """Open a way through GPUs, in place of an earlier one.
+
+        Args:
+            opening: an :class:`~torchrl_grpo.inference.servers.channels.types.Opening` as JSON.
+
+        Returns:
+            ``INTERRUPTED`` if another server or the trainer was not there; else None.
+        """
+        self._close_receiver()
+        worker: Any = self
+        try:
+            self._receiver = open_receiver(opening, worker.device, worker.rank)
+        except NotTogether as error:
+            # The trainer says more if that goes on.
+            _LOG.warning("weights are not received yet: %s", error)
+            return INTERRUPTED
+        return None
+
+    def _close_receiver(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+
+    def grpo_load(self, bucket: dict[str, Any]) -> str | None:
+        """Load the tensors of a file or of a half.
 
         Args:
             bucket: a :class:`~torchrl_grpo.inference.servers.weight_files.Bucket` as JSON.
+
+        Returns:
+            ``INTERRUPTED`` if the half did not come, because another server has left; else None.
         """
-        assert self._reader is not None, "grpo_describe comes first"
-        self._known().load_pieces(self._reader.read(Bucket.from_json(bucket)))
+        found = Bucket.from_json(bucket)
+        if found.slot is None:
+            assert self._reader is not None, "grpo_describe comes first"
+            self._known().load_pieces(self._reader.read(found))
+            return None
+        content = receive(self._receiver, found)
+        if content is None:
+            self._close_receiver()
+            self.grpo_finish_update()
+            return INTERRUPTED
+        self._known().load_pieces(read_bucket(found, content))
+        assert self._receiver is not None
+        self._receiver.settle()
+        return None
 
     def grpo_finish_update(self) -> None:
         """End the update."""
