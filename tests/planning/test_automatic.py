@@ -142,6 +142,14 @@ def test_what_is_advised_fits_and_leaves_no_gpu_idle(
         ("0.5B", "allocation_mode=vllm:d2+fsdp:d2", True, 8, ""),
         ("0.5B", "ray.address=auto", True, 8, ""),
         ("7B", "train_model.parallelism=ddp", False, 8, ""),
+        # Six GPUs are three engines, which generate three groups each at most.
+        (
+            "0.5B",
+            "inference_model.backend=vllm_server inference_model.tensor_parallel_size=2",
+            True,
+            8,
+            "train_model.num_devices=2 inference_model.num_devices=6",
+        ),
         # Servers that run elsewhere leave all GPUs to the trainer.
         (
             "0.5B",

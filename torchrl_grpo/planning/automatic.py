@@ -33,7 +33,7 @@ class Division:
 
     Attributes:
         ranks: number of training ranks.
-        engines: number of engines.
+        engines: number of GPUs that generate.
         shared: whether each rank's GPU has an engine too.
     """
 
@@ -112,7 +112,10 @@ def _step(cfg: Config, division: Division, asynchronous: bool) -> float:
     groups = _groups(cfg)
     # A round may have several optimizer batches, and each has the same share of the round's groups.
     train = -(-groups // division.ranks) * cfg.env.num_envs / groups
-    generate = -(-cfg.env.num_envs // division.engines)
+    options = cfg.inference_model
+    size = options.tensor_parallel_size * options.pipeline_parallel_size
+    # The GPUs of one engine generate the same groups.
+    generate = -(-cfg.env.num_envs // max(1, division.engines // size))
     return max(train, generate) if asynchronous else train + generate
 
 
