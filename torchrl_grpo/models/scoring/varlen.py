@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchrl_grpo.models.scoring.transfer import upload_packed
+
 _forward = torch.ops.aten._flash_attention_forward
 _backward = torch.ops.aten._flash_attention_backward
 
@@ -123,7 +125,7 @@ class VarlenLayout:
             "group": _starts(per_group[answered]),
             "shared": _starts(lengths[answered]),
         }
-        there = _move(packed, device)
+        there = upload_packed(packed, device)
         self.ids, self.positions, self.source = there["ids"][None], there["positions"][None], there["source"]
         alone_starts = there["alone"].int()
         most = int(self._alone.max())
@@ -164,7 +166,7 @@ class VarlenLayout:
         number = torch.stack([tails, counts], -1)[kept].flatten()
         keys = torch.cat([torch.arange(self.prompts), _ranges(first, number)])
         key_counts = torch.cat([self._lengths, (tails + counts)[kept]])
-        there = _move({"keys": keys, "starts": _starts(key_counts)}, self._device)
+        there = upload_packed({"keys": keys, "starts": _starts(key_counts)}, self._device)
         spans = self.alone._replace(key_starts=there["starts"].int(), most_keys=int(key_counts.max()))
         return Window(there["keys"], spans)
 
@@ -178,13 +180,6 @@ def _ranges(first: Tensor, number: Tensor) -> Tensor:
     """Concatenate ranges that begin at ``first`` and have ``number`` entries each."""
     shift = (first - _starts(number)[:-1]).repeat_interleave(number)
     return torch.arange(len(shift)) + shift
-
-
-def _move(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Copy int64 vectors to ``device`` in one transfer."""
-    packed = torch.cat(list(tensors.values())).to(device)
-    parts = packed.split([len(tensor) for tensor in tensors.values()])
-    return dict(zip(tensors, parts, strict=True))
 
 
 @dataclass(frozen=True)
