@@ -21,12 +21,12 @@ import psutil
 import pytest
 import torch
 from publishers import make_publisher
+from server_faults import assert_faults_are_found
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from transformers import AutoModelForCausalLM
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import Backend, Dtype
-from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference.protocol import Probe, Request, Sampling
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
@@ -155,25 +155,7 @@ def test_weights_are_published_and_proved_and_their_loss_is_found(
         trained.model.layers[0].mlp.up_proj.weight[3, 5] += 1e-3
         trained.model.layers[1].self_attn.k_proj.weight[3, 5] += 1e-3
     assert publisher.publish(1)["publish/logprob_diff_mean"] < 1e-4
-    honest = ServerEngine._call
-    for what in ("a tensor is skipped", "an older bucket"):
-        with torch.no_grad():
-            for parameter in trained.parameters():
-                parameter.mul_(1.001)
-        count = iter(range(100))
-
-        def call(self: ServerEngine, method: str, **given: Any) -> list[Any]:
-            if method == "grpo_load" and next(count) == 1:  # noqa: B023  called before the next round
-                bucket = Bucket.from_json(given["bucket"])
-                left = Bucket(bucket.path, bucket.entries[1:])
-                given["bucket"] = (left if what == "a tensor is skipped" else older_buckets[1]).to_json()  # noqa: B023
-            return honest(self, method, **given)
-
-        monkeypatch.setattr(ServerEngine, "_call", call)
-        with pytest.raises(TrainingStopped, match=r"after publishing version 2, .* are not the trainer's"):
-            publisher.publish(2)
-        monkeypatch.setattr(ServerEngine, "_call", honest)
-        publisher.publish(3)
+    assert_faults_are_found(publisher, trained, older_buckets, monkeypatch)
     # What a server that was started anew would answer with.
     SGLANG.api.name_weights(engine._connection, "default")
     with pytest.raises(ServerLost, match="it was restarted"):
