@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -88,6 +89,8 @@ def pytest_collection_finish() -> None:
     """Leave what exists by now out of garbage collections."""
     gc.collect()
     gc.freeze()
+    # At exit, the bindings of Triton print a page about each object that is never collected.
+    atexit.register(gc.unfreeze)
     gc.enable()
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from forked import run_script
 
 from torchrl_grpo import GRPOTrainer
 from torchrl_grpo.cli.compose import write_override
@@ -72,11 +71,9 @@ def test_a_run_from_python_is_the_run_of_the_command(
 ) -> None:
     config = {"reward.weights": {"reasoning_gym": 1.0, "bare_number": 0.1}, "optimizer.lr": 1e-3}
     words = {**SMALL, **config, "model.name": tiny_model_dir, "hydra.run.dir": tmp_path / "command"}
-    command = [sys.executable, str(repo_root / "sota-implementations/grpo/grpo.py")]
-    command += [write_override(key, value) for key, value in words.items()]
-    done = subprocess.run(
-        [*command, "--config-name=grpo_quickstart"], capture_output=True, text=True, timeout=300, check=False
-    )
+    script = repo_root / "sota-implementations/grpo/grpo.py"
+    flags = [write_override(key, value) for key, value in words.items()]
+    done = run_script([script, *flags, "--config-name=grpo_quickstart"])
     assert done.returncode == 0, done.stdout + done.stderr
     expected = [unmeasured(line) for line in read(tmp_path / "command/metrics.jsonl")]
     # torch is imported already, and the second run is in the process of the first.

@@ -83,7 +83,8 @@ def test_a_run_follows_the_run_on_one_rank_and_so_does_its_continuation_there(
 
 @installed
 def test_a_run_on_one_rank_continues_on_two(runs: Runs, tmp_path: Path) -> None:
-    runs.take_over(tmp_path / "run", "train_model.num_devices=2", "train_model.parallelism=deepspeed_zero2")
+    more = ("train_model.num_devices=2", "train_model.parallelism=deepspeed_zero2")
+    runs.take_over(tmp_path / "run", *more, ranks=2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from forked import run_script
 from rank_program import CASES, CASES_OF_TWO, MIXED, RELOADED
 from rank_runs import (
     Runs,
@@ -24,6 +25,7 @@ from rank_runs import (
     check_same_numbers,
     check_same_state,
     command,
+    grpo_script,
     in_ranks,
     measured_alone,
     metrics,
@@ -156,7 +158,7 @@ def test_a_run_on_two_ranks_follows_the_run_on_one_and_so_does_its_continuation_
 
 
 def test_two_ranks_are_dismissed_where_the_run_has_ended(runs: Runs, tmp_path: Path) -> None:
-    done = runs.take_over(tmp_path / "run", "train_model.num_devices=2", step=10)
+    done = runs.take_over(tmp_path / "run", "train_model.num_devices=2", step=10, ranks=2)
     assert done.stderr.count("after step 10 of 10; it has already ended") == 1
 
 
@@ -164,7 +166,8 @@ def test_two_ranks_with_two_workers_follow_the_run_of_one_process(
     one_rank: Path, repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     more = ("train_model.num_devices=2", "inference_model.num_devices=2")
-    done = command(repo_root, [sys.executable], words(sums, tiny_model_dir, tmp_path / "run", *more))
+    argv = [grpo_script(repo_root), *words(sums, tiny_model_dir, tmp_path / "run", *more)]
+    done = run_script(argv, ranks=2, cwd=repo_root)
     assert done.returncode == 0, done.stderr
     assert "2 workers, a process each" in done.stdout
     for ours, theirs in zip(metrics(tmp_path / "run"), metrics(one_rank), strict=True):
@@ -177,10 +180,9 @@ def test_a_signal_ends_all_ranks_in_good_order(
 ) -> None:
     folder = tmp_path / "run"
     more = ("train_model.num_devices=2", "train.total_dialog_turns=160000")
-    script = str(repo_root / "sota-implementations/grpo/grpo.py")
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
     process = subprocess.Popen(
-        [sys.executable, script, *words(sums, tiny_model_dir, folder, *more)],
+        [sys.executable, str(grpo_script(repo_root)), *words(sums, tiny_model_dir, folder, *more)],
         env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 120
@@ -326,7 +328,8 @@ def test_adapters_train_on_two_ranks_as_on_one(
     for ranks in (1, 2):
         more = ["train_model.lora.rank=4", "policy.kl_coef=0.1", f"train_model.num_devices={ranks}", calm]
         more.append("train.total_dialog_turns=64")
-        done = command(repo_root, [sys.executable], words(sums, tiny_model_dir, tmp_path / str(ranks), *more))
+        argv = [grpo_script(repo_root), *words(sums, tiny_model_dir, tmp_path / str(ranks), *more)]
+        done = run_script(argv, ranks=ranks, cwd=repo_root)
         assert done.returncode == 0, done.stderr
         found.append(metrics(tmp_path / str(ranks)))
     for ours, theirs in zip(*found, strict=True):
@@ -336,7 +339,7 @@ def test_adapters_train_on_two_ranks_as_on_one(
 @pytest.mark.parametrize(("kind", "engines"), [("fsdp2", "auto"), pytest.param("ddp", "1", id="one engine")])
 def test_a_run_on_one_rank_continues_on_two(kind: str, engines: str, runs: Runs, tmp_path: Path) -> None:
     more = ("train_model.num_devices=2", f"train_model.parallelism={kind}")
-    runs.take_over(tmp_path / "run", *more, f"inference_model.num_devices={engines}")
+    runs.take_over(tmp_path / "run", *more, f"inference_model.num_devices={engines}", ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +357,7 @@ def test_a_run_on_one_rank_continues_on_two(kind: str, engines: str, runs: Runs,
         ),
         # Found by all ranks, when they read the model.
         (
-            None,
+            "ranks",
             (
                 "train_model.num_devices=2",
                 "train_model.lora.rank=4",
@@ -376,10 +379,12 @@ def test_mistakes_are_told_once_and_leave_nothing_running(
     tiny_model_dir: Path,
     tmp_path: Path,
 ) -> None:
-    done = command(
-        repo_root, started_by(repo_root, config), words(sums, tiny_model_dir, tmp_path / "run", *more)
-    )
+    said = words(sums, tiny_model_dir, tmp_path / "run", *more)
+    if config == "ranks":
+        done = run_script([grpo_script(repo_root), *said], ranks=2, cwd=repo_root)
+    else:
+        done = command(repo_root, started_by(repo_root, config), said)
     # accelerate's launcher has one code for every failure.
-    assert done.returncode == (2 if config is None else 1)
+    assert done.returncode == (1 if config in ("multi_gpu", "fsdp2") else 2)
     assert done.stderr.count(message) == 1, done.stderr
     assert not (tmp_path / "run/metrics.jsonl").exists()

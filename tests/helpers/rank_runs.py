@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,32 +15,16 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_script
 from rank_program import measure
 
 from torchrl_grpo.distributed.ranks import Ranks
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def in_ranks(count: int, output: Path, kinds: Sequence[str], program: str = "rank_program.py") -> Any:
     """What ``program`` finds with ``count`` processes."""
-    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    common |= {"LOCAL_WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name(program)), str(output), *kinds],
-            env={**os.environ, **common, "RANK": str(number), "LOCAL_RANK": str(number)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(count)
-    ]
-    errors = [rank.communicate(timeout=500)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * count, "\n".join(errors)
+    done = run_script([Path(__file__).with_name(program), output, *kinds], ranks=count, timeout=500)
+    assert done.returncode == 0, done.stderr
     return torch.load(output, weights_only=False)
 
 
@@ -158,13 +141,18 @@ def words(sums: Path, model: Path, folder: Path, *more: str) -> list[str]:
     ]
 
 
+def grpo_script(root: Path) -> Path:
+    return root / "sota-implementations/grpo/grpo.py"
+
+
 def command(root: Path, how: list[str], arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """The command as a user starts it: with Python, or with a launcher."""
     # Not the test's own: a rank is what the launcher says.
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
-    script = str(root / "sota-implementations/grpo/grpo.py")
     return subprocess.run(
-        [*how, script, *arguments], capture_output=True, text=True, timeout=240, env=environment, cwd=root
-    )
+        [*how, str(grpo_script(root)), *arguments],
+        capture_output=True, text=True, timeout=240, env=environment, cwd=root,
+    )  # fmt: skip
 
 
 def started_by(root: Path, launcher: str | None) -> list[str]:
@@ -186,7 +174,7 @@ def one_rank(
     repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     folder = tmp_path_factory.mktemp("one") / "run"
-    done = command(repo_root, [sys.executable], words(sums, tiny_model_dir, folder))
+    done = run_script([grpo_script(repo_root), *words(sums, tiny_model_dir, folder)], cwd=repo_root)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -203,21 +191,27 @@ class Runs:
     def start(self, folder: Path, launcher: str | None, *more: str) -> subprocess.CompletedProcess[str]:
         """10 steps; started by grpo.py, or by ``accelerate launch`` with a file of config/accelerate."""
         said = words(self.sums, self.model, folder, *more)
-        return self._checked(folder, started_by(self.root, launcher), said)
+        return self._checked(folder, command(self.root, started_by(self.root, launcher), said))
 
-    def go_on(self, folder: Path, *more: str, step: int = 5) -> subprocess.CompletedProcess[str]:
+    def go_on(
+        self, folder: Path, *more: str, step: int = 5, ranks: int = 1
+    ) -> subprocess.CompletedProcess[str]:
         """The steps after ``step`` again, from its checkpoint."""
         first, *others = words(self.sums, self.model, folder, f"resume={folder}/checkpoints/{step}", *more)
         assert first.startswith("hydra.run.dir")
-        return self._checked(folder, [sys.executable], others)
+        done = run_script([grpo_script(self.root), *others], ranks=ranks, cwd=self.root)
+        return self._checked(folder, done)
 
-    def take_over(self, folder: Path, *more: str, step: int = 5) -> subprocess.CompletedProcess[str]:
+    def take_over(
+        self, folder: Path, *more: str, step: int = 5, ranks: int = 1
+    ) -> subprocess.CompletedProcess[str]:
         """The same, from the checkpoint of one rank."""
         shutil.copytree(self.one_rank, folder)
-        return self.go_on(folder, *more, step=step)
+        return self.go_on(folder, *more, step=step, ranks=ranks)
 
-    def _checked(self, folder: Path, how: list[str], said: list[str]) -> subprocess.CompletedProcess[str]:
-        done = command(self.root, how, said)
+    def _checked(
+        self, folder: Path, done: subprocess.CompletedProcess[str]
+    ) -> subprocess.CompletedProcess[str]:
         assert done.returncode == 0, done.stderr
         check_follows(folder, self.one_rank)
         return done

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +15,6 @@ from torchrl_grpo.observe import report
 from torchrl_grpo.rewards.text import BareNumberReward
 from torchrl_grpo.tools.verify_resume import read, unmeasured
 from torchrl_grpo.training.job import run
-
-# The end of a run collects garbage. Without this it looks at every object of the imported libraries.
-gc.collect()
-gc.freeze()
-atexit.register(gc.unfreeze)
 
 
 @pytest.fixture

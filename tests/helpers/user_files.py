@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from forked import run_script
 
 
 def blocks_below(page: Path, title: str, level: int = 3) -> list[str]:
@@ -21,8 +20,6 @@ def blocks_below(page: Path, title: str, level: int = 3) -> list[str]:
 def train_in(folder: Path, repo_root: Path, command: str, changes: Sequence[str]) -> None:
     """Run a command of the documentation in a folder, with changes that make it small; it must end well."""
     script, *words = shlex.split(command)
-    done = subprocess.run(
-        [sys.executable, str(repo_root / "sota-implementations/grpo" / script), *words, *changes],
-        cwd=folder, env=os.environ, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    argv = [repo_root / "sota-implementations/grpo" / script, *words, *changes]
+    done = run_script(argv, cwd=folder, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

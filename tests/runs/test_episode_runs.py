@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 from async_runs import AsyncRunner, pools  # noqa: F401  fixtures
 from async_runs import train as train_async  # noqa: F401
-from rank_runs import command
+from forked import run_script
+from rank_runs import grpo_script
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from user_files import blocks_below, train_in
 
@@ -143,7 +143,7 @@ def test_two_ranks_follow_one(talk: Config, train: Runner, repo_root: Path, tmp_
         "train.checkpoint_frequency=0",
     ]
     words = [word.replace("'", '"') for flag in flags for word in flag.split(" ")]
-    done = command(repo_root, [sys.executable], words)
+    done = run_script([grpo_script(repo_root), *words], ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     for one, other in zip(alone, map(unmeasured, read(tmp_path / "two/metrics.jsonl")), strict=True):
         shared = {name: value for name, value in one.items() if name in other}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,15 +71,6 @@ CASES = {
     "pass@k": Case({"eval.pass_at_k": 2}),
     "micro-batches": Case({"train.gradient_accumulation_steps": 2}),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _frozen() -> Iterator[None]:
-    """Keep garbage collection, which ends every run, from looking at all modules of the process each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

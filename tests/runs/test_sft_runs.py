@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_script
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -112,7 +110,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(sft: Config, train: Runner, tmp_
 @pytest.mark.float32
 def test_two_ranks_follow_one(sft: Config, train: Runner, repo_root: Path, tmp_path: Path) -> None:
     alone = train("one")
-    script = str(repo_root / "sota-implementations/sft/sft.py")
+    script = repo_root / "sota-implementations/sft/sft.py"
     words = [
         *("env=jsonl", "+method=sft", f"env.data_path={tmp_path}/sums.jsonl", "env.answer_format=plain"),
         *(f"hydra.run.dir={tmp_path}/two", f"model.name={sft.model.name}", "env.num_envs=4"),
@@ -122,14 +120,7 @@ def test_two_ranks_follow_one(sft: Config, train: Runner, repo_root: Path, tmp_p
         *("eval.num_problems=6", "eval.frequency=2", "train.total_dialog_turns=16"),
         *("train.checkpoint_frequency=0", "train_model.num_devices=2", "--config-name=grpo_gsm8k"),
     ]
-    done = subprocess.run(
-        [sys.executable, script, *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    done = run_script([script, *words], ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     for one, other in zip(alone, map(unmeasured, read(tmp_path / "two/metrics.jsonl")), strict=True):
         shared = {name: value for name, value in one.items() if name in other}
