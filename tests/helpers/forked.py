@@ -46,7 +46,7 @@ def free_port() -> int:
 
 
 def run_script(
-    argv: Sequence[str | Path],
+    argv: Sequence[object],
     *,
     ranks: int = 1,
     cwd: Path | None = None,
