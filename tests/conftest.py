@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import signal
@@ -11,6 +10,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import frozen_heap
 import pytest
 from tiny_model import build_tiny_model
 
@@ -80,18 +80,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
 
 
-# The modules and the thousands of tests stay until the end. A full garbage collection that walks through them
-# takes a third of a second, and each test of a few seconds causes some.
+# Collecting tests imports much and frees little.
 gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Leave what exists by now out of garbage collections."""
-    gc.collect()
-    gc.freeze()
-    # At exit, the bindings of Triton print a page about each object that is never collected.
-    atexit.register(gc.unfreeze)
+    """Collect garbage again, but not among modules and tests."""
+    frozen_heap.start()
     gc.enable()
+
+
+def pytest_runtest_setup() -> None:
+    """Leave out what the tests before have imported."""
+    frozen_heap.freeze_new_modules()
 
 
 # Another number draws other formats; CI gives each commit its own.

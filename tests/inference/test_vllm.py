@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import frozen_heap
 import pytest
 import torch
 from episodes import check_tokens, problems, record, talking
@@ -275,6 +276,7 @@ def test_a_head_that_no_update_ever_packed_anew_is_found_when_the_layout_is_lear
         trained.publisher.verify_at_start(0)
 
 
+@frozen_heap.not_frozen()
 def test_engines_one_after_the_other_leave_nothing_alive(tiny_model_dir: Path) -> None:
     alive: list[weakref.ref[object]] = []
     hooks = len(convert_frame._bytecode_hooks)
