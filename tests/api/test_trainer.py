@@ -90,6 +90,7 @@ def test_a_run_from_python_is_the_run_of_the_command(
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_rows_rewards_tools_and_an_environment_of_the_script(make: Make) -> None:
     bonus = 0.25
 
@@ -169,6 +170,7 @@ def test_a_hugging_face_dataset_and_a_chat_column(make: Make) -> None:
     assert trainer.train()["steps"] == 2
 
 
+@pytest.mark.slow
 def test_evaluation_resumption_and_saving(make: Make, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

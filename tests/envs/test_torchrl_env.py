@@ -11,7 +11,6 @@ import torch
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from tiny_model import build_tiny_model
-from torchrl.collectors.llm import LLMCollector
 from torchrl.data.llm import History
 from torchrl.envs import SerialEnv
 from torchrl.envs.utils import check_env_specs
@@ -177,6 +176,9 @@ def test_truncated_is_what_the_length_bound_ended(
 def test_the_stock_collector_collects(tiny: tuple[Any, Any], mode: str, pad_output: bool) -> None:
     model, tokenizer = tiny
     env = make(tokenizer, input_mode=mode)
+    # Here, because it imports vLLM, and each process of the tests imports each file.
+    from torchrl.collectors.llm import LLMCollector
+
     collector = LLMCollector(
         env,
         policy=policy(model, tokenizer, mode, pad_output, do_sample=True),

@@ -15,6 +15,9 @@ from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.episodes.processes import CallError, EpisodeHost, EpisodeProcess, UserCodeSpec
 from torchrl_grpo.tools.verify_resume import read
 
+# A process that imports TorchRL's chats imports vLLM.
+pytestmark = pytest.mark.slow
+
 # A chat in which every answer is counted and the third ends the episode.
 OWN = '''
 import torch
@@ -99,7 +102,6 @@ def test_a_batch_of_several_is_refused(hosts: list[EpisodeHost]) -> None:
         reset(process, Example("x/1", [{"role": "user", "content": "Hello"}]))
 
 
-@pytest.mark.slow
 def test_torchrl_s_countdown_trains(config: Config, train: Runner, tmp_path: Path) -> None:
     config.env.dataset = "torchrl_grpo.envs.episodes.torchrl_env:problems"
     config.env.data_path, config.env.task_args = None, {"size": 20}

@@ -19,7 +19,7 @@ def use():
 for _ in range(3):
     use()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(40):
+for _ in range(10):
     use()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
