@@ -65,10 +65,14 @@ def words(tiny_model_dir: Path, tmp_path: Path, format_words: list[str]) -> list
 
 @pytest.fixture(scope="module")
 def orphans() -> Iterator[list[psutil.Process]]:
-    """Processes whose trainer was killed. They must have ended by the end of the module."""
+    """Processes of runs that have ended. They must have ended by the end of the module.
+
+    Ray's helper processes live on for up to a minute, for which no test waits.
+    """
     processes: list[psutil.Process] = []
     yield processes
-    nobody_left(processes)
+    _, alive = psutil.wait_procs(processes, timeout=LINGER_S)
+    assert not alive, [" ".join(one.cmdline())[:100] for one in alive]
 
 
 @contextlib.contextmanager
@@ -109,11 +113,6 @@ def everybody_until_the_end(process: subprocess.Popen[bytes]) -> list[psutil.Pro
     return list(seen.values())
 
 
-def nobody_left(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=LINGER_S)
-    assert not alive, [" ".join(one.cmdline())[:100] for one in alive]
-
-
 def summary(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     books = found["groups"]
@@ -142,7 +141,7 @@ def test_what_a_node_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_that_stops_with_an_error_leaves_a_checkpoint_and_nothing_else(
-    repo_root: Path, tmp_path: Path, words: list[str]
+    repo_root: Path, tmp_path: Path, words: list[str], orphans: list[psutil.Process]
 ) -> None:
     import random
 
@@ -157,7 +156,7 @@ def test_a_run_that_stops_with_an_error_leaves_a_checkpoint_and_nothing_else(
         assert process.returncode == 2, output(tmp_path)
     assert "collector.max_restarts=0" in output(tmp_path) and "Traceback" not in output(tmp_path)
     assert has_checkpoint(run)
-    nobody_left(processes)
+    orphans += processes
 
 
 def test_a_killed_trainer_leaves_nothing_behind_and_resumes(
@@ -169,7 +168,6 @@ def test_a_killed_trainer_leaves_nothing_behind_and_resumes(
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert len(processes) >= 3, "Ray's processes and a worker"
-    # Those that are left end by themselves after up to a minute. The next run does not wait for that.
     orphans += processes
     with started(repo_root, tmp_path, *words, "hydra.run.dir=run", "resume=auto") as process:
         assert process.wait(timeout=300) == 0, output(tmp_path)
@@ -178,7 +176,9 @@ def test_a_killed_trainer_leaves_nothing_behind_and_resumes(
     assert steps == list(range(11))
 
 
-def test_an_interrupt_ends_the_run_in_good_order(repo_root: Path, tmp_path: Path, words: list[str]) -> None:
+def test_an_interrupt_ends_the_run_in_good_order(
+    repo_root: Path, tmp_path: Path, words: list[str], orphans: list[psutil.Process]
+) -> None:
     run = tmp_path / "run"
     # Long enough not to have ended by itself on any machine.
     endless = "train.total_dialog_turns=160000"
@@ -187,22 +187,24 @@ def test_an_interrupt_ends_the_run_in_good_order(repo_root: Path, tmp_path: Path
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 130
     assert "resume=" in output(tmp_path)
-    nobody_left(processes)
+    orphans += processes
 
 
-def test_a_sweep_of_two_runs_goes_through(repo_root: Path, tmp_path: Path, words: list[str]) -> None:
+def test_a_sweep_of_two_runs_goes_through(
+    repo_root: Path, tmp_path: Path, words: list[str], orphans: list[psutil.Process]
+) -> None:
     sweep = ["--multirun", "hydra.sweep.dir=sweep", "optimizer.lr=1e-3,1e-4", "train.total_dialog_turns=32"]
     with started(repo_root, tmp_path, *words, *sweep) as process:
         everybody = everybody_until_the_end(process)
         assert process.returncode == 0, output(tmp_path)
-    nobody_left(everybody)
+    orphans += everybody
     for job in "01":
         assert summary(tmp_path / "sweep" / job)["groups"]["trained"] == 8
 
 
 @pytest.mark.float32
 def test_a_killed_worker_and_a_killed_reference_are_replaced(
-    repo_root: Path, tmp_path: Path, words: list[str]
+    repo_root: Path, tmp_path: Path, words: list[str], orphans: list[psutil.Process]
 ) -> None:
     import random
 
@@ -228,7 +230,7 @@ def test_a_killed_worker_and_a_killed_reference_are_replaced(
         # With those that take their places.
         everybody = [*before, *everybody_until_the_end(process)]
         assert process.returncode == 0, output(tmp_path)
-    nobody_left(everybody)
+    orphans += everybody
     assert "reference  cpu x 2  separate   2 copies, a process each" in output(tmp_path)
     found = summary(run)
     assert found["worker_restarts"] == 1 and found["groups"]["trained"] == 40
@@ -372,13 +374,14 @@ def test_kills_at_random_moments(tmp_path: Path, tiny_model_dir: Path, words: li
     assert "2 kills" in done.stdout and "FAILS" not in done.stdout
 
 
-@pytest.mark.usefixtures("smollm2_dir")
-def test_vllm_takes_weights_in_flight_from_two_training_ranks(repo_root: Path, tmp_path: Path) -> None:
+def test_vllm_takes_weights_in_flight_from_two_training_ranks(
+    repo_root: Path, tmp_path: Path, words: list[str]
+) -> None:
     run = tmp_path / "run"
-    small = ["env.num_envs=4", "env.repeats=4", "train.total_dialog_turns=64", "eval.num_problems=8"]
-    small += ["inference_model.dtype=bfloat16", "train_model.autocast=bf16", "train_model.num_devices=2"]
-    more = ["--config-name=grpo_quickstart", "collector.max_policy_age=2", "hydra.run.dir=run"]
-    with started(repo_root, tmp_path, *more, *small, "train.checkpoint_frequency=0") as process:
+    small = ["inference_model.backend=vllm", "inference_model.kv_cache_gib=1", "train_model.num_devices=2"]
+    small += ["inference_model.dtype=bfloat16", "train_model.autocast=bf16", "train.total_dialog_turns=64"]
+    more = ["collector.max_policy_age=2", "hydra.run.dir=run"]
+    with started(repo_root, tmp_path, *words, *small, *more, "train.checkpoint_frequency=0") as process:
         assert process.wait(timeout=580) == 0, output(tmp_path)
     assert "one worker, a process of its own" in output(tmp_path)
     found = summary(run)
