@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -152,16 +153,15 @@ def _figures(folder: Path, said: str, nats: float) -> Figures:
     gap = max(line["publish/logprob_diff_mean"] for line in trained if "publish/logprob_diff_mean" in line)
     if not gap <= nats:
         raise TrainingStopped(f"engine and trainer differ by {gap:.3g} nats on average; {nats:g} is rounding")
-    last = trained[-1]
     # On a GPU, memory is what all processes have in use there after each phase of a step. Otherwise it is
     # that of the trainer's process.
     on_gpu = [line[name] for line in trained for name in _CUDA_MEMORY if line.get(name)]
     peak = float(max(on_gpu, default=summary["peak_memory_gib"]))
     found: Figures = {
         "engine_to_trainer_nats": gap,
-        "generated_tokens_per_s": _number(last, "throughput/generated_tokens_per_s"),
-        "trained_tokens_per_s": _number(last, "throughput/trained_tokens_per_s"),
-        "publish_s": _number(last, "time/publish_s"),
+        "generated_tokens_per_s": _usual(trained, "throughput/generated_tokens_per_s"),
+        "trained_tokens_per_s": _usual(trained, "throughput/trained_tokens_per_s"),
+        "publish_s": _usual(trained, "time/publish_s"),
         "peak_gib": peak,
     }
     if predicted := _PEAK.findall(said):
@@ -171,8 +171,13 @@ def _figures(folder: Path, said: str, nats: float) -> Figures:
     return found
 
 
-def _number(line: Mapping[str, Any], name: str) -> float:
-    return float(line[name] or 0.0)
+def _usual(lines: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Return the median of a metric over steps, without the first, which also warms up.
+
+    Not the last step's: then asynchronous workers have nothing left to generate.
+    """
+    values = [float(line[name]) for line in lines[1:] if line.get(name)]
+    return statistics.median(values) if values else 0.0
 
 
 def sweep(context: Context) -> Figures:
