@@ -43,6 +43,8 @@ BAD: list[tuple[str, str]] = [
     ("env=null", "gsm8k"),
     ("policy=ppo", "grpo"),
     ("--config-name=grpo_gsm", "grpo_quickstart"),
+    ("model.name=/nowhere", "model.name=/nowhere: there is no such folder; write a folder saved by"),
+    ("model.name=.", "model.name=.: the folder holds no config.json"),
     ("--config-dir=nowhere", "no such folder"),
     ("--config-path=nowhere", "no such folder"),
     ("--no-such-option", "--help"),

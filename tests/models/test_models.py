@@ -53,7 +53,7 @@ def test_a_path_that_is_not_there_is_named(name: str) -> None:
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"holds no config.json; name .*checkpoints/<step>/model"):
+    with pytest.raises(ModelError, match=r"holds no config.json; write .*checkpoints/<step>/model"):
         loading.resolve(ModelConfig(name=str(tmp_path)))
 
 

@@ -25,7 +25,7 @@ from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config.checks import check_installed
 from torchrl_grpo.distributed import launch
 from torchrl_grpo.errors import ConfigError, UserError
-from torchrl_grpo.models import kind
+from torchrl_grpo.models import kind, shape
 from torchrl_grpo.planning import resolve
 from torchrl_grpo.runtime import hardware, rank_env
 from torchrl_grpo.runtime.interrupts import StopRequested, stop_signal_blocked
@@ -254,6 +254,8 @@ class _Command:
                 self._show_plan(cfg, len(configs), job)
             else:
                 check_installed(cfg)
+                # Here, because torch is imported later, and by each training rank.
+                shape.model_folder(cfg.model)
             configs.append(cfg)
         # Computed in a dry run too, because it checks that the jobs of a sweep can run together.
         ranks = launch.ranks_wanted(configs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from torchrl_grpo.config.schema import ModelConfig
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models import smollm2
 from torchrl_grpo.models.quantization import loading_options
+from torchrl_grpo.models.shape import model_folder
 from torchrl_grpo.runtime.oom import stop_on_oom
 
 
@@ -29,22 +29,8 @@ def resolve(cfg: ModelConfig) -> str:
     """
     if cfg.name == smollm2.NAME:
         return str(smollm2.prepare(cfg.cache_dir))
-    looks_like_path = cfg.name.startswith((".", "/", "~")) or cfg.name.count("/") > 1
-    path = Path(cfg.name).expanduser()
-    if path.is_dir():
-        if (path / "adapter_config.json").exists():
-            raise ModelError(_only_adapters(cfg.name, path))
-        if not (path / "config.json").exists():
-            raise ModelError(
-                f"model.name={cfg.name}: the folder holds no config.json; "
-                "name a folder written by save_pretrained (of a run: checkpoints/<step>/model)"
-            )
-        return str(path.resolve())
-    if looks_like_path:
-        raise ModelError(
-            f"model.name={cfg.name}: there is no such folder; write a folder saved by save_pretrained, "
-            f"a name on the Hugging Face hub, or {smollm2.NAME}"
-        )
+    if (folder := model_folder(cfg)) is not None:
+        return str(folder.resolve())
     if cfg.cache_dir is None:
         return cfg.name
     try:
@@ -168,16 +154,6 @@ def end_token_ids(model_or_source: PreTrainedModel, tokenizer: PreTrainedTokeniz
     if listed is not None:
         ids.update([listed] if isinstance(listed, int) else listed)
     return sorted(ids)
-
-
-def _only_adapters(name: str, folder: Path) -> str:
-    merged = folder.parent / "merged"
-    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
-    fix = f"model.name={merged}" if merged.is_dir() else "the folder of a merged model"
-    return (
-        f"model.name={name}: the folder holds adapters for {base} and no model; write {fix} instead "
-        "(checkpoint.export_merged=true writes one with each checkpoint; docs/lora.md says how to later)"
-    )
 
 
 def _cannot_load(what: str, cfg: ModelConfig, error: Exception) -> ModelError:

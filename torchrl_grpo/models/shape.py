@@ -133,6 +133,40 @@ def read_shape(cfg: ModelConfig) -> ModelShape | Unknown:
         ) from error
 
 
+def model_folder(cfg: ModelConfig) -> Path | None:
+    """Return the folder that ``model.name`` names; None if it is a name on the hub or ``smollm2-135m``.
+
+    Raises:
+        ModelError: the folder does not exist or has no model.
+    """
+    if cfg.name == smollm2.NAME or not _is_path(cfg.name):
+        return None
+    path = Path(cfg.name).expanduser()
+    if not path.is_dir():
+        raise ModelError(
+            f"model.name={cfg.name}: there is no such folder; write a folder saved by save_pretrained, "
+            f"a name on the Hugging Face hub, or {smollm2.NAME}"
+        )
+    if (path / "adapter_config.json").exists():
+        raise ModelError(_only_adapters(cfg.name, path))
+    if not (path / "config.json").exists():
+        raise ModelError(
+            f"model.name={cfg.name}: the folder holds no config.json; "
+            "write a folder saved by save_pretrained (of a run: checkpoints/<step>/model)"
+        )
+    return path
+
+
+def _only_adapters(name: str, folder: Path) -> str:
+    merged = folder.parent / "merged"
+    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    fix = f"model.name={merged}" if merged.is_dir() else "the folder of a merged model"
+    return (
+        f"model.name={name}: the folder holds adapters for {base} and no model; write {fix} instead "
+        "(checkpoint.export_merged=true writes one with each checkpoint; docs/lora.md says how to later)"
+    )
+
+
 def local_folder(cfg: ModelConfig) -> Path | None:
     """Return the local folder of the model, or None if it is not on this machine.
 
