@@ -368,6 +368,7 @@ def _cuda(machine: PretendedCuda) -> Iterator[Replacement]:
         "_lazy_init": not_pretended,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "device_count": lambda: machine.gpus,
         "current_device": lambda: machine.current,
         "set_device": set_device,

@@ -55,6 +55,11 @@ def has_token_server() -> bool:
     return vllm_version() >= _TOKEN_SERVER
 
 
+def pins_nccl() -> bool:
+    """Return whether vLLM pins settings of NCCL that a group of its own must not inherit."""
+    return vllm_version() >= _PINS_NCCL
+
+
 def make_llm(source: str, arguments: Mapping[str, Any]) -> LLM:
     """Start an engine in this process.
 
@@ -281,7 +286,7 @@ def join_nccl(group: StatelessProcessGroup, device: torch.device) -> PyNcclCommu
     """
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
-    if vllm_version() >= _PINS_NCCL:
+    if pins_nccl():
         from vllm.utils.nccl import unpinned_nccl_env
 
         with unpinned_nccl_env():
