@@ -4,6 +4,8 @@
 
 # Overrides for one command: make train ARGS="env.dataset=math model.name=smollm2-135m"
 ARGS ?=
+# Commands start many processes, and without bytecode each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 PY := .venv/bin/python
 RECIPE := sota-implementations/grpo
 CHECKED := torchrl_grpo sota-implementations tests benchmarks examples scripts setup.py
@@ -23,8 +25,8 @@ train: setup  ## Run grpo.py with ARGS (default: the GSM8K recipe)
 test: setup-dev  ## Run the whole test suite, real vLLM and SmolLM2 included, in three processes (ARGS="-n 0": in one); ARGS go to pytest
 	$(PY) -m pytest -n 3 --no-loadscope-reorder $(ARGS)
 
-test-fast: setup-dev  ## Run the tests that start no real engine and take seconds each, in two processes; ARGS go to pytest
-	$(PY) -m pytest -n 2 --no-loadscope-reorder -m "not integration and not slow" $(ARGS)
+test-fast: setup-dev  ## Run the tests that start no real engine and take seconds each, in three processes; ARGS go to pytest
+	$(PY) -m pytest -n 3 --no-loadscope-reorder -m "not integration and not slow" $(ARGS)
 
 gpu-check: setup-dev  ## Check that this machine's GPUs train correctly, in stages of a minute; also runs on a CPU, smaller (ARGS="--only scores float32" is a part)
 	$(PY) -m torchrl_grpo.tools.gpu_check $(ARGS)

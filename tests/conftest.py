@@ -10,6 +10,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import composed_once
 import frozen_heap
 import pytest
 from tiny_model import build_tiny_model
@@ -85,8 +86,9 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage again, but not among modules and tests."""
+    """Collect garbage again, but not among modules and tests; and read configuration files once."""
     frozen_heap.start()
+    composed_once.start()
     gc.enable()
 
 

@@ -422,7 +422,7 @@ def test_before_a_commit_run_the_checks_of_make_lint(repo_root: Path) -> None:
 
 def test_the_fast_tests_leave_out_engines_and_slow_ones(repo_root: Path) -> None:
     (fast,), (whole,) = _recipe(repo_root, "test-fast"), _recipe(repo_root, "test")
-    assert fast.replace(' -m "not integration and not slow"', "") == whole.replace("-n 3", "-n 2")
+    assert fast.replace(' -m "not integration and not slow"', "").split() == whole.split()
     assert fast != whole
 
 

@@ -90,10 +90,10 @@ def test_a_part_of_any_tensor_that_is_stale_is_found(family: str, dtype: torch.d
     def plant(fault: Fault | None) -> None:
         engine.fault = fault
 
-    # A start takes three times as long: all of the cases there in the three formats together.
-    at_start = cases[FORMATS.index(dtype) :: len(FORMATS)]
-    assert_each_is_found(publisher, publisher.verify_at_start, plant, at_start)
-    assert_each_is_found(publisher, publisher.publish, plant, cases)
+    # All of the cases in the three formats together. One family has all of them in each format.
+    some = cases[FORMATS.index(dtype) :: len(FORMATS)]
+    assert_each_is_found(publisher, publisher.verify_at_start, plant, some)
+    assert_each_is_found(publisher, publisher.publish, plant, cases if family == NINE[0] else some)
 
 
 def test_the_start_shows_that_published_weights_are_those_that_answer() -> None:
