@@ -59,6 +59,22 @@ PARTS = {
         "docs/test_benchmarks",
     ),
 }
+# Of what is left, the files that would keep one process busy when the others have ended.
+LONG = tuple(
+    f"tests/{name}.py"
+    for name in (
+        "distributed/test_ranks",
+        "distributed/test_deepspeed",
+        "runs/test_episode_runs",
+        "runs/test_training_runs",
+        "runs/test_async_runs",
+        "models/test_compile",
+        "envs/test_torchrl_episodes",
+        "api/test_trainer",
+        "cli/test_cli_mistakes",
+        "weight_sync/test_publish",
+    )
+)
 PART_OF = {f"tests/{name}.py": part for part, names in PARTS.items() for name in names}
 
 
@@ -76,8 +92,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put ``PARTS`` first: they are the longest, and another process has the rest meanwhile."""
-    order = {file: number for number, file in enumerate(PART_OF)}
+    """Put ``PARTS`` first: they are the longest, and other processes have the rest meanwhile; then ``LONG``."""
+    order = {file: number for number, file in enumerate((*PART_OF, *LONG))}
     items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
 
 
