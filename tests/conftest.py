@@ -92,7 +92,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put ``PARTS`` first: they are the longest, and other processes have the rest meanwhile; then ``LONG``."""
+    """Put ``PARTS`` first, which take longest and leave the rest to other processes, and then ``LONG``."""
     order = {file: number for number, file in enumerate((*PART_OF, *LONG))}
     items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
 
