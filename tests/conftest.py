@@ -108,9 +108,16 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_runtest_setup() -> None:
-    """Leave out what the tests before have imported."""
-    frozen_heap.freeze_new_modules()
+_file: Path | None = None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out what the files before have imported. Their engines have ended."""
+    global _file
+    if item.path != _file:
+        _file = item.path
+        frozen_heap.freeze_new_modules()
 
 
 # Another number draws other formats; CI gives each commit its own.

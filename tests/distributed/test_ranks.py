@@ -350,10 +350,17 @@ def test_a_run_on_one_rank_continues_on_two(kind: str, engines: str, runs: Runs,
             ("train_model.num_devices=5",),
             "train_model.num_devices=5: an optimizer batch has only 4 groups",
         ),
+        # Found by all ranks, before they have met.
         (
-            None,
+            "multi_gpu",
             ("train_model.num_devices=2", "model.name=/nowhere"),
             "model.name=/nowhere: there is no such folder",
+        ),
+        # Found by rank 0 alone, which then lets the other go.
+        (
+            "ranks",
+            ("train_model.num_devices=2", "model.chat_template=nowhere.jinja"),
+            "model.chat_template=nowhere.jinja: there is no such file",
         ),
         # Found by all ranks, when they read the model.
         (
@@ -380,8 +387,10 @@ def test_mistakes_are_told_once_and_leave_nothing_running(
     tmp_path: Path,
 ) -> None:
     said = words(sums, tiny_model_dir, tmp_path / "run", *more)
+    done: subprocess.CompletedProcess[str]
     if config == "ranks":
         done = run_script([grpo_script(repo_root), *said], ranks=2, cwd=repo_root)
+        assert done.codes in ([2, 0], [2, 2]), "each has ended by itself"
     else:
         done = command(repo_root, started_by(repo_root, config), said)
     # accelerate's launcher has one code for every failure.

@@ -1,4 +1,4 @@
-"""Reads each file of ``config/`` once: hundreds of tests compose them, and reading is half of that."""
+"""Reads each file of ``config/`` once: hundreds of tests compose them, and reading takes a third of that."""
 
 from __future__ import annotations
 

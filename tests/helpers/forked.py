@@ -1,12 +1,15 @@
 """Scripts in processes that begin with torch and its companions imported.
 
 Importing takes six seconds of a core, which is most of what a small run takes. Here a process imports once,
-and each script runs in a fork of it. The script sees the arguments, environment, folder and output of a
-process of its own. What a new process does before and while it imports is seen only by tests that start one.
+and each script runs in a fork of it, with arguments, variables, a folder and an output of its own.
+
+Only tests that start a process see what differs: what it does until it has imported, its seed of hashes,
+which all forks share, and the end of the interpreter.
 """
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import runpy
@@ -15,11 +18,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest import mock
 
+from torchrl_grpo.planning.cores import PASSIVE_WAIT_ENV
+
+_ROOT = Path(__file__).resolve().parents[2]
+# What other processes of the tests were told. Later, an engine or a test may have changed it.
+_ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+_ENVIRONMENT |= {**PASSIVE_WAIT_ENV, "OMP_NUM_THREADS": "1"}
+# Importing must not touch a GPU, because a fork could not use it then.
+_ENVIRONMENT["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+# Seconds that other ranks have to end when one has failed.
+_GRACE_S = 10.0
 _CONTEXT = multiprocessing.get_context("forkserver")
 # What a training process imports, before and while it trains. A package that is not installed is left out.
 _CONTEXT.set_forkserver_preload(
@@ -39,6 +54,16 @@ _CONTEXT.set_forkserver_preload(
 )
 
 
+class Finished(subprocess.CompletedProcess[str]):
+    """Processes that have ended.
+
+    Attributes:
+        codes: exit code of each rank.
+    """
+
+    codes: list[int]
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -46,82 +71,98 @@ def free_port() -> int:
 
 
 def run_script(
-    argv: Sequence[object],
-    *,
-    ranks: int = 1,
-    cwd: Path | None = None,
-    environment: Mapping[str, str] = os.environ,
-    timeout: float = 240,
-) -> subprocess.CompletedProcess[str]:
+    argv: Sequence[object], *, ranks: int = 1, cwd: Path | None = None, timeout: float = 500
+) -> Finished:
     """Run a script, or one in each of several training ranks as a launcher starts them.
 
     Args:
         argv: path of the script and its arguments.
         ranks: number of processes.
         cwd: folder to run in; this process's by default.
-        environment: variables of the processes.
         timeout: seconds until all must have ended.
 
     Returns:
-        What the processes wrote, one rank after the other, and the first exit code that is not 0.
+        What the processes wrote, mixed as they wrote it, and the first exit code that is not 0.
 
     Raises:
-        TimeoutError: a process has not ended in time; all are killed.
+        TimeoutError: a process has not ended in time; all are killed. The message ends with what they wrote.
     """
-    # A rank is what a launcher says, and not what the test is.
-    variables = {k: v for k, v in environment.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
+    with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
+        forkserver.ensure_running()
+    # A rank is what a launcher says, and not what the test is. vLLM preloads libraries for later processes.
+    variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
     if ranks > 1:
         variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = [str(word) for word in argv]
     with tempfile.TemporaryDirectory(prefix="torchrl-grpo-forked-") as scratch:
-        processes, written = [], [Path(scratch, name) for name in ("stdout", "stderr")]
-        for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-            process = _CONTEXT.Process(
-                target=_run, args=(words, str(cwd or Path.cwd()), variables | own, list(map(str, written)))
-            )
-            process.start()
-            processes.append(process)
-        codes = _codes(processes, time.monotonic() + timeout)
-        texts = [path.read_text() if path.exists() else "" for path in written]
-    return subprocess.CompletedProcess(words, next(filter(None, codes), 0), *texts)
+        written = [Path(scratch, name) for name in ("stdout", "stderr")]
+        for path in written:
+            path.touch()
+        processes: list[BaseProcess] = []
+        try:
+            for rank in range(ranks):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+                arguments = words, str(cwd or Path.cwd()), variables | own, list(map(str, written))
+                processes.append(_CONTEXT.Process(target=_run, args=arguments))
+                processes[-1].start()
+            _wait(processes, time.monotonic() + timeout)
+        except TimeoutError as error:
+            said = "".join(path.read_text()[-2_000:] for path in written)
+            raise TimeoutError(f"{error}:\n{said}") from None
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+        codes = [code for process in processes if (code := process.exitcode) is not None]
+        done = Finished(words, next(filter(None, codes), 0), *(path.read_text() for path in written))
+    done.codes = codes
+    return done
 
 
-def _codes(processes: Sequence[BaseProcess], deadline: float) -> list[int]:
-    """Return exit codes in the order in which processes ended; after a failure the others are killed."""
-    running, codes = list(processes), []
-    try:
-        while running:
-            ended = wait([process.sentinel for process in running], timeout=deadline - time.monotonic())
-            if not ended:
-                raise TimeoutError(f"{len(running)} of {len(processes)} processes are still running")
-            for process in [one for one in running if one.sentinel in ended]:
-                process.join()
-                running.remove(process)
-                assert process.exitcode is not None
-                codes.append(process.exitcode)
-                if process.exitcode:
-                    # As launchers do: the others would wait for it.
-                    for other in running:
-                        other.kill()
-    finally:
-        for process in running:
-            process.kill()
+def _wait(processes: Sequence[BaseProcess], deadline: float) -> None:
+    """Wait until all have ended, or one has failed and the others had time to end.
+
+    Raises:
+        TimeoutError: the deadline has passed, and none has failed.
+    """
+    running, failed = list(processes), False
+    while running:
+        ended = wait([process.sentinel for process in running], timeout=deadline - time.monotonic())
+        if not ended and failed:
+            # A launcher would end them now.
+            return
+        if not ended:
+            raise TimeoutError(f"{len(running)} of {len(processes)} processes are still running")
+        for process in [one for one in running if one.sentinel in ended]:
             process.join()
-    return codes
+            running.remove(process)
+            if process.exitcode and not failed:
+                failed, deadline = True, time.monotonic() + _GRACE_S
 
 
 def _run(argv: list[str], cwd: str, environment: dict[str, str], written: list[str]) -> None:
+    import numpy as np
+    import torch
+
     for number, path in enumerate(written, start=1):
         # Not sys.stdout alone: children and libraries in C write to the numbers.
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
+    # What a library reads from the environment, or draws, when it is imported.
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    np.random.seed()
     sys.argv = argv
-    # Where Python begins to look for modules of a script.
-    sys.path.insert(0, str(Path(argv[0]).parent.resolve()))
-    runpy.run_path(argv[0], run_name="__main__")
+    # Modules beside the tests are not there for a script, but those beside the script are.
+    own = [entry for entry in sys.path if not Path(entry).resolve().is_relative_to(_ROOT / "tests")]
+    sys.path[:] = [str(Path(argv[0]).parent.resolve()), *own]
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    finally:
+        # A fork leaves without them.
+        atexit._run_exitfuncs()

@@ -28,7 +28,10 @@ def start() -> None:
 
 
 def freeze_new_modules() -> None:
-    """Freeze what has been imported since the last call, if that is much: an engine imports 2,000 modules."""
+    """Freeze what has been imported since the last call, if that is much: an engine imports 2,000 modules.
+
+    What lives is frozen with it, and no collection ends it. So nothing may live that must end earlier.
+    """
     global _modules
     if len(sys.modules) > _modules + 300:
         gc.collect()

@@ -23,7 +23,7 @@ from torchrl_grpo.distributed.ranks import Ranks
 
 def in_ranks(count: int, output: Path, kinds: Sequence[str], program: str = "rank_program.py") -> Any:
     """What ``program`` finds with ``count`` processes."""
-    done = run_script([Path(__file__).with_name(program), output, *kinds], ranks=count, timeout=500)
+    done = run_script([Path(__file__).with_name(program), output, *kinds], ranks=count)
     assert done.returncode == 0, done.stderr
     return torch.load(output, weights_only=False)
 

@@ -73,11 +73,14 @@ def main(
     words = list(sys.argv[1:] if argv is None else argv)
     # Imports and composition allocate much and free little. Garbage collection would take 7 % of their time.
     gc.disable()
+    command: _Command | None = None
     try:
         with stop_signal_blocked():
-            _Command(run, config_name, config_dir, words, check, asynchronous).execute()
+            command = _Command(run, config_name, config_dir, words, check, asynchronous)
+            command.execute()
     except UserError as error:
-        if rank_env.rank() > 0 and isinstance(error, ConfigError):
+        alike = isinstance(error, ConfigError) or command is None or not command.follows
+        if rank_env.rank() > 0 and alike:
             # Every rank parses the same command line, and rank 0 reports the error. This rank returns
             # normally, because a launcher that sees it fail first would kill rank 0.
             return
@@ -147,6 +150,8 @@ class _Command:
     ) -> None:
         self.words = words
         self.asks = _read(words)
+        # Whether this process has begun to serve as a rank other than rank 0.
+        self.follows = False
         self.check = check
         self.asynchronous = asynchronous
         self.run = run
@@ -254,8 +259,10 @@ class _Command:
                 self._show_plan(cfg, len(configs), job)
             else:
                 check_installed(cfg)
-                # Here, because torch is imported later, and by each training rank.
-                shape.model_folder(cfg.model)
+                if cfg.resume is None:
+                    # Here, because torch is imported later, and by each training rank. A run that has ended
+                    # needs no model.
+                    shape.model_folder(cfg.model)
             configs.append(cfg)
         # Computed in a dry run too, because it checks that the jobs of a sweep can run together.
         ranks = launch.ranks_wanted(configs)
@@ -279,6 +286,7 @@ class _Command:
 
     def _follow(self, configs: list[Config]) -> None:
         """Serve each job as a training rank other than rank 0, which alone writes the run's files."""
+        self.follows = True
         gc.enable()
         # A launcher interrupts all ranks. Rank 0 handles the interrupt and then releases this rank.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -172,12 +172,13 @@ def _figures(folder: Path, said: str, nats: float) -> Figures:
 
 
 def _usual(lines: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Return the median of a metric over steps, without the first, which also warms up.
+    """Return the median of a metric over steps; 0 if it is never more.
 
-    Not the last step's: then asynchronous workers have nothing left to generate.
+    The first step is left out, because it also warms up. Values of 0 are left out, because asynchronous
+    workers have nothing left to generate in the last step.
     """
-    values = [float(line[name]) for line in lines[1:] if line.get(name)]
-    return statistics.median(values) if values else 0.0
+    values = [float(line[name] or 0.0) for line in lines[1:]]
+    return statistics.median([value for value in values if value] or [0.0])
 
 
 def sweep(context: Context) -> Figures:
