@@ -30,7 +30,7 @@ from torchrl_grpo.inference.servers.carriers import (
     FolderCarrier,
     StreamCarrier,
 )
-from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
+from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequirements
 from torchrl_grpo.inference.servers.http import ServerConnection
 from torchrl_grpo.inference.servers.kinds import VLLM
 from torchrl_grpo.inference.servers.process import ServerProcess
@@ -154,7 +154,7 @@ def main() -> None:
         server.wait_until_ready(600)
         connection = ServerConnection(server.address, server.key, 300)
         connection.wait_until_up(30)
-        wanted = Wanted(torch.float32, None, 512)
+        wanted = ServerRequirements(torch.float32, None, 512)
         engine = ServerEngine(connection, VLLM.api, wanted=wanted, folder=SHARED_MEMORY, timeout_s=300)
         stack.callback(engine.close)
         engine.locate_weights(shapes)

@@ -83,7 +83,8 @@ trap 'kill "${watchers[@]}" 2> /dev/null || true' EXIT
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 others=$(IFS=,; echo "${nodes[*]:1}")
-# Jobs that share a node differ in their numbers. Below are Ray's own ports, and above those of the system.
+# The port depends on the job id, so jobs on one node do not clash. The range lies between Ray's worker ports
+# and the ephemeral ports.
 export port=$((20000 + SLURM_JOB_ID * 64 % 12000))
 
 address_of() {

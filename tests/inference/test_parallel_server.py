@@ -21,7 +21,7 @@ from torchrl_grpo.inference.protocol import Sampling
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.carriers import StreamCarrier
 from torchrl_grpo.inference.servers.channels.nccl import SentHalves
-from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
+from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequirements
 from torchrl_grpo.inference.servers.http import ServerConnection
 from torchrl_grpo.inference.servers.kinds import VLLM
 from torchrl_grpo.inference.servers.process import ServerProcess
@@ -61,7 +61,7 @@ def test_the_ranks_of_a_server_get_their_parts_and_prove_them(
     monkeypatch.setattr(weight_files, "BUCKET_BYTES", 2**14)
     connection = ServerConnection(process.address, process.key, 60)
     connection.wait_until_up(10)
-    wanted = Wanted(torch.float32, None, 200)
+    wanted = ServerRequirements(torch.float32, None, 200)
     engine = ServerEngine(connection, VLLM.api, wanted=wanted, folder=tmp_path, timeout_s=60)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     trained = copy.deepcopy(model)
@@ -112,7 +112,7 @@ def test_the_ranks_of_a_server_join_the_trainers_group(
     """As with NCCL, with gloo in its place: weights, their proof, and a pass that is interrupted."""
     monkeypatch.setattr(weight_files, "BUCKET_BYTES", 2**14)
     connection = ServerConnection(process.address, process.key, 60)
-    wanted = Wanted(torch.float32, None, 200)
+    wanted = ServerRequirements(torch.float32, None, 200)
     engine = ServerEngine(connection, VLLM.api, wanted=wanted, folder=tmp_path, timeout_s=60)
     assert engine.gpus == ("", "")
     halves = SentHalves(torch.device("cpu"), 30.0)

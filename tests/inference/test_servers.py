@@ -26,7 +26,7 @@ from torchrl_grpo.inference.checksums import compute_checksums
 from torchrl_grpo.inference.protocol import Probe, Request, Sampling
 from torchrl_grpo.inference.servers import engine as server_engine
 from torchrl_grpo.inference.servers import weight_files
-from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
+from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequirements
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.require_key import RequireKey
 from torchrl_grpo.inference.servers.sglang import loader, seeds
@@ -42,7 +42,7 @@ from torchrl_grpo.inference.servers.weight_folder import FolderWeights
 from torchrl_grpo.inference.vllm_arguments import as_flags, vllm_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
-WANTED = Wanted(torch.float32, None, 1000)
+WANTED = ServerRequirements(torch.float32, None, 1000)
 PROMPTS = [list(range(5, 45)), list(range(50, 90)), list(range(100, 140))]
 
 
@@ -267,14 +267,17 @@ def test_a_connection_can_be_closed_while_others_use_it(server: FakeServer) -> N
     ("wanted", "says"),
     [
         (
-            Wanted(torch.float32, torch.bfloat16, 100),
+            ServerRequirements(torch.float32, torch.bfloat16, 100),
             "computes logits in float32, and the run needs bfloat16",
         ),
-        (Wanted(torch.float32, None, 20_000), "takes 10000 tokens, and the run needs .*max_model_len=20000"),
+        (
+            ServerRequirements(torch.float32, None, 20_000),
+            "takes 10000 tokens, and the run needs .*max_model_len=20000",
+        ),
     ],
 )
 def test_a_server_that_computes_otherwise_is_refused(
-    wanted: Wanted, says: str, server: FakeServer, tmp_path: Path
+    wanted: ServerRequirements, says: str, server: FakeServer, tmp_path: Path
 ) -> None:
     connection = ServerConnection(server.address, "secret", 20.0)
     with pytest.raises(ConfigError, match=says):

@@ -29,7 +29,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import Backend, Dtype
 from torchrl_grpo.inference.protocol import Probe, Request, Sampling
 from torchrl_grpo.inference.servers import weight_files
-from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
+from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequirements
 from torchrl_grpo.inference.servers.http import Call, ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.kinds import SGLANG
 from torchrl_grpo.inference.servers.process import ServerProcess
@@ -48,7 +48,7 @@ pytestmark = [
 ]
 
 PROMPTS = [list(range(5, 45)), list(range(50, 90)), list(range(100, 140))]
-WANTED = Wanted(torch.float32, None, 600, (2,))
+WANTED = ServerRequirements(torch.float32, None, 600, (2,))
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import KEY_VARIABLE, Backend
 from torchrl_grpo.inference.protocol import Request, Sampling
 from torchrl_grpo.inference.servers import weight_files
-from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
+from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequirements
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.kinds import VLLM
 from torchrl_grpo.inference.servers.process import ServerProcess
@@ -37,7 +37,7 @@ from torchrl_grpo.tools.verify_resume import read
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.float32, pytest.mark.timeout(600)]
 
 PROMPTS = [list(range(5, 45)), list(range(50, 90)), list(range(100, 140))]
-WANTED = Wanted(torch.float32, None, 200)
+WANTED = ServerRequirements(torch.float32, None, 200)
 SIZES: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 64, "dtype": torch.float32}
 
 

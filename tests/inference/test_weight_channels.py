@@ -327,10 +327,10 @@ def test_vllm_without_nccl_says_so() -> None:
     other: Future[Any] = Future()
 
     def join() -> None:
-        other.set_result(vllm_compat.meet("127.0.0.1", port, 1, 2, 20.0))
+        other.set_result(vllm_compat.join_group("127.0.0.1", port, 1, 2, 20.0))
 
     threading.Thread(target=join, daemon=True).start()
-    group = vllm_compat.meet("127.0.0.1", port, 0, 2, 20.0)
+    group = vllm_compat.join_group("127.0.0.1", port, 0, 2, 20.0)
     assert (group.rank, other.result(20).rank) == (0, 1)
     # A torch for CUDA brings NCCL, which finds no GPU.
     says = "vLLM cannot load NCCL" if torch.version.cuda is None else "NCCL error"

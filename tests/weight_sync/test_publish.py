@@ -188,7 +188,7 @@ def test_answers_are_what_counts_where_a_tensor_cannot_be_read() -> None:
     publisher = make_publisher(CannotBeRead)
     metrics = publisher.verify_at_start(0)
     assert publisher.unreadable == ["model.layers.1.mlp.down_proj.weight"]
-    assert "(1 cannot be read back, as model.layers.1.mlp.down_proj.weight)" in publisher.summary(metrics)
+    assert "(1 cannot be read back, e.g. model.layers.1.mlp.down_proj.weight)" in publisher.summary(metrics)
     update(publisher.model, 1e-2)
     publisher.publish(1)
     publisher.engine.off = 0.3  # type: ignore[attr-defined]

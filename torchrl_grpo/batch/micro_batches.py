@@ -198,7 +198,7 @@ class TokenBudget:
 def first_fit_decreasing(costs: dict[int, int], budget: int) -> list[tuple[int, ...]]:
     """Pack rows into bins with first-fit-decreasing.
 
-    The number of bins is at most 11/9 of the optimum plus 6/9 (Johnson 1973).
+    The number of bins is at most 11/9 of the optimum plus 6/9 (Dósa 2007).
 
     Args:
         costs: cost of each row, at most ``budget``.

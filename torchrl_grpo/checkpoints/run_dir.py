@@ -118,7 +118,7 @@ def folder_to_resume(resume: str, chosen: Path | None, outputs: Path = Path("out
     if resume == AUTO_OR_NEW:
         if chosen is None:
             wrong = "a run that begins again needs the folder that it had"
-            raise bad_value("resume", resume, wrong, "hydra.run.dir=FOLDER beside it, or resume=auto")
+            raise bad_value("resume", resume, wrong, "hydra.run.dir=FOLDER in addition, or resume=auto")
         return chosen if complete_checkpoints(chosen) else None
     if resume == "auto":
         return _newest(outputs) if chosen is None else _checked(resume, chosen)

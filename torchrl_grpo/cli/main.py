@@ -42,10 +42,10 @@ STOPPED_CODE = os.EX_TEMPFAIL
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser whose errors are those of a configuration."""
+    """Parser that raises :class:`ConfigError`."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"command line: {message}; write only options that --help lists instead")
+        raise ConfigError(f"command line: {message}; write only options that --help lists")
 
 
 def main(
@@ -149,7 +149,7 @@ class _Command:
         asynchronous: bool,
     ) -> None:
         self.words = words
-        self.asks = _read(words)
+        self.args = _read(words)
         # Whether this process has begun to serve as a rank other than rank 0.
         self.follows = False
         self.check = check
@@ -157,22 +157,22 @@ class _Command:
         self.run = run
         self.default_name = config_name
         self.config_dir = config_dir.resolve()
-        if self.asks.config_path is not None:
-            self.config_dir = _folder("--config-path", self.asks.config_path)
-        self.extra_dir = _folder("--config-dir", self.asks.config_dir) if self.asks.config_dir else None
-        self.config_name = (self.asks.config_name or config_name).removesuffix(".yaml")
-        self.sweep = self.asks.multirun or "hydra.mode=MULTIRUN" in self.asks.overrides
+        if self.args.config_path is not None:
+            self.config_dir = _folder("--config-path", self.args.config_path)
+        self.extra_dir = _folder("--config-dir", self.args.config_dir) if self.args.config_dir else None
+        self.config_name = (self.args.config_name or config_name).removesuffix(".yaml")
+        self.sweep = self.args.multirun or "hydra.mode=MULTIRUN" in self.args.overrides
         self.reported: list[UserError] = []
 
     def execute(self) -> None:
         """Run the action that the command line selects."""
-        if self.asks.help:
+        if self.args.help:
             sys.stdout.write(help_text(sys.argv[0], self.config_dir, self.default_name))
-        elif self.asks.hydra_help or self.asks.version or self.asks.shell_completion:
+        elif self.args.hydra_help or self.args.version or self.args.shell_completion:
             self._hydra([*self._flags(), *self._overrides()])
-        elif self.asks.cfg == "job":
+        elif self.args.cfg == "job":
             self._show()
-        elif self.asks.cfg or self.asks.info:
+        elif self.args.cfg or self.args.info:
             for _ in self._jobs():
                 pass
             self._hydra([*self._flags(), *self._overrides()])
@@ -182,19 +182,19 @@ class _Command:
     def _overrides(self) -> list[str]:
         from torchrl_grpo.cli.compose import open_free_form
 
-        return [open_free_form(word) for word in self.asks.overrides]
+        return [open_free_form(word) for word in self.args.overrides]
 
     def _flags(self) -> list[str]:
         """Return the options for Hydra, with absolute folders: Hydra resolves relative paths differently."""
-        asks = self.asks
+        args = self.args
         switches = {
-            "--hydra-help": asks.hydra_help,
-            "--version": asks.version,
-            "--shell-completion": asks.shell_completion,
-            "--resolve": asks.resolve,
-            "--multirun": self.sweep and not asks.cfg and not asks.info,
+            "--hydra-help": args.hydra_help,
+            "--version": args.version,
+            "--shell-completion": args.shell_completion,
+            "--resolve": args.resolve,
+            "--multirun": self.sweep and not args.cfg and not args.info,
         }
-        values = {"--cfg": asks.cfg, "--package": asks.package, "--info": asks.info}
+        values = {"--cfg": args.cfg, "--package": args.package, "--info": args.info}
         values["--config-dir"] = str(self.extra_dir) if self.extra_dir else None
         flags = [flag for flag, wanted in switches.items() if wanted]
         for flag, value in values.items():
@@ -224,29 +224,29 @@ class _Command:
 
         for job in self._jobs():
             part: Any = job.node
-            if self.asks.package not in (None, "_global_"):
-                part = OmegaConf.select(job.node, self.asks.package)
+            if self.args.package not in (None, "_global_"):
+                part = OmegaConf.select(job.node, self.args.package)
                 if part is None:
                     raise ConfigError(
-                        f"--package={self.asks.package}: there is no such group of keys; "
+                        f"--package={self.args.package}: there is no such group of keys; "
                         f"write one of {', '.join(str(key) for key in job.node)} instead"
                     )
             is_group = OmegaConf.is_config(part)
-            sys.stdout.write(OmegaConf.to_yaml(part, resolve=self.asks.resolve) if is_group else f"{part}\n")
+            sys.stdout.write(OmegaConf.to_yaml(part, resolve=self.args.resolve) if is_group else f"{part}\n")
             parse(job.node)
 
     def _divide_devices(self) -> None:
         """Add the planner's division of several GPUs to the command line, for ranks and resumed runs too."""
         if rank_env.launched():
             return
-        there = hardware.present()
-        if len(there.gpus) < 2:
+        present = hardware.present()
+        if len(present.gpus) < 2:
             return
         from torchrl_grpo.planning import automatic
 
         configs = [resolve_job(job.node, self.check) for job in self._jobs()]
-        changes = automatic.choose(configs, self.asynchronous, there)
-        self.asks.overrides += automatic.words(changes)
+        changes = automatic.choose(configs, self.asynchronous, present)
+        self.args.overrides += automatic.words(changes)
         self.words += automatic.words(changes)
         sys.stdout.write(automatic.written(changes))
 
@@ -313,7 +313,11 @@ class _Command:
             from torchrl_grpo import data
             from torchrl_grpo.config import derived
 
-            dropped = ", less what is left out" if cfg.env.overlong_prompts == "drop" else ""
+            dropped = (
+                ", minus the prompts that are dropped for their length"
+                if cfg.env.overlong_prompts == "drop"
+                else ""
+            )
             sys.stdout.write(f"{derived.describe_length(cfg, len(data.load(cfg).train))}{dropped}\n")
 
     def _to_resume(self, cfg: Config, job: Job) -> Path | None:
@@ -328,7 +332,7 @@ class _Command:
         return run_dir.folder_to_resume(cfg.resume, chosen)
 
     def _chosen(self, key: str) -> bool:
-        return any(word.lstrip("+").startswith(f"{key}=") for word in self.asks.overrides)
+        return any(word.lstrip("+").startswith(f"{key}=") for word in self.args.overrides)
 
     def _folder(self, job: Job, configs: list[Config]) -> tuple[list[str], Callable[[], None]]:
         """Choose the run folder; return overrides that set it, and a function that undoes a failed start."""

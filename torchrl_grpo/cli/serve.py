@@ -1,6 +1,6 @@
 """``grpo-serve``: a server for runs with ``inference_model.backend=vllm_server`` or ``sglang_server``.
 
-It takes the words of the training command, so that model, number format and lengths are the same.
+It takes the arguments of the training command, so that model, number format and lengths are the same.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="grpo-serve",
         allow_abbrev=False,
         description="Serve a model to runs with inference_model.backend=vllm_server or sglang_server. The "
-        "other words are those of the training command.",
+        "other arguments are those of the training command.",
         epilog=f"{KEY_VARIABLE}, or {SGLANG_KEY_VARIABLE} for SGLang, holds the key that the run has to "
         "bring. Set it in both places.",
     )

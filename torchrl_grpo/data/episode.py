@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class EpisodeRecord:
-    """What an episode came to, beside its tokens.
+    """What an episode came to, besides its tokens.
 
     Attributes:
         messages: messages after the prompt, in order: the model's, and what its environment and tools said.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# Entry of the optimizer's state that is no moment: the number of updates. It is a single number.
+# Entry of the optimizer's state that is not a moment: the number of updates. It is a single number.
 _STEP = "step"
 
 

@@ -169,7 +169,7 @@ def cores_to_divide(ranks: int) -> int:
     Args:
         ranks: training ranks on this machine, each of which has what torch takes by itself. That heeds
             ``OMP_NUM_THREADS``, which launchers set for several, and a single rank's numbers are the same
-            beside engines and without.
+            with engines and without.
     """
     return torch.get_num_threads() * ranks
 

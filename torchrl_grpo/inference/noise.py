@@ -1,6 +1,6 @@
 """Random numbers with which the transformers engine samples, one independent stream for each response.
 
-A response depends on its own seed and on the number of its tokens, and not on the responses beside it.
+A response depends on its own seed and on the number of its tokens, and not on other responses.
 """
 
 from __future__ import annotations

@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from vllm.distributed.utils import StatelessProcessGroup
     from vllm.v1.engine.async_llm import AsyncLLM
 
-# First releases with an output head in a dtype of its own, with all of a server's routes, and that pin
-# settings of NCCL for their own groups.
-_HEAD_DTYPE, _TOKEN_SERVER, _PINS_NCCL = (0, 26), (0, 32), (0, 32)
+# First release whose output head can have a dtype of its own.
+_HEAD_DTYPE = (0, 26)
+# First release whose server has all routes that this project calls.
+_TOKEN_SERVER = (0, 32)
+# First release that pins settings of NCCL for its own groups.
+_PINS_NCCL = (0, 32)
 
 
 def vllm_version() -> tuple[int, int]:
@@ -56,7 +59,7 @@ def has_token_server() -> bool:
 
 
 def pins_nccl() -> bool:
-    """Return whether vLLM pins settings of NCCL that a group of its own must not inherit."""
+    """Return whether vLLM pins settings of NCCL that a separate group must not inherit."""
     return vllm_version() >= _PINS_NCCL
 
 
@@ -160,7 +163,7 @@ def in_config(config: VllmConfig) -> AbstractContextManager[Any]:
 
 
 def start_reload(model: nn.Module) -> None:
-    """Prepare a model that runs to load weights again."""
+    """Prepare a running model to reload weights."""
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
     initialize_layerwise_reload(model)
@@ -208,7 +211,7 @@ def derives_weights(module: nn.Module) -> bool:
 def width_of(module: nn.Module) -> int:
     """Return the number of columns of the matrix of a linear layer, an embedding or an output head.
 
-    One of several ranks has some of the columns of a layer that is divided by them.
+    A tensor-parallel rank holds only some columns of a sharded layer.
     """
     from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -258,8 +261,8 @@ def decorate_with(
         module._support_torch_compile = decorate
 
 
-def meet(host: str, port: int, rank: int, size: int, timeout_s: float) -> StatelessProcessGroup:
-    """Make a group of processes beside those that torch and vLLM have, and wait until all are there.
+def join_group(host: str, port: int, rank: int, size: int, timeout_s: float) -> StatelessProcessGroup:
+    """Join a group of processes separate from those of torch and vLLM, and wait until all have joined.
 
     Args:
         host: address of rank 0, which listens there.

@@ -139,7 +139,6 @@ class VLLMEngine(SteppingEngine):
         """See :meth:`SteppingEngine.submit`."""
         for request in requests:
             name = str(next(self._names))
-            # abort_all() reads the tokens of unfinished requests out of vLLM's own state.
             parameters = vllm_compat.sampling_params(
                 max_tokens=request.max_new_tokens,
                 temperature=request.temperature,
@@ -162,6 +161,7 @@ class VLLMEngine(SteppingEngine):
 
     def abort_all(self) -> dict[Hashable, Completion]:
         """See :meth:`SteppingEngine.abort_all`."""
+        # vLLM returns only complete outputs, so unfinished ones are read from its own state.
         taken = {
             key: _completion(*vllm_compat.unfinished_output(self.llm, name), "aborted")
             for name, key in self._running.items()

@@ -2,7 +2,7 @@
 
 vLLM's own reload builds every layer anew and copies it over the old one, so that each weight is written twice
 into fresh memory. Once the layout is known (:mod:`~torchrl_grpo.inference.layout`), the rows of a published
-tensor can be copied to the rows that hold them. Nothing but the piece itself is needed beside the model.
+tensor can be copied to the rows that hold them. Nothing but the piece itself is needed besides the model.
 
 A matrix that vLLM packs for a CPU is put together in a buffer of the size of its layer and packed when it is
 complete. A model with other processed weights, such as quantized ones, is not loaded in this way.
@@ -145,7 +145,7 @@ class _Staging:
 
 
 def repack_kept(model: nn.Module) -> None:
-    """Pack the matrices of embeddings and output heads again, which stay beside their packed copies.
+    """Pack the matrices of embeddings and output heads again, which are kept with their packed copies.
 
     An embedding looks rows up and multiplies with nothing, unless it is the output head too. If a head shares
     its matrix, only the head's copy is packed, and that of the embedding is freed.
@@ -170,7 +170,7 @@ def repack(module: Any) -> None:
 
 
 def _keeps_weight(module: Any) -> bool:
-    """Return whether a layer keeps its matrix beside the packed copy, as an embedding does."""
+    """Return whether a layer keeps its matrix in addition to the packed copy, as an embedding does."""
     return bool(module.weight.numel())
 
 

@@ -53,7 +53,7 @@ class ModelShape:
         mlp: width of the feed-forward layer.
         queries: total width of the query heads.
         keys: total width of the key heads, and also of the value heads.
-        gated: whether the feed-forward layer has a gate beside its two matrices.
+        gated: whether the feed-forward layer has a gate in addition to its two matrices.
         full_cache: whether every layer caches keys and values of width ``keys`` for all tokens.
         plain: whether layers are known to have only linear layers and norms.
     """

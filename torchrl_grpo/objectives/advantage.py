@@ -74,7 +74,7 @@ def group_advantage(
     elif std_mode in ("population", "unbiased"):
         centered = centered / (rewards.std(-1, keepdim=True, correction=int(std_mode == "unbiased")) + eps)
     elif std_mode != "none":
-        raise ValueError(f"advantage std {std_mode!r} is none of population, unbiased, batch, none")
+        raise ValueError(f"advantage std {std_mode!r} must be population, unbiased, batch or none")
     # Equal floats can differ from their mean in the last bit, and a tiny std would magnify that difference.
     return centered.masked_fill(is_constant(rewards, offset)[:, None], 0.0)
 

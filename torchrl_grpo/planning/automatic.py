@@ -1,9 +1,10 @@
 """Choose how many GPUs train and generate where the configuration leaves it open. Imports no torch.
 
-A machine with several GPUs is used whole. Either every GPU trains and generates in turn, or some train and
-the others generate. The estimate of a step counts groups: each rank trains ``ceil(groups / ranks)`` of them
-and each engine generates ``ceil(groups / engines)``, one after the other with ``grpo.py`` and at the same
-time with ``grpo-async.py``. Of the divisions that fit into memory, the one with the shortest step is chosen.
+A run gets as many of a machine's GPUs as it has work for. Either every GPU trains and generates in turn, or
+some train and the others generate. The estimate of a step counts groups: each rank trains
+``ceil(groups / ranks)`` of them and each engine generates ``ceil(groups / engines)``, one after the other
+with ``grpo.py`` and at the same time with ``grpo-async.py``. Of the divisions that fit into memory, the one
+with the shortest step is chosen.
 
 The choice is a set of overrides, as a user could write them. Training ranks and a resumed run read them like
 any others. :mod:`~torchrl_grpo.planning.placement` places the numbers on devices.
@@ -42,18 +43,21 @@ class Division:
     shared: bool
 
 
-def choose(configs: Sequence[Config], asynchronous: bool, there: Hardware) -> Changes:
-    """Return overrides that use all GPUs; empty if the configuration decides, or if nothing fits.
+def choose(configs: Sequence[Config], asynchronous: bool, hardware: Hardware) -> Changes:
+    """Return overrides that use as many GPUs as there is work for.
+
+    They are empty if the configuration decides, or if nothing fits. There are no more ranks and no more
+    engines than groups.
 
     Args:
         configs: configurations of the jobs of one command, which run in the same training ranks.
         asynchronous: whether the script is grpo-async.py.
-        there: hardware to plan for.
+        hardware: hardware to plan for.
 
     Raises:
         ModelError: a model's files are damaged.
     """
-    gpus = len(there.gpus)
+    gpus = len(hardware.gpus)
     if gpus < 2 or rank_env.launched() or not all(_leaves_open(cfg) for cfg in configs):
         return ()
     shapes = {cfg.model.name: read_shape(cfg.model) for cfg in configs}
@@ -62,12 +66,13 @@ def choose(configs: Sequence[Config], asynchronous: bool, there: Hardware) -> Ch
         for division in _divisions(configs[0], asynchronous, gpus):
             changes = _changes(configs[0], division, parallelism)
             plans = [
-                _room(apply(cfg, changes), asynchronous, there, shapes[cfg.model.name]) for cfg in configs
+                _plan_if_it_fits(apply(cfg, changes), asynchronous, hardware, shapes[cfg.model.name])
+                for cfg in configs
             ]
             if None not in plans:
                 idle = max(len(one.plan.idle) for one in plans if one is not None)
                 step = max(_step(cfg, division, asynchronous) for cfg in configs)
-                # Of equal ones, engines get the larger part.
+                # Among equally fast divisions, prefer fewer idle GPUs, and then fewer ranks.
                 found.append(((step, idle, division.ranks), changes))
         if found:
             return min(found, key=lambda one: one[0])[1]
@@ -164,16 +169,16 @@ def _changes(cfg: Config, division: Division, parallelism: Parallelism | None) -
     return found
 
 
-def _room(
-    cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape | Unknown
+def _plan_if_it_fits(
+    cfg: Config, asynchronous: bool, hardware: Hardware, shape: ModelShape | Unknown
 ) -> preflight.Planned | None:
     """Return the plan of a configuration; None if it is invalid or does not fit."""
-    planned = preflight.replan(cfg, asynchronous, there, shape)
+    planned = preflight.replan(cfg, asynchronous, hardware, shape)
     if planned is None:
         return None
     if planned.prediction is None:
         # Two models on a GPU may be too much, and nothing says so before they are loaded.
         return None if planned.plan.colocated else planned
-    # A worker beside a rank never sleeps.
+    # A worker that shares a GPU with a rank never sleeps.
     both = planned.plan.colocated and planned.plan.own_process
-    return planned if preflight.fits(planned, preflight.TOLERATED if both else 1.0) else None
+    return planned if preflight.fits(planned, preflight.SPARE if both else 1.0) else None

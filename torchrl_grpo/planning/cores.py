@@ -11,7 +11,7 @@ from torchrl_grpo.planning.plan import Plan
 
 # Environment variables that set how OpenMP threads wait for each other. OpenMP reads them when torch loads
 # its library. By default, waiting threads spin so long that they slow down other processes on a shared
-# machine: with another job beside it, a step took 3 to 6 times as long. Threads that sleep at once wake too
+# machine: with another job on it, a step took 3 to 6 times as long. Threads that sleep at once wake too
 # late for the many small products of decoding, which took a third longer. This number of spins, some
 # microseconds, avoids both (docs/speed.md).
 PASSIVE_WAIT_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
@@ -46,7 +46,7 @@ def divide_cores(cfg: Config, plan: Plan, cores: int, ranks: int) -> tuple[int, 
 
 
 def worker_env(threads: int) -> dict[str, str]:
-    """Return the environment of a process that computes on ``threads`` cores beside the trainer."""
+    """Return the environment of a process, other than the trainer, that computes on ``threads`` cores."""
     return {
         "OMP_NUM_THREADS": str(threads),
         **PASSIVE_WAIT_ENV,

@@ -56,20 +56,20 @@ _SIXTEEN = ("bfloat16", "float16")
 VLLM_FLOOR = 1.1
 
 
-def predict(cfg: Config, plan: Plan, shape: ModelShape, there: Hardware) -> Prediction:
+def predict(cfg: Config, plan: Plan, shape: ModelShape, hardware: Hardware) -> Prediction:
     """Predict the most memory that a run takes.
 
     Args:
         cfg: configuration; every key that decides a size is read.
         plan: placement of the roles.
         shape: shape of the model.
-        there: hardware; the memory of each GPU and its support for fast bfloat16 are read.
+        hardware: hardware; the memory of each GPU and its support for fast bfloat16 are read.
     """
     engines = len(plan.inference.devices) if plan.engine_in_each_rank else 1
     load = workload_of(cfg, len(plan.train.devices), engines)
-    rows = [*_train(cfg, plan, shape, load, there), *_inference(cfg, plan, shape, load, there)]
+    rows = [*_train(cfg, plan, shape, load, hardware), *_inference(cfg, plan, shape, load, hardware)]
     if plan.reference.placement not in ("off", "adapter off", "cluster"):
-        rows += _reference(cfg, plan, shape, load, there)
+        rows += _reference(cfg, plan, shape, load, hardware)
     rows.append(_program(cfg, plan))
     return Prediction(tuple(rows), plan.own_process)
 
@@ -90,11 +90,11 @@ def _program(cfg: Config, plan: Plan) -> Row:
     return Row("program", "all", (*plan.train.devices, *workers), other=each * GIB)
 
 
-def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there: Hardware) -> list[Row]:
+def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware: Hardware) -> list[Row]:
     role = plan.train
     device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
     lora = cfg.train_model.lora.rank > 0
-    half = autocasts(cfg, role.devices, there)
+    half = autocasts(cfg, role.devices, hardware)
     # With shards, each rank holds its part of the trained weights, and gathers the rest one layer at a time.
     kind, part = cfg.train_model.parallelism, 1 / len(role.devices)
     weights = (part if kind in _SHARDS else 1.0) * trained_weights(cfg, shape, half)
@@ -103,7 +103,7 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there: Ha
         weights += part * FLOAT * shape.parameters
     divided = kind in _SHARDS or kind in ZERO_STAGES
     trained = (part if divided else 1.0) * FLOAT * shape.parameters * (_ADAPTER_SHARE if lora else 1.0)
-    varlen = uses_varlen(cfg, role.devices, there)
+    varlen = uses_varlen(cfg, role.devices, hardware)
     kept, work = activations(shape, load, cfg.train_model.gradient_checkpointing, half, device, varlen)
     masks = 0.0 if varlen else mask_bytes(load, half, device)
     copies = _copies(cfg, shape, half, kind if part < 1 else "ddp")
@@ -128,20 +128,20 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there: Ha
     return [*rows, Row("train", "optimize", names, weights, gradients, moments, live)]
 
 
-def autocasts(cfg: Config, devices: Sequence[str], there: Hardware) -> bool:
+def autocasts(cfg: Config, devices: Sequence[str], hardware: Hardware) -> bool:
     """Return whether the trainer on ``devices`` computes matrix products in 16 bits."""
-    return bits16(cfg.train_model.autocast, {"bf16", "fp16"}, there.has_fast_bfloat16(devices))
+    return bits16(cfg.train_model.autocast, {"bf16", "fp16"}, hardware.has_fast_bfloat16(devices))
 
 
-def uses_varlen(cfg: Config, devices: Sequence[str], there: Hardware) -> bool:
+def uses_varlen(cfg: Config, devices: Sequence[str], hardware: Hardware) -> bool:
     """Return whether attention over shared prompts is expected to use the kernel for variable lengths.
 
     Heads of unusual sizes are found only when the run starts.
     """
     wanted = cfg.train_model.shared_prefix and cfg.train_model.prefix_attention != PrefixAttention.dense
     # GPUs that compute fast in bfloat16 are those that the kernel runs on.
-    on_gpu = devices[0].startswith("cuda") and there.has_fast_bfloat16(devices)
-    return wanted and on_gpu and autocasts(cfg, devices, there)
+    on_gpu = devices[0].startswith("cuda") and hardware.has_fast_bfloat16(devices)
+    return wanted and on_gpu and autocasts(cfg, devices, hardware)
 
 
 def mask_bytes(load: Workload, half: bool, device: str) -> float:
@@ -255,17 +255,17 @@ def _forward_width(shape: ModelShape) -> int:
     return 3 * shape.mlp + 4 * shape.hidden + 2 * shape.queries
 
 
-def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there: Hardware) -> list[Row]:
+def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware: Hardware) -> list[Row]:
     role, options = plan.inference, cfg.inference_model
     if role.placement in ("cluster", "servers"):
         return []
     device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
-    element = 2 if bits16(options.dtype, _SIXTEEN, there.has_fast_bfloat16(role.devices)) else FLOAT
+    element = 2 if bits16(options.dtype, _SIXTEEN, hardware.has_fast_bfloat16(role.devices)) else FLOAT
     # The devices of an engine divide its weights.
     weights = element * shape.parameters / plan.engine_size
     cache, work = _generation(options.backend, cfg, shape, load, element)
     if options.backend in CACHING_BACKENDS and device == "cuda":
-        sizes = [there.gpus[int(name.removeprefix("cuda:"))] for name in role.devices]
+        sizes = [hardware.gpus[int(name.removeprefix("cuda:"))] for name in role.devices]
         # Use the smallest GPU, because the table has one row for all devices of a role.
         known = [size for size in sizes if size is not None]
         size = min(known) if len(known) == len(sizes) else None
@@ -335,10 +335,10 @@ def _generation(
     return shape.layers * layer, max(grown, head) + sampling
 
 
-def _reference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, there: Hardware) -> list[Row]:
+def _reference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware: Hardware) -> list[Row]:
     role = plan.reference
     device = "cuda" if role.devices[0].startswith("cuda") else "cpu"
-    weights = reference_weights(cfg, shape, autocasts(cfg, plan.train.devices, there))
+    weights = reference_weights(cfg, shape, autocasts(cfg, plan.train.devices, hardware))
     work = FLOAT * (load.tokens * _forward_width(shape) + _HEAD_BLOCK[device] * _HEAD_BLOCKS)
     if role.own_process:
         return [Row("reference", "all", role.devices, weights, activations=work)]

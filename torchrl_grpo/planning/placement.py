@@ -59,7 +59,7 @@ def _plan_cpu(request: Request) -> Plan:
     elif reference is None:
         where = "in the trainer's process" if ranks == 1 else "in the first rank's process"
         reference = RolePlan(train.devices[:1], "colocated", where)
-    train = _beside(train, inference, reference)
+    train = _mark_colocated(train, inference, reference)
     transfer = choose_transfer(request, own_process)
     check_gpus(transfer, [], [])
     return Plan(
@@ -94,7 +94,7 @@ def _sleeps(request: Request, own_process: bool, automatic: bool) -> bool:
     return automatic if request.sleep is None else request.sleep
 
 
-def _beside(train: RolePlan, inference: RolePlan, reference: RolePlan) -> RolePlan:
+def _mark_colocated(train: RolePlan, inference: RolePlan, reference: RolePlan) -> RolePlan:
     """Return the trainer's plan, marked as colocated if another role is on its devices."""
     shared = any(
         other.placement == "colocated" and set(other.devices) & set(train.devices)
@@ -209,7 +209,7 @@ class _Allocator:
         transfer = choose_transfer(ask, own_process)
         check_gpus(transfer, gpus, engine)
         return Plan(
-            _beside(train, inference, reference),
+            _mark_colocated(train, inference, reference),
             inference,
             reference,
             own_process,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import schedule, validate
-from torchrl_grpo.config.keys import bad_value
+from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.values import VLLM_BACKENDS, VLLM_CPU_BLOCK_SIZE, ZERO_STAGES, Proximal
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.kind import check_kind
@@ -20,18 +20,22 @@ from torchrl_grpo.planning.prediction import GIB, PHASES, Prediction
 from torchrl_grpo.planning.request import Request, build_request
 from torchrl_grpo.planning.token_budget import Budget
 from torchrl_grpo.planning.workload import max_num_seqs, workload_of
-from torchrl_grpo.runtime import hardware, rank_env
+from torchrl_grpo.runtime import hardware as hardware_module
+from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.hardware import Hardware
 
-# The prediction assumes the longest texts that are allowed, and is accurate to within 20 %. A run that
-# exceeds the memory by less than this may still fit.
+# The prediction assumes the longest texts that are allowed, and may be 29 % too high. A run whose
+# prediction exceeds the memory by less than this factor may still fit.
 TOLERATED = 1.2
+# Factor by which the memory must exceed the prediction where two models share a GPU. The prediction is rarely
+# more than 20 % too low.
+SPARE = 1.2
 # Moments wait in host memory without being asked to if they are at most this share of it. Pinned memory is
 # handed out in powers of two, so they may take twice as much.
 _PARKED_SHARE = 0.25
 # More responses than any configuration has.
 _NO_BOUND = 10**9
-_NOTHING_ELSE = "model (no budget, cache or length, no adapters and no shards would be enough)"
+_NOTHING_ELSE = "a smaller model (no other setting saves enough memory)"
 _WHILE = {"load": "loading", "generate": "generating", "score": "scoring", "optimize": "optimizing"}
 
 
@@ -43,7 +47,7 @@ class Planned:
         cfg: configuration that was planned.
         plan: placement of the roles.
         asynchronous: whether the script is grpo-async.py.
-        there: hardware that the plan was made for.
+        hardware: hardware that the plan was made for.
         shape: shape of the model, or the reason why it is unknown.
         prediction: predicted memory; None without a shape.
         budget: largest number of tokens in a micro-batch.
@@ -52,7 +56,7 @@ class Planned:
     cfg: Config
     plan: Plan
     asynchronous: bool
-    there: Hardware
+    hardware: Hardware
     shape: ModelShape | Unknown
     prediction: Prediction | None
     budget: Budget
@@ -66,7 +70,7 @@ class Planned:
         found, load = [], workload_of(self.cfg)
         for row in self.prediction.rows:
             for name in row.devices if (row.role, row.phase) == ("inference", "generate") else ():
-                gib = self.there.gpus[int(name.removeprefix("cuda:"))] if name != "cpu" else None
+                gib = self.hardware.gpus[int(name.removeprefix("cuda:"))] if name != "cpu" else None
                 if gib is not None:
                     least = memory.least_for_vllm(self.shape, load, row.weights, gib)
                     found.append((gib, row.weights, least))
@@ -74,7 +78,7 @@ class Planned:
 
     @property
     def room_for_sequences(self) -> int | None:
-        """The number of longest sequences whose keys and values fit beside vLLM; None if it is unknown."""
+        """The number of longest sequences whose keys and values fit in vLLM's share; None if unknown."""
         if not self.vllm_on_gpus or not isinstance(self.shape, ModelShape):
             return None
         longest, share = self.cfg.inference_model.max_model_len, self.plan.gpu_memory_utilization
@@ -124,20 +128,20 @@ class Planned:
         if self.prediction is None:
             assert isinstance(self.shape, Unknown)
             return [*lines, f"memory: not predicted: {self.shape.why}"]
-        for device, there in _present(self.plan, self.there).items():
+        for device, available_gib in _memory_by_device(self.plan, self.hardware).items():
             need, phase = self.prediction.peak(device)
-            of = "" if there is None else f" of {there:.2f}"
+            of = "" if available_gib is None else f" of {available_gib:.2f}"
             lines.append(f"memory: {device} at most {need / GIB:.2f}{of} GiB, while {_WHILE[phase]}")
         return lines
 
 
-def make(cfg: Config, asynchronous: bool, there: Hardware) -> Planned:
+def make(cfg: Config, asynchronous: bool, hardware: Hardware) -> Planned:
     """Plan a run for the available devices.
 
     Args:
         cfg: validated configuration.
         asynchronous: whether the script is grpo-async.py.
-        there: hardware to plan for.
+        hardware: hardware to plan for.
 
     Raises:
         ConfigError: requested devices do not exist.
@@ -146,7 +150,7 @@ def make(cfg: Config, asynchronous: bool, there: Hardware) -> Planned:
     shape = read_shape(cfg.model)
     # The kind of a model on the hub is unknown until read_shape() has fetched its config.json.
     check_kind(cfg.model)
-    return _made(cfg, asynchronous, there, shape)
+    return _make_plan(cfg, asynchronous, hardware, shape)
 
 
 def place(cfg: Config, asynchronous: bool, num_gpus: int) -> Plan:
@@ -172,17 +176,17 @@ def _check_plan(cfg: Config, plan: Plan) -> None:
         schedule.check_sleep(cfg)
 
 
-def _made(cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape | Unknown) -> Planned:
+def _make_plan(cfg: Config, asynchronous: bool, hardware: Hardware, shape: ModelShape | Unknown) -> Planned:
     request = build_request(cfg, asynchronous, rank_env.world_size())
-    planned = _placed(cfg, request, there, shape)
+    planned = _place_roles(cfg, request, hardware, shape)
     if planned.plan.colocated and planned.plan.num_gpus > 0 and planned.prediction is not None:
-        planned = _awake(planned, request) or planned
+        planned = _try_awake(planned, request) or planned
     _check_plan(cfg, planned.plan)
     return planned
 
 
-def _awake(planned: Planned, request: Request) -> Planned | None:
-    """Return a plan whose engine stays awake beside the trainer; None if there is too little memory.
+def _try_awake(planned: Planned, request: Request) -> Planned | None:
+    """Return a plan whose engine stays awake while the trainer trains; None if there is too little memory.
 
     Falling asleep and waking up takes a second or more in each step. Unless it is configured, vLLM's share of
     the GPU is the smallest with room for all responses that it decodes at a time. The rest is left for
@@ -195,7 +199,7 @@ def _awake(planned: Planned, request: Request) -> Planned | None:
 
     def with_share(share: float) -> Planned:
         changed = replace(request, sleep=False, gpu_memory_utilization=share)
-        return _placed(planned.cfg, changed, planned.there, planned.shape)
+        return _place_roles(planned.cfg, changed, planned.hardware, planned.shape)
 
     def is_enough(found: Planned) -> bool:
         share, room = found.plan.gpu_memory_utilization, found.room_for_sequences
@@ -209,18 +213,18 @@ def _awake(planned: Planned, request: Request) -> Planned | None:
         found = with_share(min(highest, round(least + 1 / 20, 2)))
     # Many small micro-batches would take longer than an engine that falls asleep and wakes up.
     large = 2 * found.budget.tokens >= planned.budget.tokens
-    return found if large and fits(found, TOLERATED) else None
+    return found if large and fits(found, SPARE) else None
 
 
-def _placed(cfg: Config, request: Request, there: Hardware, shape: ModelShape | Unknown) -> Planned:
-    plan = placement.plan(request, len(there.gpus))
-    plan = replace(plan, offload_optimizer=_offloads(cfg, plan, shape, there))
-    budget = token_budget.choose(cfg, plan, shape, there)
+def _place_roles(cfg: Config, request: Request, hardware: Hardware, shape: ModelShape | Unknown) -> Planned:
+    plan = placement.plan(request, len(hardware.gpus))
+    plan = replace(plan, offload_optimizer=_offloads(cfg, plan, shape, hardware))
+    budget = token_budget.choose(cfg, plan, shape, hardware)
     plan = replace(plan, token_budget=budget.tokens)
     prediction = None
     if isinstance(shape, ModelShape):
-        prediction = memory.predict(token_budget.with_budget(cfg, budget.tokens), plan, shape, there)
-    planned = Planned(cfg, plan, request.asynchronous, there, shape, prediction, budget)
+        prediction = memory.predict(token_budget.with_budget(cfg, budget.tokens), plan, shape, hardware)
+    planned = Planned(cfg, plan, request.asynchronous, hardware, shape, prediction, budget)
     if cfg.inference_model.backend not in VLLM_BACKENDS or plan.inference.placement == "servers":
         return planned
     if plan.num_gpus == 0:
@@ -229,17 +233,19 @@ def _placed(cfg: Config, request: Request, there: Hardware, shape: ModelShape | 
     return replace(planned, plan=replace(plan, max_num_seqs=max_num_seqs(cfg, on_gpu=True, room=room)))
 
 
-def replan(cfg: Config, asynchronous: bool, there: Hardware, shape: ModelShape | Unknown) -> Planned | None:
+def replan(
+    cfg: Config, asynchronous: bool, hardware: Hardware, shape: ModelShape | Unknown
+) -> Planned | None:
     """Plan a changed configuration with all checks; return None if it is invalid."""
     try:
         validate(cfg)
         (schedule.check_async if asynchronous else schedule.check_sync)(cfg)
-        return _made(resolve.resolved(cfg), asynchronous, there, shape)
+        return _make_plan(resolve.resolved(cfg), asynchronous, hardware, shape)
     except ConfigError:
         return None
 
 
-def _offloads(cfg: Config, plan: Plan, shape: ModelShape | Unknown, there: Hardware) -> bool:
+def _offloads(cfg: Config, plan: Plan, shape: ModelShape | Unknown, hardware: Hardware) -> bool:
     """Return whether the optimizer's moments wait in host memory while the engine generates."""
     wanted = cfg.train_model.offload_optimizer
     if wanted is not None or not plan.sleeps or cfg.train_model.parallelism in ZERO_STAGES:
@@ -247,13 +253,13 @@ def _offloads(cfg: Config, plan: Plan, shape: ModelShape | Unknown, there: Hardw
     if isinstance(shape, Unknown) or not plan.train_device.startswith("cuda"):
         return False
     needs = {
-        offloads: memory.predict(cfg, replace(plan, offload_optimizer=offloads), shape, there)
+        offloads: memory.predict(cfg, replace(plan, offload_optimizer=offloads), shape, hardware)
         for offloads in (False, True)
     }
     moments = max(row.optimizer for row in needs[False].rows if row.role == "train") * len(plan.train.devices)
-    if there.cpu_gib is not None and moments > _PARKED_SHARE * there.cpu_gib * GIB:
+    if hardware.cpu_gib is not None and moments > _PARKED_SHARE * hardware.cpu_gib * GIB:
         return False
-    sizes = _present(plan, there)
+    sizes = _memory_by_device(plan, hardware)
     return any(
         gib is not None
         and needs[True].need(name, "generate") <= gib * GIB < needs[False].need(name, "generate")
@@ -281,7 +287,7 @@ def announce(cfg: Config, asynchronous: bool) -> Plan:
     Raises:
         ConfigError: requested devices do not exist, or there is too little memory.
     """
-    planned = make(cfg, asynchronous, hardware.present())
+    planned = make(cfg, asynchronous, hardware_module.present())
     _check_vllm(planned)
     check_memory(planned)
     lines = [*planned.peaks(), *hints(planned)]
@@ -290,14 +296,14 @@ def announce(cfg: Config, asynchronous: bool) -> Plan:
     return planned.plan
 
 
-def report(cfg: Config, asynchronous: bool, there: Hardware | None = None) -> None:
+def report(cfg: Config, asynchronous: bool, hardware: Hardware | None = None) -> None:
     """Print the report of ``dry_run=true``: the plan, and the memory of each role and phase.
 
     Raises:
         ConfigError: requested devices do not exist, or there is too little memory.
     """
-    planned = make(cfg, asynchronous, there or hardware.present())
-    if there is None:
+    planned = make(cfg, asynchronous, hardware or hardware_module.present())
+    if hardware is None:
         _check_vllm(planned)
     sys.stdout.write(f"{planned.plan.table()}\n")
     if planned.prediction is not None:
@@ -315,10 +321,12 @@ def _check_vllm(planned: Planned) -> None:
         ConfigError: vLLM was built for GPUs, and the plan runs an engine on the CPU.
     """
     on_cpu = "cpu" in planned.plan.inference.devices
-    if planned.cfg.inference_model.backend in VLLM_BACKENDS and on_cpu and hardware.vllm_needs_gpu():
+    if planned.cfg.inference_model.backend in VLLM_BACKENDS and on_cpu and hardware_module.vllm_needs_gpu():
         wrong = "the vLLM that is installed is one for GPUs, and no GPU is visible here"
-        good = "inference_model.backend=transformers, or make setup ACCELERATOR=cpu and the same,"
-        raise bad_value("inference_model.backend", planned.cfg.inference_model.backend, wrong, good)
+        raise ConfigError(
+            f"inference_model.backend={show(planned.cfg.inference_model.backend)}: {wrong}; write "
+            "inference_model.backend=transformers, or run `make setup ACCELERATOR=cpu` and repeat the command"
+        )
 
 
 def check_memory(planned: Planned) -> None:
@@ -338,7 +346,7 @@ def check_memory(planned: Planned) -> None:
         fresh = replace(planned, cfg=replace(planned.cfg, resume=None))
         if advice := _advice(fresh):
             instead = f"in a new run {' or '.join(advice)}"
-    raise bad_value(key, value, wrong, instead or f"a smaller {_NOTHING_ELSE}")
+    raise bad_value(key, value, wrong, instead or _NOTHING_ELSE)
 
 
 def hints(planned: Planned) -> list[str]:
@@ -353,18 +361,19 @@ def _shortage(planned: Planned) -> tuple[str, object, str] | None:
     """Return key, value and mistake if a device has clearly too little memory."""
     if planned.prediction is None:
         return None
-    for device, there in _present(planned.plan, planned.there).items():
-        if there is None:
+    for device, available_gib in _memory_by_device(planned.plan, planned.hardware).items():
+        if available_gib is None:
             continue
         needs = [(planned.prediction.need(device, phase), phase) for phase in PHASES]
-        over = [one for one in needs if one[0] > _tolerated(planned, device, one[1]) * there * GIB]
+        over = [one for one in needs if one[0] > _tolerated(planned, device, one[1]) * available_gib * GIB]
         if not over:
             continue
         need, phase = max(over)
         largest = planned.prediction.largest(device, phase)
         wrong = (
             f"{need / GIB:.2f} GiB are needed on {device} while {_WHILE[phase]}, most of it for "
-            f"{largest.role} ({largest.phase}: {largest.total / GIB:.2f} GiB), and {there:.2f} GiB are there"
+            f"{largest.role} ({largest.phase}: {largest.total / GIB:.2f} GiB), and "
+            f"{available_gib:.2f} GiB are there"
         )
         return "model.name", planned.cfg.model.name, wrong
     return None
@@ -384,7 +393,7 @@ def _small_share(planned: Planned) -> tuple[str, object, str] | None:
     for gib, weights, _ in planned.vllm_on_gpus:
         if share * gib * GIB < memory.VLLM_FLOOR * weights:
             wrong = (
-                f"{share * gib:.2f} GiB of {gib:.2f} leave too little room for keys and values beside "
+                f"{share * gib:.2f} GiB of {gib:.2f} leave too little room for keys and values besides "
                 f"weights of {weights / GIB:.2f} GiB"
             )
             return "inference_model.gpu_memory_utilization", share, wrong
@@ -403,11 +412,11 @@ def _small_cache(planned: Planned) -> tuple[str, object, str] | None:
     return "inference_model.kv_cache_gib", options.kv_cache_gib, wrong
 
 
-def _present(plan: Plan, there: Hardware) -> dict[str, float | None]:
+def _memory_by_device(plan: Plan, hardware: Hardware) -> dict[str, float | None]:
     """Return the devices that the plan uses, with the memory of each in GiB."""
     used = dict.fromkeys([*plan.train.devices, *plan.inference.devices, *plan.reference.devices])
     return {
-        name: there.cpu_gib if name == "cpu" else there.gpus[int(name.removeprefix("cuda:"))]
+        name: hardware.cpu_gib if name == "cpu" else hardware.gpus[int(name.removeprefix("cuda:"))]
         for name in used
         if name not in ("ray", "server")
     }
@@ -418,8 +427,8 @@ def fits(planned: Planned, margin: float = 1.0) -> bool:
     assert planned.prediction is not None
     prediction = planned.prediction
     return not (_small_share(planned) or _small_cache(planned)) and all(
-        there is None or margin * prediction.peak(device)[0] <= there * GIB
-        for device, there in _present(planned.plan, planned.there).items()
+        available_gib is None or margin * prediction.peak(device)[0] <= available_gib * GIB
+        for device, available_gib in _memory_by_device(planned.plan, planned.hardware).items()
     )
 
 
@@ -427,6 +436,6 @@ def _advice(planned: Planned, mild: bool = False) -> list[str]:
     """Return overrides with which the prediction fits; each was planned again (:func:`~.advice.advise`)."""
 
     def plan(changed: Config) -> Planned | None:
-        return replan(changed, planned.asynchronous, planned.there, planned.shape)
+        return replan(changed, planned.asynchronous, planned.hardware, planned.shape)
 
     return advise(planned.cfg, plan, fits, mild)

@@ -87,9 +87,9 @@ class Request:
         True for servers, for grpo-async.py, for a Ray cluster, for several engines, and for vLLM with several
         ranks. In the process of a rank, vLLM would use the ranks' process group as its own.
         """
-        beside_ranks = self.backend == "vllm" and max(self.ranks, self.train.count) > 1
+        with_ranks = self.backend == "vllm" and max(self.ranks, self.train.count) > 1
         several = self.inference.count > 1
-        return self.backend in SERVER_BACKENDS or self.asynchronous or self.cluster or several or beside_ranks
+        return self.backend in SERVER_BACKENDS or self.asynchronous or self.cluster or several or with_ranks
 
     @property
     def ranks_generate(self) -> bool:

@@ -20,7 +20,7 @@ from torchrl_grpo.planning.workload import workload_of
 from torchrl_grpo.runtime.hardware import Hardware
 
 # Share of a GPU's memory that the trainer's phases may take with the chosen budget. The prediction is
-# accurate to within 20 %.
+# rarely more than 20 % too low.
 _SHARE = 0.8
 # More tokens gain nothing: kernels of this size keep any GPU busy.
 MOST = 65_536
@@ -37,20 +37,20 @@ class Budget:
     why: str
 
 
-def choose(cfg: Config, plan: Plan, shape: ModelShape | Unknown, there: Hardware) -> Budget:
+def choose(cfg: Config, plan: Plan, shape: ModelShape | Unknown, hardware: Hardware) -> Budget:
     """Choose the token budget of a plan.
 
     Args:
         cfg: configuration; a value of ``train.max_tokens_per_microbatch`` is taken as it is.
         plan: placement of the roles.
         shape: shape of the model, or the reason why it is unknown.
-        there: hardware; the memory of each GPU is read.
+        hardware: hardware; the memory of each GPU is read.
     """
     least = token_budget(cfg)
     if cfg.train.max_tokens_per_microbatch is not None:
         return Budget(least, "as train.max_tokens_per_microbatch says")
     devices = [name for name in (*plan.train.devices, *plan.reference.devices) if name.startswith("cuda:")]
-    sizes = {name: there.gpus[int(name.removeprefix("cuda:"))] for name in devices}
+    sizes = {name: hardware.gpus[int(name.removeprefix("cuda:"))] for name in devices}
     if isinstance(shape, Unknown) or not plan.train.devices[0].startswith("cuda:") or None in sizes.values():
         why = "the default on a CPU" if not devices else "the default, because the memory is not predicted"
         return Budget(least, why)
@@ -59,7 +59,7 @@ def choose(cfg: Config, plan: Plan, shape: ModelShape | Unknown, there: Hardware
     choices = [least, *range(_STEP * (least // _STEP + 1), min(MOST, whole) + _STEP, _STEP)]
 
     def exceeds(tokens: int) -> bool:
-        prediction = memory.predict(with_budget(cfg, tokens), plan, shape, there)
+        prediction = memory.predict(with_budget(cfg, tokens), plan, shape, hardware)
         return any(
             gib is not None and prediction.need(name, phase) > _SHARE * gib * GIB
             for name, gib in sizes.items()

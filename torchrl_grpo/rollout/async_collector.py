@@ -22,7 +22,7 @@ from torchrl_grpo.runtime.rng import group_seed
 
 
 class GroupScorer:
-    """Makes groups by number, and computes their rewards.
+    """Creates the group with a given number, and computes its rewards.
 
     Args:
         env: problems and rewards.
@@ -53,17 +53,18 @@ class GroupScorer:
 
 
 class AsyncCollector(CollectorInterface):
-    """Collects rounds of P x G responses from a group of workers, with calls of TorchRL's ``LLMCollector``.
+    """Collects rounds of P prompts x G responses from a group of workers.
 
-    Those are in :mod:`~torchrl_grpo.rollout.interface`. There is no ``update_policy_weights_``: workers
-    take weights through :meth:`send` alone, which returns what is needed to verify them. There is no
-    ``set_seed``, because workers run ahead with the seed with which they started.
+    Its methods are those of TorchRL's ``LLMCollector``: see :mod:`~torchrl_grpo.rollout.interface`. There is
+    no ``update_policy_weights_``: workers take weights through :meth:`send` alone, which returns what is
+    needed to verify them. There is no ``set_seed``, because workers run ahead with the seed with which they
+    started.
 
     Args:
         env: problems and rewards, batch size ``[P, G]``.
         worker_group: workers that generate.
         tokenizer: tokenizer of the model; only its padding id is used.
-        total_dialog_turns: responses after which iteration ends.
+        total_dialog_turns: number of responses after which iteration ends. The name is TorchRL's.
         clock: function that returns seconds.
     """
 
@@ -88,7 +89,7 @@ class AsyncCollector(CollectorInterface):
 
     @property
     def dialog_turns_per_batch(self) -> int:
-        """Responses in a round."""
+        """Number of responses in a round. The name is TorchRL's."""
         return int(self.env.batch_size.numel())
 
     @property
@@ -146,7 +147,7 @@ class AsyncCollector(CollectorInterface):
         return publication
 
     def round_metrics(self, round_: Round) -> dict[str, float]:
-        """Metrics of the workers' activity since the last call, for any round."""
+        """Metrics of the workers' activity since the last call; ``round_`` is not used."""
         before, stats = self._since[1], self._worker_stats()
         span = max(self._clock() - self._since[0], 1e-9)
         self._since = (self._clock(), stats)
@@ -214,11 +215,13 @@ class AsyncCollector(CollectorInterface):
         """
         if TRACKER_KEY not in state:
             state = self._from_sync_state(state)
-        elif self._tracker.max_age == 0 < self._age_in(state[TRACKER_KEY]):
-            # grpo.py with workers, whose collector.max_policy_age is not read.
-            raise wrong_script_error("grpo-async.py")
-        elif self._tracker.max_age > 0 == self._age_in(state[TRACKER_KEY]):
-            raise wrong_script_error("grpo.py")
+        else:
+            saved_age = self._saved_max_age(state[TRACKER_KEY])
+            if self._tracker.max_age == 0 and saved_age > 0:
+                # This is grpo.py with workers (age 0); the state is of an asynchronous run.
+                raise wrong_script_error("grpo-async.py")
+            if self._tracker.max_age > 0 and saved_age == 0:
+                raise wrong_script_error("grpo.py")
         accepted = [
             ScoredGroup(
                 Group.from_state_dict(one["group"]),
@@ -239,7 +242,10 @@ class AsyncCollector(CollectorInterface):
         self._dispatcher.run_in_thread(write)
 
     def _complete(self, accepted: list[ScoredGroup]) -> None:
-        """Add or drop reference scores: another process may score now than when the groups were saved."""
+        """Add or drop reference scores.
+
+        The process that computes reference scores may have changed since the groups were saved.
+        """
         reference = self._dispatcher.reference
         if reference is None:
             for one in accepted:
@@ -251,8 +257,8 @@ class AsyncCollector(CollectorInterface):
         for one, future in zip(missing, futures, strict=True):
             one.reference = future.result()
 
-    def _age_in(self, counts: dict[str, Any]) -> int:
-        """The staleness bound that the counts were kept under; older checkpoints lack it."""
+    def _saved_max_age(self, counts: dict[str, Any]) -> int:
+        """The staleness bound of the run that saved the counts; older checkpoints lack it."""
         return int(counts.get("max_age", self._tracker.max_age))
 
     def _from_sync_state(self, state: dict[str, int]) -> dict[str, Any]:

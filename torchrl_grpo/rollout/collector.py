@@ -21,7 +21,7 @@ from torchrl_grpo.weight_sync.transport import Delivery, DirectTransport
 
 
 class RolloutCollector(CollectorInterface):
-    """Collects rounds of P x G responses, with a part of the API of TorchRL's ``LLMCollector``.
+    """Collects rounds of P prompts x G responses, with a part of the API of TorchRL's ``LLMCollector``.
 
     Iterating yields a :class:`Round`. See :mod:`~torchrl_grpo.rollout.interface` for the remaining methods
     and the omitted ones. It does not subclass ``LLMCollector`` for two reasons. Token ids and
@@ -35,7 +35,7 @@ class RolloutCollector(CollectorInterface):
         tokenizer: tokenizer that turns responses into text.
         max_new_tokens: length bound of a response.
         temperature: sampling temperature.
-        total_dialog_turns: responses after which iteration ends.
+        total_dialog_turns: number of responses after which iteration ends. The name is TorchRL's.
         seed: seed of the sampling; a round's seeds depend only on it and on the round's number.
         clock: function that returns seconds, for the two timings of a round.
     """
@@ -59,13 +59,13 @@ class RolloutCollector(CollectorInterface):
         self.temperature = temperature
         self.total_dialog_turns = total_dialog_turns
         self.seed = seed
-        # Rounds generated, and those of them that are no refills.
-        self.rounds_sampled = self.rounds_taken = 0
+        # Rounds generated, and how many of them were not refills.
+        self.rounds_sampled = self.training_rounds = 0
         self._clock = clock
 
     @property
     def dialog_turns_per_batch(self) -> int:
-        """Responses in a round."""
+        """Number of responses in a round. The name is TorchRL's."""
         return int(self.env.batch_size.numel())
 
     @property
@@ -121,7 +121,7 @@ class RolloutCollector(CollectorInterface):
         """
         following: int = self.env.set_seed(seed, static_seed=static_seed)
         self.seed = seed
-        self.rounds_sampled = self.rounds_taken = 0
+        self.rounds_sampled = self.training_rounds = 0
         self._tensordicts = None
         return following
 
@@ -188,7 +188,7 @@ class RolloutCollector(CollectorInterface):
         scored = score_groups(self.env, self.tokenizer, groups=groups, examples=examples)
         seconds = {"time/generate_s": generated - start, "time/score_s": self._clock() - generated}
         self.rounds_sampled += 1
-        self.rounds_taken += not is_refill
+        self.training_rounds += not is_refill
         return build_round(
             scored,
             [prompt.text for prompt in prompts],
@@ -203,7 +203,7 @@ class RolloutCollector(CollectorInterface):
 
     def state_dict(self) -> dict[str, int]:
         """Rounds sampled, rounds not counting refills, and the position in the data."""
-        return {"rounds": self.rounds_sampled, "taken": self.rounds_taken, **self.env.stream.state_dict()}
+        return {"rounds": self.rounds_sampled, "taken": self.training_rounds, **self.env.stream.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a :meth:`state_dict` of this collector, or of an asynchronous one with
@@ -214,7 +214,7 @@ class RolloutCollector(CollectorInterface):
         """
         if TRACKER_KEY in state:
             state = self._from_async_state(state[TRACKER_KEY])
-        self.rounds_sampled, self.rounds_taken = state["rounds"], state["taken"]
+        self.rounds_sampled, self.training_rounds = state["rounds"], state["taken"]
         self.env.stream.load_state_dict({"epoch": state["epoch"], "position": state["position"]})
 
     def _from_async_state(self, tracker_state: dict[str, Any]) -> dict[str, int]:

@@ -1,10 +1,10 @@
 """What a user of TorchRL's ``LLMCollector`` calls on the collectors here, and what is left out.
 
 Both have ``start``, ``shutdown``, ``rollout``, ``policy_version``, ``total_dialog_turns`` and
-``dialog_turns_per_batch`` beside what is here. They are no subclasses of ``LLMCollector``, because they hold
-an engine in place of a policy. ``increment_version`` is left out, because a version belongs to weights and
-changes with them. Replay buffers, remote copies and weight updaters are left out, because they are the
-trainer's work here.
+``dialog_turns_per_batch`` in addition to what is here. They are no subclasses of ``LLMCollector``, because
+they hold an engine in place of a policy. ``increment_version`` is left out, because a version belongs to
+weights and changes with them. Replay buffers, remote copies and weight updaters are left out, because they
+are the trainer's work here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CollectorInterface(ABC):
     """Iterating yields a :class:`Round`; :meth:`iterator` and :meth:`next` give its TensorDict alone.
 
     Attributes:
-        total_dialog_turns: responses after which iteration ends.
+        total_dialog_turns: number of responses after which iteration ends. The name is TorchRL's.
         postproc: what :meth:`set_postproc` was given.
     """
 
@@ -36,7 +36,7 @@ class CollectorInterface(ABC):
     @property
     @abstractmethod
     def dialog_turns_per_batch(self) -> int:
-        """Responses in a round."""
+        """Number of responses in a round. The name is TorchRL's."""
 
     @property
     @abstractmethod

@@ -71,7 +71,7 @@ class SolutionCollector(CollectorInterface):
         self.end_token_id = end_token_id
         self.max_new_tokens = max_new_tokens
         self.total_dialog_turns = total_dialog_turns
-        self.rounds_taken = 0
+        self.training_rounds = 0
 
     @property
     def dialog_turns_per_batch(self) -> int:
@@ -95,7 +95,7 @@ class SolutionCollector(CollectorInterface):
         return self._sampling.send(weights, version, probe)
 
     def __iter__(self) -> Iterator[Round]:
-        while self.rounds_taken * self.dialog_turns_per_batch < self.total_dialog_turns:
+        while self.training_rounds * self.dialog_turns_per_batch < self.total_dialog_turns:
             yield self.rollout()
 
     def rollout(self, is_refill: bool = False) -> Round:
@@ -115,7 +115,7 @@ class SolutionCollector(CollectorInterface):
             pad_token_id=self.tokenizer.pad_token_id,
             seconds={},
         )
-        self.rounds_taken += 1
+        self.training_rounds += 1
         return round_
 
     def _group(self, prompt: Prompt) -> ScoredGroup:
@@ -135,13 +135,13 @@ class SolutionCollector(CollectorInterface):
 
     def summary_entries(self) -> dict[str, Any]:
         """Entries of ``summary.json``."""
-        return {"dialog_turns": self.rounds_taken * self.dialog_turns_per_batch}
+        return {"dialog_turns": self.training_rounds * self.dialog_turns_per_batch}
 
     def state_dict(self) -> dict[str, int]:
         """Rounds so far, and the position in the data."""
-        return {"taken": self.rounds_taken, **self.env.stream.state_dict()}
+        return {"taken": self.training_rounds, **self.env.stream.state_dict()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from a :meth:`state_dict`."""
-        self.rounds_taken = state["taken"]
+        self.training_rounds = state["taken"]
         self.env.stream.load_state_dict(state)

@@ -130,7 +130,7 @@ def cpu_has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def _gpus() -> tuple[Gpu, ...]:
-    # Installations for the CPU do not use GPUs. vLLM for CPUs may be installed beside torch from PyPI.
+    # Installations for the CPU do not use GPUs. vLLM for CPUs may be installed together with torch from PyPI.
     if importlib.metadata.version("torch").endswith("+cpu") or _vllm_is_for_cpus():
         return ()
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,4 @@
-"""The command: read its words, check the run for the job's nodes, and print the batch script."""
+"""The command: read its arguments, check the run for the job's nodes, and print the batch script."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrl_grpo.runtime.config_dir import config_dir
 from torchrl_grpo.slurm import layout
 from torchrl_grpo.slurm.layout import Layout
 from torchrl_grpo.slurm.options import SlurmOptions
-from torchrl_grpo.slurm.script import FOLDER_TRANSFER, Run, batch_script, names_no_folder
+from torchrl_grpo.slurm.script import FOLDER_TRANSFER, Run, batch_script, uses_job_folder
 
 # Keys that the batch script sets.
 _SET_BY_JOB = ("resume", "hydra.run.dir", "hydra.sweep.dir", "hydra.mode")
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def script_for(words: Sequence[str]) -> str:
-    """Return the batch script for the words of a command line.
+    """Return the batch script for the arguments of a command line.
 
     Raises:
         UserError: an option or an override is wrong, or the run does not fit on the nodes.
@@ -70,7 +70,7 @@ def script_for(words: Sequence[str]) -> str:
     for word in asked.overrides:
         key = word.lstrip("+~").partition("=")[0]
         if key in _SET_BY_JOB:
-            raise ConfigError(f"{word}: the batch script sets {key}; write nothing for it instead")
+            raise ConfigError(f"{word}: the batch script sets {key}; remove it")
     config_name = (asked.config_name or script.config_name).removesuffix(".yaml")
     compose = _composing(config_name, asked.config_dir, script)
     cfg = compose(asked.overrides)
@@ -96,7 +96,7 @@ def _lay_out(
     options: SlurmOptions,
     compose: Callable[[Sequence[str]], Config],
 ) -> tuple[Layout, list[str]]:
-    """Return the layout, and the trainer's words but for those that are known in the job only."""
+    """Return the layout, and the trainer's arguments except those known only inside the job."""
     words, nodes, gpus = list(overrides), options.nodes, options.gpus
     if nodes == 1:
         return Layout(layout.place(cfg, script.asynchronous, gpus), 1, gpus), words
@@ -108,7 +108,7 @@ def _lay_out(
             # The nodes share a file system and no memory.
             words.append(FOLDER_TRANSFER)
         addresses = ",".join(f"http://node:{port}" for port in range(1, count + 1))
-        folder = ["inference_model.weight_folder=weights"] if names_no_folder(words) else []
+        folder = ["inference_model.weight_folder=weights"] if uses_job_folder(words) else []
         cfg = compose([*words, *folder, f"inference_model.servers=[{addresses}]"])
         plan = layout.place(cfg, script.asynchronous, gpus)
         return Layout(plan, nodes, gpus, count, servers=True), words
@@ -157,8 +157,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m torchrl_grpo.slurm",
         allow_abbrev=False,
-        description="Print the batch script of a run for Slurm. The other words are those of the training "
-        "command.",
+        description="Print the batch script of a run for Slurm. All other arguments are those of the "
+        "training command.",
     )
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the configuration")

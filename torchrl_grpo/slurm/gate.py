@@ -16,10 +16,11 @@ from contextlib import closing
 from torchrl_grpo.cli.main import USER_ERROR_CODE, Parser
 from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.errors import ConfigError, UserError
+from torchrl_grpo.planning.plan import counted
 
 # Seconds between two attempts to reach a port that nobody listens at yet.
 _RETRY_S = 0.5
-# Any token ids do. Every vocabulary has these.
+# Any token ids will do. Every vocabulary has these.
 _PROMPT = (1, 2, 3)
 
 
@@ -69,13 +70,12 @@ def wait_for_ray(address: str, nodes: int, timeout_s: float) -> None:
         ConfigError: it does not in time.
     """
     end = time.monotonic() + timeout_s
-    late = (
-        f"Ray at {address} has not {nodes or 1} nodes after {timeout_s:g} s; look into the logs of its steps"
-    )
+    late = f"Ray at {address} did not reach {counted(nodes or 1, 'node')} within {timeout_s:g} s"
+    fix = "see the logs of its steps"
     try:
         asyncio.run(asyncio.wait_for(_until_port_is_open(address), timeout_s))
     except TimeoutError as error:
-        raise ConfigError(f"{late}: nothing listens") from error
+        raise ConfigError(f"{late} (nothing is listening); {fix}") from error
     if not nodes:
         return
     import ray
@@ -89,7 +89,7 @@ def wait_for_ray(address: str, nodes: int, timeout_s: float) -> None:
         ray.get(group.ready(), timeout=max(0.0, end - time.monotonic()))
         remove_placement_group(group)
     except GetTimeoutError as error:
-        raise ConfigError(f"{late}: there are {len(ray.nodes())}") from error
+        raise ConfigError(f"{late} (it has {len(ray.nodes())}); {fix}") from error
     finally:
         ray.shutdown()
     sys.stdout.write(f"Ray at {address} has {nodes} nodes\n")

@@ -115,7 +115,7 @@ def count_engines(cfg: Config, asynchronous: bool, nodes: int, gpus: int) -> int
             )
         if gpus > 0 and room < count:
             have = "has" if others == 1 else "have"
-            wrong = f"{counted(others, 'node')} beside the trainer's {have} {counted(room, 'GPU')} together"
+            wrong = f"{counted(others, 'node')} besides the trainer's {have} {counted(room, 'GPU')} together"
             raise bad_value(key, count, wrong, f"{key}={room}, or more --nodes")
         return count
     plan = place(cfg, asynchronous, gpus)
@@ -123,7 +123,7 @@ def count_engines(cfg: Config, asynchronous: bool, nodes: int, gpus: int) -> int
     room = nodes * gpus - len(_used_on_first(plan)) - actors if gpus else nodes
     count = asked if isinstance(asked, int) else _at_most(cfg.env.num_envs, room, 1)
     if gpus and count > room:
-        wrong = f"{nodes} nodes have {counted(room, 'GPU')} beside those of the other roles"
+        wrong = f"{nodes} nodes have {counted(room, 'GPU')} besides those of the other roles"
         raise bad_value(key, count, wrong, f"{key}={room}, or more --nodes" if room > 0 else "more --nodes")
     return count
 

@@ -70,7 +70,7 @@ class SlurmOptions:
             ConfigError: a value is not one that Slurm takes, or contradicts the script.
         """
         if not re.fullmatch(r"([\w.-]+:)?\d+", self.gpus_per_node):
-            raise _bad("--gpus-per-node", self.gpus_per_node, "is no number of GPUs", "4 or a100:4")
+            raise _bad("--gpus-per-node", self.gpus_per_node, "is not a number of GPUs", "4 or a100:4")
         for option, value, least in (
             ("--nodes", self.nodes, 1),
             ("--cpus-per-node", self.cpus_per_node, 1),
@@ -93,14 +93,14 @@ class SlurmOptions:
         name = line.partition("=")[0].partition(" ")[0].removeprefix("--")
         if not re.fullmatch(r"--[a-z][a-z-]*([= ]\S.*)?", line):
             raise _bad(
-                "--sbatch", line, "is no long option of sbatch", "--sbatch=--constraint=ib for example"
+                "--sbatch", line, "is not a long option of sbatch", "--sbatch=--constraint=ib for example"
             )
         if name in _SET:
             fix = f"{_SET[name]}=VALUE"
             raise ConfigError(f"--sbatch={line}: an option of this command sets it; write {fix} instead")
         if name in _OWN:
             wrong = "the script needs a value of its own"
-            raise ConfigError(f"--sbatch={line}: {wrong}; write nothing for --{name} instead")
+            raise ConfigError(f"--sbatch={line}: {wrong}; remove it")
 
     def header(self) -> list[str]:
         """Return the ``#SBATCH`` lines."""

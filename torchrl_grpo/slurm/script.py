@@ -20,8 +20,8 @@ class Run:
 
     Attributes:
         script: name of the training command.
-        common: words of the trainer and of the servers that name the configuration.
-        trainer_words: overrides of the trainer, but for those that are known in the job only.
+        common: arguments of the trainer and of the servers that name the configuration.
+        trainer_words: overrides of the trainer, except those known only inside the job.
         server_words: overrides of the servers.
         command: command that has made the script.
     """
@@ -122,7 +122,8 @@ trap 'kill "${{watchers[@]}}" 2> /dev/null || true' EXIT
 _PORT = """\
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 others=$(IFS=,; echo "${nodes[*]:1}")
-# Jobs that share a node differ in their numbers. Below are Ray's own ports, and above those of the system.
+# The port depends on the job id, so jobs on one node do not clash. The range lies between Ray's worker ports
+# and the ephemeral ports.
 export port=$((20000 + SLURM_JOB_ID * 64 % 12000))
 
 address_of() {
@@ -130,7 +131,7 @@ address_of() {
 }
 """
 
-# A step that Slurm would give every GPU of the node takes those with the given numbers.
+# Restrict a step, to which Slurm gives all GPUs of the node, to the given ones.
 _ONLY_GPUS = """\
 only_gpus() {
     local all number chosen=()
@@ -162,8 +163,8 @@ def _steps(run: Run, options: SlurmOptions, layout: Layout) -> list[str]:
     return _on_servers(run, options, layout) if layout.servers else _on_ray(run, options, layout)
 
 
-def names_no_folder(words: Sequence[str]) -> bool:
-    """Return whether weights travel through a folder that the words do not name: one of the job."""
+def uses_job_folder(words: Sequence[str]) -> bool:
+    """Return whether weights go through the job's own folder, because no ``weight_folder`` is given."""
     named = any(word.startswith("inference_model.weight_folder=") for word in words)
     return FOLDER_TRANSFER in words and not named
 
@@ -172,7 +173,7 @@ def _on_servers(run: Run, options: SlurmOptions, layout: Layout) -> list[str]:
     gpus, others = layout.gpus > 0, layout.nodes - 1
     listens = ['--host=0.0.0.0 --port="$((port + SLURM_PROCID))"']
     folder = (
-        ["\"inference_model.weight_folder='$job/weights'\""] if names_no_folder(run.trainer_words) else []
+        ["\"inference_model.weight_folder='$job/weights'\""] if uses_job_folder(run.trainer_words) else []
     )
     return [
         "",
@@ -191,7 +192,7 @@ def _on_servers(run: Run, options: SlurmOptions, layout: Layout) -> list[str]:
         *_function(
             "server",
             [
-                _DEAF,
+                _IGNORE_USR1,
                 *(['only_gpus "$SLURM_LOCALID"'] if gpus else []),
                 *_command("grpo-serve", [*run.common, *run.server_words], listens),
             ],
@@ -224,7 +225,7 @@ def _on_ray(run: Run, options: SlurmOptions, layout: Layout) -> list[str]:
         *_function(
             "ray_head",
             [
-                _DEAF,
+                _IGNORE_USR1,
                 *([f"only_gpus {left}".rstrip()] if gpus else []),
                 *_command("ray", ["start", "--head", *ray, "--include-dashboard=false"], ['--port="$port"']),
             ],
@@ -232,7 +233,7 @@ def _on_ray(run: Run, options: SlurmOptions, layout: Layout) -> list[str]:
         *_function(
             "ray_worker",
             [
-                _DEAF,
+                _IGNORE_USR1,
                 f'python -m torchrl_grpo.slurm.gate --timeout={options.start_seconds} --ray="$address"',
                 *_command("ray", ["start", *ray], ['--address="$address"']),
             ],
@@ -250,7 +251,7 @@ def _on_ray(run: Run, options: SlurmOptions, layout: Layout) -> list[str]:
 _SECRET = "$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
 
 # A signal to all steps is meant for the trainer. What this shell ignores is ignored by the program after it.
-_DEAF = "trap '' USR1"
+_IGNORE_USR1 = "trap '' USR1"
 
 
 def _gate_and_trainer(more: Sequence[str]) -> list[str]:

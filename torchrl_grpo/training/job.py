@@ -48,7 +48,7 @@ def run(cfg: Config, run_dir: Path) -> dict[str, Any]:
 
 
 def run_async(cfg: Config, run_dir: Path) -> dict[str, Any]:
-    """Train like :func:`run`, with rollout workers on Ray that generate while the trainer trains."""
+    """Train like :func:`run`, with workers on Ray or with servers that generate while the trainer trains."""
     return _claim_and_train(cfg, run_dir, asynchronous=True)
 
 
@@ -67,7 +67,7 @@ def evaluate(cfg: Config, resume_from: Path | None) -> dict[str, float]:
     """
     if cfg.eval.num_problems == 0:
         raise bad_value("eval.num_problems", 0, "leaves nothing to evaluate", "eval.num_problems=200")
-    # The evaluation is no run of its own for the user's loggers.
+    # Do not open a run in the user's loggers for an evaluation.
     cfg = replace(cfg, logging=replace(cfg.logging, backends=[], rollouts=False))
     problems = data.load(cfg)
     examples = problems.first_examples()
@@ -135,7 +135,7 @@ def _claim_and_train(cfg: Config, run_dir: Path, asynchronous: bool) -> dict[str
 def _prepare_and_train(
     cfg: Config, run_dir: Path, problems: data.Problems, *, resume_from: Path | None, plan: Plan
 ) -> dict[str, Any]:
-    # With these it is checked that each problem has what the rewards need.
+    # Used to check that each problem has what the rewards need.
     examples = problems.first_examples()
     rewarded = examples if cfg.train.method == "grpo" else None
     graded = examples if cfg.eval.num_problems > 0 else None
@@ -247,8 +247,8 @@ def _prepare_process(cfg: Config | None, plan: Plan | None) -> None:
         cfg is not None and resolve.parallelism(cfg) in ZERO_STAGES,
         cfg is not None and cfg.train_model.quantization != "none",
     )
-    # An engine of vLLM that sleeps has an allocator of its own, and its CUDA graphs do not go with segments
-    # that grow. The other ranks have no plan yet, and never such an engine.
+    # An engine of vLLM that sleeps has an allocator of its own, and its CUDA graphs are incompatible with
+    # expandable segments. The other ranks have no plan yet, and never such an engine.
     sleeps = plan is not None and plan.sleeps and cfg is not None and cfg.inference_model.backend == "vllm"
     on_gpu = plan is None or plan.num_gpus > 0
     if on_gpu:

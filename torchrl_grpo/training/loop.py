@@ -105,7 +105,7 @@ def collect(run: Session) -> dict[str, float]:
     run.write_rollouts(round_)
     tokens = run.parts.buffer.contents()["masks", "response"].sum().item()
     return {
-        **(record_round(run, round_) if run.samples else record_solutions(run)),
+        **(record_round(run, round_) if run.learns_from_samples else record_solutions(run)),
         **refill,
         **generating,
         **cuda_in_use("memory/prepare_cuda_gib", device),

@@ -94,7 +94,7 @@ class Session:
         # Reward that says whether a response is right.
         self.pass_reward = eval_reward_name(cfg)
         # Whether the model learns from responses that it sampled, and not from solutions.
-        self.samples = cfg.train.method == "grpo"
+        self.learns_from_samples = cfg.train.method == "grpo"
         self.schedule = schedule
         self.state = state
         self.parts = state.parts
@@ -152,7 +152,7 @@ class Session:
     def train_on(self, batch: TensorDictBase) -> dict[str, float]:
         """Take one optimizer step on all training ranks."""
         metrics = self.parts.ranks.call_all(Learner.step, self.parts.learner, batch)
-        if self.samples:
+        if self.learns_from_samples:
             return metrics
         return {name: value for name, value in metrics.items() if name not in _OF_SAMPLING}
 

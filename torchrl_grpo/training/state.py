@@ -159,10 +159,10 @@ class SessionState:
         # Older checkpoints lack "taken", the number of rounds collected, not counting refill rounds. It is
         # computed here from the number of steps.
         steps = self.counters.step + self.counters.steps_left_in_round
-        rounds_taken = steps // parts.learner.steps_per_round
+        training_rounds = steps // parts.learner.steps_per_round
         # Copy, because collector and buffer keep these tensors, which are mapped from the checkpoint's file.
         parts.collector.load_state_dict(
-            {"taken": rounds_taken, **checkpoint.clone_tensors(state["collector"])}
+            {"taken": training_rounds, **checkpoint.clone_tensors(state["collector"])}
         )
         if state.get("curriculum"):
             # Empty without a curriculum, and missing in older checkpoints.

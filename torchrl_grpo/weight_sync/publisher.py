@@ -57,8 +57,8 @@ class WeightPublisher:
         model: model that is trained. It is published tensor by tensor, without a copy of the whole model.
         scorer: scorer that computes with ``model``.
         engine: engine that receives the weights.
-        probe_prompts: token ids of the probe prompts. Each prompt must fill a block of a prefix cache, and no
-            two prompts may share a prefix.
+        probe_prompts: token ids of the probe prompts. Each prompt must fill at least one block of a prefix
+            cache, and no two prompts may share a prefix.
         pad_token_id: padding id.
         precision: the less precise of the engine's and the trainer's dtypes.
         engine_dtype: dtype of the engine. Weights are cast to it before they leave the trainer.
@@ -167,7 +167,7 @@ class WeightPublisher:
         count = len(self._shapes) - len(self.unreadable)
         dtype = str(self.engine_dtype).removeprefix("torch.")
         rest = (
-            f" ({len(self.unreadable)} cannot be read back, as {self.unreadable[0]})"
+            f" ({len(self.unreadable)} cannot be read back, e.g. {self.unreadable[0]})"
             if self.unreadable
             else ""
         )

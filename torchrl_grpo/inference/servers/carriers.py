@@ -25,7 +25,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @runtime_checkable
 class BucketSource(Protocol):
-    """Weights that lie in files, or come in files one after the other."""
+    """Weights in buckets: files, or halves of GPU memory."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and whole tensors."""
@@ -43,8 +43,7 @@ class Carrier(Protocol):
     Attributes:
         folder: folder through which weights travel.
         needs_folder: whether servers must see it.
-        overwrites: whether :meth:`put` takes the place of the weights before, so that no server may be
-            reading them then.
+        overwrites: whether :meth:`put` overwrites the previous weights, so no server may be reading them.
     """
 
     @property
@@ -72,7 +71,7 @@ class Carrier(Protocol):
         """Send no more; servers that wait for weights get an error."""
 
     def close(self) -> None:
-        """Delete what lies on its way. No server reads it any more."""
+        """Delete the weights in transit. No server reads them any more."""
 
 
 class StreamCarrier:
@@ -118,7 +117,7 @@ class StreamCarrier:
 
 
 class _FileCarrier:
-    """What carriers have in common whose servers read whenever they like."""
+    """Common part of carriers whose servers may read at any time."""
 
     needs_folder = True
 

@@ -42,14 +42,14 @@ _ABORT_AGAIN_S = 0.2
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ServerRequirements:
     """What a server must compute with, so that its numbers are those of an engine in this process.
 
     Attributes:
         dtype: dtype in which weights are published.
         head_dtype: dtype of the output head's products; None for ``dtype``.
         max_model_len: longest prompt and response together.
-        end_token_ids: tokens that end a response, for servers that are told.
+        end_token_ids: tokens that end a response, for servers that need them in each request.
     """
 
     dtype: torch.dtype
@@ -83,7 +83,7 @@ class ServerEngine(SteppingEngine):
         connection: ServerConnection,
         api: ServerApi,
         *,
-        wanted: Wanted,
+        wanted: ServerRequirements,
         folder: Path,
         timeout_s: float,
         needs_folder: bool = True,
@@ -99,9 +99,9 @@ class ServerEngine(SteppingEngine):
         # What the server calls the weights that it was given last. Every answer names the weights of its
         # tokens, so a server that was restarted cannot pass for this one.
         self._weights_name: str | None = None
-        # By the monotonic clock: when the server is asked for a sign of life if it has not answered before,
-        # and when it must have given it; infinite while it is not asked.
+        # When to ping a silent server, by the monotonic clock.
         self._next_check = time.monotonic() + _QUIET_S
+        # Deadline for its reply; infinite if no ping is pending.
         self._lost_at = math.inf
         self._shapes: dict[str, tuple[int, ...]] = {}
         # Whether the server's own loader must load weights, because it changes some of them.
@@ -119,7 +119,7 @@ class ServerEngine(SteppingEngine):
             raise ConfigError(
                 f"inference_model.servers: the server at {connection.address} divides its model among "
                 f"{described['ranks']} processes, and weights reach {self._ranks} of them; start it with "
-                "grpo-serve and the words of this run"
+                "grpo-serve and the arguments of this run"
             )
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -291,11 +291,13 @@ class ServerEngine(SteppingEngine):
         return self._api.call(self._connection, method, arguments, self._folder)
 
 
-def _check_described(address: str, found: Mapping[str, Any], wanted: Wanted, folder: Path | None) -> None:
-    """Compare what a server says of itself with what it must be; it need not see a folder that is None."""
+def _check_described(
+    address: str, found: Mapping[str, Any], wanted: ServerRequirements, folder: Path | None
+) -> None:
+    """Compare what a server says of itself with what it must be; ``folder`` None skips that check."""
     dtype = name_of(wanted.dtype)
     start = f"inference_model.servers: the server at {address}"
-    again = "start it with grpo-serve and the words of this run"
+    again = "start it with grpo-serve and the arguments of this run"
     if found["dtype"] != dtype:
         raise ConfigError(
             f"{start} computes in {found['dtype']}, and the run publishes weights in {dtype}; write "

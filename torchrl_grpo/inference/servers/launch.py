@@ -15,7 +15,7 @@ class Launch:
 
     Attributes:
         words: command.
-        variables: environment variables that it needs beside the usual ones.
+        variables: environment variables that it needs besides the usual ones.
         folder_variable: environment variable with the folder for the server's own sockets. A run gives it a
             folder that it deletes.
     """

@@ -1,7 +1,7 @@
 """Weights as files in shared memory or in a folder, which servers map into their memory.
 
-A file is a bucket: pieces of tensors one after the other, without a header. What it contains travels beside
-it, in the request that names it. The bytes are those of the tensors, so that every number format is possible.
+A file is a bucket: pieces of tensors one after the other, without a header. The request that
+names it says what it contains. The bytes are those of the tensors, so that every number format is possible.
 """
 
 from __future__ import annotations

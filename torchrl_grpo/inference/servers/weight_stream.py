@@ -24,8 +24,8 @@ from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.channels.types import Halves, Opening, nothing_to_do
 from torchrl_grpo.inference.servers.weight_files import Bucket, Folder, Segment, divide, whole_tensors
 
-# Seconds within which it is known that a server has ended whose connection broke.
-_LEFT_S = 30.0
+# Longest time between a broken connection and the notice that the server has exited, in seconds.
+_EXIT_NOTICE_S = 30.0
 
 
 class TransferEnded(RuntimeError):
@@ -47,7 +47,7 @@ class Segments:
         self._folder = Folder(parent)
         self._files: dict[int, Segment] = {}
 
-    together = False
+    all_in_one_pass = False
     on_this_machine = True
 
     @property
@@ -61,8 +61,8 @@ class Segments:
     def dismiss(self, server: Hashable) -> None:
         """See :meth:`Halves.dismiss`."""
 
-    def lacks(self, servers: Collection[Hashable]) -> bool:
-        """See :meth:`Halves.lacks`."""
+    def misses_a_server(self, servers: Collection[Hashable]) -> bool:
+        """See :meth:`Halves.misses_a_server`."""
         return False
 
     def open(self, servers: Sequence[Hashable]) -> tuple[Mapping[Hashable, Opening], Future[None]]:
@@ -93,7 +93,7 @@ class _Reader:
 
     def __init__(self, server: Hashable) -> None:
         self.server = server
-        # With the slot of a bucket.
+        # Each with its slot, or None for an Opening.
         self.inbox: deque[tuple[int | None, Bucket | Opening]] = deque()
         self.ended = False
         # Whether the pass was interrupted, because another server has left.
@@ -130,13 +130,13 @@ class WeightStream:
         self._closed = False
 
     def reader_for(self, server: Hashable) -> StreamReader:
-        """Return the weights as a server that is told to load them reads them; a pass waits for it."""
+        """Return a reader for a server that was told to load; the next pass waits for that server."""
         with self._changed:
             self._expected.add(server)
         return StreamReader(self, server)
 
     def settle(self, server: Hashable) -> None:
-        """Note that a server loads no more, whatever the reason."""
+        """Note that a server is done loading, whatever the reason."""
         with self._changed:
             self._expected.discard(server)
             self._changed.notify_all()
@@ -148,7 +148,7 @@ class WeightStream:
 
         Raises:
             TransferEnded: the trainer has stopped.
-            TransferPostponed: the trainer waits no more, or another server has left in the middle.
+            TransferPostponed: the trainer is no longer waiting, or another server has left in the middle.
         """
         reader = _Reader(server)
         with self._changed:
@@ -164,13 +164,13 @@ class WeightStream:
                             or reader.ended
                             or reader.interrupted
                             or self._closed
-                            or self._is_left(reader)
+                            or self._waits_in_vain(reader)
                         )
                     )
                     if reader.interrupted:
                         raise TransferPostponed("another server has left in the middle of the weights")
-                    if self._is_left(reader) and not self._closed:
-                        raise TransferPostponed("the trainer waits no more")
+                    if self._waits_in_vain(reader) and not self._closed:
+                        raise TransferPostponed("the trainer is no longer waiting")
                     if self._closed and not reader.ended:
                         raise TransferEnded("the trainer has stopped sending weights")
                     if not reader.inbox:
@@ -187,7 +187,7 @@ class WeightStream:
                     readers.discard(reader)
                 self._changed.notify_all()
 
-    def _is_left(self, reader: _Reader) -> bool:
+    def _waits_in_vain(self, reader: _Reader) -> bool:
         return not self._open and reader in self._waiting
 
     def open(self) -> None:
@@ -241,8 +241,8 @@ class WeightStream:
 
     def _must_wait(self) -> bool:
         """Return whether another server is about to ask for the weights."""
-        there = {reader.server for reader in self._waiting}
-        return bool(self._expected) or self._halves.lacks(self._served | there)
+        waiting = {reader.server for reader in self._waiting}
+        return bool(self._expected) or self._halves.misses_a_server(self._served | waiting)
 
     def _send(self, readers: Sequence[_Reader]) -> bool:
         """Send all weights; return False if the pass was interrupted."""
@@ -276,18 +276,18 @@ class WeightStream:
             with self._changed:
                 self._changed.notify_all()
 
-        def one_left() -> bool:
-            return self._halves.together and not self._reading.issuperset(readers)
+        def one_departed() -> bool:
+            return self._halves.all_in_one_pass and not self._reading.issuperset(readers)
 
         sending.add_done_callback(wake)
         with self._changed:
-            self._changed.wait_for(lambda: sending.done() or one_left())
-            left = one_left()
+            self._changed.wait_for(lambda: sending.done() or one_departed())
+            left = one_departed()
         if not left and (error := sending.exception()) is not None:
             # As a rule, the connection to a server that ended breaks here before it is known to have ended.
             self._halves.interrupt()
             with self._changed:
-                if not self._changed.wait_for(one_left, _LEFT_S):
+                if not self._changed.wait_for(one_departed, _EXIT_NOTICE_S):
                     raise error
             return False
         if left:

@@ -63,36 +63,36 @@ class PrefixLayout:
         lengths = prompt_mask.sum(-1)
         classes = list(_similar_lengths(lengths.tolist()))
         # Responses are sorted by class and then by length, so that neighbors in the row have similar lengths.
-        feeds = response_mask[..., 1:].reshape(P * G, -1)
-        counts = feeds.sum(-1)
+        input_mask = response_mask[..., 1:].reshape(P * G, -1)
+        counts = input_mask.sum(-1)
         order = torch.cat(
             [
                 rows.start * G + counts[rows.start * G : rows.stop * G].argsort(descending=True, stable=True)
                 for rows, _ in classes
             ]
         )
-        feeds, counts = feeds[order], counts[order]
+        input_mask, counts = input_mask[order], counts[order]
         found: list[_Class] = []
         for rows, width in classes:
             of_class = slice(rows.start * G, rows.stop * G)
-            class_feeds, class_order = feeds[of_class], order[of_class]
+            class_mask, class_order = input_mask[of_class], order[of_class]
             runs = [
                 _Run(
-                    _Ragged.from_mask(class_feeds[run, :longest]),
+                    _Ragged.from_mask(class_mask[run, :longest]),
                     class_order[run].div(G, rounding_mode="floor") - rows.start,
                 )
                 for run, longest in _similar_lengths(counts[of_class].tolist())
             ]
             prompts = _Ragged.from_mask(prompt_mask[rows].flip(-1)[:, :width])
             found.append(_Class(prompts, lengths[rows], runs))
-        inputs = response[..., :-1].reshape(P * G, -1)[order][feeds]
+        inputs = response[..., :-1].reshape(P * G, -1)[order][input_mask]
         ids = torch.cat([prompt[prompt_mask], inputs])
         positions = (prompt_mask.long().cumsum(-1) - 1)[prompt_mask]
-        steps = torch.arange(feeds.shape[1])
-        later = (lengths.repeat_interleave(G)[order][:, None] + steps)[feeds]
+        steps = torch.arange(input_mask.shape[1])
+        later = (lengths.repeat_interleave(G)[order][:, None] + steps)[input_mask]
         # The last token of the prompt predicts token 0, and token t - 1 predicts token t.
-        slots = torch.zeros(feeds.shape, dtype=torch.int64)
-        slots[feeds] = len(positions) + torch.arange(len(later))
+        slots = torch.zeros(input_mask.shape, dtype=torch.int64)
+        slots[input_mask] = len(positions) + torch.arange(len(later))
         first = (lengths.cumsum(0) - 1)[:, None, None].expand(P, G, min(T, 1))
         source = torch.cat([first, torch.empty_like(slots).index_copy_(0, order, slots).view(P, G, -1)], -1)
         # Back to the order of the caller's mask.

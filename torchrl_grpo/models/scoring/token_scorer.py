@@ -4,7 +4,7 @@ A group's prompt is run once for all its responses (:mod:`~torchrl_grpo.models.s
 are computed for response tokens only, one block at a time (:mod:`~torchrl_grpo.models.scoring.head`).
 
 Axes: ``P`` prompts, ``G`` responses per prompt, ``L`` prompt tokens, ``T`` response tokens, ``V`` size of the
-vocabulary, ``H`` hidden size, ``M`` real response tokens.
+vocabulary, ``H`` hidden size, ``M`` real response tokens, ``S`` scored response tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TokenScorer(nn.Module):
         temperature: sampling temperature of the engine, by which logits are divided.
         autocast_dtype: dtype of matrix products; None for the dtype of the weights.
         shares_prefix: whether each prompt is run once per group. False runs it once per response.
-        block_elements: number of logits in memory; None chooses by device.
+        block_elements: number of logits in memory at a time; None chooses by device.
         entropy_gradient: whether gradients flow through the entropy.
         head_dtype: dtype of the output head's products; None for ``autocast_dtype``, or for the dtype of the
             weights if that is None too.
@@ -181,7 +181,7 @@ class TokenScorer(nn.Module):
         return hidden.flatten(0, 1).index_select(0, before)
 
     def _score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute log-probability and entropy ``[M]`` of ``targets`` ``[M]`` from states ``[M, H]``."""
+        """Compute log-probability and entropy ``[S]`` of ``targets`` ``[S]`` from states ``[S, H]``."""
         head, options = output_head(self.model), self._head_options()
         if self.fused_head and len(targets):
             return fused_head.score_tokens(hidden, targets, head.weight, options)
@@ -211,9 +211,9 @@ class _Scored(NamedTuple):
     """Index vectors of the tokens that are scored.
 
     Attributes:
-        targets: token ids ``[M]``.
-        places: positions in the flattened ``[P, G, T]``.
-        among: positions among all response tokens; None if all are scored.
+        targets: token ids ``[S]``.
+        places: positions ``[S]`` in the flattened ``[P, G, T]``.
+        among: positions ``[S]`` among all response tokens; None if all are scored.
     """
 
     targets: Tensor
@@ -342,7 +342,7 @@ def warn_about_prefix(model: PreTrainedModel, reason: str) -> None:
 
 
 def max_logit_error(model: PreTrainedModel) -> float:
-    """Return the largest difference of the model's own logits and those of :class:`TokenScorer`.
+    """Return the largest difference between the model's own logits and those of :class:`TokenScorer`.
 
     It is measured on a few tokens, and detects a model whose forward pass does more than backbone, head,
     scale and cap. Such a model would otherwise give a wrong loss.

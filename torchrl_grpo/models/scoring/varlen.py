@@ -1,6 +1,7 @@
 """Attention over shared prompts with flash-attention's kernel for variable lengths (varlen), without masks.
 
-The row has all prompts, then all responses, group by group. A layer calls the kernel twice:
+All tokens of the micro-batch are packed into one row: first all prompts, then all responses, group by group.
+A layer calls the kernel twice:
 
 1. Every prompt and every response attends to itself, causally.
 2. The responses of a group, taken together, attend to all keys of their prompt.
@@ -42,7 +43,8 @@ class Spans(NamedTuple):
         query_starts: positions at which the queries of each sequence begin, and their number at the end,
             int32 ``[sequences + 1]``.
         key_starts: the same for the keys.
-        most_queries: largest number of queries in a sequence, at least 2.
+        most_queries: largest number of queries in a sequence, at least 2. With 1, the kernel would take
+            its path for decoding, which computes its results in another layout.
         most_keys: largest number of keys in a sequence.
     """
 
@@ -96,45 +98,51 @@ class VarlenLayout:
         prompt, prompt_mask, response, response_mask = (
             tensor.cpu() for tensor in (prompt, prompt_mask, response, response_mask)
         )
-        feeds = response_mask[..., 1:]
+        input_mask = response_mask[..., 1:]
         self._device = device
-        counts = feeds.sum(-1)
+        counts = input_mask.sum(-1)
         # Prompts without a response token in the row come last, so that the others are one block of keys.
         order = (counts.sum(-1) == 0).to(torch.int8).argsort(stable=True)
-        prompt, prompt_mask, response, feeds = (x[order] for x in (prompt, prompt_mask, response, feeds))
+        prompt, prompt_mask, response, input_mask = (
+            x[order] for x in (prompt, prompt_mask, response, input_mask)
+        )
         self._lengths, self._counts = prompt_mask.sum(-1), counts[order]
         lengths, counts = self._lengths, self._counts.flatten()
         per_group = self._counts.sum(-1)
         self.prompts = int(lengths.sum())
-        alone = torch.cat([lengths, counts])
-        self._alone = alone[alone > 0]
+        self_lengths = torch.cat([lengths, counts])
+        self_lengths = self_lengths[self_lengths > 0]
         answered = per_group > 0
         starts = _starts(lengths)
         # Token 0 of a response is predicted by the last token of the prompt, and token t by token t - 1.
         last = (starts[1:] - 1)[:, None].expand(-1, response.shape[1])
-        behind = self.prompts + _starts(counts)[:-1].view_as(last)
+        response_starts = self.prompts + _starts(counts)[:-1].view_as(last)
         steps = torch.arange(response.shape[-1])
-        source = torch.where(steps > 0, behind[..., None] + steps - 1, last[..., None])
+        source = torch.where(steps > 0, response_starts[..., None] + steps - 1, last[..., None])
         back = order.argsort()
-        positions = (steps[:-1] + lengths[:, None, None]).expand(feeds.shape)[feeds]
+        positions = (steps[:-1] + lengths[:, None, None]).expand(input_mask.shape)[input_mask]
         packed = {
-            "ids": torch.cat([prompt[prompt_mask], response[..., :-1][feeds]]),
+            "ids": torch.cat([prompt[prompt_mask], response[..., :-1][input_mask]]),
             "positions": torch.cat([(prompt_mask.cumsum(-1) - 1)[prompt_mask], positions]),
             "source": source[back][response_mask],
-            "alone": _starts(self._alone),
+            "self": _starts(self_lengths),
             "group": _starts(per_group[answered]),
             "shared": _starts(lengths[answered]),
         }
-        there = upload_packed(packed, device)
-        self.ids, self.positions, self.source = there["ids"][None], there["positions"][None], there["source"]
-        alone_starts = there["alone"].int()
-        most = int(self._alone.max())
-        self.alone = Spans(alone_starts, alone_starts, max(2, most), most)
-        self.to_prompts = None
+        on_device = upload_packed(packed, device)
+        self.ids, self.positions, self.source = (
+            on_device["ids"][None],
+            on_device["positions"][None],
+            on_device["source"],
+        )
+        self_starts = on_device["self"].int()
+        most = int(self_lengths.max())
+        self.self_spans = Spans(self_starts, self_starts, max(2, most), most)
+        self.prompt_spans = None
         if bool(answered.any()):
-            self.to_prompts = Spans(
-                there["group"].int(),
-                there["shared"].int(),
+            self.prompt_spans = Spans(
+                on_device["group"].int(),
+                on_device["shared"].int(),
                 max(2, int(per_group.max())),
                 int(lengths[answered].max()),
             )
@@ -160,15 +168,17 @@ class VarlenLayout:
         counts = self._counts.flatten()
         ends = _starts(self._lengths)[1:].repeat_interleave(G)
         tails = self._lengths.clamp(max=size - 1).repeat_interleave(G)
-        behind = self.prompts + _starts(counts)[:-1]
+        response_starts = self.prompts + _starts(counts)[:-1]
         kept = counts > 0
-        first = torch.stack([ends - tails, behind], -1)[kept].flatten()
+        first = torch.stack([ends - tails, response_starts], -1)[kept].flatten()
         number = torch.stack([tails, counts], -1)[kept].flatten()
         keys = torch.cat([torch.arange(self.prompts), _ranges(first, number)])
         key_counts = torch.cat([self._lengths, (tails + counts)[kept]])
-        there = upload_packed({"keys": keys, "starts": _starts(key_counts)}, self._device)
-        spans = self.alone._replace(key_starts=there["starts"].int(), most_keys=int(key_counts.max()))
-        return Window(there["keys"], spans)
+        on_device = upload_packed({"keys": keys, "starts": _starts(key_counts)}, self._device)
+        spans = self.self_spans._replace(
+            key_starts=on_device["starts"].int(), most_keys=int(key_counts.max())
+        )
+        return Window(on_device["keys"], spans)
 
 
 def _starts(counts: Tensor) -> Tensor:
@@ -184,7 +194,7 @@ def _ranges(first: Tensor, number: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Call:
-    """Arguments of the kernel beside its tensors.
+    """Arguments of the kernel other than its tensors.
 
     Attributes:
         spans: sequences.
@@ -212,14 +222,14 @@ class _Call:
 
         ``out`` and ``lse`` may be those of a softmax over more keys than these.
         """
-        # The random state of dropout, which is 0.
+        # Dropout's random state; unused, because its rate is 0.
         unused = query.new_empty(2, dtype=torch.uint64)
-        by: tuple[Tensor, Tensor, Tensor] = _backward(
+        grads: tuple[Tensor, Tensor, Tensor] = _backward(
             *(gradient, query, key, value, out, lse, *self.spans, 0.0, self.causal, unused, unused),
             scale=self.scale,
             **self._window(),
         )
-        return by
+        return grads
 
     def _window(self) -> dict[str, int]:
         return {"window_size_left": self.left, "window_size_right": 0 if self.causal else -1}
@@ -280,10 +290,10 @@ class _Attention(torch.autograd.Function):
             call = _Call(window.spans, True, scale, left=size - 1)
             out, lse = call.forward(q, k.index_select(0, window.keys), v.index_select(0, window.keys))
         else:
-            out, lse = _Call(layout.alone, True, scale).forward(q, k, v)
-            if layout.to_prompts is not None:
+            out, lse = _Call(layout.self_spans, True, scale).forward(q, k, v)
+            if layout.prompt_spans is not None:
                 shared = slice(None, layout.shared_keys)
-                other = _Call(layout.to_prompts, False, scale).forward(
+                other = _Call(layout.prompt_spans, False, scale).forward(
                     q[layout.prompts :], k[shared], v[shared]
                 )
                 _merge(out[layout.prompts :], lse[:, layout.prompts :], *other)
@@ -299,24 +309,24 @@ class _Attention(torch.autograd.Function):
         if window is not None:
             call = _Call(window.spans, True, ctx.scale, left=ctx.size - 1)
             keys, values = k.index_select(0, window.keys), v.index_select(0, window.keys)
-            by_q, by_keys, by_values = call.backward(gradient, q, keys, values, out, lse)
+            grad_q, grad_keys, grad_values = call.backward(gradient, q, keys, values, out, lse)
             # A key of a prompt may have a copy for each response. They are added in at least float32.
-            by_k, by_v = (
+            grad_k, grad_v = (
                 torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)).index_add_(
-                    0, window.keys, by_copies.to(torch.promote_types(x.dtype, torch.float32))
+                    0, window.keys, grad_copies.to(torch.promote_types(x.dtype, torch.float32))
                 )
-                for x, by_copies in ((k, by_keys), (v, by_values))
+                for x, grad_copies in ((k, grad_keys), (v, grad_values))
             )
-            found = [x.to(dtype) for x, dtype in zip((by_q, by_k, by_v), ctx.dtypes, strict=True)]
+            found = [x.to(dtype) for x, dtype in zip((grad_q, grad_k, grad_v), ctx.dtypes, strict=True)]
         else:
-            call = _Call(layout.alone, True, ctx.scale)
+            call = _Call(layout.self_spans, True, ctx.scale)
             found = [
                 x.to(dtype)
                 for x, dtype in zip(call.backward(gradient, q, k, v, out, lse), ctx.dtypes, strict=True)
             ]
-            if layout.to_prompts is not None:
+            if layout.prompt_spans is not None:
                 own, shared = slice(layout.prompts, None), slice(None, layout.shared_keys)
-                more = _Call(layout.to_prompts, False, ctx.scale).backward(
+                more = _Call(layout.prompt_spans, False, ctx.scale).backward(
                     gradient[own], q[own], k[shared], v[shared], out[own], lse[:, own].contiguous()
                 )
                 for total, part, place in zip(found, more, (own, shared, shared), strict=True):

@@ -181,10 +181,10 @@ class RayPool:
             ray.get(self._group.ready(), timeout=_PLACEMENT_LIMIT_S)
         except GetTimeoutError as error:
             self.close()
-            beside = f" and {num_extra_actors} of the reference model" if num_extra_actors else ""
+            actors = f" and {num_extra_actors} of the reference model" if num_extra_actors else ""
             fewer = "inference_model.num_devices" + (" or ref_model.num_devices" if num_extra_actors else "")
             raise ConfigError(
-                f"inference_model.num_devices={count}: {count} workers{beside} with {bundle} each do not fit "
+                f"inference_model.num_devices={count}: {count} workers{actors} with {bundle} each do not fit "
                 f"into the Ray cluster, whose total is {_total(cluster, 'CPU')} and "
                 f"{_total(cluster, 'GPU')}; lower {fewer}, or add nodes"
             ) from error

@@ -26,7 +26,7 @@ from torchrl_grpo.inference.servers.carriers import Carrier, CopyCarrier, Folder
 from torchrl_grpo.inference.servers.channels.buffers import CudaMemory
 from torchrl_grpo.inference.servers.channels.cuda_ipc import SharedHalves
 from torchrl_grpo.inference.servers.channels.nccl import SentHalves
-from torchrl_grpo.inference.servers.engine import ServerEngine, Wanted
+from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequirements
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.kinds import ServerKind, server_kind
 from torchrl_grpo.inference.servers.process import ServerProcess
@@ -163,7 +163,7 @@ class _Member:
                 f"inference_model.servers: {error}; start one there with grpo-serve, or write "
                 "inference_model.servers=auto"
             ) from error
-        wanted = Wanted(
+        wanted = ServerRequirements(
             resolve_dtype(options.dtype, spec.device),
             resolve_head(options.head_dtype),
             options.max_model_len,

@@ -54,7 +54,7 @@ class StalenessTracker:
         max_age: S, in rounds.
         rounds: rounds of the whole run; no more groups are issued than they can use.
         steps_per_round: optimizer steps that a round is trained for; a version counts optimizer steps.
-        rounds_taken: r.
+        training_rounds: r.
         issued: groups that have begun, each counted once however often it starts again.
         trained: groups handed to the trainer.
         dropped_age: groups thrown away because they were, or would have been, too old.
@@ -69,7 +69,7 @@ class StalenessTracker:
     max_age: int
     rounds: int
     steps_per_round: int = 1
-    rounds_taken: int = 0
+    training_rounds: int = 0
     issued: int = 0
     trained: int = 0
     dropped_age: int = 0
@@ -88,7 +88,7 @@ class StalenessTracker:
 
     def num_admissible(self, version: int) -> int:
         """Number of new groups that a worker with weights of ``version`` (optimizer steps) may begin."""
-        rounds = min(self.in_rounds(version) + self.max_age + 1, self.rounds) - self.rounds_taken
+        rounds = min(self.in_rounds(version) + self.max_age + 1, self.rounds) - self.training_rounds
         return rounds * self.groups_per_round - self.outstanding
 
     def register_group(self) -> int:
@@ -108,7 +108,7 @@ class StalenessTracker:
 
     def too_old(self, version_in_rounds: int | None) -> bool:
         """Whether the next round to be taken is too late for this version."""
-        return version_in_rounds is not None and self.rounds_taken - version_in_rounds > self.max_age
+        return version_in_rounds is not None and self.training_rounds - version_in_rounds > self.max_age
 
     def accept(self, group_id: int, version: int) -> None:
         """A group has finished; ``version`` is its oldest token's.
@@ -143,7 +143,7 @@ class StalenessTracker:
         chosen = sorted(oldest_first[: self.groups_per_round])
         for group_id in chosen:
             del self.accepted[group_id]
-        self.rounds_taken += 1
+        self.training_rounds += 1
         self.trained += len(chosen)
         return chosen
 
@@ -152,7 +152,7 @@ class StalenessTracker:
 
         It had too few groups with a signal, and the next round completes it.
         """
-        self.rounds_taken -= 1
+        self.training_rounds -= 1
         self.trained -= self.groups_per_round
         self.dropped_filter += self.groups_per_round
 
@@ -169,7 +169,7 @@ class StalenessTracker:
     def state_dict(self) -> dict[str, Any]:
         """Counts, and the versions of accepted groups; running ones start again."""
         return {
-            "taken": self.rounds_taken,
+            "taken": self.training_rounds,
             **{name: count for name, count in self.counts().items() if name != "left"},
             "max_age": self.max_age,
             "running": sorted(self.running),
@@ -178,7 +178,7 @@ class StalenessTracker:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state returned by :meth:`state_dict`."""
-        self.rounds_taken = state["taken"]
+        self.training_rounds = state["taken"]
         for name in ("issued", "trained", "dropped_age", "dropped_filter"):
             setattr(self, name, state[name])
         self.running = dict.fromkeys(state["running"])

@@ -53,7 +53,7 @@ class SharedHalves:
         memory: memory of the trainer's GPU.
     """
 
-    together = False
+    all_in_one_pass = False
     # torch counts the uses of a handle in a file in shared memory.
     on_this_machine = True
 
@@ -87,8 +87,8 @@ class SharedHalves:
         self._ranks.pop(server, None)
         self._opened.discard(server)
 
-    def lacks(self, servers: Collection[Hashable]) -> bool:
-        """See :meth:`Halves.lacks`."""
+    def misses_a_server(self, servers: Collection[Hashable]) -> bool:
+        """See :meth:`Halves.misses_a_server`."""
         return False
 
     def open(self, servers: Sequence[Hashable]) -> tuple[Mapping[Hashable, Opening], Future[None]]:

@@ -44,7 +44,7 @@ class NcclGroup:
     """GPUs, connected by NCCL.
 
     Args:
-        meeting: processes of the group, as :func:`~torchrl_grpo.inference.vllm_compat.meet` returns them.
+        meeting: processes of the group, from :func:`~torchrl_grpo.inference.vllm_compat.join_group`.
         device: this process's GPU.
     """
 
@@ -70,7 +70,7 @@ class GlooGroup:
     """Processes without GPUs, connected by gloo.
 
     Args:
-        meeting: processes of the group, as :func:`~torchrl_grpo.inference.vllm_compat.meet` returns them.
+        meeting: processes of the group, from :func:`~torchrl_grpo.inference.vllm_compat.join_group`.
         timeout_s: seconds within which a broadcast ends.
     """
 
@@ -110,7 +110,7 @@ class Membership:
     ) -> None:
         self._ended = threading.Event()
         try:
-            meeting = vllm_compat.meet(host, port, rank, size, timeout_s)
+            meeting = vllm_compat.join_group(host, port, rank, size, timeout_s)
             self._store = meeting.store
             self._group: Group = (
                 NcclGroup(meeting, device) if device.type == "cuda" else GlooGroup(meeting, timeout_s)

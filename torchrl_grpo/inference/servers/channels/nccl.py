@@ -38,7 +38,7 @@ class SentHalves:
         timeout_s: seconds within which all servers must have joined the group.
     """
 
-    together = True
+    all_in_one_pass = True
     on_this_machine = False
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
@@ -78,8 +78,8 @@ class SentHalves:
         with self._changing:
             self._servers.pop(server, None)
 
-    def lacks(self, servers: Collection[Hashable]) -> bool:
-        """See :meth:`Halves.lacks`."""
+    def misses_a_server(self, servers: Collection[Hashable]) -> bool:
+        """See :meth:`Halves.misses_a_server`."""
         with self._changing:
             return not self._servers.keys() <= set(servers)
 

@@ -38,7 +38,7 @@ class Halves(Protocol):
 
     Attributes:
         room: size of a half in bytes.
-        together: whether all servers must read in one pass, and a pass ends if one of them leaves.
+        all_in_one_pass: whether all servers must read in one pass, and a pass ends if one of them leaves.
         on_this_machine: whether servers must see the files of this machine.
     """
 
@@ -47,7 +47,7 @@ class Halves(Protocol):
         """See above."""
 
     @property
-    def together(self) -> bool:
+    def all_in_one_pass(self) -> bool:
         """See above."""
 
     @property
@@ -69,7 +69,7 @@ class Halves(Protocol):
     def dismiss(self, server: Hashable) -> None:
         """Forget a server. This may be called from any thread, and for a server that was never admitted."""
 
-    def lacks(self, servers: Collection[Hashable]) -> bool:
+    def misses_a_server(self, servers: Collection[Hashable]) -> bool:
         """Return whether a pass must wait for a server that is not among ``servers``."""
 
     def open(self, servers: Sequence[Hashable]) -> tuple[Mapping[Hashable, Opening], Future[None]]:

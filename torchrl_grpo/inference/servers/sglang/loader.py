@@ -1,6 +1,6 @@
 """The function that SGLang hands messages of the trainer to, in the process with the weights.
 
-It runs in SGLang's own environment, which has torch and not what this project needs beside it.
+It runs in SGLang's own environment, which has torch and not what this project needs besides torch.
 """
 
 from __future__ import annotations

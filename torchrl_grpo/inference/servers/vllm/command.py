@@ -42,7 +42,7 @@ def _command(source: str, arguments: Mapping[str, Any]) -> list[str]:
         *(["--enable-sleep-mode"] if sleeps else []),
         # Token ids in, token ids out.
         *(["--enable-scale-out"] if has_token_server() else ["--middleware", _OLDER_ROUTES]),
-        # One more than the probe asks for, because vLLM counts the sampled token.
+        # No limit: vLLM counts the sampled token in addition to those that the probe asks for.
         *as_flags({"max_logprobs": -1}),
         # The proof of weights counts tokens that come out of a cache.
         "--enable-prompt-tokens-details",
