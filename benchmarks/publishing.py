@@ -8,11 +8,13 @@ of trainer and server beside what they had before, and the files in shared memor
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,13 +36,14 @@ from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequiremen
 from torchrl_grpo.inference.servers.http import ServerConnection
 from torchrl_grpo.inference.servers.kinds import VLLM
 from torchrl_grpo.inference.servers.process import ServerProcess
+from torchrl_grpo.inference.servers.vllm.api import VLLMApi
 from torchrl_grpo.inference.servers.vllm.command import vllm_launch
 from torchrl_grpo.inference.servers.weight_stream import WeightStream
 from torchrl_grpo.inference.vllm_arguments import vllm_arguments
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
 from torchrl_grpo.models.loading import load_model
 from torchrl_grpo.models.smollm2 import prepare
-from torchrl_grpo.planning.cores import worker_env
+from torchrl_grpo.planning.cores import PASSIVE_WAIT_ENV, allowed_cores, worker_env
 
 _MIB = 2**20
 _SIZES: dict[str, Any] = {
@@ -63,6 +66,21 @@ class _Weights:
         for name, parameter in self._model.named_parameters():
             checksum_tensor(parameter)
             yield name, parameter.detach()
+
+
+class _TimedApi(VLLMApi):
+    """The routes of a vLLM server, with the time between a pause and its end."""
+
+    paused_s = 0.0
+    _began = 0.0
+
+    def pause(self, server: ServerConnection) -> None:
+        self._began = time.perf_counter()
+        super().pause(server)
+
+    def resume(self, server: ServerConnection) -> None:
+        super().resume(server)
+        self.paused_s = time.perf_counter() - self._began
 
 
 class _Peak:
@@ -102,27 +120,27 @@ def _anonymous(pid: int) -> float:
     return 0.0
 
 
-def _publish(engine: ServerEngine, carrier: Carrier, model: torch.nn.Module) -> tuple[float, float]:
-    """Return the seconds from pause to resume, and those of the whole."""
+def _publish(engine: ServerEngine, carrier: Carrier, model: torch.nn.Module) -> float:
+    """Publish, and return the seconds that it took."""
     started = time.perf_counter()
     content: Any = carrier.put(_Weights(model))
-    done: Future[float] = Future()
+    done: Future[None] = Future()
 
     def load() -> None:
-        begun = time.perf_counter()
         try:
             engine.load_weights(content.reader_for(0) if isinstance(content, WeightStream) else content)
         except BaseException as error:  # noqa: BLE001  it is passed on
             done.set_exception(error)
         else:
-            done.set_result(time.perf_counter() - begun)
+            done.set_result(None)
 
     thread = threading.Thread(target=load)
     thread.start()
     if isinstance(content, WeightStream):
         content.serve(done)
     thread.join()
-    return done.result(), time.perf_counter() - started
+    done.result()
+    return time.perf_counter() - started
 
 
 def _in_process(engine: VLLMEngine, model: torch.nn.Module) -> float:
@@ -134,8 +152,13 @@ def _in_process(engine: VLLMEngine, model: torch.nn.Module) -> float:
 def main() -> None:
     """Measure, and print a line for each way."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.publishing")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each of the two")
+    parser.add_argument("--rounds", type=int, default=10, help="publications of each way")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=allowed_cores(),
+        help="CPU threads of trainer and server; all cores if they work in turn, as in a synchronous run",
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     source = str(prepare())
@@ -155,7 +178,8 @@ def main() -> None:
         connection = ServerConnection(server.address, server.key, 300)
         connection.wait_until_up(30)
         wanted = ServerRequirements(torch.float32, None, 512)
-        engine = ServerEngine(connection, VLLM.api, wanted=wanted, folder=SHARED_MEMORY, timeout_s=300)
+        api = _TimedApi()
+        engine = ServerEngine(connection, api, wanted=wanted, folder=SHARED_MEMORY, timeout_s=300)
         stack.callback(engine.close)
         engine.locate_weights(shapes)
         first = psutil.Process(server.pid)
@@ -181,6 +205,7 @@ def main() -> None:
             carrier.close()
         inside = VLLMEngine(source, device=torch.device("cpu"), **_SIZES)
         stack.callback(inside.close)
+        inside.locate_weights(shapes)
         for _ in range(3):
             _in_process(inside, model)
         times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
@@ -191,21 +216,29 @@ def main() -> None:
         for _ in range(args.rounds):
             for name, carrier in carriers.items():
                 alone = _in_process(inside, model)
-                times[name].append((*_publish(engine, carrier, model), alone))
+                whole = _publish(engine, carrier, model)
+                times[name].append((api.paused_s, whole, alone))
         for carrier in carriers.values():
             carrier.close()
         print(f"SmolLM2-135M in float32, {size:.0f} MiB")
         for name, found in times.items():
-            paused, whole, alone = (statistics.median(column) for column in zip(*found, strict=True))
-            ratio = statistics.median(one[0] / one[2] for one in found)
-            least = min(one[0] for one in found)
+            paused, wholes, inside_s = zip(*found, strict=True)
+            ratios = [one / other for one, other in zip(paused, inside_s, strict=True)]
             print(
-                f"{name}: pause to resume {paused:.2f} s (least {least:.2f}), whole {whole:.2f} s, in the "
-                f"process {alone:.2f} s, ratio {ratio:.2f}; beside the model: trainer "
+                f"{name}: pause to resume {_spread(paused)} s, whole {_spread(wholes)} s, in the process "
+                f"{_spread(inside_s)} s, ratio {_spread(ratios)}; beside the model: trainer "
                 f"{memory[name]['trainer']:.0f} MiB, server {memory[name]['server']:.0f} MiB, shared memory "
                 f"{memory[name]['shared']:.0f} MiB"
             )
 
 
+def _spread(numbers: Sequence[float]) -> str:
+    return f"{statistics.median(numbers):.3f} ({min(numbers):.3f} to {max(numbers):.3f})"
+
+
 if __name__ == "__main__":
+    if not PASSIVE_WAIT_ENV.items() <= os.environ.items():
+        # OpenMP reads these when it is loaded. Every run has them.
+        command = [sys.executable, "-m", "benchmarks.publishing", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | PASSIVE_WAIT_ENV)
     main()

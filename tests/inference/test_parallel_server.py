@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -29,6 +31,7 @@ from torchrl_grpo.inference.servers.vllm.command import vllm_launch
 from torchrl_grpo.inference.servers.weight_files import Bucket
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.inference.vllm_arguments import vllm_arguments
+from torchrl_grpo.runtime import shared_memory
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.float32, pytest.mark.timeout(600)]
 
@@ -166,3 +169,11 @@ def test_the_ranks_of_a_server_join_the_trainers_group(
     assert all(set(held.values[name]) == set(expected.values[name]) for name in weights)
     carrier.close()
     engine.close()
+
+
+def test_a_killed_server_leaves_no_shared_memory_behind(process: ServerProcess) -> None:
+    segments = shared_memory.segments_of(process._process.pid)
+    assert segments, "the ranks of vLLM talk through segments"
+    os.killpg(process._process.pid, signal.SIGKILL)
+    process.kill()
+    assert not segments & {path.name for path in shared_memory.ROOT.iterdir()}

@@ -190,8 +190,9 @@ def test_a_killed_server_is_lost_and_leaves_nothing_behind(
     first = psutil.Process(process._process.pid)
     family = [first, *first.children(recursive=True)]
     assert len(family) >= 2
-    segments = shared_memory.segments_of(process._process.pid)
-    assert segments, "vLLM's processes talk through segments"
+    # A process for the model alone would look for work on a core of its own.
+    assert not [one for one in family if "VLLM::Worker" in " ".join(one.cmdline())]
+    assert not shared_memory.segments_of(process._process.pid)
     # Many, so that some still run when it is killed.
     engine.submit([Request(n, PROMPTS[0], 150, 1.0, n, ignore_eos=True) for n in range(256)])
     # Not by the run: the system does that if memory runs out.
@@ -202,4 +203,3 @@ def test_a_killed_server_is_lost_and_leaves_nothing_behind(
             engine.step()
     assert not psutil.wait_procs(family, timeout=10)[1]
     assert not Path(process.address.removeprefix("unix:")).parent.exists()
-    assert not segments & {path.name for path in shared_memory.ROOT.iterdir()}

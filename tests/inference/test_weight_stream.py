@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchrl_grpo.inference.pieces import Assembler
 from torchrl_grpo.inference.servers import weight_files
-from torchrl_grpo.inference.servers.weight_files import Bucket, whole_tensors
+from torchrl_grpo.inference.servers.weight_files import Bucket, read_bucket, whole_tensors
 from torchrl_grpo.inference.servers.weight_folder import FolderWeights, read_file
 from torchrl_grpo.inference.servers.weight_stream import Segments, StreamReader, TransferEnded, WeightStream
 
@@ -74,6 +75,65 @@ def test_servers_get_all_weights_in_one_pass_and_later_ones_get_them_again(
     thread.join()
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"]
     assert len(files) == 2 and sum(path.stat().st_size for path in files) <= 4096 + 1024
+
+
+def test_a_file_stays_while_the_next_one_is_taken(stream: WeightStream) -> None:
+    buckets = stream.reader_for(0).buckets()
+    loaded: list[tuple[str, torch.Tensor]] = []
+    assembler = Assembler()
+
+    def load(taken: list[Bucket]) -> None:
+        # Copies are made at once: what was overwritten too early has the content of later tensors.
+        loaded.extend(assembler.take(read_bucket(taken.pop(0))))
+
+    def read() -> None:
+        taken: list[Bucket] = []
+        for one in buckets:
+            if one is None:
+                assert len(taken) == 1
+                load(taken)
+            else:
+                assert isinstance(one, Bucket)
+                taken.append(one)
+                if len(taken) == 2:
+                    load(taken)
+        assert not taken
+        done.set_result(None)
+
+    done: Future[None] = Future()
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    stream.serve(done)
+    thread.join(20)
+    assert [name for name, _ in loaded] == list(WEIGHTS)
+    assert all(torch.equal(tensor, WEIGHTS[name]) for name, tensor in loaded)
+
+
+def test_trainer_and_server_share_the_cores_while_weights_pass(
+    stream: WeightStream,
+) -> None:
+    before = torch.get_num_threads()
+    seen: list[int] = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for item in WEIGHTS.items():
+            seen.append(torch.get_num_threads())
+            yield item
+
+    torch.set_num_threads(4)
+    try:
+        stream._weights = weights()
+        server, done = Reads(stream.reader_for(0)), Future[None]()
+
+        def end() -> None:
+            server.join()
+            done.set_result(None)
+
+        threading.Thread(target=end, daemon=True).start()
+        stream.serve(done)
+        assert has_all(server) and set(seen) == {2} and torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_server_that_ends_in_the_middle_holds_up_nobody(stream: WeightStream) -> None:

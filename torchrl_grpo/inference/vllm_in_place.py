@@ -4,14 +4,15 @@ vLLM's own reload builds every layer anew and copies it over the old one, so tha
 into fresh memory. Once the layout is known (:mod:`~torchrl_grpo.inference.layout`), the rows of a published
 tensor can be copied to the rows that hold them. Nothing but the piece itself is needed besides the model.
 
-A matrix that vLLM packs for a CPU is put together in a buffer of the size of its layer and packed when it is
-complete. A model with other processed weights, such as quantized ones, is not loaded in this way.
+A matrix that vLLM packs for a CPU is packed from where it arrived, if all of it lies there in one run. If
+not, it is put together in a buffer of the size of its layer and packed when it is complete. A model with
+other processed weights, such as quantized ones, is not loaded in this way.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -38,6 +39,10 @@ class _Target:
     ) -> None:
         self.rows, self.is_vector, self.size, self.done = rows, is_vector, size, done
         self.left = size
+        # What packs the matrix from other memory, and the published tensors whose rows it has, in their
+        # order. There are none if other rows are among them.
+        self.staging: _Staging | None = None
+        self.tensors: list[str] = []
 
 
 class InPlaceLoader:
@@ -83,6 +88,9 @@ class InPlaceLoader:
                 if not _keeps_weight(module):
                     staging = _Staging(module, packed[name], dtype, size)
                     target = _Target(staging.rows, False, size, staging.pack)
+                    if staging.copies():
+                        target.staging = staging
+                        target.tensors = _whole_rows(listed, packed[name][0])
                 elif key == name:
                     # The plain matrix is the source of the packed one, and may be that of another layer.
                     sources.add(cast(Any, module).weight.data_ptr())
@@ -111,12 +119,34 @@ class InPlaceLoader:
 
     def load(self, pieces: Iterable[Piece]) -> None:
         """Write pieces. What this rank does not hold is left out."""
-        for piece in pieces:
+        arrived = list(pieces)
+        while arrived:
+            arrived = arrived[self._pack_run(arrived) :]
+            if not arrived:
+                return
+            piece, *arrived = arrived
             for target, place in self._places.get(piece.name, ()):
                 written = _write(piece, target, place)
                 target.left -= written
                 if written and target.left == 0 and target.done is not None:
                     target.done()
+
+    def _pack_run(self, pieces: Sequence[Piece]) -> int:
+        """Pack a matrix that the first pieces make up, and return the number of these pieces."""
+        held = self._places.get(pieces[0].name, ())
+        if len(held) != 1 or not (tensors := held[0][0].tensors):
+            return 0
+        target, run = held[0][0], pieces[: len(tensors)]
+        if [piece.name for piece in run] != tensors or not all(piece.is_whole for piece in run):
+            return 0
+        stops = [piece.content.data_ptr() + piece.content.nbytes for piece in run]
+        starts = [piece.content.data_ptr() for piece in run]
+        assert target.staging is not None
+        if stops[:-1] != starts[1:] or any(piece.content.dtype is not target.staging.dtype for piece in run):
+            return 0
+        target.staging.pack_from(run[0].content)
+        target.left = 0
+        return len(run)
 
     def unfinished(self) -> list[str]:
         """Return names of published tensors that did not arrive as a whole since :meth:`start`."""
@@ -127,21 +157,51 @@ class _Staging:
     """The buffer of a matrix until it is packed."""
 
     def __init__(self, module: Any, shape: Shape, dtype: torch.dtype, size: int) -> None:
-        self._module, self._shape, self._dtype = module, shape, dtype
+        self._module, self._shape, self.dtype = module, shape, dtype
         # Rows that nobody publishes are zero.
         self._make = torch.empty if size == math.prod(shape) else torch.zeros
         self._buffer: Tensor | None = None
 
     def rows(self) -> Tensor:
         if self._buffer is None:
-            self._buffer = self._make(self._shape, dtype=self._dtype)
+            self._buffer = self._make(self._shape, dtype=self.dtype)
         return self._buffer
 
     def pack(self) -> None:
         buffer, self._buffer = self._buffer, None
         assert buffer is not None
-        self._module.weight = nn.Parameter(buffer, requires_grad=False)
+        self._pack(buffer)
+
+    def pack_from(self, first: Tensor) -> None:
+        """Pack the matrix that begins with the first element of a tensor."""
+        self._pack(first.as_strided(self._shape, (self._shape[1], 1)))
+        assert not _keeps_weight(self._module), "this memory is written over, so no layer may keep it"
+
+    def _pack(self, matrix: Tensor) -> None:
+        self._module.weight = nn.Parameter(matrix, requires_grad=False)
         repack(self._module)
+
+    def copies(self) -> bool:
+        """Return whether the layer multiplies with a copy of what was packed. Its weights are lost."""
+        matrix = torch.ones(self._shape, dtype=self.dtype)
+        self._pack(matrix)
+        matrix.zero_()
+        row = torch.ones(1, self._shape[1], dtype=self.dtype)
+        return bool(self._module.cpu_linear(row, self._module.weight, None).all())
+
+
+def _whole_rows(places: Sequence[Place], count: int) -> list[str]:
+    """Return names of published tensors that are the ``count`` rows of a matrix, in their order."""
+    names, row = [], 0
+    for where, place in sorted(
+        ((place.where.start, place) for place in places if isinstance(place.where, slice)),
+        key=lambda one: one[0],
+    ):
+        if place.part is not None or place.vector or where != row:
+            return []
+        names.append(place.name)
+        row = cast(slice, place.where).stop
+    return names if row == count and len(names) == len(places) else []
 
 
 def repack_kept(model: nn.Module) -> None:

@@ -2,8 +2,8 @@
 
 vLLM fuses and packs the weights that it loads. A parameter that stays readable is read from the memory that
 the kernels use. A matrix may be quantized, or packed for a CPU and then freed. Its checksum is taken from the
-source tensor right before packing, and is stored together with the function that multiplies with the packed
-copy. Some columns of the packed matrix are multiplied out and compared. This comparison is exact: each
+source tensor right before or after packing, and is stored together with the function that multiplies with the
+packed copy. Some columns of the packed matrix are multiplied out and compared. This comparison is exact: each
 product is one times a number, plus zeros.
 """
 
@@ -92,6 +92,7 @@ class VLLMWeights:
 
     def start(self) -> None:
         """Begin an update: :meth:`load` may then be called several times."""
+        self._by_loader = True
         with self._inside():
             vllm_compat.start_reload(self.model)
 
@@ -205,7 +206,8 @@ class VLLMWeights:
         self.layout = locate_weights(shapes, self.dtype, seen, device, self._shards)
         packed = {key: self._shapes_before[key] for key in self._packed_keys}
         if self.ranks > 1 or not self.layout.unreadable(shapes):
-            self._in_place = InPlaceLoader.build(self.model, self.layout, packed, self.dtype)
+            with self._inside():
+                self._in_place = InPlaceLoader.build(self.model, self.layout, packed, self.dtype)
         if self.ranks > 1:
             return
         if self.layout.torn:
@@ -349,19 +351,27 @@ class VLLMWeights:
                         f"for {path}; write inference_model.backend=transformers"
                     )
                 return
-            noted = {}
-            for key in before.keys() & self._packed_keys:
-                assert self.layout is not None
-                noted[key] = list(self.layout.read_parts(key, before[key]))
+            # Packing alone leaves the source as it is. It may lie in memory that the trainer shares, so it is
+            # read afterwards: whoever writes there too early changes the checksum.
+            noted = self._noted(before) if self._by_loader else {}
             # Choose at random. A counter would select the same layers every time if the number of layers and
             # the period had a common divisor.
             columns = int(torch.randint(_ONE_IN, (1,), generator=self._generator) == 0)
             process(module, *arguments)
+            if not self._by_loader:
+                noted = self._noted(before)
             sound = not columns or not noted or self._gives_back(module, path, before, columns)
             multiply = vars(module).get("cpu_linear")
             self._packed |= {key: _Packed(sums, multiply, sound) for key, sums in noted.items()}
 
         return watched
+
+    def _noted(self, tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[str, Part | None, Tensor]]]:
+        """Compute the checksums of what packed tensors hold."""
+        if self.layout is None:
+            return {}
+        packed = tensors.keys() & self._packed_keys
+        return {key: list(self.layout.read_parts(key, tensors[key])) for key in packed}
 
     def _gives_back(self, module: nn.Module, path: str, before: Mapping[str, Tensor], columns: int) -> bool:
         """Return whether a matrix packed for a CPU reproduces some random columns of its source."""

@@ -23,18 +23,40 @@ from torchrl_grpo.inference.servers.weight_stream import Segments, WeightStream
 SHARED_MEMORY = Path("/dev/shm")
 
 
+class Buckets(Protocol):
+    """The buckets of one pass over the weights, in their order.
+
+    A half of GPU memory may change when the next bucket is asked for, and a file when the one after the next
+    is asked for. None comes when all must be loaded before anything else is asked for.
+    """
+
+    def __iter__(self) -> Iterator[Bucket | Opening | None]:
+        """Return this object."""
+
+    def __next__(self) -> Bucket | Opening | None:
+        """Return the next bucket, or what a server opens before the first one."""
+
+    def close(self) -> None:
+        """End the pass early. All buckets may change."""
+
+
 @runtime_checkable
 class BucketSource(Protocol):
-    """Weights in buckets: files, or halves of GPU memory."""
+    """Weights in buckets: files, or halves of GPU memory.
+
+    Attributes:
+        in_turn: whether the trainer's CPU writes one file while servers load another.
+    """
+
+    @property
+    def in_turn(self) -> bool:
+        """See above."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and whole tensors."""
 
-    def buckets(self) -> Iterator[Bucket | Opening]:
-        """Yield the files. A file may change when the next one is asked for.
-
-        Halves of a bucket on a GPU may come in place of files, after what a server opens for them.
-        """
+    def buckets(self) -> Buckets:
+        """Return a pass over the buckets."""
 
 
 class Carrier(Protocol):

@@ -13,7 +13,10 @@ import queue
 import tempfile
 import time
 import uuid
-from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,10 +32,12 @@ from torchrl_grpo.inference.servers.api import ServerApi
 from torchrl_grpo.inference.servers.carriers import BucketSource
 from torchrl_grpo.inference.servers.channels.types import INTERRUPTED, Opening
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
-from torchrl_grpo.inference.servers.weight_files import WeightFiles
+from torchrl_grpo.inference.servers.weight_files import Bucket, WeightFiles
 from torchrl_grpo.inference.servers.weight_stream import TransferPostponed
 from torchrl_grpo.inference.vllm_arguments import name_of
 
+# Number of files that the server is told to load at a time.
+_FILES_AT_A_TIME = 2
 # Longest duration of a step in which no response ends, in seconds.
 _STEP_S = 0.2
 # Seconds without an answer after which the server's engine is asked for a sign of life.
@@ -218,26 +223,50 @@ class ServerEngine(SteppingEngine):
 
     def start_update(self) -> None:
         """See :meth:`Engine.start_update`."""
+        self._start(in_turn=False)
+
+    def _start(self, in_turn: bool) -> None:
         # Requests of others are frozen, and go on with the new weights.
         self._api.pause(self._connection)
-        self._call("grpo_start_update", by_loader=self._by_loader)
+        self._call("grpo_start_update", by_loader=self._by_loader, in_turn=in_turn)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See :meth:`Engine.load_weights`. The server generates until the first weights are there."""
+        source = self._in_buckets(weights)
+        with closing(source.buckets()) as buckets:
+            first = next(buckets, None)
+            self._start(source.in_turn)
+            self._load(itertools.chain([first], buckets))
+        self.finish_update()
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See :meth:`Engine.update`. Weights that lie in files are not copied."""
-        files = weights if isinstance(weights, BucketSource) else WeightFiles(self._folder).write(weights)
-        buckets = files.buckets()
-        try:
-            for bucket in buckets:
-                if isinstance(bucket, Opening):
-                    answers = self._call("grpo_open", opening=bucket.to_json())
-                else:
-                    answers = self._call("grpo_load", bucket=bucket.to_json())
-                if INTERRUPTED in answers:
-                    raise TransferPostponed("another server has left in the middle of the weights")
-        finally:
-            if isinstance(buckets, Generator):
-                # Whoever fills the buckets waits for this reader.
-                buckets.close()
+        # Whoever fills the buckets waits for this reader.
+        with closing(self._in_buckets(weights).buckets()) as buckets:
+            self._load(buckets)
+
+    def _in_buckets(self, weights: Iterable[tuple[str, Tensor]]) -> BucketSource:
+        return weights if isinstance(weights, BucketSource) else WeightFiles(self._folder).write(weights)
+
+    def _load(self, buckets: Iterable[Bucket | Opening | None]) -> None:
+        """Let the server load buckets in their order.
+
+        It is told of the next file while it loads one, so that it need not wait between them.
+        """
+        told: deque[Future[list[Any]]] = deque()
+        # Its end waits for the server to be done with what it was told.
+        with ThreadPoolExecutor(_FILES_AT_A_TIME) as threads:
+            for one in buckets:
+                at_a_time = 0
+                if isinstance(one, Opening):
+                    told.append(threads.submit(self._call, "grpo_open", opening=one.to_json()))
+                elif one is not None:
+                    told.append(threads.submit(self._call, "grpo_load", bucket=one.to_json()))
+                    at_a_time = 0 if one.slot is not None else _FILES_AT_A_TIME - 1
+                while len(told) > at_a_time:
+                    _check_not_interrupted(told.popleft().result())
+            while told:
+                _check_not_interrupted(told.popleft().result())
 
     def finish_update(self) -> None:
         """See :meth:`Engine.finish_update`."""
@@ -323,6 +352,11 @@ def _check_described(
             "machine, and in the same container, or write inference_model.weight_transfer=folder and "
             "inference_model.weight_folder=FOLDER, which both see, or inference_model.weight_transfer=nccl"
         )
+
+
+def _check_not_interrupted(answers: Sequence[Any]) -> None:
+    if INTERRUPTED in answers:
+        raise TransferPostponed("another server has left in the middle of the weights")
 
 
 def _loading_error(address: str, what: str) -> ModelError:

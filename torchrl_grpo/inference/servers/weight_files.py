@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -184,6 +184,8 @@ class WeightFiles:
         parent: folder to create it in.
     """
 
+    in_turn = False
+
     def __init__(self, parent: Path) -> None:
         self._folder = Folder(parent)
         self._segments: list[Segment] = []
@@ -209,7 +211,7 @@ class WeightFiles:
             self._buckets.append(self._segments[number].write(pieces))
         return self
 
-    def buckets(self) -> Iterator[Bucket]:
+    def buckets(self) -> Generator[Bucket]:
         """Yield the buckets."""
         yield from self._buckets
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +42,8 @@ class FolderWeights:
         parent: folder that all machines see under the same path.
     """
 
+    in_turn = False
+
     def __init__(self, parent: Path) -> None:
         self._folder = Folder(parent)
         self._buckets: list[Bucket] = []
@@ -73,7 +75,7 @@ class FolderWeights:
         """Yield the names and tensors."""
         return whole_tensors(self._buckets)
 
-    def buckets(self) -> Iterator[Bucket]:
+    def buckets(self) -> Generator[Bucket]:
         """Yield the buckets."""
         yield from self._buckets
 

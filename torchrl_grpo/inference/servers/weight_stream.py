@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, get_num_threads, set_num_threads
 
 from torchrl_grpo.inference.pieces import Piece
 from torchrl_grpo.inference.servers import weight_files
@@ -49,6 +50,7 @@ class Segments:
 
     all_in_one_pass = False
     on_this_machine = True
+    by_cpu = True
 
     @property
     def room(self) -> int:
@@ -95,6 +97,10 @@ class _Reader:
         self.server = server
         # Each with its slot, or None for an Opening.
         self.inbox: deque[tuple[int | None, Bucket | Opening]] = deque()
+        # Slots of buckets that it has taken and may still load.
+        self.loading: deque[int] = deque()
+        # Whether the last bucket of the pass is in the inbox, or was.
+        self.has_all = False
         self.ended = False
         # Whether the pass was interrupted, because another server has left.
         self.interrupted = False
@@ -129,6 +135,11 @@ class WeightStream:
         self._open = True
         self._closed = False
 
+    @property
+    def by_cpu(self) -> bool:
+        """See :class:`Halves`."""
+        return self._halves.by_cpu
+
     def reader_for(self, server: Hashable) -> StreamReader:
         """Return a reader for a server that was told to load; the next pass waits for that server."""
         with self._changed:
@@ -141,10 +152,10 @@ class WeightStream:
             self._expected.discard(server)
             self._changed.notify_all()
 
-    def buckets(self, server: Hashable) -> Iterator[Bucket | Opening]:
+    def buckets(self, server: Hashable) -> Generator[Bucket | Opening | None]:
         """Yield the buckets of a whole pass to a server, and what it opens before the first one.
 
-        A bucket changes when the next one is asked for.
+        When they change is said in :class:`~torchrl_grpo.inference.servers.carriers.Buckets`.
 
         Raises:
             TransferEnded: the trainer has stopped.
@@ -158,34 +169,41 @@ class WeightStream:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(
-                        lambda: (
-                            reader.inbox
-                            or reader.ended
-                            or reader.interrupted
-                            or self._closed
-                            or self._waits_in_vain(reader)
-                        )
-                    )
+                    self._changed.wait_for(lambda: self._concerns(reader))
                     if reader.interrupted:
                         raise TransferPostponed("another server has left in the middle of the weights")
                     if self._waits_in_vain(reader) and not self._closed:
                         raise TransferPostponed("the trainer is no longer waiting")
                     if self._closed and not reader.ended:
                         raise TransferEnded("the trainer has stopped sending weights")
-                    if not reader.inbox:
+                    slot, bucket = reader.inbox.popleft() if reader.inbox else (None, None)
+                    if bucket is None and not reader.loading:
                         return
-                    slot, bucket = reader.inbox.popleft()
-                yield bucket
-                with self._changed:
                     if slot is not None:
-                        self._holding[slot].discard(reader)
+                        reader.loading.append(slot)
+                yield bucket
+                # A file may be loaded while the next one is asked for.
+                may_stay = 1 if isinstance(bucket, Bucket) and bucket.slot is None else 0
+                with self._changed:
+                    while len(reader.loading) > may_stay:
+                        self._holding[reader.loading.popleft()].discard(reader)
                     self._changed.notify_all()
         finally:
             with self._changed:
                 for readers in (self._waiting, self._reading, *self._holding):
                     readers.discard(reader)
                 self._changed.notify_all()
+
+    def _concerns(self, reader: _Reader) -> bool:
+        """Return whether something has happened that a reader waits for."""
+        return bool(
+            reader.inbox
+            or reader.ended
+            or reader.interrupted
+            or (reader.has_all and reader.loading)
+            or self._closed
+            or self._waits_in_vain(reader)
+        )
 
     def _waits_in_vain(self, reader: _Reader) -> bool:
         return not self._open and reader in self._waiting
@@ -225,7 +243,8 @@ class WeightStream:
                         return
                     self._reading, self._waiting = self._waiting, set()
                     readers = list(self._reading)
-                whole = self._send(readers)
+                with half_of_the_threads() if self.by_cpu else nullcontext():
+                    whole = self._send(readers)
                 with self._changed:
                     for reader in readers:
                         reader.ended, reader.interrupted = whole, not whole
@@ -265,6 +284,10 @@ class WeightStream:
                 self._changed.notify_all()
             if not self._arrived(self._halves.send(slot, bucket.size), readers):
                 return False
+        with self._changed:
+            for reader in self._reading:
+                reader.has_all = True
+            self._changed.notify_all()
         for slot in range(2):
             self._wait_until_loaded(slot)
         return True
@@ -305,6 +328,21 @@ class WeightStream:
             self._changed.notify_all()
 
 
+@contextmanager
+def half_of_the_threads() -> Iterator[None]:
+    """Compute with half of this process's threads, because another process computes on the same cores.
+
+    Threads of two processes that wait for each other's cores make both slower than with half as many. A vLLM
+    server replaces ``torch.set_num_threads`` by a function that does nothing, after this module was imported.
+    """
+    threads = get_num_threads()
+    set_num_threads(max(1, threads // 2))
+    try:
+        yield
+    finally:
+        set_num_threads(threads)
+
+
 class StreamReader:
     """A stream as one server reads it.
 
@@ -316,11 +354,16 @@ class StreamReader:
     def __init__(self, stream: WeightStream, server: Hashable) -> None:
         self._stream, self._server = stream, server
 
+    @property
+    def in_turn(self) -> bool:
+        """See :class:`BucketSource`."""
+        return self._stream.by_cpu
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and whole tensors of a pass through files."""
         return whole_tensors(one for one in self.buckets() if isinstance(one, Bucket))
 
-    def buckets(self) -> Iterator[Bucket | Opening]:
+    def buckets(self) -> Generator[Bucket | Opening | None]:
         """See :meth:`WeightStream.buckets`."""
         return self._stream.buckets(self._server)
 

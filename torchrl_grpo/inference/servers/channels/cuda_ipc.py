@@ -56,6 +56,7 @@ class SharedHalves:
     all_in_one_pass = False
     # torch counts the uses of a handle in a file in shared memory.
     on_this_machine = True
+    by_cpu = False
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory

@@ -40,6 +40,7 @@ class SentHalves:
 
     all_in_one_pass = True
     on_this_machine = False
+    by_cpu = False
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self._device, self._timeout_s = device, timeout_s

@@ -40,6 +40,7 @@ class Halves(Protocol):
         room: size of a half in bytes.
         all_in_one_pass: whether all servers must read in one pass, and a pass ends if one of them leaves.
         on_this_machine: whether servers must see the files of this machine.
+        by_cpu: whether the CPU of this machine copies weights on both ends.
     """
 
     @property
@@ -52,6 +53,10 @@ class Halves(Protocol):
 
     @property
     def on_this_machine(self) -> bool:
+        """See above."""
+
+    @property
+    def by_cpu(self) -> bool:
         """See above."""
 
     def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:

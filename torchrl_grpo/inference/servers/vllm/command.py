@@ -65,6 +65,9 @@ def _variables(eager: bool, on_cpu: bool) -> dict[str, str]:
     if on_cpu:
         # vLLM would give all but one core of the machine to every server.
         found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # The model is computed in the engine's process. A process of its own would cost memory, and the
+        # engine would take a core to look for its answers. Engines of several ranks ignore this.
+        found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if eager:
             # Compiling vLLM's small helpers takes half a minute of the first request, and gains nothing.
             found["TORCH_COMPILE_DISABLE"] = "1"

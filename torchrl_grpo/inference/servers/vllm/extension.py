@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from torchrl_grpo.inference.servers.channels.receivers import open_receiver, rec
 from torchrl_grpo.inference.servers.channels.types import INTERRUPTED, Receiver
 from torchrl_grpo.inference.servers.weight_files import Bucket, read_bucket
 from torchrl_grpo.inference.servers.weight_folder import BucketReader
+from torchrl_grpo.inference.servers.weight_stream import half_of_the_threads
 from torchrl_grpo.inference.vllm_arguments import name_of
 from torchrl_grpo.inference.vllm_compat import head_dtypes
 from torchrl_grpo.runtime.malloc import keep_freed_memory
@@ -39,6 +41,8 @@ class WeightExtension:
     _receiver: Receiver | None = None
     # Whether an update has begun and not ended.
     _is_updating = False
+    # Gives this process its threads back, while it has fewer.
+    _fewer_threads: ExitStack | None = None
 
     def grpo_describe(self, file: str) -> dict[str, Any]:
         """Return what the server computes with.
@@ -68,14 +72,18 @@ class WeightExtension:
     def grpo_sign_of_life(self) -> None:
         """Do nothing: the answer shows that the engine runs."""
 
-    def grpo_start_update(self, by_loader: bool = False) -> None:
+    def grpo_start_update(self, by_loader: bool = False, in_turn: bool = False) -> None:
         """Begin to replace the weights.
 
         Args:
             by_loader: whether vLLM's own loader must load them.
+            in_turn: whether another process of this machine writes files on its CPU while this one loads.
         """
         self._known().start_pieces(by_loader)
         self._is_updating = True
+        if in_turn and self._fewer_threads is None:
+            self._fewer_threads = ExitStack()
+            self._fewer_threads.enter_context(half_of_the_threads())
 
     def grpo_open(self, opening: dict[str, Any]) -> str | None:
         """Open a way through GPUs, in place of an earlier one.
@@ -127,6 +135,9 @@ class WeightExtension:
 
     def grpo_finish_update(self) -> None:
         """End the update."""
+        stack, self._fewer_threads = self._fewer_threads, None
+        if stack is not None:
+            stack.close()
         self._known().finish_pieces()
         self._is_updating = False
 
