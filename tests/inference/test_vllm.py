@@ -23,6 +23,7 @@ from vllm_arguments import ON_A_CPU, TINY_ENGINE
 from torchrl_grpo.batch.schema import build_batch
 from torchrl_grpo.envs.chat import render
 from torchrl_grpo.errors import ModelError, TrainingStopped
+from torchrl_grpo.inference import vllm_weights
 from torchrl_grpo.inference.protocol import Probe, Sampling
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
 from torchrl_grpo.models.scoring.padding import pad_left, pad_right
@@ -166,6 +167,7 @@ class SkipsHead(VLLMEngine):
     def finish_update(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self._weights, "_repack_tied_heads", lambda: None)
+            patch.setattr(vllm_weights, "repack_kept", lambda model: None)
             super().finish_update()
 
 

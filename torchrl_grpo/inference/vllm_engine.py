@@ -199,15 +199,15 @@ class VLLMEngine(SteppingEngine):
 
     def start_update(self) -> None:
         """See :meth:`Engine.start_update`."""
-        self._weights.start()
+        self._weights.start_pieces()
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See :meth:`Engine.update`."""
-        self._weights.load(weights)
+        self._weights.load_tensors(weights)
 
     def finish_update(self) -> None:
         """See :meth:`Engine.finish_update`."""
-        self._weights.finish()
+        self._weights.finish_pieces()
 
     def locate_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """See :meth:`Engine.locate_weights`."""

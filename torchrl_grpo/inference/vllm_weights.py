@@ -131,6 +131,14 @@ class VLLMWeights:
             assert self._in_place is not None
             self._in_place.start()
 
+    def load_tensors(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load whole tensors, one at a time, in an update that :meth:`start_pieces` has begun."""
+        if self._by_loader:
+            self.load(weights)
+            return
+        for name, tensor in weights:
+            self.load_pieces([Piece(name, tuple(tensor.shape), 0, tensor.detach().reshape(-1))])
+
     def load_pieces(self, pieces: Iterable[Piece]) -> None:
         """Load pieces of weights, which may change once this returns."""
         if self._by_loader:
@@ -189,13 +197,15 @@ class VLLMWeights:
 
         Args:
             shapes: shapes of the published tensors by name.
-            update: function that loads weights in the same way as a publication.
+            update: function that replaces all weights.
 
         Raises:
             ModelError: vLLM does not load a tensor, or loads only a part of it. With several ranks, the
                 caller compares what they hold.
         """
         device = self._worker.device
+        # vLLM's own loader shows where the tensors lie.
+        self._in_place = None
         self._first = dict(self._sums_of_rows())
         self._compared = _COMPARED
         seen = self._with_fingerprints(shapes, update)
@@ -241,7 +251,7 @@ class VLLMWeights:
 
         Args:
             shapes: shapes of the published tensors by name.
-            update: function that loads weights in the same way as a publication.
+            update: function that replaces all weights.
             other: name of a tensor that gets its second fingerprint; None for no tensor.
         """
         device = self._worker.device
