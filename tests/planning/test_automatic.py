@@ -63,14 +63,14 @@ def row(size: str, machine: str, script: str) -> tuple[list[str], list[str]]:
         fix = f"too large; `{found[0]}`" if found else "too large for this machine"
         return [*head, fix, peak], found
     assert not planned.plan.idle
+    train = "train in shards" if "fsdp2" in chosen else "train"
     if planned.plan.colocated:
-        gpus = "the GPU trains and generates" if number == 1 else f"all {number} train and generate"
+        gpus = "the GPU trains and generates" if number == 1 else f"all {number} {train} and generate"
         state = "the engine sleeps" if planned.plan.sleeps else "awake"
         where = f"{gpus}, {state}"
     else:
-        where = f"{len(roles[0].devices)} train, {len(roles[1].devices)} generate"
-    shards = ", in shards" if "fsdp2" in chosen else ""
-    return [*head, where + shards, peak], []
+        where = f"{len(roles[0].devices)} {train}, {len(roles[1].devices)} generate"
+    return [*head, where, peak], []
 
 
 def test_the_pages_table_is_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
