@@ -137,7 +137,7 @@ def _publish(engine: ServerEngine, carrier: Carrier, model: torch.nn.Module) -> 
     thread = threading.Thread(target=load)
     thread.start()
     if isinstance(content, WeightStream):
-        content.serve(done)
+        content.send_until(done)
     thread.join()
     done.result()
     return time.perf_counter() - started

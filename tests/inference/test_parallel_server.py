@@ -137,10 +137,10 @@ def test_the_ranks_of_a_server_join_the_trainers_group(
             else:
                 done.set_result(None)
             finally:
-                reader.settle()
+                reader.mark_done()
 
         threading.Thread(target=load, daemon=True).start()
-        stream.serve(done)
+        stream.send_until(done)
         return done
 
     expected = compute_checksums(weights.items(), torch.float32)

@@ -73,7 +73,7 @@ class Server:
             return False
         assert self.receiver is not None
         self.found |= {n: t.clone() for n, t in self.assembler.take(read_bucket(bucket, content))}
-        self.receiver.settle()
+        self.receiver.wait_until_unused()
         return True
 
 
@@ -96,7 +96,7 @@ class Reads(threading.Thread):
             self.error = error
         finally:
             buckets.close()
-            self.reader.settle()
+            self.reader.mark_done()
 
 
 def serve(stream: WeightStream, check: Callable[[], None]) -> None:
@@ -112,7 +112,7 @@ def serve(stream: WeightStream, check: Callable[[], None]) -> None:
             done.set_result(None)
 
     threading.Thread(target=end, daemon=True).start()
-    stream.serve(done)
+    stream.send_until(done)
     done.result()
 
 
@@ -152,7 +152,7 @@ def admit(carrier: StreamCarrier, name: str) -> Server:
     return Server()
 
 
-def test_servers_get_all_weights_and_open_the_way_once(carrier: StreamCarrier) -> None:
+def test_servers_get_all_weights_and_open_the_channel_once(carrier: StreamCarrier) -> None:
     servers = {name: admit(carrier, name) for name in ("a", "b")}
     for number in range(3):
         publish(carrier, servers, moved(number))
@@ -256,7 +256,7 @@ def test_a_half_that_is_not_what_was_announced_is_refused(what: str, memory: Hos
     if what == "content":
         halves._halves[0][5] += 1
     told = bucket.to_json() | ({"size": bucket.size - 64} if what == "size" else {})
-    expected = "before the way" if what == "not opened" else "another checksum than announced"
+    expected = "before its transfer channel" if what == "not opened" else "another checksum than announced"
     with pytest.raises(RuntimeError, match=expected):
         receivers.receive(receiver, Bucket.from_json(told))
 

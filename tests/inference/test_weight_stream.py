@@ -43,7 +43,7 @@ class Reads(threading.Thread):
                     next(buckets)
                 assert isinstance(buckets, Generator)
                 buckets.close()
-                self.reader.settle()
+                self.reader.mark_done()
                 return
             self.found = dict(whole_tensors(one for one in buckets if isinstance(one, Bucket)))
         except TransferEnded as error:
@@ -71,7 +71,7 @@ def test_servers_get_all_weights_in_one_pass_and_later_ones_get_them_again(
 
     thread = threading.Thread(target=end)
     thread.start()
-    stream.serve(done)
+    stream.send_until(done)
     thread.join()
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"]
     assert len(files) == 2 and sum(path.stat().st_size for path in files) <= 4096 + 1024
@@ -103,7 +103,7 @@ def test_a_file_stays_while_the_next_one_is_taken(stream: WeightStream) -> None:
     done: Future[None] = Future()
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
-    stream.serve(done)
+    stream.send_until(done)
     thread.join(20)
     assert [name for name, _ in loaded] == list(WEIGHTS)
     assert all(torch.equal(tensor, WEIGHTS[name]) for name, tensor in loaded)
@@ -130,7 +130,7 @@ def test_trainer_and_server_share_the_cores_while_weights_pass(
             done.set_result(None)
 
         threading.Thread(target=end, daemon=True).start()
-        stream.serve(done)
+        stream.send_until(done)
         assert has_all(server) and set(seen) == {2} and torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)
@@ -140,7 +140,7 @@ def test_a_server_that_ends_in_the_middle_holds_up_nobody(stream: WeightStream) 
     readers = [stream.reader_for(number) for number in range(3)]
     lost, whole = Reads(readers[0], ends_after=3), Reads(readers[1])
     # The third was told to load, and ended before it began.
-    readers[2].settle()
+    readers[2].mark_done()
     done: Future[None] = Future()
 
     def end() -> None:
@@ -149,7 +149,7 @@ def test_a_server_that_ends_in_the_middle_holds_up_nobody(stream: WeightStream) 
 
     thread = threading.Thread(target=end)
     thread.start()
-    stream.serve(done)
+    stream.send_until(done)
     thread.join()
     assert has_all(whole) and not lost.is_alive()
 
@@ -162,7 +162,7 @@ def test_servers_are_released_if_the_trainer_cannot_send(stream: WeightStream) -
     stream._weights = broken()
     server = Reads(stream.reader_for(0))
     with pytest.raises(ValueError, match="no weights"):
-        stream.serve(Future())
+        stream.send_until(Future())
     server.join(20)
     assert isinstance(server.error, TransferEnded)
 

@@ -103,8 +103,9 @@ def merge_ranks(ranks: Sequence[Checksums], shapes: Mapping[str, Sequence[int]])
         shapes: shapes of the published tensors by name.
 
     Returns:
-        The checksums of whole tensors. A tensor has as many as there are copies of its most frequent part, so
-        each copy on each rank counts. It has none if the ranks together lack a part of it.
+        The checksums of whole tensors. Several ranks may hold a copy of the same part. A tensor then has as
+        many checksums as its most frequent part has copies, so that every copy is in at least one of them. A
+        tensor has no checksum if the ranks together lack a part of it.
     """
     values: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():

@@ -62,13 +62,13 @@ class Seen:
 
     Attributes:
         rows: sums ``[R]`` of its rows, from :func:`ordered_row_sums`.
-        turned: row sums of the tensor with its last two dimensions swapped; None for a vector.
+        transposed: row sums of the tensor with its last two dimensions swapped; None for a vector.
         content: bytes of a vector; empty for other tensors.
         itemsize: bytes per element.
     """
 
     rows: Tensor
-    turned: Tensor | None
+    transposed: Tensor | None
     content: bytes
     itemsize: int
 
@@ -92,14 +92,14 @@ class Place:
         where: indices of rows of the engine tensor (of elements of a vector), in the order of the published
             tensor.
         vector: whether the published tensor has one dimension.
-        turned: whether the engine swaps the last two dimensions.
+        transposed: whether the engine swaps the last two dimensions.
         part: rows and columns that are there; None for the whole tensor.
     """
 
     name: str
     where: slice | Tensor
     vector: bool
-    turned: bool = False
+    transposed: bool = False
     part: Part | None = None
 
 
@@ -145,7 +145,8 @@ class Layout:
         if places is None:
             return
         tensor = in_format(tensor, self.dtype)
-        by_side: dict[bool, Tensor] = {}
+        # By whether the last two dimensions are swapped: the sums of the rows of the engine tensor.
+        sums_of: dict[bool, Tensor] = {}
         for place in places:
             if place.part is not None:
                 rows = tensor.reshape(-1, 1 if place.vector else tensor.shape[-1])[place.where]
@@ -157,9 +158,10 @@ class Layout:
             if place.vector:
                 yield place.name, None, checksum_tensor(tensor.reshape(-1)[place.where])
                 continue
-            if place.turned not in by_side:
-                by_side[place.turned] = row_sums(tensor.transpose(-1, -2) if place.turned else tensor)
-            yield place.name, None, combine(by_side[place.turned][place.where])
+            swapped = place.transposed
+            if swapped not in sums_of:
+                sums_of[swapped] = row_sums(tensor.transpose(-1, -2) if swapped else tensor)
+            yield place.name, None, combine(sums_of[swapped][place.where])
 
 
 def in_format(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -224,28 +226,30 @@ def _find_rows(
     row = torch.cat([torch.arange(count) for count in counts.tolist()]).to(device)
     known, order = torch.cat(sums).sort()
     owner, row = owner[order], row[order]
-    there = torch.zeros_like(known, dtype=torch.bool)
+    is_found = torch.zeros_like(known, dtype=torch.bool)
     for key, one in seen.items():
-        for turned, found in ((False, one.rows), (True, one.turned)):
+        for transposed, found in ((False, one.rows), (True, one.transposed)):
             if found is None or one.content:
                 continue
             at = torch.searchsorted(known, found).clamp(max=len(known) - 1)
             hits = known[at] == found
-            there[at[hits]] = True
+            is_found[at[hits]] = True
             for number in owner[at[hits]].unique().tolist():
                 inside = (hits & (owner[at] == number)).nonzero().flatten()
                 place, order_of_rows = row[at[inside]].sort()
                 complete = len(place) == counts[number]
-                if (complete or (shards > 1 and not turned)) and bool((place.diff() == 1).all()):
+                if (complete or (shards > 1 and not transposed)) and bool((place.diff() == 1).all()):
                     where = _run(inside[order_of_rows])
                     part = None
                     if not complete:
                         part = Part((int(place[0]), int(place[-1]) + 1), (0, shapes[names[number]][-1]))
-                    layout.places.setdefault(key, []).append(Place(names[number], where, False, turned, part))
-    # Narrow matrices may have equal rows, and the search finds only the first of them. Mark all equal rows.
-    there = there[torch.searchsorted(known, known)]
-    some, gone = (set(owner[rows].unique().tolist()) for rows in (there, ~there))
-    layout.torn += [names[number] for number in sorted(some & gone)]
+                    found_place = Place(names[number], where, False, transposed, part)
+                    layout.places.setdefault(key, []).append(found_place)
+    # A narrow matrix may have equal rows. The search finds only the first of several equal rows, so give the
+    # others the same mark.
+    is_found = is_found[torch.searchsorted(known, known)]
+    with_found, with_missing = (set(owner[rows].unique().tolist()) for rows in (is_found, ~is_found))
+    layout.torn += [names[number] for number in sorted(with_found & with_missing)]
 
 
 def _find_vector(name: str, vector: Tensor, seen: Mapping[str, Seen], layout: Layout) -> None:
@@ -299,7 +303,11 @@ def _find_columns(name: str, matrix: Tensor, seen: Mapping[str, Seen], layout: L
 def _find_piece_of_vector(
     name: str, vector: Tensor, seen: Mapping[str, Seen], layout: Layout, shards: int
 ) -> None:
-    """Find a piece of a vector. Heads that several ranks share are divided into fewer pieces."""
+    """Find the piece of a vector that a rank holds.
+
+    If several ranks hold the same heads, the vector has fewer pieces than there are ranks. So smaller numbers
+    of pieces are tried too.
+    """
     sent = Seen.of(vector)
     length = len(vector)
     for pieces in range(shards, 1, -1):

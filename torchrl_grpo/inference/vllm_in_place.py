@@ -4,9 +4,9 @@ vLLM's own reload builds every layer anew and copies it over the old one, so tha
 into fresh memory. Once the layout is known (:mod:`~torchrl_grpo.inference.layout`), the rows of a published
 tensor can be copied to the rows that hold them. Nothing but the piece itself is needed besides the model.
 
-A matrix that vLLM packs for a CPU is packed from where it arrived, if all of it lies there in one run. If
-not, it is put together in a buffer of the size of its layer and packed when it is complete. A model with
-other processed weights, such as quantized ones, is not loaded in this way.
+On a CPU, vLLM packs matrices. If a whole matrix arrived in one contiguous block of memory, it is packed from
+there. If not, it is assembled in a buffer of the size of its layer, and packed when it is complete. A model
+with other processed weights, such as quantized ones, is not loaded in this way.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torchrl_grpo.inference.pieces import Piece
 
 
 class _Target:
-    """A tensor of vLLM as rows, and what is done when an update has written all of it.
+    """A tensor of vLLM that is written by rows, and a function to call when all of it has been written.
 
     Args:
         rows: function that returns the tensor, with memory to write into.
         is_vector: whether the engine's tensor has one dimension.
-        size: number of published elements that it gets.
-        done: called when they are there.
+        size: number of published elements that are written into it.
+        done: called in each update when all of them have been written.
     """
 
     def __init__(
@@ -39,14 +39,15 @@ class _Target:
     ) -> None:
         self.rows, self.is_vector, self.size, self.done = rows, is_vector, size, done
         self.left = size
-        # What packs the matrix from other memory, and the published tensors whose rows it has, in their
-        # order. There are none if other rows are among them.
+        # If the matrix may be packed straight from where it arrived: the buffer that packs it, and the names
+        # of the published tensors that make up its rows, in order. There are no names if the rows of the
+        # matrix are not exactly those of whole published tensors.
         self.staging: _Staging | None = None
         self.tensors: list[str] = []
 
 
 class InPlaceLoader:
-    """Writes pieces to where a layout has them.
+    """Writes pieces into vLLM's tensors, at the places that a layout gives.
 
     Args:
         places: targets and places of each published tensor.
@@ -79,7 +80,7 @@ class InPlaceLoader:
             name = key.removesuffix(":plain")
             path, _, leaf = name.rpartition(".")
             module = modules.get(path)
-            if module is None or any(place.turned for place in listed):
+            if module is None or any(place.transposed for place in listed):
                 return None
             size = sum((place.part or whole(layout.shapes[place.name])).size for place in listed)
             if name in packed:
@@ -92,7 +93,8 @@ class InPlaceLoader:
                         target.staging = staging
                         target.tensors = _whole_rows(listed, packed[name][0])
                 elif key == name:
-                    # The plain matrix is the source of the packed one, and may be that of another layer.
+                    # The packed copy is made from the plain matrix. With tied weights, the plain matrix may
+                    # belong to another layer.
                     sources.add(cast(Any, module).weight.data_ptr())
                     continue
                 else:
@@ -121,7 +123,7 @@ class InPlaceLoader:
         """Write pieces. What this rank does not hold is left out."""
         arrived = list(pieces)
         while arrived:
-            arrived = arrived[self._pack_run(arrived) :]
+            arrived = arrived[self._pack_contiguous(arrived) :]
             if not arrived:
                 return
             piece, *arrived = arrived
@@ -131,22 +133,26 @@ class InPlaceLoader:
                 if written and target.left == 0 and target.done is not None:
                     target.done()
 
-    def _pack_run(self, pieces: Sequence[Piece]) -> int:
-        """Pack a matrix that the first pieces make up, and return the number of these pieces."""
+    def _pack_contiguous(self, pieces: Sequence[Piece]) -> int:
+        """Pack a matrix if the first pieces are all of it, contiguous in memory.
+
+        Returns:
+            The number of pieces that were packed, or 0.
+        """
         held = self._places.get(pieces[0].name, ())
         if len(held) != 1 or not (tensors := held[0][0].tensors):
             return 0
-        target, run = held[0][0], pieces[: len(tensors)]
-        if [piece.name for piece in run] != tensors or not all(piece.is_whole for piece in run):
+        target, rows = held[0][0], pieces[: len(tensors)]
+        if [piece.name for piece in rows] != tensors or not all(piece.is_whole for piece in rows):
             return 0
-        stops = [piece.content.data_ptr() + piece.content.nbytes for piece in run]
-        starts = [piece.content.data_ptr() for piece in run]
+        stops = [piece.content.data_ptr() + piece.content.nbytes for piece in rows]
+        starts = [piece.content.data_ptr() for piece in rows]
         assert target.staging is not None
-        if stops[:-1] != starts[1:] or any(piece.content.dtype is not target.staging.dtype for piece in run):
+        if stops[:-1] != starts[1:] or any(piece.content.dtype is not target.staging.dtype for piece in rows):
             return 0
-        target.staging.pack_from(run[0].content)
+        target.staging.pack_from(rows[0].content)
         target.left = 0
-        return len(run)
+        return len(rows)
 
     def unfinished(self) -> list[str]:
         """Return names of published tensors that did not arrive as a whole since :meth:`start`."""
@@ -182,7 +188,10 @@ class _Staging:
         repack(self._module)
 
     def copies(self) -> bool:
-        """Return whether the layer multiplies with a copy of what was packed. Its weights are lost."""
+        """Return whether the layer multiplies with a copy of what was packed.
+
+        This overwrites the layer's weights; load them again afterwards.
+        """
         matrix = torch.ones(self._shape, dtype=self.dtype)
         self._pack(matrix)
         matrix.zero_()
@@ -191,7 +200,10 @@ class _Staging:
 
 
 def _whole_rows(places: Sequence[Place], count: int) -> list[str]:
-    """Return names of published tensors that are the ``count`` rows of a matrix, in their order."""
+    """Return the names of the published tensors that make up all ``count`` rows of a matrix, in order.
+
+    The list is empty if anything else is among the rows.
+    """
     names, row = [], 0
     for where, place in sorted(
         ((place.where.start, place) for place in places if isinstance(place.where, slice)),

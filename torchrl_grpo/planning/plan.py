@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def engine_device(self) -> str:
-        """An engine's device, as its own process names it."""
+        """Device of an engine, by its name inside the engine's process."""
         if not self.own_process:
             return self.inference.devices[0]
         return "cpu" if self.num_gpus == 0 else "cuda:0"

@@ -37,7 +37,7 @@ def choose_transfer(request: Request, own_process: bool) -> str:
 
 
 def check_gpus(transfer: str, trainer: Sequence[int], engines: Collection[int]) -> None:
-    """Check a way through GPUs.
+    """Check that a GPU transfer channel works between the GPUs of a plan.
 
     Args:
         transfer: result of :func:`choose_transfer`.
@@ -45,7 +45,7 @@ def check_gpus(transfer: str, trainer: Sequence[int], engines: Collection[int]) 
         engines: GPUs of the engines of this run.
 
     Raises:
-        ConfigError: weights cannot take it.
+        ConfigError: it does not.
     """
     if transfer == "cuda_ipc" and not trainer:
         raise bad_value(_KEY, transfer, "the trainer has no GPU to share memory of", f"{_KEY}=shared_memory")

@@ -88,7 +88,7 @@ class EngineSource:
 
     @property
     def device(self) -> torch.device:
-        """Device of an engine, as its own process names it."""
+        """Device of an engine, by its name inside the engine's process."""
         return torch.device(self.plan.engine_device)
 
 

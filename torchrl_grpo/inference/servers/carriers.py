@@ -24,32 +24,33 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Buckets(Protocol):
-    """The buckets of one pass over the weights, in their order.
+    """The buckets of one pass over the weights, in order, as an iterator.
 
-    A half of GPU memory may change when the next bucket is asked for, and a file when the one after the next
-    is asked for. None comes when all must be loaded before anything else is asked for.
+    A half in GPU memory may be overwritten as soon as the next bucket is requested. A file may be overwritten
+    as soon as the bucket after the next one is requested. The iterator yields None to tell the reader to
+    finish loading everything that it has before it asks again.
     """
 
     def __iter__(self) -> Iterator[Bucket | Opening | None]:
         """Return this object."""
 
     def __next__(self) -> Bucket | Opening | None:
-        """Return the next bucket, or what a server opens before the first one."""
+        """Return the next bucket, what the server must open before the first one, or None."""
 
     def close(self) -> None:
-        """End the pass early. All buckets may change."""
+        """End the pass early. The content of every bucket may then be overwritten."""
 
 
 @runtime_checkable
 class BucketSource(Protocol):
-    """Weights in buckets: files, or halves of GPU memory.
+    """Weights that are read bucket by bucket, from files or from the halves of a transfer buffer.
 
     Attributes:
-        in_turn: whether the trainer's CPU writes one file while servers load another.
+        shares_cpu: whether the trainer's CPU writes one file while the servers' CPU loads another.
     """
 
     @property
-    def in_turn(self) -> bool:
+    def shares_cpu(self) -> bool:
         """See above."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -97,11 +98,11 @@ class Carrier(Protocol):
 
 
 class StreamCarrier:
-    """One bucket, through which the trainer's weights pass while it waits.
+    """Sends the trainer's weights through one transfer buffer, while the trainer waits.
 
     Args:
         parent: folder in shared memory.
-        halves: what they pass through; by default files in that folder.
+        halves: halves of the transfer buffer; by default two files in that folder.
     """
 
     overwrites = False
@@ -121,7 +122,7 @@ class StreamCarrier:
         """See :meth:`Carrier.dismiss`."""
         self._halves.dismiss(server)
         if self._current is not None:
-            self._current.settle(server)
+            self._current.mark_done(server)
 
     def put(self, weights: Iterable[tuple[str, Tensor]]) -> WeightStream:
         """See :meth:`Carrier.put`. The weights are read when servers ask for them."""
@@ -197,7 +198,7 @@ class FolderCarrier(_FileCarrier):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.expanduser().absolute()
-        # Servers may still read the weights before the newest ones.
+        # All versions that still exist. Servers may still read one that is not the newest.
         self._versions: weakref.WeakSet[FolderWeights] = weakref.WeakSet()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,9 @@
 """An engine in a server, which takes and gives token ids over HTTP.
 
-The server needs what this project starts it with: the methods of
-:class:`~torchrl_grpo.inference.servers.vllm.extension.WeightExtension`, and log-probabilities of the sampled
-distribution. What differs between kinds of servers is in :mod:`~torchrl_grpo.inference.servers.api`.
+The server must be started by a run or by ``grpo-serve``. It then has the methods of
+:class:`~torchrl_grpo.inference.servers.vllm.extension.WeightExtension`, and returns log-probabilities of the
+sampled distribution. What differs between kinds of servers is in
+:mod:`~torchrl_grpo.inference.servers.api`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from torchrl_grpo.inference.servers.weight_files import Bucket, WeightFiles
 from torchrl_grpo.inference.servers.weight_stream import TransferPostponed
 from torchrl_grpo.inference.vllm_arguments import name_of
 
-# Number of files that the server is told to load at a time.
+# Largest number of files that the server was told to load and has not loaded yet.
 _FILES_AT_A_TIME = 2
 # Longest duration of a step in which no response ends, in seconds.
 _STEP_S = 0.2
@@ -48,7 +49,7 @@ _ABORT_AGAIN_S = 0.2
 
 @dataclass(frozen=True)
 class ServerRequirements:
-    """What a server must compute with, so that its numbers are those of an engine in this process.
+    """What a server must compute with to give the same numbers as an engine in this process.
 
     Attributes:
         dtype: dtype in which weights are published.
@@ -101,8 +102,8 @@ class ServerEngine(SteppingEngine):
         self._names = itertools.count()
         self._running: dict[str, Request] = {}
         self._answers: queue.SimpleQueue[tuple[str | None, Any]] = queue.SimpleQueue()
-        # What the server calls the weights that it was given last. Every answer names the weights of its
-        # tokens, so a server that was restarted cannot pass for this one.
+        # Name under which the server has the weights that it loaded last. Every answer names the weights that
+        # sampled its tokens, so a server that was restarted is noticed.
         self._weights_name: str | None = None
         # When to ping a silent server, by the monotonic clock.
         self._next_check = time.monotonic() + _QUIET_S
@@ -117,7 +118,7 @@ class ServerEngine(SteppingEngine):
             described, *others = self._call("grpo_describe", file=seen.name)
         api.resume(connection)
         self.identity: str = described["identity"]
-        self.gpus: tuple[str, ...] = tuple(one["gpu"] for one in (described, *others))
+        self.gpus: tuple[str, ...] = tuple(rank["gpu"] for rank in (described, *others))
         _check_described(connection.address, described, wanted, folder if needs_folder else None)
         self._ranks = 1 + len(others)
         if described["ranks"] != self._ranks:
@@ -175,8 +176,8 @@ class ServerEngine(SteppingEngine):
     def _watch(self) -> None:
         """Ask a server that has been quiet for a sign of life, without waiting for it.
 
-        The engine gives it between two of its steps. It needs no place among the running responses, so a
-        server that is full is not taken for a dead one.
+        The engine answers between two of its steps. The request does not count as a running response. So a
+        server answers it even if it runs as many responses as it can.
 
         Raises:
             ServerLost: the sign did not come in time.
@@ -223,25 +224,25 @@ class ServerEngine(SteppingEngine):
 
     def start_update(self) -> None:
         """See :meth:`Engine.start_update`."""
-        self._start(in_turn=False)
+        self._start(shares_cpu=False)
 
-    def _start(self, in_turn: bool) -> None:
+    def _start(self, shares_cpu: bool) -> None:
         # Requests of others are frozen, and go on with the new weights.
         self._api.pause(self._connection)
-        self._call("grpo_start_update", by_loader=self._by_loader, in_turn=in_turn)
+        self._call("grpo_start_update", by_loader=self._by_loader, shares_cpu=shares_cpu)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See :meth:`Engine.load_weights`. The server generates until the first weights are there."""
         source = self._in_buckets(weights)
         with closing(source.buckets()) as buckets:
             first = next(buckets, None)
-            self._start(source.in_turn)
+            self._start(source.shares_cpu)
             self._load(itertools.chain([first], buckets))
         self.finish_update()
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See :meth:`Engine.update`. Weights that lie in files are not copied."""
-        # Whoever fills the buckets waits for this reader.
+        # The writer of the buckets waits until this reader has ended. So end it after an error as well.
         with closing(self._in_buckets(weights).buckets()) as buckets:
             self._load(buckets)
 
@@ -251,22 +252,23 @@ class ServerEngine(SteppingEngine):
     def _load(self, buckets: Iterable[Bucket | Opening | None]) -> None:
         """Let the server load buckets in their order.
 
-        It is told of the next file while it loads one, so that it need not wait between them.
+        While the server loads a file, it already gets the request to load the next one. So it does not wait
+        between two files.
         """
-        told: deque[Future[list[Any]]] = deque()
-        # Its end waits for the server to be done with what it was told.
+        outstanding: deque[Future[list[Any]]] = deque()
+        # At its end, this block waits until the server has answered all outstanding requests.
         with ThreadPoolExecutor(_FILES_AT_A_TIME) as threads:
-            for one in buckets:
-                at_a_time = 0
-                if isinstance(one, Opening):
-                    told.append(threads.submit(self._call, "grpo_open", opening=one.to_json()))
-                elif one is not None:
-                    told.append(threads.submit(self._call, "grpo_load", bucket=one.to_json()))
-                    at_a_time = 0 if one.slot is not None else _FILES_AT_A_TIME - 1
-                while len(told) > at_a_time:
-                    _check_not_interrupted(told.popleft().result())
-            while told:
-                _check_not_interrupted(told.popleft().result())
+            for item in buckets:
+                max_outstanding = 0
+                if isinstance(item, Opening):
+                    outstanding.append(threads.submit(self._call, "grpo_open", opening=item.to_json()))
+                elif item is not None:
+                    outstanding.append(threads.submit(self._call, "grpo_load", bucket=item.to_json()))
+                    max_outstanding = 0 if item.slot is not None else _FILES_AT_A_TIME - 1
+                while len(outstanding) > max_outstanding:
+                    _check_not_interrupted(outstanding.popleft().result())
+            while outstanding:
+                _check_not_interrupted(outstanding.popleft().result())
 
     def finish_update(self) -> None:
         """See :meth:`Engine.finish_update`."""
@@ -281,7 +283,7 @@ class ServerEngine(SteppingEngine):
         self._call("grpo_locate_weights", shapes={name: list(shape) for name, shape in shapes.items()})
         if self._ranks == 1:
             return
-        found = [Checksums.from_json(one) for one in self._call("grpo_held")]
+        found = [Checksums.from_json(held) for held in self._call("grpo_held")]
         whole = merge_ranks(found, self._shapes)
         missing = [name for name in shapes if name not in whole.values]
         for name in missing:
@@ -345,7 +347,10 @@ def _check_described(
             f"{found['max_model_len']}, or {again}"
         )
     if found["logprobs_mode"] != "processed_logprobs":
-        raise ConfigError(f"{start} returns {found['logprobs_mode']}, not those of what it samples; {again}")
+        raise ConfigError(
+            f"{start} returns {found['logprobs_mode']}, and the run needs processed_logprobs, the "
+            f"log-probabilities of the distribution that is sampled; {again}"
+        )
     if folder is not None and not found["sees_file"]:
         raise ConfigError(
             f"{start} does not see files in {folder}, through which weights travel; start it on this "
@@ -356,7 +361,7 @@ def _check_described(
 
 def _check_not_interrupted(answers: Sequence[Any]) -> None:
     if INTERRUPTED in answers:
-        raise TransferPostponed("another server has left in the middle of the weights")
+        raise TransferPostponed("another server has left while weights were sent")
 
 
 def _loading_error(address: str, what: str) -> ModelError:

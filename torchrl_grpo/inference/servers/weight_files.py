@@ -1,7 +1,8 @@
 """Weights as files in shared memory or in a folder, which servers map into their memory.
 
-A file is a bucket: pieces of tensors one after the other, without a header. The request that
-names it says what it contains. The bytes are those of the tensors, so that every number format is possible.
+A file contains pieces of tensors, one after the other and without a header. A :class:`Bucket` says what is in
+the file; the request that names the file carries it. The bytes are identical to those of the tensors, so
+every number format is possible.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from torchrl_grpo.inference.pieces import Assembler, Piece
 
-# Largest size of a bucket in bytes. Larger tensors are divided.
+# Size in bytes of a transfer buffer with its two halves, and largest size of a file. Larger tensors are
+# divided.
 BUCKET_BYTES = 64 * 2**20
 # Every tensor starts at a multiple of this, which any number format can be read from.
 _ALIGNMENT = 64
@@ -33,15 +35,15 @@ _NEW_S = 60.0
 
 @dataclass(frozen=True)
 class Bucket:
-    """One file of weights, or one half of a bucket on a GPU.
+    """The content of one file of weights, or of one half of a transfer buffer in GPU memory.
 
     Attributes:
-        path: the file; empty for a half.
-        entries: of each piece its name, dtype, shape of the whole tensor, first byte in the file, number of
-            its first element in the tensor, and number of elements.
-        size: bytes of the file, if its checksum is given.
-        checksum: checksum of the file; None if it lies in the memory of this machine.
-        slot: number of the half; None for a file.
+        path: the file; empty for a half in GPU memory.
+        entries: for each piece: name of the tensor, dtype, shape of the whole tensor, position of the first
+            byte in the file or half, number of the first element in the tensor, and number of elements.
+        size: number of bytes, if the checksum is given.
+        checksum: checksum of the bytes; None for a file in the memory of this machine.
+        slot: number of the half in GPU memory; None for a file.
     """
 
     path: str
@@ -62,11 +64,13 @@ class Bucket:
 
 
 def read_bucket(bucket: Bucket, content: Tensor | None = None) -> Iterator[Piece]:
-    """Yield the pieces in a bucket. They lie in the mapped file, which may be deleted then.
+    """Yield the pieces in a bucket. They share memory with its content.
+
+    A mapped file may be deleted before the pieces are loaded.
 
     Args:
         bucket: the bucket.
-        content: its mapped file; None maps it.
+        content: bytes of the file or half; None maps the file.
     """
     content = map_file(Path(bucket.path)) if content is None else content
     for name, kind, shape, start, first, count in bucket.entries:
@@ -75,12 +79,12 @@ def read_bucket(bucket: Bucket, content: Tensor | None = None) -> Iterator[Piece
 
 
 def map_file(path: Path) -> Tensor:
-    """Map a file into memory, as bytes that nobody may write to."""
+    """Map a file into memory. Writing to the result changes the file."""
     return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
 
 
 def whole_tensors(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors that lie in files, put together from their pieces."""
+    """Yield names and whole tensors, assembled from their pieces in files."""
     assembler = Assembler()
     for bucket in buckets:
         yield from assembler.take(read_bucket(bucket))
@@ -89,7 +93,7 @@ def whole_tensors(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
 def divide(weights: Iterable[tuple[str, Tensor]], room: int) -> Iterator[list[Piece]]:
     """Divide tensors into lists of pieces that fit into ``room`` bytes each.
 
-    A tensor is cut between two rows. A row that is longer than the room makes a list of its own.
+    A tensor is cut between two rows. A row that is longer than the room gets a list of its own.
     """
     pieces: list[Piece] = []
     free = room
@@ -114,7 +118,7 @@ def divide(weights: Iterable[tuple[str, Tensor]], room: int) -> Iterator[list[Pi
 
 
 class Segment:
-    """A file of weights whose pages are used again and again.
+    """A file of weights that is overwritten again and again, so that its memory pages are reused.
 
     Args:
         path: the file, which is created.
@@ -158,7 +162,10 @@ def pack_pieces(pieces: Iterable[Piece], content: Tensor, path: Path | None) -> 
 
 
 def room_for(pieces: Iterable[Piece]) -> int:
-    """Return the bytes that pieces take in a file; at least one, because an empty file cannot be mapped."""
+    """Return the number of bytes that pieces take in a file.
+
+    The minimum is ``_ALIGNMENT``, because an empty file cannot be mapped.
+    """
     return max(_ALIGNMENT, sum(-(-piece.content.nbytes // _ALIGNMENT) * _ALIGNMENT for piece in pieces))
 
 
@@ -184,7 +191,7 @@ class WeightFiles:
         parent: folder to create it in.
     """
 
-    in_turn = False
+    shares_cpu = False
 
     def __init__(self, parent: Path) -> None:
         self._folder = Folder(parent)

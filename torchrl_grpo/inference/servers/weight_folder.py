@@ -42,7 +42,7 @@ class FolderWeights:
         parent: folder that all machines see under the same path.
     """
 
-    in_turn = False
+    shares_cpu = False
 
     def __init__(self, parent: Path) -> None:
         self._folder = Folder(parent)

@@ -1,11 +1,11 @@
-"""Weights that pass through the two halves of a bucket in turn, while the trainer waits for its servers.
+"""Weights that pass through the two halves of a transfer buffer, while the trainer waits for its servers.
 
-The trainer fills one half while servers load the other. So the weights on their way take one bucket of memory
-however large the model is, and the same memory is used again and again. The halves are two small files
-(:class:`Segments`), or memory of a GPU (:mod:`~torchrl_grpo.inference.servers.channels`).
+The trainer fills one half while servers load the other. So weights in transit need no more memory than the
+transfer buffer, however large the model is, and the same memory is used again and again. The halves are two
+small files (:class:`Segments`), or memory of a GPU (:mod:`~torchrl_grpo.inference.servers.channels`).
 
-The trainer's own weights are what is sent. A server that starts later gets them again, when the trainer waits
-for something: :meth:`WeightStream.serve` runs in its thread.
+The stream reads the trainer's own weights and keeps no copy of them. A server that starts later gets them
+when the trainer next waits for something: :meth:`WeightStream.send_until` runs in the trainer's thread.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TransferPostponed(RuntimeError):
 
 
 class Segments:
-    """The two files, which together have the size of a bucket.
+    """Two files, which are the halves of a transfer buffer in shared memory.
 
     Args:
         parent: folder to create them in, e.g. ``/dev/shm``.
@@ -48,6 +48,8 @@ class Segments:
         self._folder = Folder(parent)
         self._files: dict[int, Segment] = {}
 
+    # See :class:`Halves`: servers may read in different passes, they must see the files of this machine, and
+    # the CPU copies weights on both ends.
     all_in_one_pass = False
     on_this_machine = True
     by_cpu = True
@@ -90,16 +92,16 @@ class Segments:
         self._folder.close()
 
 
-class _Reader:
-    """What one server gets in one pass over the weights."""
+class _Pass:
+    """The state of one server in one pass over the weights."""
 
     def __init__(self, server: Hashable) -> None:
         self.server = server
-        # Each with its slot, or None for an Opening.
+        # What the server has not taken yet: each bucket with its slot, and an Opening with None.
         self.inbox: deque[tuple[int | None, Bucket | Opening]] = deque()
         # Slots of buckets that it has taken and may still load.
         self.loading: deque[int] = deque()
-        # Whether the last bucket of the pass is in the inbox, or was.
+        # Whether the last bucket of the pass has been put into the inbox.
         self.has_all = False
         self.ended = False
         # Whether the pass was interrupted, because another server has left.
@@ -111,7 +113,7 @@ class WeightStream:
 
     Args:
         weights: names and tensors; read again for each server that starts later.
-        halves: what they pass through. Only one stream at a time may use it.
+        halves: transfer buffer that they pass through. Only one stream at a time may use it.
         no_room: function that makes the error that is raised if there is no room for the files.
     """
 
@@ -123,14 +125,15 @@ class WeightStream:
     ) -> None:
         self._weights, self._halves, self._no_room = weights, halves, no_room
         self._changed = threading.Condition()
-        # Servers that were told to load, and have neither begun nor failed.
+        # Servers that were told to load. A server is removed when it begins to read, or when it fails.
         self._expected: set[Hashable] = set()
-        # Servers that have read a whole pass.
-        self._served: set[Hashable] = set()
-        self._waiting: set[_Reader] = set()
-        self._reading: set[_Reader] = set()
-        # By slot: servers that have not loaded what lies there.
-        self._holding: tuple[set[_Reader], set[_Reader]] = (set(), set())
+        # Servers that have read all weights.
+        self._servers_done: set[Hashable] = set()
+        # Passes that have not begun, and passes that have.
+        self._waiting: set[_Pass] = set()
+        self._reading: set[_Pass] = set()
+        # For each half: passes of servers that have not loaded its content yet.
+        self._holding: tuple[set[_Pass], set[_Pass]] = (set(), set())
         # Whether the trainer sends weights now, or is about to.
         self._open = True
         self._closed = False
@@ -146,80 +149,82 @@ class WeightStream:
             self._expected.add(server)
         return StreamReader(self, server)
 
-    def settle(self, server: Hashable) -> None:
-        """Note that a server is done loading, whatever the reason."""
+    def mark_done(self, server: Hashable) -> None:
+        """Note that a server no longer loads: it has loaded the weights, has failed, or has ended."""
         with self._changed:
             self._expected.discard(server)
             self._changed.notify_all()
 
     def buckets(self, server: Hashable) -> Generator[Bucket | Opening | None]:
-        """Yield the buckets of a whole pass to a server, and what it opens before the first one.
+        """Yield the buckets of a whole pass to a server.
 
-        When they change is said in :class:`~torchrl_grpo.inference.servers.carriers.Buckets`.
+        If the server must open something first, the first item is an :class:`Opening`.
+        :class:`~torchrl_grpo.inference.servers.carriers.Buckets` says when the content of a bucket may be
+        overwritten, and what None means.
 
         Raises:
             TransferEnded: the trainer has stopped.
-            TransferPostponed: the trainer is no longer waiting, or another server has left in the middle.
+            TransferPostponed: the trainer is no longer waiting, or another server has left during the pass.
         """
-        reader = _Reader(server)
+        server_pass = _Pass(server)
         with self._changed:
             self._expected.discard(server)
-            self._waiting.add(reader)
+            self._waiting.add(server_pass)
             self._changed.notify_all()
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._concerns(reader))
-                    if reader.interrupted:
-                        raise TransferPostponed("another server has left in the middle of the weights")
-                    if self._waits_in_vain(reader) and not self._closed:
+                    self._changed.wait_for(lambda: self._has_news_for(server_pass))
+                    if server_pass.interrupted:
+                        raise TransferPostponed("another server has left while weights were sent")
+                    if self._waits_in_vain(server_pass) and not self._closed:
                         raise TransferPostponed("the trainer is no longer waiting")
-                    if self._closed and not reader.ended:
+                    if self._closed and not server_pass.ended:
                         raise TransferEnded("the trainer has stopped sending weights")
-                    slot, bucket = reader.inbox.popleft() if reader.inbox else (None, None)
-                    if bucket is None and not reader.loading:
+                    slot, bucket = server_pass.inbox.popleft() if server_pass.inbox else (None, None)
+                    if bucket is None and not server_pass.loading:
                         return
                     if slot is not None:
-                        reader.loading.append(slot)
+                        server_pass.loading.append(slot)
                 yield bucket
-                # A file may be loaded while the next one is asked for.
+                # A server may still load a file when it asks for the next one, but not a half of GPU memory.
                 may_stay = 1 if isinstance(bucket, Bucket) and bucket.slot is None else 0
                 with self._changed:
-                    while len(reader.loading) > may_stay:
-                        self._holding[reader.loading.popleft()].discard(reader)
+                    while len(server_pass.loading) > may_stay:
+                        self._holding[server_pass.loading.popleft()].discard(server_pass)
                     self._changed.notify_all()
         finally:
             with self._changed:
-                for readers in (self._waiting, self._reading, *self._holding):
-                    readers.discard(reader)
+                for passes in (self._waiting, self._reading, *self._holding):
+                    passes.discard(server_pass)
                 self._changed.notify_all()
 
-    def _concerns(self, reader: _Reader) -> bool:
-        """Return whether something has happened that a reader waits for."""
+    def _has_news_for(self, server_pass: _Pass) -> bool:
+        """Return whether the server of a pass has something to do: to load, to finish or to fail."""
         return bool(
-            reader.inbox
-            or reader.ended
-            or reader.interrupted
-            or (reader.has_all and reader.loading)
+            server_pass.inbox
+            or server_pass.ended
+            or server_pass.interrupted
+            or (server_pass.has_all and server_pass.loading)
             or self._closed
-            or self._waits_in_vain(reader)
+            or self._waits_in_vain(server_pass)
         )
 
-    def _waits_in_vain(self, reader: _Reader) -> bool:
-        return not self._open and reader in self._waiting
+    def _waits_in_vain(self, server_pass: _Pass) -> bool:
+        return not self._open and server_pass in self._waiting
 
     def open(self) -> None:
-        """Let servers ask for the weights, which :meth:`serve` is about to send."""
+        """Let servers ask for the weights, which :meth:`send_until` is about to send."""
         with self._changed:
             self._open = True
 
     def postpone(self) -> None:
-        """Send servers away that wait for weights, until :meth:`open`."""
+        """Refuse servers that wait for weights, until :meth:`open` is called. They get TransferPostponed."""
         with self._changed:
             self._open = False
             self._changed.notify_all()
 
-    def serve(self, until: Future[Any]) -> None:
+    def send_until(self, until: Future[Any]) -> None:
         """Send the weights to every server that asks for them, until a future is done.
 
         The calling thread reads the weights, so they must not change before this returns.
@@ -242,14 +247,14 @@ class WeightStream:
                     if until.done():
                         return
                     self._reading, self._waiting = self._waiting, set()
-                    readers = list(self._reading)
+                    passes = list(self._reading)
                 with half_of_the_threads() if self.by_cpu else nullcontext():
-                    whole = self._send(readers)
+                    whole = self._send(passes)
                 with self._changed:
-                    for reader in readers:
-                        reader.ended, reader.interrupted = whole, not whole
-                        if whole and reader in self._reading:
-                            self._served.add(reader.server)
+                    for server_pass in passes:
+                        server_pass.ended, server_pass.interrupted = whole, not whole
+                        if whole and server_pass in self._reading:
+                            self._servers_done.add(server_pass.server)
                     self._changed.notify_all()
         except OSError as error:
             self.close()
@@ -260,18 +265,18 @@ class WeightStream:
 
     def _must_wait(self) -> bool:
         """Return whether another server is about to ask for the weights."""
-        waiting = {reader.server for reader in self._waiting}
-        return bool(self._expected) or self._halves.misses_a_server(self._served | waiting)
+        waiting = {server_pass.server for server_pass in self._waiting}
+        return bool(self._expected) or self._halves.misses_a_server(self._servers_done | waiting)
 
-    def _send(self, readers: Sequence[_Reader]) -> bool:
+    def _send(self, passes: Sequence[_Pass]) -> bool:
         """Send all weights; return False if the pass was interrupted."""
-        openings, opened = self._halves.open([reader.server for reader in readers])
+        openings, opened = self._halves.open([server_pass.server for server_pass in passes])
         with self._changed:
-            for reader in readers:
-                if reader.server in openings:
-                    reader.inbox.append((None, openings[reader.server]))
+            for server_pass in passes:
+                if server_pass.server in openings:
+                    server_pass.inbox.append((None, openings[server_pass.server]))
             self._changed.notify_all()
-        if not self._arrived(opened, readers):
+        if not self._arrived(opened, passes):
             return False
         for number, pieces in enumerate(divide(self._weights, self._halves.room)):
             slot = number % 2
@@ -279,35 +284,41 @@ class WeightStream:
             bucket = self._halves.write(slot, pieces)
             with self._changed:
                 self._holding[slot].update(self._reading)
-                for reader in self._reading:
-                    reader.inbox.append((slot, bucket))
+                for server_pass in self._reading:
+                    server_pass.inbox.append((slot, bucket))
                 self._changed.notify_all()
-            if not self._arrived(self._halves.send(slot, bucket.size), readers):
+            if not self._arrived(self._halves.send(slot, bucket.size), passes):
                 return False
         with self._changed:
-            for reader in self._reading:
-                reader.has_all = True
+            for server_pass in self._reading:
+                server_pass.has_all = True
             self._changed.notify_all()
         for slot in range(2):
             self._wait_until_loaded(slot)
         return True
 
-    def _arrived(self, sending: Future[None], readers: Sequence[_Reader]) -> bool:
-        """Wait until something has reached all servers; return False if one has left that was needed."""
+    def _arrived(self, sending: Future[None], passes: Sequence[_Pass]) -> bool:
+        """Wait until a future is done. Return False if a server has left that must read in this pass.
+
+        Args:
+            sending: future that is done when something has reached all servers.
+            passes: passes that began together.
+        """
 
         def wake(_: Future[None]) -> None:
             with self._changed:
                 self._changed.notify_all()
 
         def one_departed() -> bool:
-            return self._halves.all_in_one_pass and not self._reading.issuperset(readers)
+            return self._halves.all_in_one_pass and not self._reading.issuperset(passes)
 
         sending.add_done_callback(wake)
         with self._changed:
             self._changed.wait_for(lambda: sending.done() or one_departed())
             left = one_departed()
         if not left and (error := sending.exception()) is not None:
-            # As a rule, the connection to a server that ended breaks here before it is known to have ended.
+            # If a server has exited, its broken connection usually shows here first. The notice that the
+            # server has exited comes later.
             self._halves.interrupt()
             with self._changed:
                 if not self._changed.wait_for(one_departed, _EXIT_NOTICE_S):
@@ -332,8 +343,11 @@ class WeightStream:
 def half_of_the_threads() -> Iterator[None]:
     """Compute with half of this process's threads, because another process computes on the same cores.
 
-    Threads of two processes that wait for each other's cores make both slower than with half as many. A vLLM
-    server replaces ``torch.set_num_threads`` by a function that does nothing, after this module was imported.
+    If two processes together have more threads than there are cores, threads wait for cores. Both processes
+    are then slower than with half as many threads each.
+
+    A vLLM server later replaces ``torch.set_num_threads`` by a function that does nothing. So this module
+    imports the original function by name.
     """
     threads = get_num_threads()
     set_num_threads(max(1, threads // 2))
@@ -355,18 +369,18 @@ class StreamReader:
         self._stream, self._server = stream, server
 
     @property
-    def in_turn(self) -> bool:
+    def shares_cpu(self) -> bool:
         """See :class:`BucketSource`."""
         return self._stream.by_cpu
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and whole tensors of a pass through files."""
-        return whole_tensors(one for one in self.buckets() if isinstance(one, Bucket))
+        return whole_tensors(item for item in self.buckets() if isinstance(item, Bucket))
 
     def buckets(self) -> Generator[Bucket | Opening | None]:
         """See :meth:`WeightStream.buckets`."""
         return self._stream.buckets(self._server)
 
-    def settle(self) -> None:
-        """See :meth:`WeightStream.settle`."""
-        self._stream.settle(self._server)
+    def mark_done(self) -> None:
+        """See :meth:`WeightStream.mark_done`."""
+        self._stream.mark_done(self._server)

@@ -31,7 +31,7 @@ from torchrl_grpo.rollout.workers.types import (
     Pool,
     Publication,
     ReferenceClient,
-    ServedWeights,
+    TrainerWeights,
     WorkerStats,
 )
 
@@ -51,8 +51,8 @@ class Dispatcher:
         timeout_s: number of seconds after which a silent worker counts as dead. While a worker
             starts, the limit is :data:`START_LIMIT_S` if that is longer.
         max_restarts: number of workers that this process replaces before it fails.
-        may_refill: whether the trainer may ask for a refill of the current round. Groups that are too old for
-            the next round are then kept, because a refill may use them.
+        may_refill: whether the trainer may ask for a refill of the round that it got last. If so, groups that
+            are too old for the next round are kept until that round is requested: a refill may use them.
         reference: client of the reference model in separate processes. None if the model is unused or the
             trainer holds it.
     """
@@ -80,8 +80,8 @@ class Dispatcher:
         self._may_refill = may_refill
         self.reference = reference
         self._starting: Future[None] | None = None
-        # Newest weights, if they stay with the trainer. Only its thread uses them.
-        self._served: ServedWeights | None = None
+        # The newest weights if the pool has no copy of them; else None. Only the trainer's thread uses this.
+        self._trainer_weights: TrainerWeights | None = None
         self._loads_ended: Future[None] | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="rewards")
@@ -152,34 +152,34 @@ class Dispatcher:
             self.run_in_thread(self.scheduler.tracker.uncount_last_round)
         future: Future[list[ScoredGroup]] = self._new_future()
         self._inbox.put(lambda: self._request_round(future))
-        self.serve(future)
+        self.send_weights_until(future)
         return future.result()
 
-    def serve(self, until: Future[Any]) -> None:
+    def send_weights_until(self, until: Future[Any]) -> None:
         """Send the newest weights to workers that ask for them, until a future is done.
 
-        This returns at once if the pool has a copy of the weights. Without one, the trainer's thread calls
-        this wherever it waits for workers, and its weights are those that it published last.
+        If the pool has a copy of the weights, this returns at once. If not, the trainer's thread calls this
+        wherever it waits for workers, because the trainer still holds the weights that it published last.
         """
-        if self._served is None:
+        if self._trainer_weights is None:
             return
-        self._served.open()
-        self._set_loads_held(False)
+        self._trainer_weights.open()
+        self._set_loading_blocked(False)
         try:
-            self._served.serve(until)
+            self._trainer_weights.send_until(until)
         finally:
             # The weights change from now on. Workers that start later wait for the next call of this method.
-            self._set_loads_held(True)
-            self._served.postpone()
+            self._set_loading_blocked(True)
+            self._trainer_weights.postpone()
 
-    def _set_loads_held(self, held: bool) -> None:
+    def _set_loading_blocked(self, blocked: bool) -> None:
         def change() -> None:
-            self.scheduler.loads_held = held
+            self.scheduler.loading_blocked = blocked
 
         self._inbox.put(change)
 
-    def hold_loads(self) -> None:
-        """Let no worker begin to load weights before the next publication, and wait for those that load.
+    def block_loading(self) -> None:
+        """Let no worker begin to load weights before the next publication, and wait for loads under way.
 
         Workers with the newest weights go on generating.
 
@@ -188,11 +188,11 @@ class Dispatcher:
         """
         ended: Future[None] = self._new_future()
 
-        def hold() -> None:
-            self.scheduler.loads_held = True
+        def block() -> None:
+            self.scheduler.loading_blocked = True
             self._loads_ended = ended
 
-        self._inbox.put(hold)
+        self._inbox.put(block)
         ended.result()
 
     def publish(self, publication: Publication, version: int) -> None:
@@ -202,14 +202,14 @@ class Dispatcher:
             previous = self.scheduler.newest
             number = 0 if previous is None else previous.number + 1
             self.scheduler.publish(PublishedWeights(number, version, publication))
-            self.scheduler.loads_held = False
+            self.scheduler.loading_blocked = False
             if previous is not None:
                 # No worker gets the older weights any more, so free their memory in the object store.
                 previous.publication.content = None
                 previous.publication.all_loaded_future.cancel()
 
         content = publication.content
-        self._served = content if isinstance(content, ServedWeights) else None
+        self._trainer_weights = content if isinstance(content, TrainerWeights) else None
         self._watch(publication.all_loaded_future)
         self._inbox.put(post)
 
@@ -223,7 +223,7 @@ class Dispatcher:
 
         self._inbox.put(post)
         for result in results:
-            self.serve(result)
+            self.send_weights_until(result)
         return [result.result() for result in results]
 
     def close(self) -> None:

@@ -106,7 +106,8 @@ class Scheduler:
 
     Attributes:
         round_requested: whether the trainer waits for a round.
-        loads_held: whether workers must not begin to load weights, because newer ones are on their way.
+        loading_blocked: whether workers must not begin to load weights now. They must not while newer weights
+            are about to be published, or while the weights that a worker would load are changing.
         may_run_ahead: whether new groups may also start while the trainer does not wait for a round. It is
             False until the weights have been verified at the start. It is always False with ``max_age=0``:
             results must then equal those of synchronous training, so no other request may be in the engine.
@@ -126,8 +127,7 @@ class Scheduler:
         self.round_requested = False
         self.may_run_ahead = False
         self.newest: PublishedWeights | None = None
-        # Whether workers must not begin to load weights now.
-        self.loads_held = False
+        self.loading_blocked = False
         self._new_group = new_group
         self._wait_for_running = wait_for_running and not return_interrupted
         self._return_interrupted = return_interrupted
@@ -153,7 +153,7 @@ class Scheduler:
     def _choose(self, worker: WorkerState, newest: PublishedWeights) -> Call | None:
         current = worker.loaded_weights is newest
         if not current and not (self._wait_for_running and worker.running):
-            return None if self.loads_held else LoadWeights(newest, self._return_interrupted)
+            return None if self.loading_blocked else LoadWeights(newest, self._return_interrupted)
         if current and worker.tasks:
             return worker.tasks[0].command
         admitted = list(self._admit(worker)) if current else []

@@ -55,7 +55,7 @@ class ServerSpec:
         engine_size: number of GPUs of each.
         weight_transfer: how weights travel, a value of ``inference_model.weight_transfer``.
         train_device: where the trainer's weights are.
-        device: device of an engine, as its own process names it.
+        device: device of an engine, by its name inside the engine's process.
         max_num_seqs: largest number of responses decoded at a time.
         threads: CPU threads of each server.
         gpu_memory_utilization: share of a GPU's memory that a server takes.
@@ -136,7 +136,7 @@ class _Member:
                 result = error
             finally:
                 if isinstance(command, LoadWeightsCommand) and isinstance(command.content, StreamReader):
-                    command.content.settle()
+                    command.content.mark_done()
             report(result)
         worker.close()
 
@@ -154,7 +154,7 @@ class _Member:
                 raise InterruptedError("the worker was ended while it started")
             self._connection = ServerConnection(address, key, timeout_s, spec.kind.key_variable)
         try:
-            # A server of this run is ready a moment before it listens.
+            # A server that the run started reports that it is ready a moment before it listens.
             self._connection.wait_until_up(spec.start_limit_s)
         except ServerLost as error:
             if not spec.addresses:
@@ -246,9 +246,9 @@ class ServerPool:
             return StreamCarrier(halves=SentHalves(self.spec.train_device, limit_s))
         if self.spec.weight_transfer == "cuda_ipc":
             return StreamCarrier(halves=SharedHalves(CudaMemory(self.spec.train_device)))
-        # Nothing is generated while the trainer trains if responses may have no age.
-        in_turn = self.spec.cfg.collector.max_policy_age == 0
-        return StreamCarrier() if in_turn else CopyCarrier()
+        # If responses must have age 0, servers generate only while the trainer waits for them.
+        alternates = self.spec.cfg.collector.max_policy_age == 0
+        return StreamCarrier() if alternates else CopyCarrier()
 
     def claim(self, worker_index: int, identity: str) -> None:
         """Note that a worker has the server with this identity.
@@ -282,7 +282,7 @@ class ServerPool:
 
     @property
     def overwrites(self) -> bool:
-        """Whether :meth:`put_weights` needs that no server loads weights."""
+        """Whether :meth:`put_weights` overwrites the previous weights. No server may load weights then."""
         return self.carrier.overwrites
 
     def put_weights(self, weights: Iterable[tuple[str, Tensor]]) -> object:
@@ -298,7 +298,7 @@ class ServerPool:
     def close(self) -> None:
         """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
         members = [member for member in self._members if member is not None]
-        # Servers that wait for weights go on to their end.
+        # Servers that wait for weights fail now, so that they can shut down.
         self.carrier.release()
         for member in members:
             member.terminate()

@@ -90,19 +90,19 @@ class Pool(Protocol):
 
 
 @runtime_checkable
-class ServedWeights(Protocol):
-    """Weights that stay with the trainer, which sends them to each worker that asks for them.
+class TrainerWeights(Protocol):
+    """The trainer's own weights, which it sends to each worker that asks for them.
 
-    It is a form of a publication's content that takes no copy of the model.
+    A publication with this content needs no copy of the model.
     """
 
     def open(self) -> None:
         """Let workers ask for the weights from now on."""
 
     def postpone(self) -> None:
-        """Send workers away that wait for the weights; they fail with ``TransferPostponed``."""
+        """Refuse workers that wait for the weights; they fail with ``TransferPostponed``."""
 
-    def serve(self, until: Future[Any]) -> None:
+    def send_until(self, until: Future[Any]) -> None:
         """Send the weights to workers that ask for them, in the calling thread, until a future is done."""
 
 

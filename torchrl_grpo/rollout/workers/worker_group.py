@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchrl_grpo.inference.protocol import Completion, Inference, Probe, ProbeResult, Sampling
 from torchrl_grpo.rollout.workers.dispatcher import Dispatcher
-from torchrl_grpo.rollout.workers.types import GenerateForEval, Publication, ServedWeights
+from torchrl_grpo.rollout.workers.types import GenerateForEval, Publication, TrainerWeights
 from torchrl_grpo.weight_sync.transport import concatenate_results
 
 
@@ -47,13 +47,13 @@ class WorkerGroup(Inference):
         They have been copied when this returns, or every worker has them, so the caller's may change.
         """
         if self._overwrites:
-            self.dispatcher.hold_loads()
+            self.dispatcher.block_loading()
         publication = Publication(self._put_weights(weights), probe)
         self.dispatcher.publish(publication, version)
-        if isinstance(publication.content, ServedWeights):
-            # Workers that are free have been told to load when this returns, so one pass serves them all.
+        if isinstance(publication.content, TrainerWeights):
+            # When this returns, every free worker has been told to load. So one pass is enough for all.
             self.dispatcher.run_in_thread(lambda: None)
-            self.dispatcher.serve(publication.all_loaded_future)
+            self.dispatcher.send_weights_until(publication.all_loaded_future)
             publication.wait()
         return publication
 

@@ -1,1 +1,1 @@
-"""Ways in which weights go from the trainer's GPU to those of servers, without the host's memory."""
+"""GPU transfer channels: weights go from the trainer's GPU to servers' GPUs, without the host's memory."""

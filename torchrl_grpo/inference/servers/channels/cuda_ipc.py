@@ -1,8 +1,8 @@
-"""A bucket on the trainer's GPU, whose two halves servers of the machine read where they lie.
+"""A transfer buffer on the trainer's GPU, whose two halves servers of the same machine read in place.
 
-A server gets handles of both halves with the first pass. Every half is then announced as a file in shared
-memory is. The trainer waits for its GPU before it announces a half, and a server waits for its own before it
-answers, so nobody reads what is being written.
+A server gets handles of both halves with the first pass. Each half is then announced in the same way as a
+file in shared memory. The trainer waits for its GPU before it announces a half, and a server waits for its
+own GPU before it answers. So nobody reads what is being written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchrl_grpo.inference.servers.weight_files import Bucket, pack_pieces, roo
 _KEY = "inference_model.weight_transfer"
 
 
-def write_half(memory: Tensor, slot: int, pieces: Sequence[Piece], way: str) -> Bucket:
+def write_half(memory: Tensor, slot: int, pieces: Sequence[Piece], transfer: str) -> Bucket:
     """Copy pieces to a half, and return what a server is told of it.
 
     Its checksum is read, so all copies are complete on return.
@@ -37,8 +37,8 @@ def write_half(memory: Tensor, slot: int, pieces: Sequence[Piece], way: str) -> 
     if size > len(memory):
         # Only a single row can be larger.
         raise ModelError(
-            f"{_KEY}={way}: a row of {pieces[0].name} has {size} bytes, and {len(memory)} at most travel at "
-            f"a time; write {_KEY}=shared_memory"
+            f"{_KEY}={transfer}: a row of {pieces[0].name} has {size} bytes, and {len(memory)} at most "
+            f"travel at a time; write {_KEY}=shared_memory"
         )
     # What lies between two pieces counts for the checksum as well.
     memory[:size].zero_()
@@ -53,6 +53,7 @@ class SharedHalves:
         memory: memory of the trainer's GPU.
     """
 
+    # See :class:`Halves`.
     all_in_one_pass = False
     # torch counts the uses of a handle in a file in shared memory.
     on_this_machine = True
@@ -140,8 +141,8 @@ class SharedReceiver:
         """See :meth:`Receiver.receive`."""
         return self._halves[slot][:size]
 
-    def settle(self) -> None:
-        """See :meth:`Receiver.settle`."""
+    def wait_until_unused(self) -> None:
+        """See :meth:`Receiver.wait_until_unused`."""
         self._memory.synchronize()
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
-"""A bucket on the trainer's GPU, whose halves are sent to the GPUs of all servers at the same time.
+"""A transfer buffer on the trainer's GPU, whose halves are sent to the GPUs of all servers at the same time.
 
 The trainer and all ranks of the servers of a pass are a group, in which the trainer is rank 0. The group
-stays as long as the same servers read, and is made anew when one of them was started again. A pass in whose
-middle a server leaves is interrupted for the others, who then ask again. On a CPU, gloo takes NCCL's place.
+stays as long as the same servers read, and is made anew when one of them was started again. If a server
+leaves during a pass, the pass is interrupted for the others, which then ask again. On a CPU, gloo takes
+NCCL's place.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class SentHalves:
         timeout_s: seconds within which all servers must have joined the group.
     """
 
+    # See :class:`Halves`.
     all_in_one_pass = True
     on_this_machine = False
     by_cpu = False
@@ -186,8 +188,8 @@ class SentReceiver:
         content = self._buffer[:size]
         return content if self._membership.broadcast(content) else None
 
-    def settle(self) -> None:
-        """See :meth:`Receiver.settle`."""
+    def wait_until_unused(self) -> None:
+        """See :meth:`Receiver.wait_until_unused`."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -206,10 +208,10 @@ def own_address(server: str) -> str:
     if server.startswith("unix:") or host is None:
         return _HERE
     family, *_, target = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_DGRAM)[0]
-    # Nothing is sent: the system looks up the way.
-    with socket.socket(family, socket.SOCK_DGRAM) as way:
-        way.connect(target)
-        found: str = way.getsockname()[0]
+    # Nothing is sent: the system only looks up the route.
+    with socket.socket(family, socket.SOCK_DGRAM) as udp:
+        udp.connect(target)
+        found: str = udp.getsockname()[0]
     return found
 
 

@@ -1,4 +1,4 @@
-"""The end of one rank of a server: it is opened, and what arrives is checked."""
+"""One rank's end of a GPU transfer channel: it is opened, and what arrives is checked."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def receive(receiver: Receiver | None, bucket: Bucket) -> Tensor | None:
     """
     assert bucket.slot is not None
     if receiver is None:
-        raise RuntimeError("a half of weights was announced before the way that it takes")
+        raise RuntimeError("a half of weights was announced before its transfer channel was opened")
     content = receiver.receive(bucket.slot, bucket.size)
     if content is not None and checksum(content) != bucket.checksum:
         raise RuntimeError(

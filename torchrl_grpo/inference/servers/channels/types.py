@@ -1,4 +1,4 @@
-"""What all ways have in common in which a stream of weights reaches servers."""
+"""Types that every stream of weights to servers uses: through files, and through GPU transfer channels."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from torchrl_grpo.inference.pieces import Piece
 from torchrl_grpo.inference.servers.weight_files import Bucket
 
-# What a rank returns for a half that it did not get, because another server has left in the middle.
+# What a rank returns for a half that it did not get, because another server has left during the pass.
 INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What the ranks of a server open before weights reach them.
+    """What the ranks of a server must open before weights can reach them.
 
     Attributes:
         kind: how weights travel: ``cuda_ipc`` or ``nccl``.
@@ -34,7 +34,7 @@ class Opening:
 
 
 class Halves(Protocol):
-    """The two halves of a bucket, through which weights pass in turn.
+    """The two halves of a transfer buffer, which weights pass through in turn.
 
     Attributes:
         room: size of a half in bytes.
@@ -85,7 +85,9 @@ class Halves(Protocol):
         """
 
     def write(self, slot: int, pieces: Sequence[Piece]) -> Bucket:
-        """Write pieces to half 0 or 1, from which every server has loaded. They are there on return.
+        """Write pieces to half 0 or 1, whose earlier content every server has loaded.
+
+        The pieces are in place when this returns.
 
         Raises:
             OSError: there is no room.
@@ -110,8 +112,8 @@ class Receiver(Protocol):
     def receive(self, slot: int, size: int) -> Tensor | None:
         """Return the first ``size`` bytes of a half; None if the trainer has interrupted the pass."""
 
-    def settle(self) -> None:
-        """Block until nothing reads what :meth:`receive` returned."""
+    def wait_until_unused(self) -> None:
+        """Block until nothing reads what :meth:`receive` returned any more."""
 
     def close(self) -> None:
         """Give up what was opened."""

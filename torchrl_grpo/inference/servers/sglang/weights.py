@@ -35,7 +35,9 @@ class SGLangWeights:
         self._model.load_weights((name, tensor.to(self.dtype)) for name, tensor in weights)  # type: ignore[operator]
 
     def locate(self, shapes: Mapping[str, Shape]) -> None:
-        """Learn which tensor of SGLang holds each published tensor. The weights are lost.
+        """Learn which tensor of SGLang holds each published tensor.
+
+        This overwrites the weights; load them again afterwards.
 
         Args:
             shapes: shapes of the published tensors by name.

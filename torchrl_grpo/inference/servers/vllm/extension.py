@@ -37,34 +37,35 @@ class WeightExtension:
 
     _weights: VLLMWeights | None = None
     _reader: BucketReader | None = None
-    # This rank's end of a way through GPUs.
+    # This rank's end of a GPU transfer channel.
     _receiver: Receiver | None = None
     # Whether an update has begun and not ended.
     _is_updating = False
-    # Gives this process its threads back, while it has fewer.
+    # Set while this process uses fewer threads. Closing it restores their number.
     _fewer_threads: ExitStack | None = None
 
     def grpo_describe(self, file: str) -> dict[str, Any]:
         """Return what the server computes with.
 
-        It creates what records vLLM's processing of weights, so it must be called before weights are loaded.
-        It ends an update in whose middle an earlier client was killed: a model in that state cannot compute.
+        It creates the object that records how vLLM processes weights, so it must be called before weights are
+        loaded. If an earlier client was killed during an update, it ends that update, because a model in that
+        state cannot compute.
 
         Args:
             file: a file of the client, in the folder through which weights travel.
         """
-        known, config = self._known(), vars(self)["model_config"]
+        weights, config = self._vllm_weights(), vars(self)["model_config"]
         self._reader = BucketReader()
         self._close_receiver()
         if self._is_updating:
             self.grpo_finish_update()
         return {
-            "dtype": name_of(known.dtype),
-            "head_dtypes": sorted(name_of(dtype) for dtype in head_dtypes(known.model, known.dtype)),
+            "dtype": name_of(weights.dtype),
+            "head_dtypes": sorted(name_of(dtype) for dtype in head_dtypes(weights.model, weights.dtype)),
             "max_model_len": config.max_model_len,
             "logprobs_mode": str(config.logprobs_mode),
             "sees_file": Path(file).exists(),
-            "ranks": known.ranks,
+            "ranks": weights.ranks,
             "gpu": gpu_name(vars(self)["device"]),
             "identity": f"{os.getpid()} on {_BOOT.read_text().strip()}",
         }
@@ -72,21 +73,21 @@ class WeightExtension:
     def grpo_sign_of_life(self) -> None:
         """Do nothing: the answer shows that the engine runs."""
 
-    def grpo_start_update(self, by_loader: bool = False, in_turn: bool = False) -> None:
+    def grpo_start_update(self, by_loader: bool = False, shares_cpu: bool = False) -> None:
         """Begin to replace the weights.
 
         Args:
             by_loader: whether vLLM's own loader must load them.
-            in_turn: whether another process of this machine writes files on its CPU while this one loads.
+            shares_cpu: whether another process of this machine writes files on its CPU while this one loads.
         """
-        self._known().start_pieces(by_loader)
+        self._vllm_weights().start_pieces(by_loader)
         self._is_updating = True
-        if in_turn and self._fewer_threads is None:
+        if shares_cpu and self._fewer_threads is None:
             self._fewer_threads = ExitStack()
             self._fewer_threads.enter_context(half_of_the_threads())
 
     def grpo_open(self, opening: dict[str, Any]) -> str | None:
-        """Open a way through GPUs, in place of an earlier one.
+        """Open a GPU transfer channel, in place of an earlier one.
 
         Args:
             opening: an :class:`~torchrl_grpo.inference.servers.channels.types.Opening` as JSON.
@@ -99,7 +100,7 @@ class WeightExtension:
         try:
             self._receiver = open_receiver(opening, worker.device, worker.rank)
         except NotTogether as error:
-            # The trainer says more if that goes on.
+            # If this goes on, the trainer fails with an error that says more.
             _LOG.warning("weights are not received yet: %s", error)
             return INTERRUPTED
         return None
@@ -121,16 +122,16 @@ class WeightExtension:
         found = Bucket.from_json(bucket)
         if found.slot is None:
             assert self._reader is not None, "grpo_describe comes first"
-            self._known().load_pieces(self._reader.read(found))
+            self._vllm_weights().load_pieces(self._reader.read(found))
             return None
         content = receive(self._receiver, found)
         if content is None:
             self._close_receiver()
             self.grpo_finish_update()
             return INTERRUPTED
-        self._known().load_pieces(read_bucket(found, content))
+        self._vllm_weights().load_pieces(read_bucket(found, content))
         assert self._receiver is not None
-        self._receiver.settle()
+        self._receiver.wait_until_unused()
         return None
 
     def grpo_finish_update(self) -> None:
@@ -138,28 +139,34 @@ class WeightExtension:
         stack, self._fewer_threads = self._fewer_threads, None
         if stack is not None:
             stack.close()
-        self._known().finish_pieces()
+        self._vllm_weights().finish_pieces()
         self._is_updating = False
 
     def grpo_locate_weights(self, shapes: dict[str, list[int]]) -> None:
-        """Find out where published tensors of these shapes lie. The weights are lost."""
-        known = self._known()
-        known.locate_weights({name: tuple(shape) for name, shape in shapes.items()}, known.load_whole)
+        """Find out where published tensors of these shapes lie.
+
+        This overwrites the weights; load them again afterwards.
+        """
+        weights = self._vllm_weights()
+        weights.locate_weights({name: tuple(shape) for name, shape in shapes.items()}, weights.load_whole)
 
     def grpo_held(self) -> dict[str, Any]:
-        """Return what :meth:`grpo_checksums` will, with zeros for checksums."""
-        return self._known().held().to_json()
+        """Return what :meth:`grpo_checksums` will return, with zeros in place of the checksums."""
+        return self._vllm_weights().held().to_json()
 
     def grpo_ignored(self, names: list[str]) -> list[str]:
-        """Return those of ``names`` that make no difference to this rank. The weights are lost."""
-        known = self._known()
-        return [name for name in names if known.ignores(name, known.load_whole)]
+        """Return the published tensors in ``names`` that this rank ignores: other values change nothing.
+
+        This overwrites the weights; load them again afterwards.
+        """
+        weights = self._vllm_weights()
+        return [name for name in names if weights.ignores(name, weights.load_whole)]
 
     def grpo_checksums(self) -> dict[str, Any]:
         """Return the checksums of what this rank holds, as JSON."""
-        return self._known().checksums().to_json()
+        return self._vllm_weights().checksums().to_json()
 
-    def _known(self) -> VLLMWeights:
+    def _vllm_weights(self) -> VLLMWeights:
         if self._weights is None:
             from torchrl_grpo.inference.vllm_weights import VLLMWeights
 
