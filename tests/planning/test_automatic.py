@@ -36,11 +36,11 @@ def of_size(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "read_shape", lambda model: SHAPES[size])
 
 
-def plan(words: str, asynchronous: bool, there: Hardware) -> tuple[str, preflight.Planned]:
-    """What the command line adds to words, and the plan, as before a run."""
-    cfg = read(words)
+def plan(overrides: str, asynchronous: bool, there: Hardware) -> tuple[str, preflight.Planned]:
+    """What the command line adds to overrides, and the plan, as before a run."""
+    cfg = read(overrides)
     changes = automatic.choose([cfg], asynchronous, there)
-    return " ".join(automatic.words(changes)), preflight.make(apply(cfg, changes), asynchronous, there)
+    return " ".join(automatic.overrides(changes)), preflight.make(apply(cfg, changes), asynchronous, there)
 
 
 # The table of docs/devices.md
@@ -92,17 +92,17 @@ def test_what_is_advised_fits_and_leaves_no_gpu_idle(
     of_size(size, monkeypatch)
     number, gib = MACHINES[machine]
     there = Hardware((gib,) * number, 900.0, ((9, 0),) * number)
-    for words in row(size, machine, script)[1]:
-        _, planned = plan(words, SCRIPTS[script], there)
+    for overrides in row(size, machine, script)[1]:
+        _, planned = plan(overrides, SCRIPTS[script], there)
         preflight.check_memory(planned)
-        assert not planned.plan.idle, words
+        assert not planned.plan.idle, overrides
 
 
 # What is chosen
 
 
 @pytest.mark.parametrize(
-    ("size", "words", "asynchronous", "gpus", "chosen"),
+    ("size", "overrides", "asynchronous", "gpus", "chosen"),
     [
         ("0.5B", "", False, 8, "train_model.num_devices=8"),
         ("0.5B", "", True, 8, "train_model.num_devices=4 inference_model.num_devices=4"),
@@ -163,7 +163,7 @@ def test_what_is_advised_fits_and_leaves_no_gpu_idle(
 )
 def test_choices(
     size: str,
-    words: str,
+    overrides: str,
     asynchronous: bool,
     gpus: int,
     chosen: str | None,
@@ -171,7 +171,7 @@ def test_choices(
 ) -> None:
     of_size(size, monkeypatch)
     there = Hardware(EIGHT.gpus[:gpus], 900.0, ((9, 0),) * gpus)
-    found, planned = plan(words, asynchronous, there)
+    found, planned = plan(overrides, asynchronous, there)
     if chosen is None:
         assert not planned.plan.idle and len(planned.plan.reference.devices) == 2
     else:
@@ -189,7 +189,7 @@ def test_a_model_of_unknown_size_shares_no_gpu(monkeypatch: pytest.MonkeyPatch) 
 def test_jobs_of_a_sweep_run_in_the_same_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     of_size("0.5B", monkeypatch)
     few = read("env.num_envs=2 train.total_dialog_turns=16")
-    both = automatic.words(automatic.choose([read(""), few], False, EIGHT))
+    both = automatic.overrides(automatic.choose([read(""), few], False, EIGHT))
     assert both == ["train_model.num_devices=2", "inference_model.num_devices=2"]
     assert automatic.choose([read(""), read("train_model.devices=[0]")], False, EIGHT) == ()
 
@@ -209,16 +209,16 @@ def test_ranks_are_started_with_what_was_chosen(
         return 0
 
     monkeypatch.setattr(launch, "launch", start)
-    words = [
+    overrides = [
         "model.name=smollm2-135m",
         "inference_model.backend=transformers",
         f"hydra.run.dir={tmp_path}/run",
     ]
-    monkeypatch.setattr(sys, "argv", ["grpo.py", *words])
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *overrides])
     with pytest.raises(SystemExit) as ended:
         cli.main("unused:run", "grpo_gsm8k", PAGE.parents[1] / "config")
     assert ended.value.code == 0
-    assert started == [([*words, "train_model.num_devices=8"], 8)]
+    assert started == [([*overrides, "train_model.num_devices=8"], 8)]
     assert capsys.readouterr().out == "devices: auto chose train_model.num_devices=8\n"
     assert not (tmp_path / "run").exists()
 
@@ -227,7 +227,7 @@ def test_ranks_are_started_with_what_was_chosen(
 
 
 @pytest.mark.parametrize(
-    ("size", "gib", "words", "sleeps"),
+    ("size", "gib", "overrides", "sleeps"),
     [
         ("0.5B", 79.6, "", False),
         ("0.5B", 23.99, "", True),
@@ -238,9 +238,9 @@ def test_ranks_are_started_with_what_was_chosen(
     ],
 )
 def test_the_engine_sleeps_only_where_memory_asks_for_it(
-    size: str, gib: float, words: str, sleeps: bool, monkeypatch: pytest.MonkeyPatch
+    size: str, gib: float, overrides: str, sleeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_size(size, monkeypatch)
-    _, planned = plan(words, False, Hardware((gib,), 900.0, ((9, 0),)))
+    _, planned = plan(overrides, False, Hardware((gib,), 900.0, ((9, 0),)))
     assert planned.plan.sleeps is sleeps
     assert planned.plan.inference.why.endswith("sleeps" if sleeps else "stays awake")

@@ -35,7 +35,7 @@ def slurm() -> Iterator[LocalSlurm]:
 
 
 @pytest.fixture
-def words(tiny_model_dir: Path, tmp_path: Path, repo_root: Path) -> list[str]:
+def arguments(tiny_model_dir: Path, tmp_path: Path, repo_root: Path) -> list[str]:
     rows = [{"question": f"{a} plus {b}", "answer": str(a + b)} for a in range(6) for b in range(6)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     # A random model is never right; this tells its answers apart, so that there is something to learn.
@@ -103,9 +103,9 @@ def said(folder: Path) -> str:
 
 
 def test_a_job_on_two_nodes_survives_signals_and_requeues(
-    slurm: LocalSlurm, words: list[str], tmp_path: Path
+    slurm: LocalSlurm, arguments: list[str], tmp_path: Path
 ) -> None:
-    script = script_for(words)
+    script = script_for(arguments)
     whole = slurm.submit(script, tmp_path)
     run_to_end(slurm, whole, tmp_path)
     expected = tmp_path / "jobs" / whole / "run"
@@ -144,8 +144,8 @@ def test_a_job_on_two_nodes_survives_signals_and_requeues(
         assert resumed in (folder / "logs" / attempt / "trainer.log").read_text()
 
 
-def test_a_server_that_fails_ends_the_job(slurm: LocalSlurm, words: list[str], tmp_path: Path) -> None:
-    job = slurm.submit(script_for([*words, "inference_model.engine_args.no_such=1"]), tmp_path)
+def test_a_server_that_fails_ends_the_job(slurm: LocalSlurm, arguments: list[str], tmp_path: Path) -> None:
+    job = slurm.submit(script_for([*arguments, "inference_model.engine_args.no_such=1"]), tmp_path)
     slurm.wait("the job ends", lambda: slurm.state(job)["JobState"] in ENDED, 300)
     assert slurm.state(job)["JobState"] == "FAILED", said(tmp_path)
     output = (tmp_path / f"slurm-{job}.out").read_text()

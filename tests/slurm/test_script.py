@@ -60,8 +60,11 @@ def test_one_node_runs_one_step_with_logs_of_its_attempt(tmp_path: Path) -> None
     text = script_for(["--config-name=grpo_quickstart", "optimizer.lr=1e-5"])
     run(fake, text)
     job = tmp_path / "outputs/slurm/7"
-    words = f"--config-name=grpo_quickstart optimizer.lr=1e-5 resume=auto_or_new hydra.run.dir='{job}/run'"
-    assert fake.notes == ["step trainer on any", f"trainer unset {words}"]
+    arguments = "--config-name=grpo_quickstart optimizer.lr=1e-5 resume=auto_or_new"
+    assert fake.notes == [
+        "step trainer on any",
+        f"trainer unset {arguments} hydra.run.dir='{job}/run'",
+    ]
     assert (job / "logs/latest").readlink() == Path("0") and (job / "logs/0/trainer.log").is_file()
     run(fake, text, SLURM_RESTART_COUNT="3")
     assert (job / "logs/latest").readlink() == Path("3") and (job / "logs/3/trainer.log").is_file()
@@ -69,13 +72,13 @@ def test_one_node_runs_one_step_with_logs_of_its_attempt(tmp_path: Path) -> None
 
 def test_the_trainer_waits_for_the_servers_and_ends_them(tmp_path: Path) -> None:
     fake = FakeSlurm(tmp_path, "node1,node2,node3", servers=4, gpus="4,6")
-    words = [
+    arguments = [
         *SERVERS[1:2],
         "--nodes=3",
         "--gpus-per-node=2",
         "inference_model.engine_args.max_num_batched_tokens=64",
     ]
-    run(fake, script_for(words))
+    run(fake, script_for(arguments))
     first = next(n for n, line in enumerate(fake.notes) if line.startswith("step gate"))
     assert fake.notes[first] == "step gate on node1"
     gate, _, trainer = fake.notes[fake.notes.index("step trainer on node1") - 1 :][:3]
@@ -103,8 +106,8 @@ def test_the_trainer_waits_for_the_servers_and_ends_them(tmp_path: Path) -> None
 
 def test_ray_has_a_head_workers_and_the_trainer_joins(tmp_path: Path) -> None:
     fake = FakeSlurm(tmp_path, "node1,node2,node3", gpus="0,1,2,3")
-    words = ["--nodes=3", "--gpus-per-node=4", "train_model.num_devices=2", "env.num_envs=32"]
-    run(fake, script_for(words))
+    arguments = ["--nodes=3", "--gpus-per-node=4", "train_model.num_devices=2", "env.num_envs=32"]
+    run(fake, script_for(arguments))
     address = f"node1.cluster:{20000 + 7 * 64}"
     assert "step ray-head on node1" in fake.notes and "step ray-worker on node2,node3" in fake.notes
     (head,) = [line for line in fake.notes if "--head" in line]
@@ -176,22 +179,22 @@ MISTAKES = {
     "ray.address=auto": "ray.address=auto: the job starts Ray",
     "inference_model.backend=vllm_server inference_model.servers=[http://a:1]": "the job starts the servers",
     "--gpus-per-node=2 train_model.num_devices=3": "--gpus-per-node=2: train_model.num_devices=3",
-    "--nodes=2 inference_model.backend=sglang_server": "the job of --nodes=2 starts vLLM's servers",
+    "--nodes=2 inference_model.backend=sglang_server": "a job of --nodes=2 starts vLLM servers only",
     "--nodes=2 --script=grpo-sft": "--nodes=2: grpo-sft has no engines",
     f"--nodes=3 {SERVERS_ON}=3": "write inference_model.num_devices=2",
     f"--nodes=2 --gpus-per-node=2 {SERVERS_ON}=4": "has 2 GPUs together",
-    "--nodes=2 --gpus-per-node=2 inference_model.num_devices=4": "=4: 2 nodes have 3 GPUs beside",
+    "--nodes=2 --gpus-per-node=2 inference_model.num_devices=4": "=4: the other roles leave 3 GPUs on 2",
     "--nodes=2 --gpus-per-node=2 train_model.num_devices=3": "--gpus-per-node=2: train_model.num_devices=3",
     "--nodes=2 train.weight_update_frequency=5": "train.weight_update_frequency=5",
 }
 
 
-@pytest.mark.parametrize("words", MISTAKES)
-def test_mistakes(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(shlex.split(words.replace("'", "\\'"))) == 2
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_mistakes(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(arguments.replace("'", "\\'"))) == 2
     found = capsys.readouterr()
     assert found.out == "" and found.err.startswith("error: ") and found.err.count("\n") == 1
-    assert re.search(MISTAKES[words], found.err), found.err
+    assert re.search(MISTAKES[arguments], found.err), found.err
     assert re.search("write |remove it", found.err)
 
 

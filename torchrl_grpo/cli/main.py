@@ -246,8 +246,8 @@ class _Command:
 
         configs = [resolve_job(job.node, self.check) for job in self._jobs()]
         changes = automatic.choose(configs, self.asynchronous, present)
-        self.args.overrides += automatic.words(changes)
-        self.words += automatic.words(changes)
+        self.args.overrides += automatic.overrides(changes)
+        self.words += automatic.overrides(changes)
         sys.stdout.write(automatic.written(changes))
 
     def _train(self) -> None:

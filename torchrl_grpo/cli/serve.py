@@ -55,8 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="grpo-serve",
         allow_abbrev=False,
-        description="Serve a model to runs with inference_model.backend=vllm_server or sglang_server. The "
-        "other arguments are those of the training command.",
+        description="Serve a model to runs with inference_model.backend=vllm_server or sglang_server. All "
+        "other arguments are the same as for the training command.",
         epilog=f"{KEY_VARIABLE}, or {SGLANG_KEY_VARIABLE} for SGLang, holds the key that the run has to "
         "bring. Set it in both places.",
     )

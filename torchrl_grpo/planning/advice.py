@@ -160,11 +160,11 @@ def _rungs(ladders: Sequence[list[Changes]]) -> Iterator[Changes]:
 
 
 def _written(changes: Changes) -> str:
-    words = " ".join(f"{key}={show(value)}" for key, value in changes)
+    overrides = " ".join(f"{key}={show(value)}" for key, value in changes)
     nf4 = ("train_model.quantization", "nf4") in changes
     if nf4 and importlib.util.find_spec("bitsandbytes") is None:
-        return f"{words} (needs the package bitsandbytes, which is not installed)"
-    return words
+        return f"{overrides} (needs the package bitsandbytes, which is not installed)"
+    return overrides
 
 
 def _may_change(cfg: Config, changes: Changes) -> bool:

@@ -30,16 +30,16 @@ _TRAIN, _INFERENCE = "train_model.num_devices", "inference_model.num_devices"
 
 @dataclass(frozen=True)
 class Division:
-    """A number of training ranks and of engines.
+    """How many GPUs train, and how many generate.
 
     Attributes:
-        ranks: number of training ranks.
-        engines: number of GPUs that generate.
+        ranks: number of training ranks, each with one GPU.
+        engine_gpus: number of GPUs that generate. An engine may have several of them.
         shared: whether each rank's GPU has an engine too.
     """
 
     ranks: int
-    engines: int
+    engine_gpus: int
     shared: bool
 
 
@@ -70,25 +70,25 @@ def choose(configs: Sequence[Config], asynchronous: bool, hardware: Hardware) ->
                 for cfg in configs
             ]
             if None not in plans:
-                idle = max(len(one.plan.idle) for one in plans if one is not None)
+                idle = max(len(planned.plan.idle) for planned in plans if planned is not None)
                 step = max(_step(cfg, division, asynchronous) for cfg in configs)
                 # Among equally fast divisions, prefer fewer idle GPUs, and then fewer ranks.
                 found.append(((step, idle, division.ranks), changes))
         if found:
-            return min(found, key=lambda one: one[0])[1]
+            return min(found, key=lambda candidate: candidate[0])[1]
         if not all(_may_shard(cfg) for cfg in configs):
             break
     return ()
 
 
-def words(changes: Changes) -> list[str]:
-    """Return a choice as words of the command line."""
+def overrides(changes: Changes) -> list[str]:
+    """Return a choice as overrides of the command line."""
     return [f"{key}={show(value)}" for key, value in changes]
 
 
 def written(changes: Changes) -> str:
     """Return a choice as a line for the user; empty if there is none."""
-    return f"devices: auto chose {' '.join(words(changes))}\n" if changes else ""
+    return f"devices: auto chose {' '.join(overrides(changes))}\n" if changes else ""
 
 
 def _leaves_open(cfg: Config) -> bool:
@@ -120,7 +120,7 @@ def _step(cfg: Config, division: Division, asynchronous: bool) -> float:
     options = cfg.inference_model
     size = options.tensor_parallel_size * options.pipeline_parallel_size
     # The GPUs of one engine generate the same groups.
-    generate = -(-cfg.env.num_envs // max(1, division.engines // size))
+    generate = -(-cfg.env.num_envs // max(1, division.engine_gpus // size))
     return max(train, generate) if asynchronous else train + generate
 
 
@@ -139,7 +139,8 @@ def _divisions(cfg: Config, asynchronous: bool, gpus: int) -> Iterator[Division]
         for engines in range(1, gpus - reference - ranks + 1):
             if asked_engines in ("auto", engines):
                 yield Division(ranks, engines, shared=False)
-    # Engines without a number share the trainer's GPUs if none is left. So does such a reference model.
+    # If every GPU trains, none is left for other roles. Then engines share the trainer's GPUs if their number
+    # is not given, and so does the reference model if its number is not given.
     takes_turns = not asynchronous and not elsewhere and asked_engines == "auto"
     if (
         takes_turns
@@ -162,8 +163,8 @@ def _changes(cfg: Config, division: Division, parallelism: Parallelism | None) -
     found: Changes = ()
     if cfg.train_model.num_devices == "auto" and division.ranks > 1:
         found += ((_TRAIN, division.ranks),)
-    if cfg.inference_model.num_devices == "auto" and not division.shared and division.engines > 1:
-        found += ((_INFERENCE, division.engines),) if cfg.inference_model.servers == "auto" else ()
+    if cfg.inference_model.num_devices == "auto" and not division.shared and division.engine_gpus > 1:
+        found += ((_INFERENCE, division.engine_gpus),) if cfg.inference_model.servers == "auto" else ()
     if parallelism is not None and division.ranks > 1:
         found += (("train_model.parallelism", parallelism),)
     return found

@@ -111,9 +111,12 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware:
     # pass, the same holds for the gradient of the embedding.
     head = 0.0 if lora else FLOAT * shape.vocabulary * shape.hidden
     blocks = FLOAT * _HEAD_BLOCK[device] * _HEAD_BLOCKS
-    begin = (trained if load.several else 0.0) + head, kept + copies + masks + max(work, blocks)
-    end = trained + head, work
-    gradients, live = max(begin, end, key=sum)
+    # Gradients and activations at the start and at the end of a backward pass. The gradients of earlier
+    # micro-batches are already there at its start.
+    earlier = trained if load.several_micro_batches else 0.0
+    backward_start = earlier + head, kept + copies + masks + max(work, blocks)
+    backward_end = trained + head, work
+    gradients, live = max(backward_start, backward_end, key=sum)
     names, forward = role.devices, FLOAT * load.tokens * _forward_width(shape) + blocks + masks
     moments = 2 * trained
     # Only the update needs the moments, if they wait in host memory.
@@ -136,7 +139,7 @@ def autocasts(cfg: Config, devices: Sequence[str], hardware: Hardware) -> bool:
 def uses_varlen(cfg: Config, devices: Sequence[str], hardware: Hardware) -> bool:
     """Return whether attention over shared prompts is expected to use the kernel for variable lengths.
 
-    Heads of unusual sizes are found only when the run starts.
+    The kernel does not support every size of a head. That is checked only when the run starts.
     """
     wanted = cfg.train_model.shared_prefix and cfg.train_model.prefix_attention != PrefixAttention.dense
     # GPUs that compute fast in bfloat16 are those that the kernel runs on.
@@ -202,8 +205,8 @@ def _copies(cfg: Config, shape: ModelShape, half: bool, kind: str) -> float:
         return element * shape.layer
     if not half or _frozen_element(cfg, half) == element:
         return 0.0
-    # Autocast keeps no copy of a frozen weight. The copy is kept for the backward pass, unless gradient
-    # checkpointing runs the layer again.
+    # Autocast caches no copy of a frozen weight. But autograd keeps the copy of each weight for the backward
+    # pass. With gradient checkpointing it keeps the copies of one layer at a time.
     return element * (shape.layer if cfg.train_model.gradient_checkpointing else shape.parameters)
 
 
@@ -221,8 +224,9 @@ def kept_by_layer(shape: ModelShape, load: Workload, half: bool, device: str, va
     - Attention also keeps the keys and values that each response attends to (``attended``). On a GPU they are
       repeated for every query head that shares them.
 
-    With attention for variable lengths, it keeps queries, keys, values and output in 16 bits, and one number
-    for each head, which is counted for heads of 64. No key is kept for more than one response.
+    With attention for variable lengths, it keeps queries, keys, values and output in 16 bits. It also keeps
+    one float32 number per token and head; heads are assumed to have size 64. No key is kept for more than one
+    response.
     """
     h, f, q, k = shape.hidden, shape.mlp, shape.queries, shape.keys
     mlp = 4 * f if shape.gated else 5 * f
@@ -231,7 +235,7 @@ def kept_by_layer(shape: ModelShape, load: Workload, half: bool, device: str, va
     if not half:
         return FLOAT * (load.tokens * (norms + mlp) + attention)
     if varlen:
-        # Autocast makes a copy of a product's input for each product.
+        # Autocast casts the input of each matrix product, and makes a copy for each product that shares it.
         return load.tokens * (26 * h + 2 * mlp + 4 * (q + k) + q / 16)
     # Norms compute in float32 and return 16 bits. Rotary embeddings convert queries and keys to float32.
     return load.tokens * (20 * h + 2 * mlp) + 3 * attention

@@ -53,7 +53,7 @@ def _plan_cpu(request: Request) -> Plan:
         inference = RolePlan(("cpu",), "colocated", "in the trainer's process")
     reference = _not_loaded(request, train)
     # On a CPU there are no devices to divide, so a requested number is a number of processes.
-    own = request.reference.num_devices if request.reference_ahead else None
+    own = request.reference.num_devices if request.reference_in_own_processes else None
     if reference is None and own is not None:
         reference = _reference_actors(request, ("cpu",) * own, "")
     elif reference is None:
@@ -252,8 +252,7 @@ class _Allocator:
             return bad_value(key, role.count, wrong, fewer)
         if left == self.num_gpus:
             return bad_value(key, role.count, here, f"{key}={left}")
-        have = "none is" if left == 0 else f"{left} {'is' if left == 1 else 'are'}"
-        wrong = f"{here}, of which {have} left beside those of the other roles"
+        wrong = f"{here}, and the other roles leave {f'only {left}' if left else 'none'}"
         return bad_value(key, role.count, wrong, f"{key}={left or 'auto'}")
 
     def _none_for_trainer(self) -> Exception:
@@ -298,7 +297,7 @@ class _Allocator:
     def _reference(self, trainer: list[int], engine: list[int]) -> RolePlan:
         ask = self.request
         number, named = ask.reference.num_devices, ask.reference.devices is not None
-        if ask.cluster and ask.reference_ahead and number is not None and not named:
+        if ask.cluster and ask.reference_in_own_processes and number is not None and not named:
             return _reference_actors(ask, ("ray",) * number, "")
         if ask.cluster and ask.reference.count == 1 and not named:
             why = "ray.address: which other GPUs are free is not known here; shares the trainer's"
@@ -310,9 +309,9 @@ class _Allocator:
             return RolePlan(_names(gpus), "colocated", f"{said or f'{one_gpu}: '}shares the trainer's")
         if set(gpus) & set(engine):
             return RolePlan(_names(gpus), "colocated", f"{said}shares the engine's")
-        # A Ray cluster places its processes itself. On a GPU that ref_model.devices names, the trainer's
-        # process scores.
-        if ask.reference_ahead and not ask.cluster:
+        # On a Ray cluster, Ray chooses the GPUs of other processes. So only the trainer's own process can
+        # score on the GPUs that ref_model.devices names.
+        if ask.reference_in_own_processes and not ask.cluster:
             return _reference_actors(ask, _names(gpus), said)
         own = "a GPU of its own" if len(gpus) == 1 else f"{len(gpus)} GPUs of its own"
         return RolePlan(_names(gpus), "separate", said + own)

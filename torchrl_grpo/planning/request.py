@@ -56,9 +56,9 @@ class Request:
         sleep: whether the engine frees its memory while the trainer trains; None lets the planner choose.
         gpu_memory_utilization: share of a GPU's memory that vLLM takes; None lets the planner choose.
         ranks: number of training ranks on all machines, if a launcher has started them.
-        reference_ahead: whether a reference with devices of its own scores in its own processes while the
-            trainer trains. False if the two take turns, because separate processes save no time then. False
-            if the reference follows the policy, because it is updated between two steps.
+        reference_in_own_processes: whether a reference with devices of its own scores in its own processes,
+            while the trainer trains. False if the two take turns, because separate processes save no time
+            then. False if the reference follows the policy, because it is updated between two steps.
         allocation_mode: the line that the numbers of devices come from, with what it says; empty without it.
     """
 
@@ -77,7 +77,7 @@ class Request:
     sleep: bool | None = None
     gpu_memory_utilization: float | None = None
     ranks: int = 1
-    reference_ahead: bool = False
+    reference_in_own_processes: bool = False
     allocation_mode: str = ""
 
     @property
@@ -136,7 +136,7 @@ def build_request(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
         gpu_memory_utilization=cfg.inference_model.gpu_memory_utilization,
         ranks=ranks,
         # The processes of a reference model run on Ray, and servers do not need it.
-        reference_ahead=asynchronous
+        reference_in_own_processes=asynchronous
         and cfg.inference_model.backend not in SERVER_BACKENDS
         and cfg.collector.max_policy_age > 0
         and cfg.ref_model.refresh_frequency == 0,

@@ -24,7 +24,7 @@ class Workload:
         tokens: tokens in a micro-batch.
         attended: keys that a micro-batch attends to; each response has the keys of its prompt and its own.
         pairs: pairs of a query of a response and a key in the masks of dense attention over shared prompts.
-        several: whether an optimizer step has more than one micro-batch.
+        several_micro_batches: whether an optimizer step has more than one micro-batch.
         rows: responses that an engine generates at a time.
     """
 
@@ -33,7 +33,7 @@ class Workload:
     tokens: int
     attended: float
     pairs: float
-    several: bool
+    several_micro_batches: bool
     rows: int
 
 

@@ -47,9 +47,9 @@ SCRIPTS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the batch script, or the mistake; returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        text = script_for(words)
+        text = script_for(arguments)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return USER_ERROR_CODE
@@ -57,77 +57,85 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def script_for(words: Sequence[str]) -> str:
+def script_for(arguments: Sequence[str]) -> str:
     """Return the batch script for the arguments of a command line.
 
     Raises:
         UserError: an option or an override is wrong, or the run does not fit on the nodes.
     """
-    asked = _parser().parse_intermixed_args(words)
+    asked = _parser().parse_intermixed_args(arguments)
     options = _slurm_options(asked)
     options.check()
     script = SCRIPTS[asked.script]
-    for word in asked.overrides:
-        key = word.lstrip("+~").partition("=")[0]
+    for override in asked.overrides:
+        key = override.lstrip("+~").partition("=")[0]
         if key in _SET_BY_JOB:
-            raise ConfigError(f"{word}: the batch script sets {key}; remove it")
+            raise ConfigError(f"{override}: the batch script sets {key}; remove it")
     config_name = (asked.config_name or script.config_name).removesuffix(".yaml")
     compose = _composing(config_name, asked.config_dir, script)
     cfg = compose(asked.overrides)
     layout.check_script(asked.script, cfg, options.nodes)
-    found, trainer_words = _lay_out(cfg, asked.overrides, script, options, compose)
+    found, trainer_overrides = _lay_out(cfg, asked.overrides, script, options, compose)
     run = Run(
         script=asked.script,
         common=[
             f"--config-name={config_name}",
             *([f"--config-dir={asked.config_dir}"] if asked.config_dir else []),
         ],
-        trainer_words=trainer_words,
-        server_words=list(asked.overrides),
-        command=shlex.join(["python", "-m", "torchrl_grpo.slurm", *words]),
+        trainer_overrides=trainer_overrides,
+        server_overrides=list(asked.overrides),
+        command=shlex.join(["python", "-m", "torchrl_grpo.slurm", *arguments]),
     )
     return batch_script(run, options, found)
 
 
 def _lay_out(
     cfg: Config,
-    overrides: Sequence[str],
+    given: Sequence[str],
     script: _Script,
     options: SlurmOptions,
     compose: Callable[[Sequence[str]], Config],
 ) -> tuple[Layout, list[str]]:
-    """Return the layout, and the trainer's arguments except those known only inside the job."""
-    words, nodes, gpus = list(overrides), options.nodes, options.gpus
+    """Return the layout, and the overrides of the trainer except those known only inside the job.
+
+    Args:
+        cfg: configuration of the run.
+        given: overrides that the user gave.
+        script: command that the job runs.
+        options: options of the job.
+        compose: function that composes overrides to a configuration.
+    """
+    overrides, nodes, gpus = list(given), options.nodes, options.gpus
     if nodes == 1:
-        return Layout(layout.place(cfg, script.asynchronous, gpus), 1, gpus), words
+        return Layout(layout.place(cfg, script.asynchronous, gpus), 1, gpus), overrides
     if layout.needs_servers(cfg, nodes):
         count = layout.count_engines(cfg, script.asynchronous, nodes, gpus)
-        # They are arguments of the servers, and a run with a list of servers refuses them.
-        words = [word for word in words if not word.lstrip("+").startswith(_ENGINE_ARGS)]
-        if not any(word.startswith("inference_model.weight_transfer=") for word in words):
+        # Arguments of the engine go to the servers, and a run with a list of servers refuses them.
+        overrides = [item for item in overrides if not item.lstrip("+").startswith(_ENGINE_ARGS)]
+        if not any(item.startswith("inference_model.weight_transfer=") for item in overrides):
             # The nodes share a file system and no memory.
-            words.append(FOLDER_TRANSFER)
+            overrides.append(FOLDER_TRANSFER)
         addresses = ",".join(f"http://node:{port}" for port in range(1, count + 1))
-        folder = ["inference_model.weight_folder=weights"] if uses_job_folder(words) else []
-        cfg = compose([*words, *folder, f"inference_model.servers=[{addresses}]"])
+        folder = ["inference_model.weight_folder=weights"] if uses_job_folder(overrides) else []
+        cfg = compose([*overrides, *folder, f"inference_model.servers=[{addresses}]"])
         plan = layout.place(cfg, script.asynchronous, gpus)
-        return Layout(plan, nodes, gpus, count, servers=True), words
+        return Layout(plan, nodes, gpus, count, servers=True), overrides
     cfg = replace(cfg, ray=replace(cfg.ray, address="node:1"))
     count = layout.count_engines(cfg, script.asynchronous, nodes, gpus)
-    words = [*words, f"inference_model.num_devices={count}"]
-    cfg = compose([*words, "ray.address='node:1'"])
+    overrides = [*overrides, f"inference_model.num_devices={count}"]
+    cfg = compose([*overrides, "ray.address='node:1'"])
     plan = layout.place(cfg, script.asynchronous, gpus)
-    return Layout(plan, nodes, gpus, count), words
+    return Layout(plan, nodes, gpus, count), overrides
 
 
 def _composing(
     config_name: str, extra_dir: Path | None, script: _Script
 ) -> Callable[[Sequence[str]], Config]:
-    def compose(words: Sequence[str]) -> Config:
+    def compose(overrides: Sequence[str]) -> Config:
         extra = None if extra_dir is None else extra_dir.resolve()
         with composer(config_dir(), config_name, extra) as tree:
-            (overrides,) = tree.jobs([open_free_form(word) for word in words], sweep=False)
-            return resolve_job(tree.compose(overrides, 0).node, script.check)
+            (job,) = tree.jobs([open_free_form(override) for override in overrides], sweep=False)
+            return resolve_job(tree.compose(job, 0).node, script.check)
 
     return compose
 
@@ -157,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m torchrl_grpo.slurm",
         allow_abbrev=False,
-        description="Print the batch script of a run for Slurm. All other arguments are those of the "
+        description="Print the batch script of a run for Slurm. All other arguments are the same as for the "
         "training command.",
     )
     add = parser.add_argument

@@ -76,7 +76,7 @@ def check_script(script: str, cfg: Config, nodes: int) -> None:
     if cfg.ray.address is not None:
         raise bad_value("ray.address", cfg.ray.address, "the job starts Ray on its nodes", "ray.address=null")
     if nodes > 1 and cfg.inference_model.backend == Backend.sglang_server:
-        wrong = f"the job of --nodes={nodes} starts vLLM's servers on its nodes, and no others"
+        wrong = f"a job of --nodes={nodes} starts vLLM servers only"
         raise bad_value(
             "inference_model.backend",
             cfg.inference_model.backend,
@@ -94,7 +94,7 @@ def count_engines(cfg: Config, asynchronous: bool, nodes: int, gpus: int) -> int
     """Return the number of servers or workers of a job with several nodes.
 
     Args:
-        cfg: configuration with a list of servers or an address of Ray.
+        cfg: configuration of the run. If workers run on Ray, ``ray.address`` is set, to any address.
         asynchronous: whether the script is grpo-async.py.
         nodes: number of nodes.
         gpus: number of GPUs of each node.
@@ -123,7 +123,7 @@ def count_engines(cfg: Config, asynchronous: bool, nodes: int, gpus: int) -> int
     room = nodes * gpus - len(_used_on_first(plan)) - actors if gpus else nodes
     count = asked if isinstance(asked, int) else _at_most(cfg.env.num_envs, room, 1)
     if gpus and count > room:
-        wrong = f"{nodes} nodes have {counted(room, 'GPU')} besides those of the other roles"
+        wrong = f"the other roles leave {counted(room, 'GPU')} on {nodes} nodes"
         raise bad_value(key, count, wrong, f"{key}={room}, or more --nodes" if room > 0 else "more --nodes")
     return count
 

@@ -20,16 +20,16 @@ class Run:
 
     Attributes:
         script: name of the training command.
-        common: arguments of the trainer and of the servers that name the configuration.
-        trainer_words: overrides of the trainer, except those known only inside the job.
-        server_words: overrides of the servers.
+        common: arguments that name the configuration. The trainer gets them, and so do the servers.
+        trainer_overrides: overrides of the trainer, except those known only inside the job.
+        server_overrides: overrides of the servers.
         command: command that has made the script.
     """
 
     script: str
     common: Sequence[str]
-    trainer_words: Sequence[str]
-    server_words: Sequence[str]
+    trainer_overrides: Sequence[str]
+    server_overrides: Sequence[str]
     command: str
 
 
@@ -163,17 +163,17 @@ def _steps(run: Run, options: SlurmOptions, layout: Layout) -> list[str]:
     return _on_servers(run, options, layout) if layout.servers else _on_ray(run, options, layout)
 
 
-def uses_job_folder(words: Sequence[str]) -> bool:
+def uses_job_folder(overrides: Sequence[str]) -> bool:
     """Return whether weights go through the job's own folder, because no ``weight_folder`` is given."""
-    named = any(word.startswith("inference_model.weight_folder=") for word in words)
-    return FOLDER_TRANSFER in words and not named
+    named = any(override.startswith("inference_model.weight_folder=") for override in overrides)
+    return FOLDER_TRANSFER in overrides and not named
 
 
 def _on_servers(run: Run, options: SlurmOptions, layout: Layout) -> list[str]:
     gpus, others = layout.gpus > 0, layout.nodes - 1
     listens = ['--host=0.0.0.0 --port="$((port + SLURM_PROCID))"']
     folder = (
-        ["\"inference_model.weight_folder='$job/weights'\""] if uses_job_folder(run.trainer_words) else []
+        ["\"inference_model.weight_folder='$job/weights'\""] if uses_job_folder(run.trainer_overrides) else []
     )
     return [
         "",
@@ -194,7 +194,7 @@ def _on_servers(run: Run, options: SlurmOptions, layout: Layout) -> list[str]:
             [
                 _IGNORE_USR1,
                 *(['only_gpus "$SLURM_LOCALID"'] if gpus else []),
-                *_command("grpo-serve", [*run.common, *run.server_words], listens),
+                *_command("grpo-serve", [*run.common, *run.server_overrides], listens),
             ],
         ),
         *_function("gate", _gate(options, "${server_list//,/ }")),
@@ -250,14 +250,15 @@ def _on_ray(run: Run, options: SlurmOptions, layout: Layout) -> list[str]:
 
 _SECRET = "$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
 
-# A signal to all steps is meant for the trainer. What this shell ignores is ignored by the program after it.
+# A signal to all steps is meant for the trainer alone. The shell of the step ignores it, and so does the
+# program that the shell then runs.
 _IGNORE_USR1 = "trap '' USR1"
 
 
 def _gate_and_trainer(more: Sequence[str]) -> list[str]:
-    words = " ".join(['--nodes=1 --nodelist="${nodes[0]}" --ntasks=1 --ntasks-per-node=1', *more])
+    options = " ".join(['--nodes=1 --nodelist="${nodes[0]}" --ntasks=1 --ntasks-per-node=1', *more])
     return [
-        f"first=({words})",
+        f"first=({options})",
         "code=0",
         '{ run_step gate "${first[@]}" gate && run_step trainer "${first[@]}" trainer; } || code=$?',
     ]
@@ -270,14 +271,14 @@ def _gate(options: SlurmOptions, what: str) -> list[str]:
 def _trainer(run: Run, more: Sequence[str]) -> list[str]:
     return _command(
         run.script,
-        [*run.common, *run.trainer_words, "resume=auto_or_new"],
+        [*run.common, *run.trainer_overrides, "resume=auto_or_new"],
         ["\"hydra.run.dir='$run'\"", *more],
     )
 
 
-def _command(program: str, words: Sequence[str], more: Sequence[str]) -> list[str]:
-    """Return the lines of a command; ``more`` has words of the shell, which are not quoted."""
-    parts = [*map(shlex.quote, words), *more]
+def _command(program: str, arguments: Sequence[str], more: Sequence[str]) -> list[str]:
+    """Return the lines of a command; ``more`` has further arguments as shell text, which is not quoted."""
+    parts = [*map(shlex.quote, arguments), *more]
     return [f"exec {program} \\", *[f"    {part} \\" for part in parts[:-1]], f"    {parts[-1]}"]
 
 
