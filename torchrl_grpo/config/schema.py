@@ -45,7 +45,7 @@ class ModelConfig:
 
     name: str = key(
         "smollm2-135m",
-        "smollm2-135m (from its PyPI wheel, without the hub), a hub name, a folder, or auto. auto takes "
+        "smollm2-135m (from its PyPI wheel, without the hub), a hub name, a folder, or auto. auto means "
         "Qwen/Qwen2.5-0.5B-Instruct with a GPU and smollm2-135m without one. It must be a causal "
         "language model; docs/step.md lists the families. The model is checked before training, and refused "
         "if its log-probabilities would be wrong.",
@@ -60,13 +60,13 @@ class ModelConfig:
     )
     cache_dir: str | None = key(
         None,
-        "Folder for downloaded and converted models; null takes the usual cache.",
+        "Folder for downloaded and converted models; null means the usual cache.",
     )
 
 
 @dataclass
 class CollectorConfig:
-    """How far grpo-async.py collects ahead."""
+    """How rollout workers generate and load new weights, and when a worker is replaced."""
 
     max_policy_age: int = key(
         1,
@@ -126,8 +126,9 @@ class OptimizerConfig:
     warmup_steps: int = key(0, "Optimizer steps over which the learning rate rises linearly to lr.")
     min_lr_ratio: float = key(
         0.0,
-        "Learning rate of the last step of a decay, as a share of lr. With 0, the decay reaches 0 one "
-        "step after the end, as in transformers, so that the last step has a positive rate.",
+        "Learning rate of the last step, as a share of lr, if the schedule is a decay. With 0, the decay "
+        "reaches 0 one step after the last step, as in transformers, so the last step still has a positive "
+        "rate.",
     )
 
 
@@ -154,7 +155,7 @@ class TrainConfig:
     optim_batch_size: int | None = key(
         None,
         "Responses in one optimizer step: a multiple of env.repeats that divides a collection round. null "
-        "takes the whole round.",
+        "means the whole round.",
     )
     gradient_accumulation_steps: int = key(
         1,
@@ -164,14 +165,14 @@ class TrainConfig:
     max_tokens_per_microbatch: int | None = key(
         None,
         "Largest number of tokens in a micro-batch, with a group's prompt counted once; larger micro-batches "
-        "are divided further. null takes 4096, or inference_model.max_model_len if that is larger. On a GPU "
-        "null takes what the predicted memory leaves, up to 65536. It is halved automatically when memory "
-        "runs out.",
+        "are divided further. null means 4096, or inference_model.max_model_len if that is larger. On a GPU, "
+        "null means as many as the predicted memory allows, up to 65536. The number is halved automatically "
+        "when memory runs out.",
     )
     epochs: int = key(1, "Passes over each collection round.")
     weight_update_frequency: int | None = key(
         None,
-        "Optimizer steps between two publications of the weights to the engine; null takes a collection "
+        "Optimizer steps between two publications of the weights to the engine; null means a collection "
         "round. A larger interval needs either grpo.py with an engine in the trainer's process that does not "
         "sleep, or grpo-async.py with a large enough collector.max_policy_age.",
     )
@@ -186,7 +187,7 @@ class TrainConfig:
     )
     num_threads: int | None = key(
         None,
-        "CPU threads of the trainer; null takes every core that no engine uses at the same time.",
+        "CPU threads of the trainer; null means every core that no engine uses at the same time.",
     )
 
 
@@ -212,7 +213,7 @@ class EvalConfig:
     temperature: float = key(0.8, "Sampling temperature of pass@k.")
     reward: str | None = key(
         None,
-        "Reward that grades held-out responses; a value of 1 or more counts as correct. null takes the one "
+        "Reward that grades held-out responses; a value of 1 or more counts as correct. null means the one "
         "of gsm8k, math_verify, exact_match, reasoning_gym and ifeval that has the largest positive weight, "
         "or the dataset's default if none has one.",
     )
@@ -241,17 +242,17 @@ class LoggingConfig:
     project: str = key("torchrl-grpo", "Project name for the loggers.")
     experiment: str | None = key(
         None,
-        "Name of this run for the loggers; null takes the name of the run folder.",
+        "Name of this run for the loggers; null means the name of the run folder.",
     )
     entity: str | None = key(
         None,
-        "W&B user or team that owns the run; null takes WANDB_ENTITY, or else the default of the login.",
+        "W&B user or team that owns the run; null means WANDB_ENTITY, or else the default of the login.",
     )
     group: str | None = key(
         None,
-        "W&B group of the run, e.g. the name of a sweep; null takes WANDB_RUN_GROUP if it is set.",
+        "W&B group of the run, e.g. the name of a sweep; null means WANDB_RUN_GROUP if it is set.",
     )
-    tags: list[str] = key([], "W&B tags of the run, e.g. [baseline,night]; [] takes WANDB_TAGS if it is set.")
+    tags: list[str] = key([], "W&B tags of the run, e.g. [baseline,night]; [] means WANDB_TAGS if it is set.")
     rollouts: bool = key(True, "Write every response with its rewards to rollouts.jsonl.")
     progress: bool = key(True, "Show a progress bar, or plain lines if there is no terminal.")
 
@@ -263,9 +264,9 @@ class Config:
     seed: int = key(0, "Seed of data order, sampling and the engine.")
     resume: str | None = key(
         None,
-        "Continue an earlier run. null starts a new one; auto takes the run of hydra.run.dir, or else the "
-        "run under outputs/ that wrote a checkpoint last; auto_or_new takes the run of hydra.run.dir, and "
-        "starts it if it has no checkpoint; a path names a run folder or one of its "
+        "Continue an earlier run. null starts a new one. auto continues the run of hydra.run.dir, or else "
+        "the run under outputs/ that wrote a checkpoint last. auto_or_new continues the run of "
+        "hydra.run.dir, or starts it if it has no checkpoint. A path names a run folder or one of its "
         "checkpoints.",
     )
     dry_run: bool = key(False, "Print the plan of roles, devices and memory, and do not run.")

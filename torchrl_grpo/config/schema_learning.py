@@ -50,7 +50,7 @@ class PolicyConfig:
     )
     clip_epsilon_high: float | None = key(
         None,
-        "Upper bound of the ratio is 1 + clip_epsilon_high; null takes clip_epsilon.",
+        "Upper bound of the ratio is 1 + clip_epsilon_high; null means clip_epsilon.",
     )
     dual_clip: float | None = key(
         None,
@@ -70,7 +70,7 @@ class PolicyConfig:
     )
     aggregation_length: int | None = key(
         None,
-        "Tokens by which aggregation=constant divides; null takes inference_model.max_new_tokens.",
+        "Tokens by which aggregation=constant divides; null means inference_model.max_new_tokens.",
     )
     advantage_estimator: AdvantageEstimator = key(
         AdvantageEstimator.group_mean,
@@ -111,7 +111,7 @@ class PolicyConfig:
     )
     overlong_buffer: int | None = key(
         None,
-        "Number of tokens before max_new_tokens over which the penalty grows; null takes a fifth of "
+        "Number of tokens before max_new_tokens over which the penalty grows; null means a fifth of "
         "max_new_tokens.",
     )
     kl_coef: float = key(
@@ -127,7 +127,7 @@ class PolicyConfig:
         KLIn.loss,
         "Where the KL divergence counts: in the loss, the reward, or the weights of maxent.",
     )
-    init_kl_coeff: float | None = key(None, "Initial coefficient if kl_target adapts it; null takes kl_coef.")
+    init_kl_coeff: float | None = key(None, "Initial coefficient if kl_target adapts it; null means kl_coef.")
     kl_target: float | None = key(
         None,
         "Target KL divergence, in nats per token, to which the coefficient is adapted; null keeps the "
@@ -152,7 +152,7 @@ class PolicyConfig:
     proximal: Proximal = key(
         Proximal.auto,
         "Log-probabilities in the denominator of ratios: engine (at sampling time), trainer (when a round is "
-        "received, before any step on it) or auto. auto takes the trainer's for grpo-async.py with "
+        "received, before any step on it) or auto. auto means the trainer's for grpo-async.py with "
         "collector.max_policy_age above 0, and the engine's otherwise.",
     )
     correction: Correction = key(
@@ -190,7 +190,7 @@ class LoraConfig:
     )
     base_dtype: Dtype = key(
         Dtype.auto,
-        "Number format of the frozen model: auto, float32, bfloat16 or float16. auto takes the format of "
+        "Number format of the frozen model: auto, float32, bfloat16 or float16. auto means the format of "
         "autocast, or float32 without autocast. Adapters are float32.",
     )
 
@@ -358,7 +358,7 @@ class InferenceModelConfig:
     )
     gpu_memory_utilization: float | None = key(
         None,
-        "Share of a GPU's memory that vLLM or SGLang takes. null takes 0.85 of a GPU of its own, and 0.4 if "
+        "Share of a GPU's memory that vLLM or SGLang takes. null means 0.85 of a GPU of its own, and 0.4 if "
         "another role is on the GPU or ray.address names a cluster.",
     )
     kv_cache_gib: int = key(
@@ -368,7 +368,7 @@ class InferenceModelConfig:
     )
     block_size: int | None = key(
         None,
-        "Tokens in one block of vLLM's cache; null takes the usual one of the machine.",
+        "Tokens in one block of vLLM's cache; null means the usual one of the machine.",
     )
     enforce_eager: bool | None = key(
         None,

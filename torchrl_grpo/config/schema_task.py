@@ -38,16 +38,16 @@ class EnvConfig:
     )
     hub_name: str | None = key(
         None,
-        "Name of the dataset on the Hugging Face hub; null takes the dataset's usual one.",
+        "Name of the dataset on the Hugging Face hub; null means the dataset's usual one.",
     )
     hub_subset: str | None = key(
         None,
-        "Configuration of the dataset on the hub; null takes the dataset's usual one.",
+        "Configuration of the dataset on the hub; null means the dataset's usual one.",
     )
-    train_split: str | None = key(None, "Split to train on; null takes train.")
+    train_split: str | None = key(None, "Split to train on; null means train.")
     eval_split: str | None = key(
         None,
-        "Split of the held-out problems. null takes a test or validation split, or part of the training "
+        "Split of the held-out problems. null means a test or validation split, or part of the training "
         "split if there is none. If it names the training split, part of that split is held out.",
     )
     fields: dict[str, str] = key(
@@ -148,7 +148,7 @@ class RewardConfig:
 
     weights: dict[str, float] = key(
         {},
-        "Weight of each reward in the sum, e.g. {gsm8k: 1.0, format: 0.2}; {} takes the dataset's defaults. "
+        "Weight of each reward in the sum, e.g. {gsm8k: 1.0, format: 0.2}; {} means the dataset's defaults. "
         "Names: gsm8k, format, math_verify, reasoning_gym, bare_number, closeness, ifeval, exact_match, "
         "environment.",
     )

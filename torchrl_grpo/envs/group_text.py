@@ -217,7 +217,7 @@ class GroupTextEnv(EnvBase):
     def problem_of(self, prompt: Prompt) -> Example | None:
         """Return the problem that an environment starts an episode with; None if a response is one turn.
 
-        Its values are those of JSON, because it travels to workers and into checkpoints.
+        All of its values can be written as JSON, because it travels to workers and into checkpoints.
         """
         return Example(**prompt.example.plain()) if self.episodes else None
 

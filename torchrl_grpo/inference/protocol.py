@@ -35,7 +35,11 @@ class Sampling:
     problems: Sequence[Example] | None = None
 
     def select(self, rows: Sequence[int]) -> Sampling:
-        """Return the sampling of the prompts with these numbers."""
+        """Return how to sample for some of the prompts only.
+
+        Args:
+            rows: positions of these prompts.
+        """
         seeds = None if self.seeds is None else [self.seeds[row] for row in rows]
         problems = None if self.problems is None else [self.problems[row] for row in rows]
         return replace(self, seeds=seeds, problems=problems)

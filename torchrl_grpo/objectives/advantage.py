@@ -175,8 +175,10 @@ class GroupAdvantage(Transform):
         if self.cfg.reward_combination == "together":
             return is_constant(self._shape_rewards(tensordict["next", "reward"].squeeze(-1)), self._offset)
         parts = self._shape_rewards(tensordict["next", "reward_parts"]).unbind(-1)
-        counting = [part for part, weight in zip(parts, self.reward_weights, strict=True) if weight != 0]
-        return torch.stack([is_constant(part, self._offset) for part in counting]).all(0)
+        weighted_parts = [
+            part for part, weight in zip(parts, self.reward_weights, strict=True) if weight != 0
+        ]
+        return torch.stack([is_constant(part, self._offset) for part in weighted_parts]).all(0)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         cfg, mask = self.cfg, sampled_mask(tensordict)

@@ -55,10 +55,9 @@ class GroupScorer:
 class AsyncCollector(CollectorInterface):
     """Collects rounds of P prompts x G responses from a group of workers.
 
-    Its methods are those of TorchRL's ``LLMCollector``: see :mod:`~torchrl_grpo.rollout.interface`. There is
-    no ``update_policy_weights_``: workers take weights through :meth:`send` alone, which returns what is
-    needed to verify them. There is no ``set_seed``, because workers run ahead with the seed with which they
-    started.
+    It has the methods of TorchRL's ``LLMCollector``: see :mod:`~torchrl_grpo.rollout.interface`. There is no
+    ``update_policy_weights_``: workers take weights through :meth:`send` alone, which returns what is needed
+    to verify them. There is no ``set_seed``, because workers run ahead with the seed with which they started.
 
     Args:
         env: problems and rewards, batch size ``[P, G]``.
@@ -231,7 +230,7 @@ class AsyncCollector(CollectorInterface):
             )
             for one in state["accepted"]
         ]
-        self._complete(accepted)
+        self._sync_reference_scores(accepted)
 
         def write() -> None:
             self._tracker.load_state_dict(state[TRACKER_KEY])
@@ -241,8 +240,8 @@ class AsyncCollector(CollectorInterface):
 
         self._dispatcher.run_in_thread(write)
 
-    def _complete(self, accepted: list[ScoredGroup]) -> None:
-        """Add or drop reference scores.
+    def _sync_reference_scores(self, accepted: list[ScoredGroup]) -> None:
+        """Give groups of a checkpoint the reference scores that this run needs, or drop their scores.
 
         The process that computes reference scores may have changed since the groups were saved.
         """

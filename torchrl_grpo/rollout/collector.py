@@ -203,6 +203,7 @@ class RolloutCollector(CollectorInterface):
 
     def state_dict(self) -> dict[str, int]:
         """Rounds sampled, rounds not counting refills, and the position in the data."""
+        # "taken" counts the rounds that the trainer has taken, without refills.
         return {"rounds": self.rounds_sampled, "taken": self.training_rounds, **self.env.stream.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

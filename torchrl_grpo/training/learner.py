@@ -111,7 +111,7 @@ class Learner:
             self.model, cfg.train_model.shared_prefix, cfg.inference_model.max_model_len
         )
         self.autocast_dtype = resolve_autocast(cfg.train_model.autocast, device)
-        # GPUs of a machine may differ, and the ranks' gradients must be of one computation.
+        # GPUs of a machine may differ, and all ranks must compute their gradients in the same number format.
         if None in ranks.gather(self.autocast_dtype):
             self.autocast_dtype = None
         self.steps_per_round = steps_per_round(cfg)

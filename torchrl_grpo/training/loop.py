@@ -1,4 +1,9 @@
-"""The loop of both scripts: collect, score, advantage, buffer, optimize, publish, evaluate, log, save."""
+"""The loop of both scripts: collect, score, advantage, buffer, optimize, publish, evaluate, log, save.
+
+A group has a *signal* if its responses have different rewards. A group without a signal does not show which
+response is better. :meth:`~torchrl_grpo.objectives.advantage.GroupAdvantage.no_signal_mask` has the exact
+conditions.
+"""
 
 from __future__ import annotations
 
@@ -91,8 +96,9 @@ def collect(run: Session) -> dict[str, float]:
         run.parts.learner.advantage.no_signal_mask,
         policy_cfg.max_refills if policy_cfg.constant_groups == "refill" else 0,
     )
-    # Verify what workers have reported since: checksums, cache count and log-probabilities. It comes before
-    # training on this round, because the run stops if a checksum shows that a worker held the wrong weights.
+    # Verify what workers have reported since the last check: checksums, cache count and log-probabilities. It
+    # comes before training on this round, because the run stops if a checksum shows that a worker held the
+    # wrong weights.
     run.parts.publisher.verify_new_results()
     generating = cuda_in_use("memory/generate_cuda_gib", device)
     run.sleep_engine()

@@ -1,8 +1,8 @@
 """One optimizer step: gradient accumulation over micro-batches, clipping, and the weight update.
 
 The update is skipped if the loss or the gradient is not finite. With several training ranks, each processes a
-part of the groups. Denominators are those of the whole batch, so gradients and metrics add up over ranks as
-they do over micro-batches.
+part of the groups. Denominators are computed over the whole batch, so gradients and metrics add up over ranks
+as they do over micro-batches.
 """
 
 from __future__ import annotations

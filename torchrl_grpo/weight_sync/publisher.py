@@ -240,7 +240,7 @@ class WeightPublisher:
             The delivery, and the probe result expected from an engine with these weights.
 
         Raises:
-            TrainingStopped: the transport did not read all weights, or they are not those of the model.
+            TrainingStopped: the transport did not read all weights, or they differ from the model's.
         """
         trainer_log_probs = self._trainer_log_probs()
         sent = _SentWeights(self._cast_and_checksum)
@@ -381,9 +381,9 @@ class WeightPublisher:
         if not self._warned:
             self._warned = True
             self._warn(
-                f"warning: {what}. The weights are the trainer's, bit for bit: the two compute differently. "
-                f"{advice}. This warning is shown once; the metric publish/logprob_diff_mean is "
-                "still logged"
+                f"warning: {what}. Its weights equal the trainer's, bit for bit, so engine and trainer "
+                f"compute differently with them. {advice}. This warning is shown once; the metric "
+                "publish/logprob_diff_mean is still logged"
             )
 
     @torch.no_grad()

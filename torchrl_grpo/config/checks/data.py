@@ -199,7 +199,7 @@ def _check_task(cfg: Config) -> None:
         if not split.strip():
             raise bad_value(key, "''", "must not be empty", f"{key}=NAME or {key}=null")
     if env.train_split is not None and env.dataset == "ifeval":
-        wrong = "the benchmark's rows are those of env.eval_split, and training prompts are composed"
+        wrong = "the benchmark's rows are in env.eval_split, and training prompts are composed"
         raise bad_value("env.train_split", env.train_split, wrong, "env.train_split=null")
     if env.overlong_prompts == "drop" and generated:
         wrong = "problems of reasoning_gym are generated when they are drawn, not known before"

@@ -8,7 +8,7 @@ A layer calls the kernel twice:
 
 The two results of a response token are merged by the logarithms of their softmax denominators (log-sum-exp).
 The backward pass calls the kernel's backward pass for each of the two, with the merged output and the merged
-log-sum-exp. Then the probabilities that the kernel recomputes are those of the whole softmax, and so are the
+log-sum-exp. Then the probabilities that the kernel recomputes equal those of the whole softmax, and so do the
 gradients.
 
 A layer with a sliding window that is shorter than a sequence makes one causal call instead, in which the keys
