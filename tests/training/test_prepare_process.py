@@ -21,9 +21,11 @@ GROWS = "expandable_segments:True"
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore every variable that is set here."""
-    for name in (CONF, OLD_CONF, "PATH", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+    """Restore every variable that is set here. An earlier test may have configured the allocator."""
+    for name in ("PATH", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
+    for name in (CONF, OLD_CONF):
+        monkeypatch.setenv(name, "")
     monkeypatch.setattr("torchrl_grpo.training.job.quiet_unused", lambda *_: None)
 
 
