@@ -53,6 +53,12 @@ WANTED = ServerRequirements(torch.float32, None, 600, (2,))
 
 @pytest.fixture(scope="module")
 def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    made = started(tiny_model_dir, tmp_path_factory.mktemp("server"))
+    yield made
+    made.kill()
+
+
+def started(tiny_model_dir: Path, folder: Path) -> ServerProcess:
     cfg = Config()
     cfg.model.name = str(tiny_model_dir)
     options = replace(cfg.inference_model, backend=Backend.sglang_server, server_python=PYTHON)
@@ -60,11 +66,10 @@ def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     launch = SGLANG.launch(
         cfg, str(tiny_model_dir), torch.device("cpu"), max_num_seqs=64, gpu_memory_utilization=0.5
     )
-    log = tmp_path_factory.mktemp("server") / "server.log"
+    log = folder / "server.log"
     made = ServerProcess(SGLANG, launch, environment={"OMP_NUM_THREADS": "1"}, log=log)
     made.wait_until_ready(600)
-    yield made
-    made.kill()
+    return made
 
 
 def connect(process: ServerProcess, folder: Path) -> ServerEngine:
@@ -308,22 +313,6 @@ def test_no_key_is_on_the_command_line(process: ServerProcess) -> None:
         assert not any(process.key in word for word in one.cmdline())
 
 
-def test_a_server_runs_no_code_of_a_request(engine: ServerEngine, tmp_path: Path) -> None:
-    import base64
-
-    class Evil:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return (Path.touch, (tmp_path / "touched",))
-
-    engine.start_update()
-    carrier = base64.b64encode(pickle.dumps([("x", Evil())])).decode()
-    with pytest.raises(ServerLost):
-        engine._connection.send(
-            Call("/update_weights_from_tensor", {"serialized_named_tensors": [carrier]}), timeout_s=10
-        )
-    assert not (tmp_path / "touched").exists()
-
-
 def test_a_killed_server_is_lost_and_leaves_nothing_behind(process: ServerProcess, tmp_path: Path) -> None:
     first = psutil.Process(process._process.pid)
     family = [first, *first.children(recursive=True)]
@@ -336,3 +325,25 @@ def test_a_killed_server_is_lost_and_leaves_nothing_behind(process: ServerProces
     connection.close()
     assert not psutil.wait_procs(family, timeout=10)[1]
     assert not Path(process.address.removeprefix("unix:")).parent.exists()
+
+
+def test_a_server_runs_no_code_of_a_request(tiny_model_dir: Path, tmp_path: Path) -> None:
+    import base64
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "touched",))
+
+    # A server of its own: SGLang ends when it refuses a message.
+    process = started(tiny_model_dir, tmp_path)
+    engine = connect(process, tmp_path)
+    engine.start_update()
+    carrier = base64.b64encode(pickle.dumps([("x", Evil())])).decode()
+    with pytest.raises(ServerLost):
+        engine._connection.send(
+            Call("/update_weights_from_tensor", {"serialized_named_tensors": [carrier]}), timeout_s=10
+        )
+    process._process.wait(60)
+    assert not (tmp_path / "touched").exists()
+    engine.close()
+    process.kill()
