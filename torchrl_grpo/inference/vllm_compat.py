@@ -208,6 +208,18 @@ def derives_weights(module: nn.Module) -> bool:
     return isinstance(module, MLAAttention)
 
 
+def renew_attention(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let attention layers compute anew what they keep of their weights, as after every load.
+
+    FlashInfer keeps a copy of attention sinks, for example.
+    """
+    from vllm.model_executor.layers.attention import Attention
+
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.process_weights_after_loading(dtype)
+
+
 def width_of(module: nn.Module) -> int:
     """Return the number of columns of the matrix of a linear layer, an embedding or an output head.
 

@@ -74,7 +74,7 @@ class InPlaceLoader:
         readable = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         modules = dict(model.named_modules())
         places: dict[str, list[tuple[_Target, Place]]] = {}
-        # Addresses of the matrices that are written, and of those that packed copies are made from.
+        # Addresses of tensors that are written as a whole, and of those that packed copies are made from.
         written, sources = set(), set()
         for key, listed in layout.places.items():
             name = key.removesuffix(":plain")
@@ -104,10 +104,18 @@ class InPlaceLoader:
                 tensor = readable.get(name)
                 if tensor is None or not tensor.is_contiguous():
                     return None
+                if (
+                    size == tensor.numel()
+                    or vllm_compat.is_embedding(module)
+                    or vllm_compat.is_output_head(module)
+                ):
+                    written.add(tensor.data_ptr())
                 target = _Target(_reader(module, leaf), tensor.dim() < 2, size, None)
             for place in listed:
                 places.setdefault(place.name, []).append((target, place))
-        return InPlaceLoader(places) if sources <= written else None
+        # While an engine sleeps, it loses what nobody publishes. Only vLLM's own loader fills that again.
+        held = {parameter.data_ptr() for parameter in model.parameters() if parameter.numel()}
+        return InPlaceLoader(places) if sources | held <= written else None
 
     @property
     def names(self) -> set[str]:
@@ -144,6 +152,8 @@ class InPlaceLoader:
             return 0
         target, rows = held[0][0], pieces[: len(tensors)]
         if [piece.name for piece in rows] != tensors or not all(piece.is_whole for piece in rows):
+            return 0
+        if any(len(self._places[name]) != 1 for name in tensors):
             return 0
         stops = [piece.content.data_ptr() + piece.content.nbytes for piece in rows]
         starts = [piece.content.data_ptr() for piece in rows]

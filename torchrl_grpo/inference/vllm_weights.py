@@ -156,6 +156,7 @@ class VLLMWeights:
         runner = self._worker.model_runner
         with self._inside():
             repack_kept(self.model)
+            vllm_compat.renew_attention(self.model, runner.model_config.dtype)
             runner.reset_encoder_cache()
             runner.reset_mm_cache()
 

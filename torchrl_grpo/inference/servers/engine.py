@@ -264,7 +264,9 @@ class ServerEngine(SteppingEngine):
                     outstanding.append(threads.submit(self._call, "grpo_open", opening=item.to_json()))
                 elif item is not None:
                     outstanding.append(threads.submit(self._call, "grpo_load", bucket=item.to_json()))
-                    max_outstanding = 0 if item.slot is not None else _FILES_AT_A_TIME - 1
+                    # A file in a folder may arrive late, and each request has a time limit.
+                    is_here = item.slot is None and item.checksum is None
+                    max_outstanding = _FILES_AT_A_TIME - 1 if is_here else 0
                 while len(outstanding) > max_outstanding:
                     _check_not_interrupted(outstanding.popleft().result())
             while outstanding:
