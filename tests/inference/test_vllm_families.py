@@ -124,6 +124,8 @@ def test_a_part_of_any_tensor_that_is_stale_in_vllm_is_found(family: str, tmp_pa
         publisher = make_publisher(model, engine, PROMPTS, engine.dtype)
         publisher.verify_at_start(0)
         assert publisher.unreadable == []
+        # GPT-2's matrices are published turned. Some processors need Qwen2's biases in another format.
+        assert engine._weights._in_place is not None or family.startswith(("gpt2", "qwen2"))
         cases = every_part(publisher)
 
         def plant(fault: Fault | None) -> None:
@@ -213,6 +215,30 @@ def assert_a_new_engine_is_found(model: Any, engine: KeepsAPart, cases: Cases, b
             swapped += "|assigns tensors to the wrong parameters"
         with pytest.raises(UserError, match=swapped if part == PARTS[3] else rf"loads .* of {name};"):
             publisher.verify_at_start(1)
+
+
+def test_what_engines_derive_from_weights_and_what_nobody_publishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_model("qwen3", tmp_path)
+    engine = VLLMEngine(str(tmp_path), dtype=torch.float32, **TINY_ENGINE)
+    try:
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        engine.locate_weights(shapes)
+        renewed: list[torch.dtype] = []
+        attention = importlib.import_module("vllm.model_executor.layers.attention").Attention
+        monkeypatch.setattr(
+            attention, "process_weights_after_loading", lambda layer, dtype: renewed.append(dtype)
+        )
+        engine.load_weights(model.named_parameters())
+        assert renewed == [torch.float32], "the only layer renews what it keeps of its weights"
+        monkeypatch.undo()
+        # A sleeping engine would lose it.
+        engine._weights.model.register_parameter("unpublished", torch.nn.Parameter(torch.ones(3)))
+        engine.locate_weights(shapes)
+        assert engine._weights._in_place is None
+    finally:
+        engine.close()
 
 
 def test_a_format_that_vllm_refuses_for_a_family_is_one_clear_error(tmp_path: Path) -> None:

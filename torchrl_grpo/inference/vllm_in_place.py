@@ -113,6 +113,11 @@ class InPlaceLoader:
                 target = _Target(_reader(module, leaf), tensor.dim() < 2, size, None)
             for place in listed:
                 places.setdefault(place.name, []).append((target, place))
+        for listed_targets in places.values():
+            for target, _ in listed_targets:
+                # Packing such a matrix would leave out the other place of a tensor.
+                if any(len(places[name]) > 1 for name in target.tensors):
+                    target.tensors = []
         # While an engine sleeps, it loses what nobody publishes. Only vLLM's own loader fills that again.
         held = {parameter.data_ptr() for parameter in model.parameters() if parameter.numel()}
         return InPlaceLoader(places) if sources | held <= written else None
@@ -129,17 +134,18 @@ class InPlaceLoader:
 
     def load(self, pieces: Iterable[Piece]) -> None:
         """Write pieces. What this rank does not hold is left out."""
-        arrived = list(pieces)
-        while arrived:
-            arrived = arrived[self._pack_contiguous(arrived) :]
-            if not arrived:
-                return
-            piece, *arrived = arrived
+        arrived, at = list(pieces), 0
+        while at < len(arrived):
+            if count := self._pack_contiguous(arrived[at:]):
+                at += count
+                continue
+            piece = arrived[at]
             for target, place in self._places.get(piece.name, ()):
                 written = _write(piece, target, place)
                 target.left -= written
                 if written and target.left == 0 and target.done is not None:
                     target.done()
+            at += 1
 
     def _pack_contiguous(self, pieces: Sequence[Piece]) -> int:
         """Pack a matrix if the first pieces are all of it, contiguous in memory.
@@ -148,12 +154,10 @@ class InPlaceLoader:
             The number of pieces that were packed, or 0.
         """
         held = self._places.get(pieces[0].name, ())
-        if len(held) != 1 or not (tensors := held[0][0].tensors):
+        if not held or not (tensors := held[0][0].tensors):
             return 0
         target, rows = held[0][0], pieces[: len(tensors)]
         if [piece.name for piece in rows] != tensors or not all(piece.is_whole for piece in rows):
-            return 0
-        if any(len(self._places[name]) != 1 for name in tensors):
             return 0
         stops = [piece.content.data_ptr() + piece.content.nbytes for piece in rows]
         starts = [piece.content.data_ptr() for piece in rows]
@@ -214,16 +218,14 @@ def _whole_rows(places: Sequence[Place], count: int) -> list[str]:
 
     The list is empty if anything else is among the rows.
     """
-    names, row = [], 0
-    for where, place in sorted(
-        ((place.where.start, place) for place in places if isinstance(place.where, slice)),
-        key=lambda one: one[0],
-    ):
-        if place.part is not None or place.vector or where != row:
+    rows: list[tuple[int, int, str]] = []
+    for place in places:
+        if place.part is not None or place.vector or not isinstance(place.where, slice):
             return []
-        names.append(place.name)
-        row = cast(slice, place.where).stop
-    return names if row == count and len(names) == len(places) else []
+        rows.append((place.where.start, place.where.stop, place.name))
+    rows.sort()
+    starts, stops = [start for start, _, _ in rows], [stop for _, stop, _ in rows]
+    return [name for _, _, name in rows] if [*starts, count] == [0, *stops] else []
 
 
 def repack_kept(model: nn.Module) -> None:

@@ -329,7 +329,8 @@ class VLLMWeights:
         path, _, leaf = key.rpartition(".")
         module = self.model.get_submodule(path)
         tensor = dict(module.named_parameters(recurse=False)).get(leaf)
-        if tensor is None or "cpu_linear" in vars(module) or tensor.dtype is not self.dtype:
+        is_packed = leaf == "weight" and "cpu_linear" in vars(module)
+        if tensor is None or is_packed or tensor.dtype is not self.dtype:
             return False
         return len(before.rows) == len(sums := ordered_row_sums(tensor)) and bool((sums == before.rows).all())
 
