@@ -14,7 +14,6 @@ from tiny_model import build_tiny_model
 from torchrl.data.llm import History
 from torchrl.envs import SerialEnv
 from torchrl.envs.utils import check_env_specs
-from torchrl.modules.llm import TransformersWrapper
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_grpo.data.example import Example
@@ -67,7 +66,10 @@ def make(tokenizer: Any, **options: Any) -> Any:
     return GroupTextEnv(PromptStream(examples, seed=0, shuffle=False), tokenizer, rewards, **options)
 
 
-def policy(model: Any, tokenizer: Any, mode: str, pad_output: bool, **generate: Any) -> TransformersWrapper:
+def policy(model: Any, tokenizer: Any, mode: str, pad_output: bool, **generate: Any) -> Any:
+    # This imports vLLM, which takes seconds.
+    from torchrl.modules.llm import TransformersWrapper
+
     # No end token of the model's own configuration: that of the tokenizer counts.
     options = {"max_new_tokens": BOUND, "eos_token_id": tokenizer.eos_token_id, **generate}
     return TransformersWrapper(

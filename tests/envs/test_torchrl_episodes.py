@@ -12,7 +12,9 @@ from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.envs.episodes.processes import CallError, EpisodeHost, EpisodeProcess, UserCodeSpec
+from torchrl_grpo.envs.episodes.processes import EpisodeHost, EpisodeProcess, UserCodeSpec
+from torchrl_grpo.envs.episodes.torchrl_env import TorchRLEpisode
+from torchrl_grpo.envs.episodes.types import Step
 from torchrl_grpo.tools.verify_resume import read
 
 # A process that imports TorchRL's chats imports vLLM.
@@ -90,16 +92,19 @@ def test_a_chat_with_transforms_answers_until_it_is_done(file: Path, hosts: list
     ]
 
 
-def test_a_chat_that_says_nothing_ends_after_one_answer(hosts: list[EpisodeHost]) -> None:
-    process = started(hosts, "torchrl.envs.llm:ChatEnv")
-    reset(process, Example("x/1", [{"role": "user", "content": "Hello"}]))
-    assert process.call({"do": "step", "message": "Hello."}, 60.0) == [[], 0.0, True]
+def test_a_chat_that_says_nothing_ends_after_one_answer() -> None:
+    from torchrl.envs.llm import ChatEnv
+
+    episode = TorchRLEpisode(ChatEnv())
+    episode.reset(Example("x/1", [{"role": "user", "content": "Hello"}]))
+    assert episode.step("Hello.") == Step([], 0.0, True)
 
 
-def test_a_batch_of_several_is_refused(hosts: list[EpisodeHost]) -> None:
-    process = started(hosts, "torchrl.envs.llm:ChatEnv", batch_size=[2])
-    with pytest.raises(CallError, match=r"batch size \(2,\), and an episode has \(1,\)"):
-        reset(process, Example("x/1", [{"role": "user", "content": "Hello"}]))
+def test_a_batch_of_several_is_refused() -> None:
+    from torchrl.envs.llm import ChatEnv
+
+    with pytest.raises(ValueError, match=r"batch size \(2,\), and an episode has \(1,\)"):
+        TorchRLEpisode(ChatEnv(batch_size=[2]))
 
 
 def test_torchrl_s_countdown_trains(config: Config, train: Runner, tmp_path: Path) -> None:

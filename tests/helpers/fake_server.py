@@ -86,7 +86,7 @@ class FakeServer:
         asyncio.set_event_loop(self._loop)
         app = web.Application(middlewares=[self._guard])
         app.add_routes(self._routes())
-        self._runner = web.AppRunner(app)
+        self._runner = web.AppRunner(app, access_log=None)
         self._loop.run_until_complete(self._runner.setup())
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(str(self.path))

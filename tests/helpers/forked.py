@@ -13,16 +13,18 @@ import atexit
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import IO
 from unittest import mock
 
 from torchrl_grpo.planning.cores import PASSIVE_WAIT_ENV
@@ -37,21 +39,25 @@ _ENVIRONMENT["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 _GRACE_S = 10.0
 _CONTEXT = multiprocessing.get_context("forkserver")
 # What a training process imports, before and while it trains. A package that is not installed is left out.
-_CONTEXT.set_forkserver_preload(
-    [
-        "torchrl_grpo.cli.commands",
-        "torchrl_grpo.cli.main",
-        "torchrl_grpo.training.job",
-        "torchrl_grpo.training.build",
-        "torchrl_grpo.rollout.build",
-        "torchrl_grpo.distributed.ranks",
-        "torchrl_grpo.inference.transformers_engine",
-        "transformers.models.llama.modeling_llama",
-        "matplotlib.figure",
-        "matplotlib.backends.backend_agg",
-        "deepspeed",
-    ]
-)
+_PRELOADED = [
+    "torchrl_grpo.cli.commands",
+    "torchrl_grpo.cli.main",
+    "torchrl_grpo.training.job",
+    "torchrl_grpo.training.build",
+    "torchrl_grpo.rollout.build",
+    "torchrl_grpo.distributed.ranks",
+    "torchrl_grpo.inference.transformers_engine",
+    "transformers.models.llama.modeling_llama",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "deepspeed",
+]
+_CONTEXT.set_forkserver_preload(_PRELOADED)
+
+
+def preload_vllm() -> None:
+    """Import vLLM too, unless a script has been forked already. It takes eight seconds of a core."""
+    _CONTEXT.set_forkserver_preload([*_PRELOADED, "torchrl_grpo.inference.vllm_engine"])
 
 
 class Finished(subprocess.CompletedProcess[str]):
@@ -87,12 +93,9 @@ def run_script(
     Raises:
         TimeoutError: a process has not ended in time; all are killed. The message ends with what they wrote.
     """
-    with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
-        forkserver.ensure_running()
-    # A rank is what a launcher says, and not what the test is. vLLM preloads libraries for later processes.
-    variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
+    variables: dict[str, str] = {}
     if ranks > 1:
-        variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+        variables = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = [str(word) for word in argv]
     with tempfile.TemporaryDirectory(prefix="torchrl-grpo-forked-") as scratch:
@@ -103,9 +106,7 @@ def run_script(
         try:
             for rank in range(ranks):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-                arguments = words, str(cwd or Path.cwd()), variables | own, list(map(str, written))
-                processes.append(_CONTEXT.Process(target=_run, args=arguments))
-                processes[-1].start()
+                processes.append(_start(words, cwd, variables | own, written))
             _wait(processes, time.monotonic() + timeout)
         except TimeoutError as error:
             said = "".join(path.read_text()[-2_000:] for path in written)
@@ -119,6 +120,63 @@ def run_script(
         done = Finished(words, next(filter(None, codes), 0), *(path.read_text() for path in written))
     done.codes = codes
     return done
+
+
+class ForkedPopen:
+    """A script that runs, with the part of ``subprocess.Popen`` that tests and ``torchrl_grpo.tools`` use.
+
+    Args:
+        command: path of the Python interpreter, path of the script, and its arguments.
+        cwd: folder to run in; this process's by default.
+        stdout: file that gets what the script writes.
+        stderr: ``subprocess.STDOUT``.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, cwd: Path | None = None, stdout: IO[bytes], stderr: int
+    ) -> None:
+        assert command[0] == sys.executable and stderr == subprocess.STDOUT
+        self._process = _start(command[1:], cwd, {}, [Path(stdout.name)] * 2)
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired("forked", timeout)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _start(
+    words: Sequence[str], cwd: Path | None, variables: Mapping[str, str], written: Sequence[Path]
+) -> BaseProcess:
+    """Start a script. ``variables`` are set beside this process's, and ``written`` are stdout and stderr."""
+    with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
+        forkserver.ensure_running()
+    # A rank is what a launcher says, and not what the test is. vLLM preloads libraries for later processes.
+    own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
+    arguments = list(words), str(cwd or Path.cwd()), own | dict(variables), list(map(str, written))
+    process = _CONTEXT.Process(target=_run, args=arguments)
+    process.start()
+    return process
 
 
 def _wait(processes: Sequence[BaseProcess], deadline: float) -> None:

@@ -9,16 +9,15 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from batches import make_batch, make_objective
-from peers import LONGEST, Numbers, Outcome, Trl, gradients_of, torchrl_terms
+from peers import LONGEST, Numbers, Outcome, gradients_of, torchrl_terms
 from tensordict import TensorDict
 from torch import Tensor
 from torchrl.objectives.llm import DAPO, CISPOLoss, GRPOLoss, MCAdvantage
-from trl.rewards import get_soft_overlong_punishment
 
 from torchrl_grpo.cli.compose import composer, open_free_form
 from torchrl_grpo.config import parse
@@ -26,6 +25,9 @@ from torchrl_grpo.models.scoring.token_scorer import TokenScores
 from torchrl_grpo.objectives.advantage import group_advantage, overlong_penalty
 from torchrl_grpo.objectives.aggregation import count_totals
 from torchrl_grpo.objectives.coefficients import EntropyCoefficient
+
+if TYPE_CHECKING:
+    from trl_peer import Trl
 
 CONFIG = Path(__file__).resolve().parents[2] / "config"
 GROUP, LENGTH = 4, 8
@@ -44,6 +46,8 @@ def _float64() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def trl(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Trl:
+    from trl_peer import Trl
+
     return Trl(tiny_model_dir, tmp_path_factory.mktemp("trl"))
 
 
@@ -330,6 +334,8 @@ def test_the_likelihood_has_the_gradient_of_trls_first_update(trl: Trl) -> None:
 
 @pytest.mark.parametrize("length,buffer", [(20, 4), (20, 5), (20, 20), (7, 1)])
 def test_the_overlong_penalty_is_trls(length: int, buffer: int) -> None:
+    from trl.rewards import get_soft_overlong_punishment
+
     lengths = range(1, length + 1)
     theirs = get_soft_overlong_punishment(length, buffer)([[0] * n for n in lengths])
     assert overlong_penalty(torch.tensor(lengths), length, buffer).tolist() == pytest.approx(
@@ -339,6 +345,8 @@ def test_the_overlong_penalty_is_trls(length: int, buffer: int) -> None:
 
 @pytest.mark.parametrize("combination", ["together", "apart"])
 def test_the_overlong_penalty_is_one_more_of_trls_rewards(trl: Trl, combination: str) -> None:
+    from trl.rewards import get_soft_overlong_punishment
+
     # A buffer of a power of 2, as TRL keeps rewards in float32.
     case = Case()
     penalty = get_soft_overlong_punishment(LONGEST, 8)(case.numbers.responses)

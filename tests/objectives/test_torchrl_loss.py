@@ -12,7 +12,6 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from tiny_model import build_tiny_model
 from torch import Tensor, nn
-from torchrl.modules.llm import TransformersWrapper
 from transformers import AutoTokenizer, PreTrainedModel
 
 from torchrl_grpo.config.schema import PolicyConfig
@@ -271,14 +270,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return AutoTokenizer.from_pretrained(build_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
+def wrapper(*arguments: Any, **options: Any) -> Any:
+    """A ``TransformersWrapper``. Its module imports vLLM, which takes seconds."""
+    from torchrl.modules.llm import TransformersWrapper
+
+    return TransformersWrapper(*arguments, **options)
+
+
 @pytest.mark.parametrize("pad_output", [True, False])
 @pytest.mark.parametrize("keys", [{}, {"kl_coef": 0.1, "ratio": "sequence"}])
 def test_the_wrapper_of_torchrl_is_an_actor(
     model: PreTrainedModel, batch: TensorDict, tokenizer: Any, pad_output: bool, keys: Any
 ) -> None:
-    actor = TransformersWrapper(
-        model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=pad_output
-    )
+    actor = wrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=pad_output)
     # One response without a token, as truncated ones can be; the pad token stands inside prompts.
     batch["masks", "response"][0, 0] = batch["masks", "loss"][0, 0] = False
     direct, _ = make_objective(TokenScorer(model), **keys)
@@ -297,12 +301,12 @@ def test_the_wrapper_of_torchrl_is_an_actor(
 def test_a_wrapper_that_would_tokenize_again_is_refused(
     model: PreTrainedModel, tokenizer: Any, options: Any
 ) -> None:
-    actor = TransformersWrapper(model, tokenizer=tokenizer, generate=False, **options)
+    actor = wrapper(model, tokenizer=tokenizer, generate=False, **options)
     with pytest.raises(ValueError, match="input_mode='tokens'"):
         GroupPolicyLoss(actor)
 
 
 def test_a_wrapper_that_generates_is_refused(model: PreTrainedModel, tokenizer: Any) -> None:
-    actor = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=True)
+    actor = wrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=True)
     with pytest.raises(ValueError, match="generate=False"):
         GroupPolicyLoss(actor)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from batches import END, PAD, make_model
 from faulty_worker import FaultyActor, OneWorker
+from forked import ForkedPopen
 from stale_parts import Fault, assert_each_is_found, every_part, of_each_kind
 
 from torchrl_grpo.config import Config
@@ -26,6 +27,7 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.rollout.workers import ray_pool
 from torchrl_grpo.rollout.workers.ray_pool import pack, unpack
+from torchrl_grpo.tools import soak
 from torchrl_grpo.tools.processes import has_checkpoint
 from torchrl_grpo.tools.soak import family, victim
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
@@ -75,11 +77,17 @@ def orphans() -> Iterator[list[psutil.Process]]:
     assert not alive, [" ".join(one.cmdline())[:100] for one in alive]
 
 
+Running = subprocess.Popen[bytes] | ForkedPopen
+
+
 @contextlib.contextmanager
-def started(repo_root: Path, folder: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+def started(
+    repo_root: Path, folder: Path, *words: str, launch: type[Running] = ForkedPopen
+) -> Iterator[Running]:
+    """Start grpo-async.py: in a fork, whose imports are done, or as a user does (``subprocess.Popen``)."""
     script = repo_root / "sota-implementations" / "grpo" / "grpo-async.py"
     with (folder / "output.txt").open("ab") as output:
-        process = subprocess.Popen(
+        process = launch(
             [sys.executable, str(script), *words], cwd=folder, stdout=output, stderr=subprocess.STDOUT
         )
         try:
@@ -90,7 +98,7 @@ def started(repo_root: Path, folder: Path, *words: str) -> Iterator[subprocess.P
             process.wait()
 
 
-def wait_for(process: subprocess.Popen[bytes], path: Path, lines: int) -> list[psutil.Process]:
+def wait_for(process: Running, path: Path, lines: int) -> list[psutil.Process]:
     """Wait until a file has so many lines; the processes below the run then."""
     end = time.monotonic() + 240
     while not path.exists() or path.read_text().count("\n") < lines:
@@ -98,16 +106,16 @@ def wait_for(process: subprocess.Popen[bytes], path: Path, lines: int) -> list[p
         assert time.monotonic() < end, f"{path} does not grow"
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=0.05)
-    return family(process)
+    return family(process.pid)
 
 
-def everybody_until_the_end(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def everybody_until_the_end(process: Running) -> list[psutil.Process]:
     """Wait for the run's end; the processes that were below it at any time, replacements too."""
     seen: dict[int, psutil.Process] = {}
     end = time.monotonic() + 400
     while process.poll() is None:
         assert time.monotonic() < end, "the run does not end"
-        seen |= {one.pid: one for one in family(process)}
+        seen |= {one.pid: one for one in family(process.pid)}
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=0.2)
     return list(seen.values())
@@ -149,7 +157,10 @@ def test_a_run_that_stops_with_an_error_leaves_a_checkpoint_and_nothing_else(
     more = ["collector.max_restarts=0", "train.checkpoint_frequency=0", "hydra.run.dir=run"]
     with started(repo_root, tmp_path, *words, *more, "train.total_dialog_turns=160000") as process:
         processes = wait_for(process, run / "metrics.jsonl", 3)
-        target = victim(process, "worker", random.Random(0))
+        nodes = [one for one in processes if one.name() == "raylet"]
+        # Old weights leave the object store at once, not when a second has passed.
+        assert [one.environ()["RAY_free_objects_period_milliseconds"] for one in nodes] == ["10"]
+        target = victim(process.pid, "worker", random.Random(0))
         assert target is not None
         target.kill()
         processes += everybody_until_the_end(process)
@@ -202,46 +213,6 @@ def test_a_sweep_of_two_runs_goes_through(
         assert summary(tmp_path / "sweep" / job)["groups"]["trained"] == 8
 
 
-@pytest.mark.float32
-def test_a_killed_worker_and_a_killed_reference_are_replaced(
-    repo_root: Path, tmp_path: Path, words: list[str], orphans: list[psutil.Process]
-) -> None:
-    import random
-
-    more = [
-        "policy.kl_coef=0.1",
-        "inference_model.num_devices=2",
-        "ref_model.num_devices=2",
-        "collector.max_policy_age=1",
-        "hydra.run.dir=run",
-    ]
-    run = tmp_path / "run"
-    with started(repo_root, tmp_path, *words, *more) as process:
-        before = wait_for(process, run / "metrics.jsonl", 2)
-        nodes = [one for one in before if one.name() == "raylet"]
-        # Old weights leave the object store at once, not when a second has passed.
-        assert [one.environ()["RAY_free_objects_period_milliseconds"] for one in nodes] == ["10"]
-        scorers = [one for one in before if "ray::ReferenceScorer" in " ".join(one.cmdline())]
-        assert len(scorers) == 2
-        scorers[0].kill()
-        worker = victim(process, "worker", random.Random(0))
-        assert worker is not None
-        worker.kill()
-        # With those that take their places.
-        everybody = [*before, *everybody_until_the_end(process)]
-        assert process.returncode == 0, output(tmp_path)
-    orphans += everybody
-    assert "reference  cpu x 2  separate   2 copies, a process each" in output(tmp_path)
-    found = summary(run)
-    assert found["worker_restarts"] == 1 and found["groups"]["trained"] == 40
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert max(line.get("policy/age_max", 0) for line in metrics) <= 1
-    assert {"workers/tokens_per_s_0", "workers/tokens_per_s_1"} <= metrics[-1].keys()
-    divergences = [line["kl/reference"] for line in metrics if line["step"] > 0]
-    # Nothing but rounding while the policy is still the reference; after the kill it has moved away from it.
-    assert len(divergences) == 10 and 0 <= divergences[0] < 1e-12 < 1e-8 < min(divergences[6:])
-
-
 def test_an_address_where_nothing_answers_is_one_clear_message() -> None:
     cfg = Config()
     cfg.ray.address = "127.0.0.1:1"
@@ -251,45 +222,61 @@ def test_an_address_where_nothing_answers_is_one_clear_message() -> None:
         ray_pool._connect(cfg, 1, [])
 
 
-def nodes_with_workers() -> set[int]:
-    """Processes of Ray nodes that this process has started and that have workers."""
-    found = set()
+def in_cluster(name: str) -> list[psutil.Process]:
+    """Processes of this name below this process, which has started the cluster's nodes."""
+    found = []
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "ray::RolloutActor" in " ".join(one.cmdline()):
-                found.add(one.ppid())
+            if name in " ".join(one.cmdline()):
+                found.append(one)
     return found
 
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Any]:
-    """A cluster of somebody else's with a core on each of two nodes."""
+    """A cluster of somebody else's with two cores on each of two nodes."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     try:
-        cluster.add_node(num_cpus=1)
+        cluster.add_node(num_cpus=2)
         cluster.wait_for_nodes()
         yield cluster
     finally:
         cluster.shutdown()
 
 
-def test_workers_on_two_nodes_of_a_running_cluster(
+@pytest.mark.float32
+def test_a_killed_worker_and_a_killed_reference_are_replaced_on_a_running_cluster_of_two_nodes(
     repo_root: Path, tmp_path: Path, words: list[str], two_nodes: Any
 ) -> None:
     more = [
         f"ray.address={two_nodes.address}",
         "ray.placement=spread",
+        "policy.kl_coef=0.1",
         "inference_model.num_devices=2",
-        "train.total_dialog_turns=64",
+        "ref_model.num_devices=2",
+        "collector.max_policy_age=1",
         "hydra.run.dir=run",
     ]
+    run = tmp_path / "run"
     with started(repo_root, tmp_path, *words, *more) as process:
-        wait_for(process, tmp_path / "run" / "metrics.jsonl", 1)
-        assert len(nodes_with_workers()) == 2, "each worker is a child of its own node's process"
-        assert process.wait(timeout=300) == 0, output(tmp_path)
-    assert summary(tmp_path / "run")["groups"]["trained"] == 16
+        wait_for(process, run / "metrics.jsonl", 2)
+        workers, references = in_cluster("ray::RolloutActor"), in_cluster("ray::ReferenceScorer")
+        assert len({one.ppid() for one in workers}) == 2, "each worker is a child of its own node's process"
+        assert len(references) == 2
+        references[0].kill()
+        workers[0].kill()
+        assert process.wait(timeout=400) == 0, output(tmp_path)
+    assert "reference  ray x 2  cluster    2 actors, where ray.address puts them" in output(tmp_path)
+    found = summary(run)
+    assert found["worker_restarts"] == 1 and found["groups"]["trained"] == 40
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(line.get("policy/age_max", 0) for line in metrics) <= 1
+    assert {"workers/tokens_per_s_0", "workers/tokens_per_s_1"} <= metrics[-1].keys()
+    divergences = [line["kl/reference"] for line in metrics if line["step"] > 0]
+    # Nothing but rounding while the policy is still the reference; after the kill it has moved away from it.
+    assert len(divergences) == 10 and 0 <= divergences[0] < 1e-12 < 1e-8 < min(divergences[6:])
     # The cluster is somebody else's: it must still be there.
     assert len(two_nodes.list_all_nodes()) == 2
     assert all(node.live_processes() for node in two_nodes.list_all_nodes())
@@ -298,10 +285,10 @@ def test_workers_on_two_nodes_of_a_running_cluster(
 def test_too_many_workers_for_a_cluster_are_refused(
     repo_root: Path, tmp_path: Path, words: list[str], two_nodes: Any
 ) -> None:
-    more = [f"ray.address={two_nodes.address}", "inference_model.num_devices=4", "hydra.run.dir=run"]
+    more = [f"ray.address={two_nodes.address}", "inference_model.num_devices=5", "env.num_envs=5"]
     with started(repo_root, tmp_path, *words, *more) as process:
         assert process.wait(timeout=300) == 2, output(tmp_path)
-    assert "inference_model.num_devices=4" in output(tmp_path) and "2 CPU and 0 GPU" in output(tmp_path)
+    assert "inference_model.num_devices=5" in output(tmp_path) and "4 CPU and 0 GPU" in output(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -346,32 +333,19 @@ def test_a_part_of_any_tensor_that_is_stale_in_a_worker_is_found(
         pool.close()
 
 
-def test_kills_at_random_moments(tmp_path: Path, tiny_model_dir: Path, words: list[str]) -> None:
+def test_kills_at_random_moments(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The command of the documentation, with fewer kills."""
-    overrides = [word for word in words if not word.startswith("env.data_path")]
+    monkeypatch.setattr("torchrl_grpo.tools.processes.Popen", ForkedPopen)
+    monkeypatch.chdir(tmp_path)
     # Of this seed a worker dies first and the node process next.
-    command = [
-        sys.executable,
-        "-m",
-        "torchrl_grpo.tools.soak",
-        "--kills",
-        "2",
-        "--seed",
-        "26",
-        "--longest",
-        "4",
-    ]
-    done = subprocess.run(
-        [*command, "--folder", "soak", "env=jsonl", *overrides, f"env.data_path={tmp_path}/sums.jsonl"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
-    )
-    print(done.stdout + done.stderr)
-    assert done.returncode == 0
-    assert "2 kills" in done.stdout and "FAILS" not in done.stdout
+    argv = ["--kills", "2", "--seed", "26", "--longest", "4", "--folder", "soak", "env=jsonl"]
+    code = soak.main([*argv, *words])
+    said = capfd.readouterr().out
+    print(said)
+    assert code == 0
+    assert "2 kills" in said and "FAILS" not in said
 
 
 def test_vllm_takes_weights_in_flight_from_two_training_ranks(
@@ -381,7 +355,8 @@ def test_vllm_takes_weights_in_flight_from_two_training_ranks(
     small = ["inference_model.backend=vllm", "inference_model.kv_cache_gib=1", "train_model.num_devices=2"]
     small += ["inference_model.dtype=bfloat16", "train_model.autocast=bf16", "train.total_dialog_turns=64"]
     more = ["collector.max_policy_age=2", "hydra.run.dir=run"]
-    with started(repo_root, tmp_path, *words, *small, *more, "train.checkpoint_frequency=0") as process:
+    more += ["train.checkpoint_frequency=0"]
+    with started(repo_root, tmp_path, *words, *small, *more, launch=subprocess.Popen) as process:
         assert process.wait(timeout=580) == 0, output(tmp_path)
     assert "one worker, a process of its own" in output(tmp_path)
     found = summary(run)

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import ForkedPopen, preload_vllm, run_script
+
+from torchrl_grpo.tools import verify_resume
 
 # A run here starts vLLM up to three times, which on a busy machine takes minutes each.
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -23,22 +26,14 @@ SMALL = (
     "inference_model.max_model_len=512",
     "inference_model.max_new_tokens=24",
     "eval.num_problems=4",
-    "eval.frequency=2",
-    "train.checkpoint_frequency=2",
+    "eval.frequency=0",
+    "train.checkpoint_frequency=0",
 )
 
 # What engine and trainer may differ by in nats, on average.
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}
 BFLOAT16_ROUNDING = ROUNDING["bfloat16"]
 BFLOAT16 = ("inference_model.dtype=bfloat16", "train_model.autocast=bf16")
-
-
-def grpo(repo_root: Path, cwd: Path, *words: str, code: int = 0) -> str:
-    """Run grpo.py in ``cwd`` and return everything it printed."""
-    command = [sys.executable, str(repo_root / "sota-implementations/grpo/grpo.py"), *words]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -56,9 +51,9 @@ def test_gsm8k_trains_evaluates_saves_and_loads(
     data = shared_data / "gsm8k" if shared_data is not None else write_gsm8k(tmp_path / "gsm8k")
     write_brevity(tmp_path)
     # Another directory than the checkout, and a path relative to it.
-    printed = grpo(
-        repo_root,
-        tmp_path,
+    command = [
+        sys.executable,
+        str(repo_root / "sota-implementations/grpo/grpo.py"),
         *SMALL,
         f"env.data_path={relative_to(tmp_path, data)}",
         "hydra.run.dir=run",
@@ -69,7 +64,10 @@ def test_gsm8k_trains_evaluates_saves_and_loads(
         *BFLOAT16,
         "optimizer.lr=1e-4",
         "policy.kl_coef=0.01",
-    )
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False)
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed
     assert "272 tensors in the engine equal the trainer's in bfloat16" in printed
     run = tmp_path / "run"
     metrics = lines(run / "metrics.jsonl")
@@ -111,9 +109,8 @@ def test_ifeval_trains_on_composed_prompts_in_a_sweep_of_two(
         shared_data / "ifeval" / "input_data.jsonl" if shared_data is not None else write_ifeval(tmp_path)
     )
     write_brevity(tmp_path)
-    grpo(
-        repo_root,
-        tmp_path,
+    argv = [
+        repo_root / "sota-implementations/grpo/grpo.py",
         "--config-name=grpo_ifeval",
         "--multirun",
         *SMALL,
@@ -121,7 +118,6 @@ def test_ifeval_trains_on_composed_prompts_in_a_sweep_of_two(
         # The run above has the real model.
         f"model.name={tiny_model_dir}",
         "inference_model.max_model_len=1024",
-        "train.checkpoint_frequency=0",
         f"env.data_path={relative_to(tmp_path, source)}",
         "env.task_size=64",
         "hydra.sweep.dir=sweep",
@@ -131,7 +127,10 @@ def test_ifeval_trains_on_composed_prompts_in_a_sweep_of_two(
         "optimizer.lr=1e-2,1e-3",
         "policy.kl_coef=0.01",
         "train_model.lora.rank=8",
-    )
+    ]
+    preload_vllm()
+    done = run_script(argv, cwd=tmp_path, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
     for job, lr in (("0", 1e-2), ("1", 1e-3)):
         run = tmp_path / "sweep" / job
         metrics = lines(run / "metrics.jsonl")
@@ -151,25 +150,21 @@ def test_ifeval_trains_on_composed_prompts_in_a_sweep_of_two(
 
 
 def test_a_run_killed_inside_a_checkpoint_resumes_as_if_uninterrupted_on_vllm(
-    tiny_model_dir: Path, tmp_path: Path, format_words: list[str]
+    tiny_model_dir: Path, tmp_path: Path, format_words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    preload_vllm()
+    monkeypatch.setattr("torchrl_grpo.tools.processes.Popen", ForkedPopen)
     words = [f"model.name={tiny_model_dir}", "train.total_dialog_turns=64", *format_words]
-    assert verify_resume(tmp_path, "--kills", "1", *words) == 0
+    assert verify_resume.main(["--folder", str(tmp_path), "--kills", "1", *words]) == 0
 
 
 def test_runs_killed_at_random_moments_resume_as_if_uninterrupted_on_transformers(
-    tiny_model_dir: Path, tmp_path: Path, format_words: list[str]
+    tiny_model_dir: Path, tmp_path: Path, format_words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("torchrl_grpo.tools.processes.Popen", ForkedPopen)
     words = ["inference_model.backend=transformers", f"model.name={tiny_model_dir}", "train.epochs=2"]
-    words += format_words
-    assert verify_resume(tmp_path, "--kills", "2", "--seed", "3", *words) == 0
-
-
-def verify_resume(folder: Path, *words: str) -> int:
-    command = [sys.executable, "-m", "torchrl_grpo.tools.verify_resume", "--folder", str(folder), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
-    print(done.stdout + done.stderr)
-    return done.returncode
+    argv = ["--folder", str(tmp_path), "--kills", "2", "--seed", "3", *words, *format_words]
+    assert verify_resume.main(argv) == 0
 
 
 def write_brevity(folder: Path) -> None:

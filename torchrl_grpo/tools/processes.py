@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from subprocess import STDOUT, Popen
 
 _SCRIPTS = Path(__file__).resolve().parents[2] / "sota-implementations" / "grpo"
 _COMMANDS = Path(sysconfig.get_path("scripts"))
 
 
 @contextlib.contextmanager
-def started(
-    folder: Path, overrides: Sequence[str], script: str = "grpo.py"
-) -> Iterator[subprocess.Popen[bytes]]:
+def started(folder: Path, overrides: Sequence[str], script: str = "grpo.py") -> Iterator[Popen[bytes]]:
     """Start the script in ``folder``; resume if there is a checkpoint.
 
     Its output goes to a file: a full pipe that nobody reads would block it.
@@ -26,10 +24,10 @@ def started(
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(program(script)), *overrides, f"hydra.run.dir={folder}", *resume]
     with _output(folder).open("wb") as output:
-        yield subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        yield Popen(command, stdout=output, stderr=STDOUT)
 
 
-def check(folder: Path, process: subprocess.Popen[bytes]) -> None:
+def check(folder: Path, process: Popen[bytes]) -> None:
     """Show the output of a run that failed.
 
     Raises:

@@ -42,27 +42,27 @@ DEFAULTS = (
 )
 SCRIPT = "grpo-async.py"
 KINDS = ("worker", "trainer", "node")
-# Starts of the commands by which the operating system lists them.
+# Prefixes of the command lines of these processes.
 _COMMANDS = {"worker": "ray::RolloutActor", "node": "--raylet_socket_name="}
 # Ray's helpers check every few seconds whether their node is alive.
 _LINGER_S = 90.0
 
 
-def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The processes below a trainer."""
+def family(pid: int) -> list[psutil.Process]:
+    """Return the processes below the trainer with this process id."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return list(psutil.Process(process.pid).children(recursive=True))
+        return list(psutil.Process(pid).children(recursive=True))
     return []
 
 
-def victim(process: subprocess.Popen[bytes], kind: str, moments: random.Random) -> psutil.Process | None:
-    """A process of this kind; None while there is none."""
+def victim(pid: int, kind: str, moments: random.Random) -> psutil.Process | None:
+    """Return a process of this kind that belongs to the trainer ``pid``; None while there is none."""
     if kind == "trainer":
         with contextlib.suppress(psutil.NoSuchProcess):
-            return psutil.Process(process.pid)
+            return psutil.Process(pid)
         return None
     found = []
-    for one in family(process):
+    for one in family(pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             argv = one.cmdline()
             at = {"worker": argv[:1], "node": argv[1:2]}[kind]
@@ -94,10 +94,10 @@ def kill_at_random(
     with started(folder, overrides, SCRIPT) as process:
         due = time.monotonic() + moments.uniform(0, longest_s)
         while process.poll() is None:
-            seen |= {one.pid: one for one in family(process)}
+            seen |= {one.pid: one for one in family(process.pid)}
             if sum(kills.values()) < left and time.monotonic() >= due and (folder / "metrics.jsonl").exists():
                 kind = moments.choice(KINDS)
-                target = victim(process, kind, moments)
+                target = victim(process.pid, kind, moments)
                 if target is not None:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         target.kill()
