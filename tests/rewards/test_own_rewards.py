@@ -260,6 +260,17 @@ def test_comparisons_are_those_of_one_prompt(scored: Callable[..., list[Response
     assert [one.total for one in scores] == [2.0, 0.0, 1.0, 0.0, 1.0]
 
 
+def test_comparisons_stay_within_a_group_if_two_groups_have_one_problem(
+    scored: Callable[..., list[ResponseScore]],
+) -> None:
+    rewards = build_reward_set(config("ranks"), group_size=2)
+    try:
+        scores = rewards.score(["aaaa", "a", "aa", "aaa"], [EXAMPLES[0]] * 4)
+    finally:
+        rewards.close()
+    assert [one.total for one in scores] == [1.0, 0.0, 0.0, 1.0]
+
+
 def test_an_argument_is_not_replaced_by_a_column(scored: Callable[..., list[ResponseScore]]) -> None:
     assert [one.total for one in scored("leveled", ["", ""], level=9)] == [9.0, 9.0]
 

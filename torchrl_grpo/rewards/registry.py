@@ -97,7 +97,7 @@ def _build(cfg: Config, name: str, example: Example | None) -> Reward:
 
 
 def build_reward_set(
-    cfg: Config, examples: Mapping[str, Example] | None = None
+    cfg: Config, examples: Mapping[str, Example] | None = None, group_size: int | None = None
 ) -> RewardSet | MixtureRewardSet:
     """Build the rewards of a run. Some start worker processes, so the caller must close the result.
 
@@ -106,6 +106,7 @@ def build_reward_set(
         examples: any problem of each part of a mixture by its name, or one under an empty name without a
             mixture. The columns that the user's reward functions need must be in its data-set row
             (``Example.columns``). None skips this check.
+        group_size: see :class:`RewardSet`.
 
     Returns:
         The rewards, combined.
@@ -118,14 +119,14 @@ def build_reward_set(
         with ExitStack() as stack:
             sets = {}
             for part in parts:
-                sets[part.name] = _build_one_set(part.cfg, examples.get(part.name))
+                sets[part.name] = _build_one_set(part.cfg, examples.get(part.name), group_size)
                 stack.callback(sets[part.name].close)
             stack.pop_all()
         return MixtureRewardSet(sets)
-    return _build_one_set(cfg, examples.get(""))
+    return _build_one_set(cfg, examples.get(""), group_size)
 
 
-def _build_one_set(cfg: Config, example: Example | None) -> RewardSet:
+def _build_one_set(cfg: Config, example: Example | None, group_size: int | None) -> RewardSet:
     pairs: list[tuple[Reward, float]] = []
     with ExitStack() as stack:
         for name, weight in check_weights(cfg).items():
@@ -133,7 +134,7 @@ def _build_one_set(cfg: Config, example: Example | None) -> RewardSet:
             stack.callback(close_all, [reward])
             pairs.append((reward, weight))
         stack.pop_all()
-    return RewardSet(pairs, cfg.reward.on_error, cfg.reward.workers)
+    return RewardSet(pairs, cfg.reward.on_error, cfg.reward.workers, group_size)
 
 
 def eval_reward_name(cfg: Config) -> str:

@@ -24,15 +24,22 @@ class RewardSet:
     Args:
         rewards: pairs of reward and weight. A reward of weight 0 is logged only.
         on_error: unweighted value of a reward that raises.
-        workers: number of completions scored in parallel.
+        workers: number of calls of rewards that run in parallel. A call has one completion, or those of a
+            group if the reward takes a batch.
+        group_size: number of responses in a group. Without it, neighbors with the same problem are a group.
     """
 
     def __init__(
-        self, rewards: Sequence[tuple[Reward, float]], on_error: float = 0.0, workers: int = 1
+        self,
+        rewards: Sequence[tuple[Reward, float]],
+        on_error: float = 0.0,
+        workers: int = 1,
+        group_size: int | None = None,
     ) -> None:
         assert len({reward.name for reward, _ in rewards}) == len(rewards), "reward names must differ"
         self._rewards = list(rewards)
         self._on_error = on_error
+        self._group_size = group_size
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(workers, "reward") if workers > 1 else None
         self.error_count = 0
@@ -97,9 +104,14 @@ class RewardSet:
         numbers = range(len(completions))
         calls = [[number] for number in numbers]
         if isinstance(reward, BatchReward):
-            # One call for each group: a time limit and an error are those of a group, and comparisons within
-            # a call are comparisons of responses to one prompt.
-            calls = [list(rows) for _, rows in itertools.groupby(numbers, lambda row: examples[row].id)]
+            # One call for each group. A timeout or an error then costs only that group, and a reward that
+            # compares the texts of a call compares responses to one prompt.
+            same_problem = (
+                list(rows) for _, rows in itertools.groupby(numbers, lambda row: examples[row].id)
+            )
+            # Two neighboring groups may have the same problem.
+            size = self._group_size or max(1, len(completions))
+            calls = [rows[at : at + size] for rows in same_problem for at in range(0, len(rows), size)]
         found = map(score, calls) if self._threads is None else self._threads.map(score, calls)
         return [one for outcomes in found for one in outcomes]
 
@@ -119,7 +131,7 @@ class RewardSet:
             total += weight * value
             size += abs(weight * value)
             parts[reward.name] = value
-            parts.update({f"{reward.name}/{part}": number for part, number in named.items()})
+            parts.update({f"{reward.name}/{component}": number for component, number in named.items()})
         # Rewards that cancel out leave a rounding error, which could be the only difference in a group.
         if abs(total) < len(self._rewards) * sys.float_info.epsilon * size:
             total = 0.0
@@ -135,12 +147,13 @@ class RewardSet:
 
 
 class MixtureRewardSet:
-    """The rewards of a mixture: each problem is scored by those of its part.
+    """The rewards of a mixture of data sets (``env.mixture``).
 
-    A reward is called ``<part>/<name>`` in the scores.
+    Each problem is scored by the rewards of the part of the mixture that it comes from. In the scores a
+    reward is called ``<part>/<name>``.
 
     Args:
-        sets: rewards of each part, by its name.
+        sets: rewards of each part of the mixture, by the part's name.
     """
 
     def __init__(self, sets: Mapping[str, RewardSet]) -> None:
@@ -149,7 +162,7 @@ class MixtureRewardSet:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all rewards, part by part."""
-        return tuple(f"{part}/{name}" for part, one in self.sets.items() for name in one.names)
+        return tuple(f"{dataset}/{name}" for dataset, one in self.sets.items() for name in one.names)
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -158,7 +171,7 @@ class MixtureRewardSet:
 
     @property
     def error_count(self) -> int:
-        """Number of rewards that raised."""
+        """Number of reward evaluations that failed."""
         return sum(one.error_count for one in self.sets.values())
 
     def score(self, completions: Sequence[str], examples: Sequence[Example]) -> list[ResponseScore]:
@@ -166,14 +179,14 @@ class MixtureRewardSet:
         if len(completions) != len(examples):
             raise ValueError(f"{len(completions)} completions but {len(examples)} examples")
         scores: dict[int, ResponseScore] = {}
-        for part, one in self.sets.items():
-            rows = [row for row, example in enumerate(examples) if example.part == part]
+        for dataset, one in self.sets.items():
+            rows = [row for row, example in enumerate(examples) if example.part == dataset]
             found = one.score([completions[row] for row in rows], [examples[row] for row in rows])
             for row, score in zip(rows, found, strict=True):
                 scores[row] = ResponseScore(
                     score.total,
-                    {f"{part}/{name}": value for name, value in score.parts.items()},
-                    {f"{part}/{name}": message for name, message in score.errors.items()},
+                    {f"{dataset}/{name}": value for name, value in score.parts.items()},
+                    {f"{dataset}/{name}": message for name, message in score.errors.items()},
                 )
         return [scores[row] for row in range(len(examples))]
 

@@ -142,7 +142,7 @@ def _prepare_and_train(
     try:
         with (
             screen.libraries_to_log(),
-            closing(rewards.build_reward_set(cfg, rewarded)) as reward_set,
+            closing(rewards.build_reward_set(cfg, rewarded, cfg.env.repeats)) as reward_set,
             closing(rewards.build_grader(cfg, reward_set, graded)) as grader,
         ):
             return _train(
