@@ -15,6 +15,7 @@ import pytest
 from cli_calls import ROOT, SEEN, call, set_up
 from omegaconf import DictConfig, OmegaConf
 
+from torchrl_grpo.cli import commands
 from torchrl_grpo.config import parse
 
 SCRIPT = ROOT / "sota-implementations" / "grpo" / "grpo.py"
@@ -106,6 +107,21 @@ def test_examples_of_the_help_text_are_valid(workplace: Path, capsys: pytest.Cap
         program, *words = shlex.split(line)[1:]
         assert program == "grpo.py"
         assert call("--cfg", "job", *words) == 0, line
+
+
+def test_the_help_text_of_sft_is_its_own(
+    workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workplace / "problems.jsonl").write_text("")
+    monkeypatch.setattr(sys, "argv", ["sft.py", "--help"])
+    commands.sft()
+    text = capsys.readouterr().out
+    assert "supervised fine-tuning" in text.splitlines()[0]
+    lines = text.split("examples:\n")[1].splitlines()
+    assert len(lines) >= 5
+    for line in lines:
+        monkeypatch.setattr(sys, "argv", ["sft.py", "--cfg", "job", *shlex.split(line)[2:]])
+        commands.sft()
 
 
 def test_cfg_job_shows_what_a_run_would_get(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ _MOST_USED = (
 _COLUMN, _WIDTH = 33, 110
 
 _TEXT = """\
-Train a language model with GRPO on TorchRL.
+{title}
 
 usage: {command} [--config-name NAME] [key=value ...]
        {command} --multirun key=value,value [key=value ...]
@@ -68,14 +68,25 @@ options:
   --shell-completion, -sc        eval "$({command} -sc install=bash)" turns on the tab key
 
 examples:
-  {command} --config-name grpo_quickstart
-  {command} env.dataset=ifeval
-  {command} optimizer.lr=2e-5 optimizer.weight_decay=0.01
-  {command} env=jsonl env.data_path=problems.jsonl env.fields='{{question:q,answer:a}}'
-  {command} reward.weights='{{gsm8k:1.0,format:0.2}}'
-  {command} --multirun optimizer.lr=1e-4,1e-5 policy.kl_coef=0.01,0.1
-  {command} resume=auto
+{examples}
 """
+
+_GRPO_EXAMPLES = (
+    "--config-name grpo_quickstart",
+    "env.dataset=ifeval",
+    "optimizer.lr=2e-5 optimizer.weight_decay=0.01",
+    "env=jsonl env.data_path=problems.jsonl env.fields='{question:q,answer:a}'",
+    "reward.weights='{gsm8k:1.0,format:0.2}'",
+    "--multirun optimizer.lr=1e-4,1e-5 policy.kl_coef=0.01,0.1",
+    "resume=auto",
+)
+_SFT_EXAMPLES = (
+    "--config-name sft_quickstart",
+    "optimizer.lr=2e-5 optimizer.weight_decay=0.01",
+    "env=jsonl env.data_path=problems.jsonl env.fields='{question:q,answer:a}'",
+    "--multirun optimizer.lr=1e-4,1e-5",
+    "resume=auto",
+)
 
 
 def primary_configs(config_dir: Path) -> dict[str, str]:
@@ -116,8 +127,13 @@ def help_text(program: str, config_dir: Path, config_name: str) -> str:
         options = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
         if options:
             groups.append(f"  {folder.name:<30} {options}")
+    is_sft = config_name.startswith("sft")
     command = f"python {program}" if program.endswith(".py") else Path(program).name
     return _TEXT.format(
+        title="Train a language model on solutions (supervised fine-tuning)."
+        if is_sft
+        else "Train a language model with GRPO on TorchRL.",
+        examples="\n".join(f"  {command} {words}" for words in (_SFT_EXAMPLES if is_sft else _GRPO_EXAMPLES)),
         command=command,
         primaries="\n".join(primaries),
         groups="\n".join(groups),
