@@ -107,7 +107,7 @@ def test_a_line_is_planned(
     assert isinstance(node, DictConfig)
     same = plan(build_request(parse(node), asynchronous), count)
     size = cfg.inference_model.tensor_parallel_size * cfg.inference_model.pipeline_parallel_size
-    assert found.engine_size == size and found.workers * size == len(found.inference.devices)
+    assert found.engine_size == size and found.num_engines * size == len(found.inference.devices)
     assert (same.train, same.inference) == (found.train, found.inference)
 
 

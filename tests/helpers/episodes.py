@@ -78,7 +78,7 @@ def talking(
     max_episodes: int = 4,
 ) -> EpisodeEngine:
     """Give an engine episodes of :class:`Talk`."""
-    options = RunnerOptions({}, Talk, in_process=False, host=None, timeout_s=5.0, max_characters=100)
+    options = RunnerOptions({}, Talk, in_own_process=False, host=None, timeout_s=5.0, max_characters=100)
     return EpisodeEngine(
         engine,
         tokenizer,

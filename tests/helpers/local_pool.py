@@ -126,9 +126,9 @@ class LocalReference:
         self.scorer = ReferenceScorer(spec)
         self._thread = ThreadPoolExecutor(1)
 
-    def score(self, group: Group) -> Future[list[list[float]]]:
+    def log_probs(self, group: Group) -> Future[list[list[float]]]:
         responses = [response.token_ids for response in group.responses]
-        return self._thread.submit(self.scorer.score, group.prompt, responses)
+        return self._thread.submit(self.scorer.log_probs, group.prompt, responses)
 
     def deadline(self) -> float:
         return math.inf
@@ -155,6 +155,8 @@ def collect_locally(
 
         pools.append(LocalPool(engine, cfg, **options))
         reference = LocalReference(cfg, source, tokenizer) if source.plan.reference_actors else None
-        return build.with_workers(cfg, env, tokenizer, pools[-1], source.plan.workers, put_weights, reference)
+        return build.with_workers(
+            cfg, env, tokenizer, pools[-1], source.plan.num_engines, put_weights, reference
+        )
 
     return collect

@@ -135,7 +135,7 @@ def test_names_that_a_run_reads() -> None:
     apart = two(asynchronous=True)
     assert (apart.train_device, apart.engine_device, apart.worker_gpus) == ("cuda:0", "cuda:0", [1])
     cluster = two(asynchronous=True, cluster=True, inference=Role("inference_model", 4))
-    assert (cluster.workers, cluster.worker_gpus, cluster.engine_device) == (4, [], "cuda:0")
+    assert (cluster.num_engines, cluster.worker_gpus, cluster.engine_device) == (4, [], "cuda:0")
     off = two(uses_reference=False)
     assert (off.reference.devices, off.reference_devices) == ((), ("cuda:0",))
     one = plan(Request(), 1)
@@ -199,7 +199,7 @@ def test_the_planner_and_its_inputs_need_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "gpus", "apart"),
+    ("changes", "gpus", "own_process"),
     [
         ({}, 1, False),
         ({}, 0, False),
@@ -221,9 +221,9 @@ def test_the_planner_and_its_inputs_need_no_torch() -> None:
     ],
 )
 def test_vllm_is_in_the_trainers_process_where_it_finds_its_gpu_and_no_ranks(
-    changes: dict[str, Any], gpus: int, apart: bool
+    changes: dict[str, Any], gpus: int, own_process: bool
 ) -> None:
-    assert plan(Request(**changes), gpus).own_process == apart
+    assert plan(Request(**changes), gpus).inference.own_process == own_process
 
 
 @pytest.mark.parametrize(
@@ -244,6 +244,19 @@ def test_vllm_is_in_the_trainers_process_where_it_finds_its_gpu_and_no_ranks(
 def test_what_workers_of_grpo_py_cannot_do(words: list[str], match: str) -> None:
     said = dry_run(f"grpo.py, 64 GiB: {' '.join(words)} inference_model.backend=transformers")
     assert re.search(rf"error: .*{match}", said), said
+
+
+def test_only_engines_may_have_more_gpus_than_the_trainer_and_its_own() -> None:
+    sizes: dict[str, Any] = {"engine_size": 2, "backend": "vllm_server", "uses_reference": True}
+    train = Role("train_model", devices=(0, 1))
+    engines = Role("inference_model", devices=(0, 1, 2, 3))
+    assert plan(Request(train, engines, **sizes), 4).inference.placement == "colocated"
+    reference = Role("ref_model", devices=(0, 1, 2))
+    apart = Role("inference_model", devices=(2, 3))
+    with pytest.raises(
+        ConfigError, match=r"ref_model.devices=\[0,1,2\]: GPU .* share all of their GPUs or none"
+    ):
+        plan(Request(train, apart, reference, **sizes), 4)
 
 
 # What there is

@@ -46,7 +46,7 @@ def test_share(gpus: int, asked: float | None, share: float, monkeypatch: pytest
     source = build.EngineSource("weights", "model", plan, [2], torch.bfloat16, True)
     collect: Any = (
         partial(build.build_in_turn, build.build_ray_workers)
-        if plan.own_process
+        if plan.inference.own_process
         else build.build_single_engine
     )
     with pytest.raises(Enough):

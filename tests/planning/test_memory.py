@@ -485,7 +485,7 @@ def test_adapters_have_small_gradients_and_no_reference() -> None:
     whole = predicted(cfg)
     cfg.train_model.lora.rank = 16
     adapters = predicted(cfg)
-    assert row(whole, "reference", "score").weights == 4 * SEVEN_B.parameters
+    assert row(whole, "reference", "prepare").weights == 4 * SEVEN_B.parameters
     assert not [one for one in adapters.rows if one.role == "reference"]
     small = row(adapters, "train", "optimize")
     assert small.gradients + small.optimizer < 0.1 * row(whole, "train", "optimize").gradients
@@ -560,7 +560,7 @@ def test_the_reference_is_held_as_the_policy_computes() -> None:
     matrices = SEVEN_B.parameters - SEVEN_B.outer
     for autocast, mix, element in (("no", 1.0, 4), ("bf16", 1.0, 2), ("bf16", 0.5, 4)):
         cfg.train_model.autocast, cfg.ref_model.refresh_mix = Autocast(autocast), mix
-        found = row(predicted(cfg), "reference", "score").weights
+        found = row(predicted(cfg), "reference", "prepare").weights
         assert found == 4 * SEVEN_B.outer + element * matrices
 
 
@@ -899,7 +899,7 @@ def test_dry_run_of_a_sweep_shows_every_job(tmp_path: Path, tiny_model_dir: Path
     words = [f"model.name={tiny_model_dir}", "policy.kl_coef=0,0.1", "inference_model.backend=transformers"]
     result = dry_run("grpo.py", tmp_path, "--multirun", *words)
     assert result.returncode == 0
-    assert "job 0\n" in result.stdout and "job 1\n" in result.stdout and "reference  score" in result.stdout
+    assert "job 0\n" in result.stdout and "job 1\n" in result.stdout and "reference  prepare" in result.stdout
 
 
 def test_a_sweep_that_cannot_run_is_refused_by_its_dry_run_too(tmp_path: Path, tiny_model_dir: Path) -> None:

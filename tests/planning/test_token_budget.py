@@ -42,7 +42,7 @@ def test_the_budget_is_what_the_memory_leaves(monkeypatch: pytest.MonkeyPatch) -
     for tokens, fits in ((small.tokens, True), (small.tokens + 4096, False)):
         cfg = token_budget.with_budget(found.cfg, tokens)
         needs = memory.predict(cfg, found.plan, HALF_B, SMALL)
-        most = max(needs.need("cuda:0", phase) for phase in ("score", "optimize"))
+        most = max(needs.need("cuda:0", phase) for phase in ("prepare", "optimize"))
         assert (most <= 0.8 * 23.99 * GIB) == fits
 
 
@@ -132,7 +132,7 @@ def test_moments_wait_in_host_memory_where_that_decides(
     assert found.prediction is not None
     held = {row.phase: row.optimizer for row in found.prediction.rows if row.role == "train"}
     assert held["optimize"] == 8 * ONE_B.parameters
-    assert held["generate"] == held["score"] == (0 if expected else 8 * ONE_B.parameters)
+    assert held["generate"] == held["prepare"] == (0 if expected else 8 * ONE_B.parameters)
 
 
 def test_deepspeed_parks_no_moments(monkeypatch: pytest.MonkeyPatch) -> None:

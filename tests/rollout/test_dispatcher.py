@@ -18,7 +18,7 @@ from torchrl_grpo.rollout.workers import dispatcher
 from torchrl_grpo.rollout.workers.dispatcher import Dispatcher
 from torchrl_grpo.rollout.workers.scheduler import Scheduler
 from torchrl_grpo.rollout.workers.staleness import StalenessTracker
-from torchrl_grpo.rollout.workers.types import Publication
+from torchrl_grpo.rollout.workers.types import WorkerDelivery
 from torchrl_grpo.rollout.workers.worker import RolloutWorker
 
 
@@ -59,7 +59,7 @@ def make_dispatcher(pool: Pool, timeout_s: float = 60.0) -> Dispatcher:
         wait_for_running=False,
         return_interrupted=False,
     )
-    return Dispatcher(scheduler, pool, score=score, timeout_s=timeout_s, max_restarts=0)
+    return Dispatcher(scheduler, pool, score_rewards=score, timeout_s=timeout_s, max_restarts=0)
 
 
 def test_what_is_asked_behind_a_failure_is_done_all_the_same() -> None:
@@ -67,7 +67,7 @@ def test_what_is_asked_behind_a_failure_is_done_all_the_same() -> None:
     pool = Pool(starts=True)
     made = make_dispatcher(pool)
     made.start()
-    made.publish(Publication("weights", Probe([[1]], 1)), 0)
+    made.publish(WorkerDelivery("weights", Probe([[1]], 1)), 0)
     entered, gate = threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -55,7 +55,7 @@ def test_a_group_is_scored_as_by_the_formula(config: Config, budget: int | None)
     config.train.max_tokens_per_microbatch = budget
     scorer = ReferenceScorer(ReferenceSpec(config, config.model.name, 0, 1, False, None, True))
     prompt, responses = [5, 6, 7, 8], [[9, 10, 11, 12], [13], [14, 15, 16]]
-    found = scorer.score(prompt, responses)
+    found = scorer.log_probs(prompt, responses)
     model = AutoModelForCausalLM.from_pretrained(config.model.name).double()
     for response, values in zip(responses, found, strict=True):
         with torch.no_grad():
@@ -151,10 +151,10 @@ def test_a_reference_that_is_lost_stops_the_run_with_a_checkpoint(
     class Broken(LocalReference):
         asked = 0
 
-        def score(self, group: Group) -> Future[list[list[float]]]:
+        def log_probs(self, group: Group) -> Future[list[list[float]]]:
             self.asked += 1
             if self.asked < 7:
-                return super().score(group)
+                return super().log_probs(group)
             lost: Future[list[list[float]]] = Future()
             lost.set_exception(WorkersLost("a process of the reference model failed (killed)"))
             return lost
@@ -182,7 +182,7 @@ class Remote:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.kills = 0
-        self.score = SimpleNamespace(remote=lambda *arguments: self)
+        self.log_probs = SimpleNamespace(remote=lambda *arguments: self)
         self.__ray_ready__ = SimpleNamespace(remote=lambda: None)
 
     def options(self, **_: Any) -> Remote:
@@ -219,13 +219,13 @@ def test_one_of_three_that_hangs_is_started_again(
     group = Group(0, [1], 0, [])
     assert reference.deadline() == math.inf
     for _ in range(9):
-        reference.score(group)
+        reference.log_probs(group)
     assert [len(actor.calls) for actor in actors] == [3, 3, 3]
     for _ in range(3):
         clock.now += 4.0
         for actor in actors[1:]:
             actor.calls.pop(0)([[0.5]])
-        reference.score(group)
+        reference.log_probs(group)
     assert (reference.deadline(), [actor.kills for actor in actors]) == (110.0, [0, 0, 0])
     reference.restart_timed_out()
     assert [actor.kills for actor in actors] == [1, 0, 0]
@@ -234,10 +234,10 @@ def test_one_of_three_that_hangs_is_started_again(
 
 def test_groups_go_to_whoever_has_least_to_do(three: tuple[ReferenceActors, list[Remote], Clock]) -> None:
     reference, actors, _ = three
-    found = [reference.score(Group(number, [1], 0, [])) for number in range(3)]
+    found = [reference.log_probs(Group(number, [1], 0, [])) for number in range(3)]
     actors[1].calls.pop()([[0.25]])
     assert found[1].result(timeout=0) == [[0.25]] and not found[0].done()
-    reference.score(Group(3, [1], 0, []))
+    reference.log_probs(Group(3, [1], 0, []))
     assert [len(actor.calls) for actor in actors] == [1, 1, 1]
 
 
@@ -258,7 +258,7 @@ def test_what_a_failure_says(
     three: tuple[ReferenceActors, list[Remote], Clock], error: Exception, said: str
 ) -> None:
     reference, actors, _ = three
-    found = reference.score(Group(0, [1], 0, []))
+    found = reference.log_probs(Group(0, [1], 0, []))
     actors[0].calls.pop()(error)
     with pytest.raises(WorkersLost, match=said):
         found.result(timeout=0)

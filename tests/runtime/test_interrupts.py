@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from torchrl_grpo.runtime.interrupts import held, remember_interrupts
+from torchrl_grpo.runtime.interrupts import delay_interrupts, remember_interrupts
 
 
 def interrupt() -> None:
@@ -26,7 +26,7 @@ def test_an_interrupt_is_raised_at_once_and_again_where_it_got_lost() -> None:
 
 def test_a_held_interrupt_comes_after_what_is_held(capfd: pytest.CaptureFixture[str]) -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), held():
+    with pytest.raises(KeyboardInterrupt), delay_interrupts():
         interrupt()
         done.append("the rest")
     assert done == ["the rest"]
@@ -35,7 +35,7 @@ def test_a_held_interrupt_comes_after_what_is_held(capfd: pytest.CaptureFixture[
 
 def test_a_second_interrupt_is_not_held() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), held():
+    with pytest.raises(KeyboardInterrupt), delay_interrupts():
         interrupt()
         interrupt()
         done.append("the rest")
@@ -43,7 +43,7 @@ def test_a_second_interrupt_is_not_held() -> None:
 
 
 def test_an_error_inside_is_what_is_raised() -> None:
-    with pytest.raises(RuntimeError, match="its own"), held():
+    with pytest.raises(RuntimeError, match="its own"), delay_interrupts():
         interrupt()
         raise RuntimeError("its own")
 
@@ -53,7 +53,7 @@ def test_handlers_are_put_back(ending: str) -> None:
     before = signal.getsignal(signal.SIGINT)
     with remember_interrupts() as check:
         try:
-            with held():
+            with delay_interrupts():
                 if ending == "interrupt":
                     interrupt()
                 if ending == "error":
@@ -72,7 +72,7 @@ def test_handlers_are_put_back(ending: str) -> None:
 def test_an_ignored_interrupt_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with remember_interrupts() as check, held():
+        with remember_interrupts() as check, delay_interrupts():
             interrupt()
         check()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -85,7 +85,7 @@ def test_other_threads_change_no_handler() -> None:
     found = []
 
     def work() -> None:
-        with remember_interrupts(), held():
+        with remember_interrupts(), delay_interrupts():
             found.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)

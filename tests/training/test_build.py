@@ -16,7 +16,7 @@ from torchrl_grpo.observe import loggers
 from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
 from torchrl_grpo.planning import placement
 from torchrl_grpo.planning.request import build_request
-from torchrl_grpo.training.build import MessageQueue, engine_format
+from torchrl_grpo.training.build import MessageQueue, choose_engine_dtype
 from torchrl_grpo.training.job import run
 
 
@@ -73,4 +73,4 @@ def test_engines_on_gpus_of_several_kinds_have_one_format(
     cfg.inference_model.dtype, cfg.inference_model.num_devices = Dtype(dtype), 2
     plan = placement.plan(build_request(cfg, asynchronous=False), 3)
     assert plan.inference.devices == ("cuda:1", "cuda:2")
-    assert engine_format(cfg, plan) == expected
+    assert choose_engine_dtype(cfg, plan) == expected

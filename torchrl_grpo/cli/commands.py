@@ -23,7 +23,7 @@ def grpo() -> None:
 
 
 def grpo_async() -> None:
-    """Train with GRPO on Ray, collecting and optimizing at the same time."""
+    """Train with GRPO while workers, on Ray or with servers, generate at the same time."""
     main(
         run="torchrl_grpo.training.job:run_async",
         config_name="grpo_gsm8k",

@@ -79,7 +79,7 @@ class Composer:
 
         Returns:
             One list of overrides per job, and a single list without ``sweep``. With a sweeper other than
-            Hydra's basic one, a single list of the overrides that all jobs have in common.
+            Hydra's basic one, values that cannot be listed (such as ``interval``) are left out.
 
         Raises:
             ConfigError: an argument is not an override, its key or group option is unknown, or its value

@@ -27,8 +27,9 @@ def parse(node: DictConfig) -> Config:
 
     Args:
         node: configuration, without Hydra's own ``hydra`` section. It need not have been composed over
-            the schema. Every key and every type is checked again, because ``+key=value`` on the command
-            line bypasses the schema.
+            the schema. Every key is checked, because ``+key=value`` on the command line bypasses the
+            schema. Types are checked unless the configuration was composed over the schema, which checks
+            them.
 
     Returns:
         The configuration with every interpolation resolved.

@@ -90,8 +90,8 @@ class CollectorConfig:
     )
     max_restarts: int = key(
         10,
-        "Number of dead workers that are replaced before the run stops. Each process of the reference model "
-        "has this number of its own.",
+        "Number of dead workers that are replaced before the run stops. For processes of the reference "
+        "model the limit applies to each process separately.",
     )
 
 
@@ -173,8 +173,9 @@ class TrainConfig:
     weight_update_frequency: int | None = key(
         None,
         "Optimizer steps between two publications of the weights to the engine; null means a collection "
-        "round. A larger interval needs either grpo.py with an engine in the trainer's process that does not "
-        "sleep, or grpo-async.py with a large enough collector.max_policy_age.",
+        "round, and with train.method=sft before evaluations only. A larger interval needs either grpo.py "
+        "with an engine in the trainer's process that does not sleep, or grpo-async.py with a large enough "
+        "collector.max_policy_age.",
     )
     checkpoint_frequency: int = key(
         100,
@@ -214,8 +215,9 @@ class EvalConfig:
     reward: str | None = key(
         None,
         "Reward that grades held-out responses; a value of 1 or more counts as correct. null means the one "
-        "of gsm8k, math_verify, exact_match, reasoning_gym and ifeval that has the largest positive weight, "
-        "or the dataset's default if none has one.",
+        "of gsm8k, math_verify, exact_match, reasoning_gym, ifeval and environment that has the largest "
+        "positive weight. If none has one, it is environment if env.environment is set, and otherwise the "
+        "dataset's default.",
     )
 
 

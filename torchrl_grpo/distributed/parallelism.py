@@ -32,7 +32,7 @@ from torchrl_grpo.models.shards import in_zero_shards
 
 
 def distribute(scorer: TokenScorer, kind: str, ranks: int, device: torch.device) -> nn.Module:
-    """What the loss calls in place of ``scorer``.
+    """Return the module that the loss calls in place of ``scorer``.
 
     Args:
         scorer: scorer of the model. With FSDP2 the model's parameters become shards, in place. With ZeRO-3
@@ -44,8 +44,8 @@ def distribute(scorer: TokenScorer, kind: str, ranks: int, device: torch.device)
     if ranks == 1:
         return scorer
     if kind == "ddp":
-        # Gradients as views of what is exchanged: not 4 bytes a weight twice. Without device_ids, inputs stay
-        # on the CPU, where the scorer reads their lengths.
+        # Gradients are views of DDP's buckets, which saves 4 bytes per weight. Without device_ids, inputs
+        # stay on the CPU, where the scorer reads their lengths.
         return DistributedDataParallel(scorer, forward_sync_buffers=False, gradient_as_bucket_view=True)
     if kind in ZERO_STAGES:
         return ZeroNetwork(scorer, kind, device)
@@ -54,12 +54,13 @@ def distribute(scorer: TokenScorer, kind: str, ranks: int, device: torch.device)
     shards: list[FSDPModule] = []
     for layer in layers:
         for norm in layer.norms:
-            # So small that it stays gathered until its gradient is there.
+            # A norm is so small that it stays gathered until its gradient is computed.
             fully_shard(norm, mesh=mesh, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=False)
         precision = _in_16_bits(scorer.autocast_dtype) if layer.in_16_bits else MixedPrecisionPolicy()
         shards.append(fully_shard(layer.module, mesh=mesh, mp_policy=precision))
     for (before, module), layer in zip(pairwise(shards), layers[1:], strict=False):
-        # In the backward pass torch would fetch what ran just before in its place: a norm of the same layer.
+        # By default, the backward pass of a module prefetches the module that ran before it in the forward
+        # pass. That is a norm of the same layer, so name the previous layer instead.
         if layer.norms and type(before) is type(module):
             module.set_modules_to_backward_prefetch([before])
     # Embedding, last norm and head: gathered for the whole of a forward pass, which uses the head.
@@ -71,17 +72,19 @@ def distribute(scorer: TokenScorer, kind: str, ranks: int, device: torch.device)
 def _in_16_bits(dtype: torch.dtype | None) -> MixedPrecisionPolicy:
     """Gather weights in ``dtype``; shards, and gradients between ranks, stay float32.
 
-    Gathered in float32 they would travel at twice the size, and autocast would keep a copy of each in 16 bits
-    until the pass ends, of which there is no need to be a whole model on any rank. Autocast stays: products
-    are the same, and what it computes in float32 (the residual stream, norms, positions) stays so.
+    Gathered in float32, weights would travel at twice the size. Autocast would also keep a copy of each
+    weight in 16 bits until the pass ends, so that every rank would hold a whole model in 16 bits. Autocast
+    stays on: products are the same, and what it computes in float32 (the residual stream, norms, positions)
+    stays so.
     """
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def synchronizing(network: object, last: bool) -> AbstractContextManager[None]:
-    """With DDP gradients are exchanged in the last backward pass of a step, and add up locally before.
+    """Surround a backward pass of a step.
 
-    With shards they are exchanged in each: whole gradients of several passes would not fit where shards do.
+    With DDP, gradients add up on each rank and are exchanged in the last pass. With shards they are exchanged
+    in every pass, because the whole gradients would not fit into the memory of one rank.
     """
     if isinstance(network, DistributedDataParallel) and not last:
         return network.no_sync()
@@ -92,9 +95,10 @@ def synchronizing(network: object, last: bool) -> AbstractContextManager[None]:
 
 @contextmanager
 def reshard_after(network: object) -> Iterator[None]:
-    """Afterwards parameters are shards again, also those that a pass without gradients leaves gathered.
+    """Make all parameters shards again at the end of the block.
 
-    An update moves the shards. Whatever stayed gathered would keep the weights from before it.
+    A pass without gradients leaves some of them gathered. An update changes the shards, so a parameter that
+    stayed gathered would keep its old weights.
     """
     yield
     if isinstance(network, nn.Module):
@@ -122,7 +126,10 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def writable(parameter: Tensor) -> Iterator[Tensor]:
-    """What every rank must change of ``parameter``, all of it in the same way: its shard, or the whole."""
+    """Yield the tensor to write to: this rank's shard, or the whole parameter.
+
+    Every rank must make the same change.
+    """
     if in_zero_shards(parameter):
         with gathered(parameter, writable=True) as found:
             yield found
@@ -132,17 +139,18 @@ def writable(parameter: Tensor) -> Iterator[Tensor]:
 
 
 def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of a whole tensor on the device of ``parameter``, of one in shards the shard of this rank.
+    """Copy a whole tensor to the device of ``parameter``; if that is in shards, copy only this rank's shard.
 
     Args:
-        tensor: may lie in a file; no other part of it is read. Every rank has it, and none sends any.
-        parameter: divided as :func:`distribute` does.
+        tensor: whole tensor, possibly mapped from a file, of which only this rank's part is read. Every rank
+            passes it, and nothing is sent between ranks.
+        parameter: parameter that :func:`distribute` may have divided.
     """
     if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
         return tensor.to(parameter.device, copy=True)
     assert parameter.placements == (Shard(0),), parameter.placements
     mesh = parameter.device_mesh
-    # Rows beyond the last rank's are none, and so is its part.
+    # There may be fewer chunks than ranks. The last ranks then hold no rows.
     own = dict(enumerate(tensor.chunk(mesh.size()))).get(mesh.get_local_rank(), tensor[:0])
     local = own.to(parameter.device, copy=True)
     return DTensor.from_local(

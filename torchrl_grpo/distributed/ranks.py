@@ -23,7 +23,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.planning.cores import divide_cores
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.runtime import rank_env
-from torchrl_grpo.runtime.interrupts import held
+from torchrl_grpo.runtime.interrupts import delay_interrupts
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -92,7 +92,7 @@ class Ranks:
         if self.size == 1:
             return function(target, *arguments, **options)
         # Interrupted half way, this rank would leave the others in the middle of a collective call.
-        with held(), self.mark_broken_on_error():
+        with delay_interrupts(), self.mark_broken_on_error():
             self.broadcast_object((function, arguments, options))
             return function(target, *arguments, **options)
 
@@ -167,15 +167,14 @@ def cores_to_divide(ranks: int) -> int:
     again.
 
     Args:
-        ranks: training ranks on this machine, each of which has what torch takes by itself. That heeds
-            ``OMP_NUM_THREADS``, which launchers set for several, and a single rank's numbers are the same
-            with engines and without.
+        ranks: training ranks on this machine. Each counts with torch's default number of threads, which
+            follows ``OMP_NUM_THREADS``. Launchers set that variable for several ranks.
     """
     return torch.get_num_threads() * ranks
 
 
 def divide_threads(cfg: Config, plan: Plan) -> None:
-    """Give this rank its threads: as configured, or its share of what several processes compute on."""
+    """Set this rank's number of threads: the configured one, or its share of the cores."""
     ranks = rank_env.local_world_size()
-    # Also where all cores are its own: the job before it in a sweep may have had fewer.
+    # Set it even if this rank has all cores, because the job before it in a sweep may have lowered it.
     torch.set_num_threads(divide_cores(cfg, plan, cores_to_divide(ranks), ranks)[0])

@@ -14,7 +14,7 @@ from torchrl_grpo.envs.stream import CountedStream
 
 # Weight of the newest group in a problem's pass rate.
 _NEWEST = 0.5
-# Draws whose problem is remembered after the newest draw that is known.
+# Number of draws before the newest observed one whose problems are remembered.
 _REMEMBERED = 100_000
 
 
@@ -70,7 +70,7 @@ class PassRateStream(CountedStream):
         for index, rate in self._rates.items():
             weights[index] = self.weights[bisect.bisect_right(self.bands, rate)]
         bounds = list(itertools.accumulate(weights))
-        # With weights of 0 everywhere, nothing is known against any problem.
+        # If all weights are 0, every problem is as likely as any other.
         if bounds[-1] == 0:
             bounds = list(range(1, len(weights) + 1))
         draw = random.Random(f"{self.seed}/pass_rate/{number}").random() * bounds[-1]

@@ -127,6 +127,7 @@ def is_truncated(
 
 
 def _padded(tensordict: TensorDictBase) -> bool:
+    """Whether the wrapper has padded its tokens. If it does not say so, it may have."""
     found = tensordict.get(("tokens", "padded"), None)
     while isinstance(found, list) or hasattr(found, "tolist"):
         found = found[0] if isinstance(found, list) else found.tolist()

@@ -122,7 +122,7 @@ class PromptStream:
 
 
 class CountedStream(PromptStream):
-    """A stream whose draws are found by their number, so that their count is the whole position."""
+    """A stream in which a draw's number determines its example, so the count of draws is the whole state."""
 
     def draw(self, count: int) -> list[Example]:
         """Draw the next ``count`` examples."""
@@ -162,7 +162,8 @@ class MixtureStream(CountedStream):
         self._weighted = list(parts)
         self._parts = [PromptStream(one, seed, shuffle) for _, one in parts]
         self._shares = shares([weight for weight, _ in parts], MIXTURE_BLOCK)
-        # Number of a block, and the part and its own draw for each of its draws.
+        # The newest block: its number, and for each of its draws the part and the number of the draw within
+        # the part's share.
         self._block: tuple[int, list[tuple[int, int]]] = (-1, [])
 
     def reseeded(self, seed: int) -> MixtureStream:
@@ -177,8 +178,8 @@ class MixtureStream(CountedStream):
             order = self._order_of_block(block)
             # Replaced as a whole, because several threads read it.
             self._block = block, order
-        part, rank = order[place]
-        return self._parts[part].at(block * self._shares[part] + rank)
+        part, number_in_part = order[place]
+        return self._parts[part].at(block * self._shares[part] + number_in_part)
 
     def _order_of_block(self, block: int) -> list[tuple[int, int]]:
         chosen = [part for part, share in enumerate(self._shares) for _ in range(share)]

@@ -28,7 +28,7 @@ import numpy
 import torch
 from torch import Tensor
 
-# Size in bytes of the temporary on devices that cannot multiply an integer matrix by a vector.
+# Largest size in bytes of the temporary of a product.
 _PIECE_BYTES = 2**26
 _COLUMNS, _ROWS = 1, 2
 

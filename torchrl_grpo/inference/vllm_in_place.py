@@ -1,7 +1,7 @@
 """Copies published weights straight into the tensors of a running vLLM, piece by piece.
 
-vLLM's own reload builds every layer anew and copies it over the old one, so that each weight is written twice
-into fresh memory. Once the layout is known (:mod:`~torchrl_grpo.inference.layout`), the rows of a published
+vLLM's own reload builds every layer in fresh memory and then copies it over the old one, so that each weight
+is written twice. Once the layout is known (:mod:`~torchrl_grpo.inference.layout`), the rows of a published
 tensor can be copied to the rows that hold them. Nothing but the piece itself is needed besides the model.
 
 On a CPU, vLLM packs matrices. If a whole matrix arrived in one contiguous block of memory, it is packed from
@@ -39,10 +39,10 @@ class _Target:
     ) -> None:
         self.rows, self.is_vector, self.size, self.done = rows, is_vector, size, done
         self.left = size
-        # If the matrix may be packed straight from where it arrived: the buffer that packs it, and the names
-        # of the published tensors that make up its rows, in order. There are no names if the rows of the
-        # matrix are not exactly those of whole published tensors.
+        # The buffer that packs the matrix. None if the engine does not pack it.
         self.staging: _Staging | None = None
+        # Names of the published tensors that make up the rows of the matrix, in order. Empty if its rows are
+        # not exactly those of whole tensors. It can then not be packed straight from where they arrived.
         self.tensors: list[str] = []
 
 
@@ -115,10 +115,11 @@ class InPlaceLoader:
                 places.setdefault(place.name, []).append((target, place))
         for listed_targets in places.values():
             for target, _ in listed_targets:
-                # Packing such a matrix would leave out the other place of a tensor.
+                # A tensor with another place must be written there too.
                 if any(len(places[name]) > 1 for name in target.tensors):
                     target.tensors = []
-        # While an engine sleeps, it loses what nobody publishes. Only vLLM's own loader fills that again.
+        # A sleeping engine loses its weights, and only vLLM's own loader restores what nobody publishes. So
+        # every parameter must be written as a whole.
         held = {parameter.data_ptr() for parameter in model.parameters() if parameter.numel()}
         return InPlaceLoader(places) if sources | held <= written else None
 
@@ -229,10 +230,10 @@ def _whole_rows(places: Sequence[Place], count: int) -> list[str]:
 
 
 def repack_kept(model: nn.Module) -> None:
-    """Pack the matrices of embeddings and output heads again, which are kept with their packed copies.
+    """Pack the layers again that keep their plain matrix beside the packed copy: embeddings and output heads.
 
-    An embedding looks rows up and multiplies with nothing, unless it is the output head too. If a head shares
-    its matrix, only the head's copy is packed, and that of the embedding is freed.
+    If an embedding shares its matrix with a head, only the head is packed. The embedding's packed copy is
+    freed, because an embedding only looks rows up.
     """
     kept = [
         cast(Any, module)

@@ -78,7 +78,7 @@ class VLLMWeights:
         # Row sums of the weights that vLLM itself read from disk, and the number of publications that are
         # still to be compared with them.
         self._first: dict[str, Tensor] = {}
-        self._compared = 0
+        self._comparisons_left = 0
         # vLLM's quantization methods whose weight processing is wrapped.
         self._methods: list[Any] = []
         self._generator = torch.Generator().manual_seed(0)
@@ -140,7 +140,7 @@ class VLLMWeights:
             self.load_pieces([Piece(name, tuple(tensor.shape), 0, tensor.detach().reshape(-1))])
 
     def load_pieces(self, pieces: Iterable[Piece]) -> None:
-        """Load pieces of weights, which may change once this returns."""
+        """Load pieces of weights. The caller may overwrite their memory once this returns."""
         if self._by_loader:
             self.load(self._assembler.take(pieces))
         else:
@@ -208,7 +208,7 @@ class VLLMWeights:
         # vLLM's own loader shows where the tensors lie.
         self._in_place = None
         self._first = dict(self._sums_of_rows())
-        self._compared = _COMPARED
+        self._comparisons_left = _COMPARED
         seen = self._with_fingerprints(shapes, update)
         for path, module in self.model.named_modules():
             if "cpu_linear" in vars(module) and f"{path}.weight" not in seen:
@@ -228,9 +228,10 @@ class VLLMWeights:
                 raise _loading_error(f"nothing of {name}")
 
     def ignores(self, name: str, update: Callable[[Iterable[tuple[str, Tensor]]], None]) -> bool:
-        """Return whether another fingerprint of a tensor that was not found changes nothing.
+        """Return whether vLLM ignores a published tensor that was not found in it.
 
-        vLLM may have transformed the tensor. This overwrites the weights, so load weights afterwards.
+        vLLM ignores a tensor if another fingerprint of it changes nothing that vLLM holds. Otherwise vLLM
+        holds it in a transformed form. This overwrites the weights, so load weights afterwards.
         """
         assert self.layout is not None
         return _equal(self._with_fingerprints(self.layout.shapes, update, other=name), self._learned)
@@ -294,10 +295,10 @@ class VLLMWeights:
         Raises:
             ModelError: the rows of a tensor are in another order.
         """
-        if self._compared == 0:
+        if self._comparisons_left == 0:
             self._first.clear()
             return
-        self._compared -= 1
+        self._comparisons_left -= 1
         for key, now in self._sums_of_rows():
             if key not in self._first:
                 continue
@@ -363,14 +364,15 @@ class VLLMWeights:
                         f"for {path}; write inference_model.backend=transformers"
                     )
                 return
-            # Packing alone leaves the source as it is. It may lie in memory that the trainer shares, so it is
-            # read afterwards: whoever writes there too early changes the checksum.
+            # vLLM's own loader may change the source, so its checksum is taken first.
             noted = self._noted(before) if self._by_loader else {}
             # Choose at random. A counter would select the same layers every time if the number of layers and
             # the period had a common divisor.
             columns = int(torch.randint(_ONE_IN, (1,), generator=self._generator) == 0)
             process(module, *arguments)
             if not self._by_loader:
+                # Copying in place leaves the source unchanged, and the source may be memory that the trainer
+                # shares. Taken after packing, the checksum shows if the trainer has overwritten it too early.
                 noted = self._noted(before)
             sound = not columns or not noted or self._gives_back(module, path, before, columns)
             multiply = vars(module).get("cpu_linear")

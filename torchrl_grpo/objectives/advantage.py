@@ -123,8 +123,8 @@ def is_constant(rewards: Tensor, offset: float = 0.0) -> Tensor:
 
     Args:
         rewards: ``[P, G]``.
-        offset: constant that is included in each reward. Its rounding error remains even if the reward is
-            near 0.
+        offset: constant part of each reward (``policy.reward_shift`` times ``policy.reward_scale``). Adding
+            it rounds relative to it, so the tolerance includes it even if the sum is near 0.
 
     Returns:
         ``[P]`` bool, True for groups of equal rewards.

@@ -1,4 +1,4 @@
-"""Log-ratios per token or per response, and importance weights for the mismatch of engine and trainer."""
+"""Log-ratios per token or per response, and importance weights for tokens that another policy sampled."""
 
 from __future__ import annotations
 
@@ -39,21 +39,24 @@ def aggregate_log_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 def correction_weights(
     log_ratio: Tensor, mask: Tensor, *, kind: str, level: str, cap: float, floor: float
 ) -> Tensor:
-    """Importance weights that correct for the numerical mismatch between the engine and the trainer.
+    """Importance weights that correct from the distribution that sampled to the proximal policy.
 
-    With ``w = exp(log_ratio)``, ``truncate`` is ``min(w, cap)`` (truncated importance sampling). ``mask`` is
-    ``w`` if ``floor <= w <= cap`` and 0 otherwise (the band of IcePop; with floor 0, decoupled PPO as in
-    AReaL, arXiv 2505.24298). A token of weight 0 is excluded from the numerator of the loss, but not from its
-    denominator.
+    The two differ by the numerical mismatch between engine and trainer. In an asynchronous run they also
+    differ by staleness.
+
+    Let ``w = exp(log_ratio)``. With ``kind="truncate"`` the weight is ``min(w, cap)`` (truncated importance
+    sampling). With ``kind="mask"`` it is ``w`` if ``floor <= w <= cap`` and 0 otherwise (the band of IcePop;
+    with floor 0, decoupled PPO as in AReaL, arXiv 2505.24298). A token of weight 0 is excluded from the
+    numerator of the loss, but not from its denominator.
 
     Args:
-        log_ratio: ``[P, G, T]``, log-probability of the trainer minus that of the engine for the same
-            weights.
+        log_ratio: ``[P, G, T]``, log-probability under the proximal policy minus that of the engine when it
+            sampled.
         mask: ``[P, G, T]`` bool, True for tokens that the loss counts.
         kind: ``truncate`` or ``mask``.
         level: see :func:`aggregate_log_ratio`.
         cap: largest weight.
-        floor: smallest weight that ``mask`` keeps.
+        floor: smallest weight that ``kind="mask"`` keeps.
 
     Returns:
         Weights ``[P, G, T]``, without gradient.

@@ -185,8 +185,9 @@ class GroupPolicyLoss(LossModule):
             contributions to a mean over the tokens of the optimizer batch, to be summed over micro-batches:
 
             * ``entropy`` in nats, if the actor gives it, and ``clip_fraction``;
-            * ``kl_approx`` (k3 of the sampling policy to the current one), ``ratio``, ``ratio_squared`` and
-              ``logprob_diff`` (absolute difference in nats) relative to the engine's log-probabilities;
+            * ``kl_approx`` (KL(sampling policy || current policy), estimated with k3), ``ratio``,
+              ``ratio_squared`` and ``logprob_diff`` (absolute difference in nats) relative to the engine's
+              log-probabilities;
             * with ``policy.proximal=trainer``: ``mismatch_kl_approx``, ``mismatch_ratio`` and
               ``mismatch_ratio_squared`` of the proximal policy relative to the engine;
             * with a reference: ``kl_ref``;

@@ -1,6 +1,6 @@
 """Metrics, rollouts, loggers, progress, and the report at the end of a run.
 
-Nothing here influences training. Only :mod:`.loggers` imports torch.
+Nothing here influences training. Only functions of :mod:`.loggers` and :mod:`.stats` import torch.
 """
 
 from torchrl_grpo.observe.loggers import Loggers, build

@@ -179,13 +179,14 @@ class RolloutWriter:
         self.path = self._lines.path
 
     def write(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append the responses that a step trained on.
+        """Append the responses of a round, under the first step that trains on it.
 
         Args:
             step: number of the optimizer step.
             rows: responses, each with ``prompt``, ``response``, ``reward`` (the weighted total), ``rewards``
                 (rewards and their components by name, unweighted), ``advantage`` and ``policy_version``.
-                Errors by the name of the reward in ``errors`` are optional. Other keys are written unchanged.
+                ``errors`` (optional) maps the name of a reward to its error. Other keys are written
+                unchanged.
 
         Raises:
             KeyError: a row lacks one of the six required keys.

@@ -75,8 +75,8 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def peak_memory_gib() -> float:
     """Largest resident memory this process has had, in GiB; its children are not counted.
 
-    On Linux a child inherits ``ru_maxrss`` of its parent, so this reads the kernel's mark of the address
-    space (``VmHWM``) if there is one.
+    On Linux a child inherits ``ru_maxrss`` of its parent, so this reads the peak that the kernel keeps
+    for each process (``VmHWM``) if there is one.
     """
     status = Path("/proc/self/status")
     if status.exists():

@@ -1,9 +1,9 @@
 """Advise overrides for a run that needs more memory than the devices have.
 
 Every piece of advice is a set of overrides. The changed configuration was planned again, and it fits.
-Overrides that work on less at a time and train the same come first. Shards on more devices, and adapters,
-are advised only if those overrides are not enough. This module does not decide whether a configuration
-fits; :mod:`~torchrl_grpo.planning.preflight` does.
+Overrides that only process less at a time, and do not change the result of training, come first. Shards on
+more devices, and adapters, are advised only if those overrides are not enough. This module does not decide
+whether a configuration fits; :mod:`~torchrl_grpo.planning.preflight` does.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def _fitting(
 ) -> Iterator[str]:
     """Yield advice that starts from one of several alternative changes.
 
-    Advice with few keys comes first. For each key, the mildest change that is enough is advised.
+    Advice with few keys comes first. For each key, the mildest change that is enough is advised. The ladder
+    of a key lists its changes from the mildest to the strongest; a rung is one of them.
     """
     starts = []
     for changes in way:
@@ -203,7 +204,7 @@ def _ladders_of_engine(cfg: Config, planned: Planned) -> Iterator[list[Change]]:
         yield [("inference_model.kv_cache_gib", gib) for gib in sizes]
     # vLLM can sleep on GPUs only. On a CPU, sleep of the transformers engine saved no memory when measured.
     may_sleep = on_gpu and vllm and schedule.may_sleep(cfg)
-    if plan.colocated and not plan.own_process and not plan.sleeps and may_sleep:
+    if plan.colocated and not plan.inference.own_process and not plan.sleeps and may_sleep:
         yield [("inference_model.sleep", True)]
     if not (vllm and on_gpu):
         return

@@ -181,5 +181,5 @@ def _plan_if_it_fits(
         # Two models on a GPU may be too much, and nothing says so before they are loaded.
         return None if planned.plan.colocated else planned
     # A worker that shares a GPU with a rank never sleeps.
-    both = planned.plan.colocated and planned.plan.own_process
+    both = planned.plan.colocated and planned.plan.inference.own_process
     return planned if preflight.fits(planned, preflight.SPARE if both else 1.0) else None

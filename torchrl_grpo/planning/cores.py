@@ -39,7 +39,7 @@ def divide_cores(cfg: Config, plan: Plan, cores: int, ranks: int) -> tuple[int, 
     """
     ahead = plan.asynchronous and cfg.collector.max_policy_age > 0
     at_once = ahead and plan.engine_device == "cpu"
-    workers = plan.workers + plan.reference_actors
+    workers = plan.num_engines + plan.reference_actors
     worker = cfg.inference_model.num_threads or max(1, cores // (workers + int(at_once)))
     left = cores - workers * worker if at_once else cores
     return cfg.train.num_threads or max(1, left // ranks), worker

@@ -45,7 +45,7 @@ _HEAD_BLOCK = {"cpu": 2**22, "cuda": 2**26}
 _HEAD_BLOCKS = 4
 # Arrays with a row of logits per response during sampling: logits, probabilities, noise and their stack.
 _SAMPLING_ARRAYS = 6
-# Adapters of the usual ranks have about this share of their model's weights.
+# LoRA adapters of the usual ranks have about this share of their model's weights.
 _ADAPTER_SHARE = 0.01
 
 # Tokens in the largest batch of vLLM 0.32 on a GPU, and the GPU size from which that batch is twice as large.
@@ -71,7 +71,7 @@ def predict(cfg: Config, plan: Plan, shape: ModelShape, hardware: Hardware) -> P
     if plan.reference.placement not in ("off", "adapter off", "cluster"):
         rows += _reference(cfg, plan, shape, load, hardware)
     rows.append(_program(cfg, plan))
-    return Prediction(tuple(rows), plan.own_process)
+    return Prediction(tuple(rows), plan.inference.own_process)
 
 
 def _program(cfg: Config, plan: Plan) -> Row:
@@ -82,10 +82,10 @@ def _program(cfg: Config, plan: Plan) -> Row:
         devices = tuple(dict.fromkeys(d for role in own for d in role.devices if d.startswith("cuda")))
         return Row("program", "all", devices, other=_CUDA_GIB * GIB)
     elsewhere = plan.inference.placement in ("cluster", "servers")
-    workers = plan.inference.devices if plan.own_process and not elsewhere else ()
+    workers = plan.inference.devices if plan.inference.own_process and not elsewhere else ()
     if plan.reference.own_process and plan.reference.placement != "cluster":
         workers += plan.reference.devices
-    in_process = cfg.inference_model.backend == "vllm" and not plan.own_process
+    in_process = cfg.inference_model.backend == "vllm" and not plan.inference.own_process
     each = _PROGRAM_GIB + (_VLLM_PROGRAM_GIB if in_process else 0)
     return Row("program", "all", (*plan.train.devices, *workers), other=each * GIB)
 
@@ -127,7 +127,7 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware:
         rows.insert(0, Row("train", "load", names, float(FLOAT * shape.parameters)))
     # Groups without a gradient only run a forward pass, for metrics. With policy.proximal=trainer, each round
     # runs one too.
-    rows.append(Row("train", "score", names, weights, optimizer=waiting, activations=forward + copies))
+    rows.append(Row("train", "prepare", names, weights, optimizer=waiting, activations=forward + copies))
     return [*rows, Row("train", "optimize", names, weights, gradients, moments, live)]
 
 
@@ -194,6 +194,7 @@ def _copies(cfg: Config, shape: ModelShape, half: bool, kind: str) -> float:
         # Embedding, last norm and output head are gathered in float32 for the whole pass. The fused head
         # keeps a 16-bit copy of its weights. A layer is gathered while it runs, together with the next layer.
         fused = element * shape.vocabulary * shape.hidden if half and cfg.train_model.fused_head else 0.0
+        # Layers of linear layers and norms only (``plain``) are gathered in 16 bits.
         if shape.plain or not half:
             return FLOAT * shape.outer + fused + 2 * element * shape.layer
         # Weights that are gathered in float32 are cast for each product. The copy lives until the pass ends.
@@ -217,7 +218,8 @@ def kept_by_layer(shape: ModelShape, load: Workload, half: bool, device: str, va
     that of all key heads. Per token, autograd keeps these elements:
 
     - Each of two norms keeps its input, the normalized input and its output (6 H).
-    - The feed-forward layer keeps the gate, the activation, the other half and their product (4 F).
+    - The feed-forward layer keeps the gate projection, its activation, the up projection and their product
+      (4 F).
     - Attention keeps the queries, its output and a rearranged copy of the output (3 Q). On a CPU in 16 bits
       it may keep no output, so the prediction may be too high.
     - Attention keeps the keys and values (2 K).
@@ -285,7 +287,7 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardw
             return [awake, server]
         # One copy of the weights lies in shared memory, whatever the number of servers.
         return [awake, server, Row("inference", "all", ("cpu",), other=float(element * shape.parameters))]
-    if plan.own_process:
+    if plan.inference.own_process:
         return [awake]
     kept = cache if options.backend in CACHING_BACKENDS else 0.0
     phases = [phase for phase in PHASES if phase not in ("load", "generate")]
@@ -347,7 +349,7 @@ def _reference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardw
     if role.own_process:
         return [Row("reference", "all", role.devices, weights, activations=work)]
     rows = [Row("reference", phase, role.devices, weights) for phase in ("generate", "optimize")]
-    return [rows[0], Row("reference", "score", role.devices, weights, activations=work), rows[1]]
+    return [rows[0], Row("reference", "prepare", role.devices, weights, activations=work), rows[1]]
 
 
 def reference_weights(cfg: Config, shape: ModelShape, half: bool) -> float:

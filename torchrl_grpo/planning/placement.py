@@ -22,8 +22,8 @@ def plan(request: Request, num_gpus: int) -> Plan:
     """Place the three roles.
 
     GPUs are allocated to the roles train, inference and reference in this order, so that no two roles share a
-    GPU. If no GPU is left, a role with a single device shares the trainer's first GPU. Engines without a
-    configured number then share all GPUs of the trainer.
+    GPU. If no GPU is left, engines without a configured number share all GPUs of the trainer. Any other role
+    with a single device shares the trainer's first GPU.
 
     Args:
         request: devices requested for each role.
@@ -64,9 +64,8 @@ def _plan_cpu(request: Request) -> Plan:
     check_gpus(transfer, [], [])
     return Plan(
         train,
-        inference,
+        replace(inference, own_process=own_process),
         reference,
-        own_process,
         0,
         _sleeps(request, own_process, automatic=False),
         request.asynchronous,
@@ -88,7 +87,7 @@ def _sleeps(request: Request, own_process: bool, automatic: bool) -> bool:
         raise bad_value(
             "inference_model.sleep",
             True,
-            "the engine runs in a process of its own here, and only one in the trainer's sleeps",
+            "the engine has a process of its own here, and only an engine in the trainer's process can sleep",
             "inference_model.sleep=false",
         )
     return automatic if request.sleep is None else request.sleep
@@ -133,18 +132,18 @@ def _weights_by(request: Request) -> str:
     return f"; weights by {choose_transfer(request, own_process=True).replace('_', ' ')}"
 
 
-def _reference_actors(request: Request, devices: tuple[str, ...], said: str) -> RolePlan:
+def _reference_actors(request: Request, devices: tuple[str, ...], why_prefix: str) -> RolePlan:
     count = len(devices)
     if request.cluster:
         what = f"{counted(count, 'actor')}, where ray.address puts them"
         return RolePlan(("ray",) * count, "cluster", what, own_process=True)
     device = "GPU and process" if devices[0].startswith("cuda:") else "process"
     own = f"a {device} of its own" if count == 1 else f"{count} copies, a {device} each"
-    return RolePlan(devices, "separate", f"{said}{own}", own_process=True)
+    return RolePlan(devices, "separate", f"{why_prefix}{own}", own_process=True)
 
 
 def _notes(request: Request) -> tuple[str, ...]:
-    """Return notes for users about requests that the plan does not follow."""
+    """Return notes for users: what ``allocation_mode`` means, and requests that the plan does not follow."""
     role = request.reference
     notes = (request.allocation_mode,) if request.allocation_mode else ()
     if request.uses_reference or (role.num_devices is None and role.devices is None):
@@ -176,7 +175,7 @@ class _Allocator:
         # Lists are checked even if no reference model is loaded, because a user may set policy.kl_coef later.
         self.named = [role for role in self._placed_here() if role.devices is not None]
         for role in self.named:
-            self._check_there(role)
+            self._check_exists(role)
         for index, role in enumerate(self.named):
             for earlier in self.named[:index]:
                 self._check_overlap(earlier, role)
@@ -186,41 +185,46 @@ class _Allocator:
 
     def _placed_here(self) -> list[Role]:
         """Return the roles whose lists name GPUs of this machine."""
-        ask = self.request
-        return [ask.train, *([] if ask.cluster or ask.servers else [ask.inference]), ask.reference]
+        request = self.request
+        return [
+            request.train,
+            *([] if request.cluster or request.servers else [request.inference]),
+            request.reference,
+        ]
 
     def _left(self) -> list[int]:
         return [gpu for gpu in range(self.num_gpus) if gpu not in self.taken]
 
     def plan(self) -> Plan:
-        ask = self.request
-        gpus = self._take(ask.train, [])
-        engine = [] if ask.cluster or ask.servers else self._take(ask.inference, gpus)
-        in_ranks = ask.ranks_generate and engine == gpus
+        request = self.request
+        gpus = self._take(request.train, [])
+        engine = [] if request.cluster or request.servers else self._take(request.inference, gpus)
+        in_ranks = request.ranks_generate and engine == gpus
         train = RolePlan(_names(gpus), "separate", self._why_train(gpus))
         # vLLM takes the first GPU that its process sees. For another GPU, the process must see only that one.
-        own_process = ask.needs_processes or (ask.backend == "vllm" and not gpus == engine == [0])
+        own_process = request.needs_processes or (request.backend == "vllm" and not gpus == engine == [0])
         inference = self._inference(gpus, engine, own_process)
         shared = inference.placement == "colocated"
-        sleeps = _sleeps(ask, own_process, automatic=shared and not own_process and ask.backend == "vllm")
+        sleeps = _sleeps(
+            request, own_process, automatic=shared and not own_process and request.backend == "vllm"
+        )
         if shared:
             inference = replace(inference, why=f"{inference.why}; {'sleeps' if sleeps else 'stays awake'}")
-        reference = _not_loaded(ask, train) or self._reference(gpus, engine)
-        transfer = choose_transfer(ask, own_process)
+        reference = _not_loaded(request, train) or self._reference(gpus, engine)
+        transfer = choose_transfer(request, own_process)
         check_gpus(transfer, gpus, engine)
         return Plan(
             _mark_colocated(train, inference, reference),
-            inference,
+            replace(inference, own_process=own_process),
             reference,
-            own_process,
             self.num_gpus,
             sleeps,
-            ask.asynchronous,
+            request.asynchronous,
             in_ranks,
-            resolved_utilization(ask.gpu_memory_utilization, inference, reference),
-            ask.engine_size,
+            resolved_utilization(request.gpu_memory_utilization, inference, reference),
+            request.engine_size,
             transfer,
-            _notes(ask),
+            _notes(request),
         )
 
     def _take(self, role: Role, trainer: Sequence[int]) -> list[int]:
@@ -273,50 +277,51 @@ class _Allocator:
         return f"train_model.num_devices={said}: {which(gpus)}"
 
     def _inference(self, trainer: list[int], gpus: list[int], own_process: bool) -> RolePlan:
-        ask = self.request
-        if ask.cluster or ask.servers:
-            return _workers(ask, ("ray",) * ask.inference.count, "")
-        if ask.ranks_generate and gpus == trainer:
-            return _in_each_rank(ask, _names(gpus))
+        request = self.request
+        if request.cluster or request.servers:
+            # Only their number is used.
+            return _workers(request, ("elsewhere",) * request.inference.count, "")
+        if request.ranks_generate and gpus == trainer:
+            return _in_each_rank(request, _names(gpus))
         shared = bool(set(gpus) & set(trainer))
-        said = "as inference_model.devices says: " if ask.inference.devices is not None else ""
+        why_prefix = "as inference_model.devices says: " if request.inference.devices is not None else ""
         if shared:
             one_gpu = "one GPU" if self.num_gpus == 1 else "no GPU left"
-            kind = "server" if ask.backend in SERVER_BACKENDS else "worker"
-            engines = len(gpus) // ask.engine_size
-            each = f", {engines} {kind}s" if engines > 1 and not said else ""
-            if ask.engine_size > 1:
-                each = f", {counted(engines, kind)} with {ask.engine_size} GPUs each"
-            why = f"{said or f'{one_gpu}: '}shares the trainer's{each}{_weights_by(ask)}"
+            kind = "server" if request.backend in SERVER_BACKENDS else "worker"
+            engines = len(gpus) // request.engine_size
+            each = f", {engines} {kind}s" if engines > 1 and not why_prefix else ""
+            if request.engine_size > 1:
+                each = f", {counted(engines, kind)} with {request.engine_size} GPUs each"
+            why = f"{why_prefix or f'{one_gpu}: '}shares the trainer's{each}{_weights_by(request)}"
             return RolePlan(_names(gpus), "colocated", why)
         if own_process:
-            found = _workers(ask, _names(gpus), "GPU")
-            return replace(found, why=said + found.why)
-        return RolePlan(_names(gpus), "separate", f"{said}a GPU of its own")
+            found = _workers(request, _names(gpus), "GPU")
+            return replace(found, why=why_prefix + found.why)
+        return RolePlan(_names(gpus), "separate", f"{why_prefix}a GPU of its own")
 
     def _reference(self, trainer: list[int], engine: list[int]) -> RolePlan:
-        ask = self.request
-        number, named = ask.reference.num_devices, ask.reference.devices is not None
-        if ask.cluster and ask.reference_in_own_processes and number is not None and not named:
-            return _reference_actors(ask, ("ray",) * number, "")
-        if ask.cluster and ask.reference.count == 1 and not named:
+        request = self.request
+        number, named = request.reference.num_devices, request.reference.devices is not None
+        if request.cluster and request.reference_in_own_processes and number is not None and not named:
+            return _reference_actors(request, ("ray",) * number, "")
+        if request.cluster and request.reference.count == 1 and not named:
             why = "ray.address: which other GPUs are free is not known here; shares the trainer's"
             return RolePlan(_names(trainer[:1]), "colocated", why)
-        gpus = self._take(ask.reference, trainer)
-        said = "as ref_model.devices says: " if named else ""
+        gpus = self._take(request.reference, trainer)
+        why_prefix = "as ref_model.devices says: " if named else ""
         one_gpu = "one GPU" if self.num_gpus == 1 else "no GPU left"
         if set(gpus) & set(trainer):
-            return RolePlan(_names(gpus), "colocated", f"{said or f'{one_gpu}: '}shares the trainer's")
+            return RolePlan(_names(gpus), "colocated", f"{why_prefix or f'{one_gpu}: '}shares the trainer's")
         if set(gpus) & set(engine):
-            return RolePlan(_names(gpus), "colocated", f"{said}shares the engine's")
+            return RolePlan(_names(gpus), "colocated", f"{why_prefix}shares the engine's")
         # On a Ray cluster, Ray chooses the GPUs of other processes. So only the trainer's own process can
         # score on the GPUs that ref_model.devices names.
-        if ask.reference_in_own_processes and not ask.cluster:
-            return _reference_actors(ask, _names(gpus), said)
+        if request.reference_in_own_processes and not request.cluster:
+            return _reference_actors(request, _names(gpus), why_prefix)
         own = "a GPU of its own" if len(gpus) == 1 else f"{len(gpus)} GPUs of its own"
-        return RolePlan(_names(gpus), "separate", said + own)
+        return RolePlan(_names(gpus), "separate", why_prefix + own)
 
-    def _check_there(self, role: Role) -> None:
+    def _check_exists(self, role: Role) -> None:
         devices = role.devices or ()
         if max(devices) < self.num_gpus:
             return
@@ -329,10 +334,11 @@ class _Allocator:
         if not shared:
             return
         wrong = f"GPU {min(shared)} is also in {earlier.key}.devices={show_list(earlier.devices or ())}"
+        trainer_and_engines = {earlier.key, role.key} == {"train_model", "inference_model"}
         # Engines of several GPUs may take more than the trainer.
-        wider = self.request.engine_size > 1 and before < now
+        wider = trainer_and_engines and self.request.engine_size > 1 and before < now
         together = before == now or wider
-        workers = self.request.asynchronous and {earlier.key, role.key} == {"train_model", "inference_model"}
+        workers = trainer_and_engines and self.request.asynchronous
         if together and not (workers and self.num_gpus > 1):
             return
         if together:

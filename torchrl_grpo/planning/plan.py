@@ -20,8 +20,9 @@ class RolePlan:
         placement: ``separate``, ``colocated`` with another role, ``cluster``, ``servers``, ``adapter off`` or
             ``off``.
         why: reason for the placement, for users.
-        own_process: whether the reference runs in processes of its own, one on each device. Each process
-            sees its own GPU as the first.
+        own_process: whether this role runs in processes of its own: engines as workers or servers, and the
+            reference model as actors. Each process sees its own GPU as the first. Always False for the
+            trainer.
     """
 
     devices: tuple[str, ...]
@@ -36,11 +37,9 @@ class Plan:
 
     Attributes:
         train: placement of the trained model, with one process (rank) per device.
-        inference: placement of the engines.
+        inference: placement of the engines. Without processes of their own, one engine runs in the process of
+            the trainer or of each rank.
         reference: placement of the reference model.
-        own_process: whether the engines are workers in processes of their own, one on each device. Each
-            sees its own GPU as the first. Otherwise one engine runs in the process of the trainer or of each
-            rank.
         num_gpus: number of GPUs of this machine.
         sleeps: whether the engine frees its memory while the trainer trains.
         asynchronous: whether the script is grpo-async.py, whose engines generate while the trainer trains.
@@ -49,7 +48,7 @@ class Plan:
         engine_size: number of devices of one engine.
         weight_transfer: how new weights reach the engines, a value of ``inference_model.weight_transfer``
             other than ``auto``.
-        notes: lines about requests that the plan does not follow.
+        notes: lines for the user: what ``allocation_mode`` means, and requests that the plan does not follow.
         token_budget: largest number of tokens in a micro-batch; None takes that of the configuration.
         offload_optimizer: whether the optimizer's moments wait in host memory while the engine generates.
         max_num_seqs: largest number of responses that vLLM decodes at a time on a GPU; None on a CPU.
@@ -58,7 +57,6 @@ class Plan:
     train: RolePlan
     inference: RolePlan
     reference: RolePlan
-    own_process: bool
     num_gpus: int
     sleeps: bool
     asynchronous: bool = False
@@ -84,7 +82,7 @@ class Plan:
     @property
     def engine_device(self) -> str:
         """Device of an engine, by its name inside the engine's process."""
-        if not self.own_process:
+        if not self.inference.own_process:
             return self.inference.devices[0]
         return "cpu" if self.num_gpus == 0 else "cuda:0"
 
@@ -94,7 +92,7 @@ class Plan:
         return self.reference.devices or (self.train_device,)
 
     @property
-    def workers(self) -> int:
+    def num_engines(self) -> int:
         """The number of engines, whether or not they run in processes of their own."""
         return len(self.inference.devices) // self.engine_size
 
@@ -106,11 +104,11 @@ class Plan:
     @property
     def worker_gpus(self) -> list[int]:
         """GPUs of this machine for workers and reference processes. GPUs of a cluster are left out."""
-        own_process = (
+        names = (
             *self.inference.devices,
             *(self.reference.devices if self.reference.own_process else ()),
         )
-        return [_index(name) for name in own_process if name.startswith("cuda:")]
+        return [_index(name) for name in names if name.startswith("cuda:")]
 
     @property
     def idle(self) -> list[str]:

@@ -8,7 +8,7 @@ from torchrl_grpo.planning.plan import aligned, show_devices
 
 GIB = 2**30
 # Loading, followed by the phases of a round.
-PHASES = ("load", "generate", "score", "optimize")
+PHASES = ("load", "generate", "prepare", "optimize")
 
 
 @dataclass(frozen=True)

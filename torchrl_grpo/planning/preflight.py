@@ -30,13 +30,13 @@ TOLERATED = 1.2
 # Factor by which the memory must exceed the prediction where two models share a GPU. The prediction is rarely
 # more than 20 % too low.
 SPARE = 1.2
-# Moments wait in host memory without being asked to if they are at most this share of it. Pinned memory is
-# handed out in powers of two, so they may take twice as much.
+# By default, the optimizer's moments may wait in host memory if they take at most this share of it. Pinned
+# memory is handed out in powers of two, so they may take twice as much.
 _PARKED_SHARE = 0.25
 # More responses than any configuration has.
 _NO_BOUND = 10**9
 _NOTHING_ELSE = "a smaller model (no other setting saves enough memory)"
-_WHILE = {"load": "loading", "generate": "generating", "score": "scoring", "optimize": "optimizing"}
+_WHILE = {"load": "loading", "generate": "generating", "prepare": "preparing", "optimize": "optimizing"}
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def place(cfg: Config, asynchronous: bool, num_gpus: int) -> Plan:
 
 
 def _check_plan(cfg: Config, plan: Plan) -> None:
-    if plan.own_process and not plan.asynchronous:
+    if plan.inference.own_process and not plan.asynchronous:
         schedule.check_in_turn(cfg)
     if plan.sleeps:
         schedule.check_sleep(cfg)

@@ -50,16 +50,18 @@ class Request:
         lora: whether only adapters are trained. The reference is then the same model without them.
         backend: value of ``inference_model.backend``.
         engine_size: number of devices of one engine.
-        one_device: keys and values with which an engine has one device.
+        one_device: overrides with which an engine has one device, for error messages.
         weight_transfer: value of ``inference_model.weight_transfer``.
         servers: number of servers that ``inference_model.servers`` names; 0 if the run starts its engines.
         sleep: whether the engine frees its memory while the trainer trains; None lets the planner choose.
         gpu_memory_utilization: share of a GPU's memory that vLLM takes; None lets the planner choose.
         ranks: number of training ranks on all machines, if a launcher has started them.
         reference_in_own_processes: whether a reference with devices of its own scores in its own processes,
-            while the trainer trains. False if the two take turns, because separate processes save no time
-            then. False if the reference follows the policy, because it is updated between two steps.
-        allocation_mode: the line that the numbers of devices come from, with what it says; empty without it.
+            while the trainer trains. False if generation and training take turns, because separate processes
+            save no time then. False if the reference follows the policy, because it is updated between two
+            steps.
+        allocation_mode: text for messages: ``allocation_mode`` and the overrides that it stands for; empty if
+            it is not set.
     """
 
     train: Role = Role("train_model")

@@ -26,7 +26,7 @@ _SHARE = 0.8
 MOST = 65_536
 _STEP = 4096
 _NO_BOUND = 10**12
-_PHASES = ("score", "optimize")
+_PHASES = ("prepare", "optimize")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The asynchronous collector: makes rounds of groups that workers generate while the trainer trains."""
+"""Makes rounds of groups that workers generate: with ``grpo-async.py`` while the trainer trains."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torchrl_grpo.rollout.groups import Group, Response, ScoredGroup
 from torchrl_grpo.rollout.interface import CollectorInterface
 from torchrl_grpo.rollout.round import Round, build_round, score_groups
 from torchrl_grpo.rollout.workers.staleness import TRACKER_KEY, wrong_script_error
-from torchrl_grpo.rollout.workers.types import Publication
+from torchrl_grpo.rollout.workers.types import WorkerDelivery
 from torchrl_grpo.rollout.workers.worker_group import WorkerGroup
 from torchrl_grpo.runtime.rng import group_seed
 
 
-class GroupScorer:
+class GroupSource:
     """Creates the group with a given number, and computes its rewards.
 
     Args:
@@ -46,8 +46,8 @@ class GroupScorer:
             self.env.problem_of(prompt),
         )
 
-    def score(self, group: Group) -> ScoredGroup:
-        """Text and rewards of a finished group."""
+    def score_rewards(self, group: Group) -> ScoredGroup:
+        """Return a finished group with its texts and rewards."""
         examples = [self.env.stream.at(group.group_id)]
         return score_groups(self.env, self.tokenizer, groups=[group], examples=examples)[0]
 
@@ -55,9 +55,12 @@ class GroupScorer:
 class AsyncCollector(CollectorInterface):
     """Collects rounds of P prompts x G responses from a group of workers.
 
-    It has the methods of TorchRL's ``LLMCollector``: see :mod:`~torchrl_grpo.rollout.interface`. There is no
-    ``update_policy_weights_``: workers take weights through :meth:`send` alone, which returns what is needed
-    to verify them. There is no ``set_seed``, because workers run ahead with the seed with which they started.
+    ``grpo.py`` also uses it if its engines are workers. They then generate while the trainer waits.
+
+    It has a part of the API of TorchRL's ``LLMCollector``: see :mod:`~torchrl_grpo.rollout.interface`. There
+    is no ``update_policy_weights_``: workers take weights through :meth:`send` alone, which returns what is
+    needed to verify them. There is no ``set_seed``, because workers run ahead with the seed with which they
+    started.
 
     Args:
         env: problems and rewards, batch size ``[P, G]``.
@@ -134,16 +137,16 @@ class AsyncCollector(CollectorInterface):
             seconds={"time/wait_s": self._clock() - start},
         )
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> Publication:
+    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> WorkerDelivery:
         """Send weights to the workers: see :meth:`~torchrl_grpo.weight_sync.transport.Transport.send`.
 
         With a staleness bound of zero this also waits until every worker has loaded them: nothing can be
         generated before that.
         """
-        publication = self.worker_group.send(weights, version, probe)
+        delivery = self.worker_group.send(weights, version, probe)
         if self._tracker.max_age == 0:
-            publication.wait()
-        return publication
+            delivery.wait()
+        return delivery
 
     def round_metrics(self, round_: Round) -> dict[str, float]:
         """Metrics of the workers' activity since the last call; ``round_`` is not used."""
@@ -159,8 +162,8 @@ class AsyncCollector(CollectorInterface):
             "throughput/generated_tokens_per_s": sum(tokens) / span,
             "workers/busy_share": min(1.0, mean_busy / span),
             "workers/wait_s": max(0.0, span - mean_busy),
-            # Overlap is worker busy time beyond the time that the trainer waited, because workers are busy
-            # while it waits.
+            # Overlap is generation while the trainer trained. Workers are assumed to be busy whenever the
+            # trainer waits, so overlap is their busy time minus the time that it waited.
             "workers/overlap": min(1.0, max(0.0, mean_busy - waited) / span),
             "workers/score_s": stats["score_seconds"] - before["score_seconds"],
             "workers/restarts": stats["restarts"],
@@ -217,7 +220,7 @@ class AsyncCollector(CollectorInterface):
         else:
             saved_age = self._saved_max_age(state[TRACKER_KEY])
             if self._tracker.max_age == 0 and saved_age > 0:
-                # This is grpo.py with workers (age 0); the state is of an asynchronous run.
+                # This run is grpo.py with workers. The state is of an asynchronous run.
                 raise wrong_script_error("grpo-async.py")
             if self._tracker.max_age > 0 and saved_age == 0:
                 raise wrong_script_error("grpo.py")
@@ -230,7 +233,7 @@ class AsyncCollector(CollectorInterface):
             )
             for one in state["accepted"]
         ]
-        self._sync_reference_scores(accepted)
+        self._sync_reference_log_probs(accepted)
 
         def write() -> None:
             self._tracker.load_state_dict(state[TRACKER_KEY])
@@ -240,19 +243,19 @@ class AsyncCollector(CollectorInterface):
 
         self._dispatcher.run_in_thread(write)
 
-    def _sync_reference_scores(self, accepted: list[ScoredGroup]) -> None:
-        """Give groups of a checkpoint the reference scores that this run needs, or drop their scores.
+    def _sync_reference_log_probs(self, accepted: list[ScoredGroup]) -> None:
+        """Compute the reference log-probabilities that a checkpoint's groups lack.
 
-        The process that computes reference scores may have changed since the groups were saved.
+        If the trainer computes them in this run, those of the checkpoint are dropped.
         """
         reference = self._dispatcher.reference
         if reference is None:
             for one in accepted:
-                # The trainer scores these.
+                # The trainer computes them.
                 one.reference = None
             return
         missing = [one for one in accepted if one.reference is None]
-        futures = self._dispatcher.run_in_thread(lambda: [reference.score(one.group) for one in missing])
+        futures = self._dispatcher.run_in_thread(lambda: [reference.log_probs(one.group) for one in missing])
         for one, future in zip(missing, futures, strict=True):
             one.reference = future.result()
 

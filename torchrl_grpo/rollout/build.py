@@ -24,7 +24,7 @@ from torchrl_grpo.models.precision import resolve_dtype
 from torchrl_grpo.planning.cores import divide_cores
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.workload import max_num_seqs
-from torchrl_grpo.rollout.async_collector import AsyncCollector, GroupScorer
+from torchrl_grpo.rollout.async_collector import AsyncCollector, GroupSource
 from torchrl_grpo.rollout.collector import RolloutCollector
 from torchrl_grpo.rollout.workers.dispatcher import START_LIMIT_S, Dispatcher
 from torchrl_grpo.rollout.workers.scheduler import Scheduler
@@ -99,7 +99,7 @@ CollectorFactory = Callable[[Config, EngineSource, GroupTextEnv, PreTrainedToken
 
 def collection_for(cfg: Config, plan: Plan) -> CollectorFactory:
     """Return the function that builds the collection of a plan."""
-    if not plan.own_process:
+    if not plan.inference.own_process:
         return build_single_engine
     build = build_servers if cfg.inference_model.backend in SERVER_BACKENDS else build_ray_workers
     return build if plan.asynchronous else partial(build_in_turn, build)
@@ -171,8 +171,10 @@ def build_servers(
         # A little less than the dispatcher's, so that the error says what is missing.
         start_limit_s=0.9 * max(START_LIMIT_S, cfg.collector.timeout_s),
     )
-    pool = ServerPool(spec, plan.workers)
-    return with_workers(cfg, env, tokenizer, pool, plan.workers, pool.put_weights, overwrites=pool.overwrites)
+    pool = ServerPool(spec, plan.num_engines)
+    return with_workers(
+        cfg, env, tokenizer, pool, plan.num_engines, pool.put_weights, overwrites=pool.overwrites
+    )
 
 
 def build_ray_workers(
@@ -181,8 +183,8 @@ def build_ray_workers(
     """Build workers on Ray, which run ahead of the trainer as far as ``collector.max_policy_age`` allows."""
     from torchrl_grpo.rollout.workers.ray_pool import RayPool, WorkerSpec
 
-    assert source.plan.own_process, "workers see their own GPU as the first one"
-    count, ranks = source.plan.workers, rank_env.local_world_size()
+    assert source.plan.inference.own_process, "workers see their own GPU as the first one"
+    count, ranks = source.plan.num_engines, rank_env.local_world_size()
     on_gpu = source.device.type == "cuda"
     # Decided here: a worker's machine may be fast in another format, and weights are cast before they leave.
     dtype = Dtype(str(resolve_dtype(cfg.inference_model.dtype, source.device)).removeprefix("torch."))
@@ -256,21 +258,21 @@ def with_workers(
         reference: see :class:`Dispatcher`.
         overwrites: see :class:`WorkerGroup`.
     """
-    scorer = GroupScorer(env, tokenizer, cfg.seed)
+    source = GroupSource(env, tokenizer, cfg.seed)
     tracker = StalenessTracker(
         cfg.env.num_envs, cfg.collector.max_policy_age, rounds(cfg), steps_per_round(cfg)
     )
     scheduler = Scheduler(
         tracker,
         count,
-        scorer.new_group,
+        source.new_group,
         wait_for_running=cfg.collector.weight_update == "drain",
         return_interrupted=cfg.collector.partial_rollout,
     )
     dispatcher = Dispatcher(
         scheduler,
         pool,
-        score=scorer.score,
+        score_rewards=source.score_rewards,
         timeout_s=cfg.collector.timeout_s,
         max_restarts=cfg.collector.max_restarts,
         may_refill=cfg.policy.constant_groups == "refill",

@@ -46,18 +46,18 @@ def collect_with_signal(
     if max_refills == 0:
         return rounds[0], {}
     size = len(rounds[0].prompts)
-    informative: list[tuple[int, int]] = []
-    constant: list[tuple[int, int]] = []
+    with_signal: list[tuple[int, int]] = []
+    without_signal: list[tuple[int, int]] = []
 
     def classify(number: int) -> None:
-        for group, is_constant in enumerate(no_signal_mask(rounds[number].groups).tolist()):
-            (constant if is_constant else informative).append((number, group))
+        for group, lacks_signal in enumerate(no_signal_mask(rounds[number].groups).tolist()):
+            (without_signal if lacks_signal else with_signal).append((number, group))
 
     classify(0)
-    while len(informative) < size and len(rounds) <= max_refills:
+    while len(with_signal) < size and len(rounds) <= max_refills:
         rounds.append(collector.rollout(is_refill=True))
         classify(len(rounds) - 1)
-    chosen = (informative + constant)[:size]
+    chosen = (with_signal + without_signal)[:size]
     return _assemble_round(rounds, chosen), {"rollout/refills": len(rounds) - 1}
 
 

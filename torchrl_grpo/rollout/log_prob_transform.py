@@ -48,7 +48,7 @@ class LogProbWriter(Transform, ABC):
         self.name = name
 
     @abstractmethod
-    def score(self, groups: TensorDictBase) -> Tensor:
+    def compute(self, groups: TensorDictBase) -> Tensor:
         """Log-probabilities ``[P, G, T]`` of the responses."""
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -56,7 +56,7 @@ class LogProbWriter(Transform, ABC):
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return tensordict.set(("log_probs", self.name), self.score(tensordict))
+        return tensordict.set(("log_probs", self.name), self.compute(tensordict))
 
 
 class LogProbScorer(LogProbWriter):
@@ -90,20 +90,20 @@ class LogProbScorer(LogProbWriter):
         self.budget = budget
         self.stance = stance
 
-    def score(self, groups: TensorDictBase) -> Tensor:
+    def compute(self, groups: TensorDictBase) -> Tensor:
         """Log-probabilities ``[P, G, T]`` of the responses."""
         written = torch.zeros(groups["masks", "response"].shape)
 
         # Gradients are switched off for a thread, not for the process.
         @torch.no_grad()
         def work(scorer: TokenScorer, budget: TokenBudget, rows: Sequence[int]) -> None:
-            def score(micro: MicroBatch) -> None:
+            def write(micro: MicroBatch) -> None:
                 found = score_piece(scorer, micro.select(groups))
                 written[list(micro.rows), micro.samples, : found.shape[-1]] = found
 
             # An attempt that is repeated writes over what the last one left.
             share = [MicroBatch(tuple(rows), slice(None))] if rows else []
-            budget.run(groups, score, undo=lambda: None, pieces=share)
+            budget.run(groups, write, undo=lambda: None, pieces=share)
 
         shares = partition_balanced(self.budget.costs(groups), len(self.scorers))
         scorers, budgets = zip(*self.scorers, strict=True)

@@ -109,34 +109,37 @@ def build_round(
         seconds: see :class:`Round`.
     """
     shape = len(groups), len(groups[0].scores)
-    scores = [one for group in groups for one in group.scores]
-    responses = [group.group.responses for group in groups]
+    scores = [one for scored in groups for one in scored.scores]
+    responses = [scored.group.responses for scored in groups]
     rewards = [[one.parts.get(name, math.nan) for name in reward_names] for one in scores]
     batch = build_batch(
-        [group.group.prompt for group in groups],
+        [scored.group.prompt for scored in groups],
         [
-            [Completion(one.token_ids, one.log_probs, str(one.finish_reason), one.sampled) for one in group]
-            for group in responses
+            [
+                Completion(one.token_ids, one.log_probs, str(one.finish_reason), one.sampled)
+                for one in siblings
+            ]
+            for siblings in responses
         ],
         torch.tensor([one.total for one in scores]).view(*shape, 1),
         torch.tensor(rewards).view(*shape, -1),
-        torch.tensor([group.group.group_id for group in groups])[:, None].repeat(1, shape[1]),
-        [[one.versions for one in group] for group in responses],
+        torch.tensor([scored.group.group_id for scored in groups])[:, None].repeat(1, shape[1]),
+        [[one.versions for one in siblings] for siblings in responses],
         pad_token_id,
     )
-    reference_log_probs = [row for group in groups for row in group.reference or ()]
+    reference_log_probs = [row for scored in groups for row in scored.reference or ()]
     if reference_log_probs:
         padded, _ = pad_right(reference_log_probs, 0.0, torch.float32)
         batch["log_probs", "reference"] = padded.view_as(batch["log_probs", "response"])
     return Round(
         groups=batch,
         prompts=list(prompts),
-        responses=[group.texts for group in groups],
+        responses=[scored.texts for scored in groups],
         rewards_by_name=[dict(one.parts) for one in scores],
         errors=[dict(one.errors) for one in scores],
         response_tokens=int(batch["masks", "sampled"].sum()),
         error_count=sum(len(one.errors) for one in scores),
-        records=[one.record for group in responses for one in group if one.record is not None],
+        records=[one.record for siblings in responses for one in siblings if one.record is not None],
         seconds=seconds,
     )
 

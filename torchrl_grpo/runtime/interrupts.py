@@ -1,4 +1,4 @@
-"""Keeps interrupts from getting lost, ranks in step when one is interrupted, and a request to stop pending.
+"""Makes sure that no interrupt is lost, and that an interrupt does not bring training ranks out of step.
 
 A library may swallow KeyboardInterrupt, for example if it takes any exception of an import for a missing
 package. A rank that leaves a collective call early leaves the other ranks waiting in it.
@@ -111,7 +111,7 @@ def remember_interrupts() -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def held() -> Iterator[None]:
+def delay_interrupts() -> Iterator[None]:
     """Delay an interrupt to the end of the block; raise a second one at once.
 
     Raises:

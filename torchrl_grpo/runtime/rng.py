@@ -12,5 +12,5 @@ def derive_seed(seed: int, *names: object) -> int:
 
 
 def group_seed(seed: int, group_id: int, groups_per_round: int) -> int:
-    """Derive the sampling seed of a group from the seed of the run and the number of the group alone."""
+    """Derive the sampling seed of a group from the seed of the run, its round, and its place in the round."""
     return derive_seed(seed, "rollout", *divmod(group_id, groups_per_round))

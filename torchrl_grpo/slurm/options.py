@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torchrl_grpo.errors import ConfigError
 
-# Options of sbatch that the script itself needs to have a certain value.
+# Options of sbatch that an option of this command sets, and that option.
 _SET = {
     "nodes": "--nodes",
     "gpus-per-node": "--gpus-per-node",
@@ -19,6 +19,7 @@ _SET = {
     "signal": "--signal-seconds",
     "job-name": "--job-name",
 }
+# Options of sbatch that the script itself needs to have a certain value.
 _OWN = ("ntasks", "ntasks-per-node", "requeue", "no-requeue", "open-mode", "array")
 
 

@@ -1,1 +1,1 @@
-"""Commands for users besides the two training scripts."""
+"""Commands for users besides the training scripts."""

@@ -149,9 +149,9 @@ def _build(
     cfg, resume_from, messages = job.cfg, job.resume_from, MessageQueue()
     seed_everything(cfg.seed)
     check_environment(cfg)
-    source = loading.resolve(cfg.model)
-    tokenizer = loading.load_tokenizer(source, cfg.model)
-    loading.check_context(source, cfg)
+    base_model = loading.resolve(cfg.model)
+    tokenizer = loading.load_tokenizer(base_model, cfg.model)
+    loading.check_context(base_model, cfg)
     problems = map_parts(cfg, job.problems, partial(_fit_prompts, tokenizer, messages))
     if cfg.train.method == "sft" and isinstance(problems.train, list):
         # Problems that are generated on demand are checked when they are drawn.
@@ -160,16 +160,16 @@ def _build(
     messages(describe_length(cfg, len(problems.train)) if cfg.train.num_epochs else None)
     env = build_environment(cfg, problems, job.reward_set, tokenizer)
     evaluator = Evaluator(problems.held_out, tokenizer, job.grader, cfg)
-    weights = weights_source(cfg, source, resume_from)
+    initial_weights = weights_source(cfg, base_model, resume_from)
     # From here on total_dialog_turns is set, also if the user gave num_epochs, and so is the token budget.
-    # The session keeps the configuration as the user wrote it.
+    # The session keeps the configuration without them, which checkpoints contain.
     cfg = with_total_turns(cfg, len(problems.train))
     if plan.token_budget is not None:
         cfg = with_budget(cfg, plan.token_budget)
     cfg = replace(
         cfg,
         train_model=replace(cfg.train_model, offload_optimizer=plan.offload_optimizer),
-        inference_model=replace(cfg.inference_model, dtype=engine_format(cfg, plan)),
+        inference_model=replace(cfg.inference_model, dtype=choose_engine_dtype(cfg, plan)),
     )
     schedule = RunSchedule.from_config(cfg)
     start_step = 0 if resume_from is None else int(resume_from.name)
@@ -177,14 +177,14 @@ def _build(
     exit_stack.callback(progress.close)
     messages.attach(progress.note)
     progress.phase("loading the model")
-    spec = LearnerSpec(cfg, weights, resume_from, job.reward_set.weights)
+    spec = LearnerSpec(cfg, initial_weights, resume_from, job.reward_set.weights)
     with ranks.mark_broken_on_error():
         # The other ranks build their learners from the same specification.
         ranks.broadcast_object((spec, plan, screen.log_file()))
         learner = Learner(spec, torch.device(plan.train_device), ranks=ranks, notify=messages)
     engine_source = EngineSource(
-        weights=weights,
-        model=source,
+        weights=initial_weights,
+        model=base_model,
         plan=plan,
         eos_token_ids=loading.end_token_ids(learner.model, tokenizer),
         autocast_dtype=learner.autocast_dtype,
@@ -194,12 +194,12 @@ def _build(
         else build_engine,
     )
     progress.phase("starting the engine")
-    engine, sampling = build_collector(cfg, engine_source, env, tokenizer)
-    exit_stack.callback(sampling.shutdown)
-    collector: RolloutCollector | AsyncCollector | SolutionCollector = sampling
+    engine, sampling_collector = build_collector(cfg, engine_source, env, tokenizer)
+    exit_stack.callback(sampling_collector.shutdown)
+    collector: RolloutCollector | AsyncCollector | SolutionCollector = sampling_collector
     if cfg.train.method == "sft":
         collector = SolutionCollector(
-            sampling,
+            sampling_collector,
             env,
             tokenizer,
             end_token_id=end_of_message(tokenizer, engine_source.eos_token_ids),
@@ -208,7 +208,7 @@ def _build(
         )
     # A reference model in processes of its own scores a group before the group reaches the trainer.
     in_trainer = not plan.reference.own_process
-    reference = build_reference(cfg, source, plan.reference_devices, learner) if in_trainer else None
+    reference = build_reference(cfg, base_model, plan.reference_devices, learner) if in_trainer else None
     transforms = [*([reference] if reference else []), *learner.proximal_transforms(), learner.advantage]
     buffer = GroupBuffer(
         cfg.env.num_envs, learner.groups_per_batch, transforms, derive_seed(cfg.seed, "buffer")
@@ -249,7 +249,7 @@ def _build(
     return Session(job.cfg, schedule, state=state, outputs=outputs, exit_stack=exit_stack.pop_all())
 
 
-def engine_format(cfg: Config, plan: Plan) -> Dtype:
+def choose_engine_dtype(cfg: Config, plan: Plan) -> Dtype:
     """Resolve ``inference_model.dtype=auto``: bfloat16 if every engine's device computes fast in it.
 
     GPUs of a machine may differ. Weights are cast once for all engines.
@@ -296,7 +296,7 @@ def _open_outputs(job: Job, schedule: RunSchedule, exit_stack: ExitStack, progre
 def build_reference(
     cfg: Config, source: str, devices: Sequence[str], learner: Learner
 ) -> LogProbScorer | None:
-    """Build the reference scorer. Return None, without loading a model, if no KL coefficient is set.
+    """Build the reference scorer. Return None, without loading a model, if nothing needs it.
 
     With LoRA, the frozen base model doubles as the reference.
 
@@ -335,7 +335,7 @@ def build_reference(
 def least_precise_dtype(
     cfg: Config, device: torch.device, model: PreTrainedModel, autocast_dtype: torch.dtype | None
 ) -> torch.dtype:
-    """Return the least precise of three dtypes: the engine's, the model's and that of its matrix products.
+    """Return the least precise of three dtypes: the engine's, the trained model's, and its autocast dtype.
 
     Args:
         cfg: configuration; ``inference_model`` is read.
@@ -353,8 +353,8 @@ def least_precise_dtype(
 def rounding_check_dtype(cfg: Config, device: torch.device, precision: torch.dtype) -> torch.dtype:
     """Return the dtype in which :func:`rounding_warning` estimates how many updates are lost to rounding.
 
-    It is ``precision``. With adapters it is the dtype of the engine, because adapters are merged into the
-    matrices for the engine only.
+    It is ``precision`` without adapters. Training computes with adapters that are not merged. They are merged
+    for publications only, in float32, and then cast to the engine's dtype. Only this cast can lose an update.
     """
     return resolve_dtype(cfg.inference_model.dtype, device) if cfg.train_model.lora.rank > 0 else precision
 
@@ -385,7 +385,8 @@ def build_publisher(
         transport: transport of the weights to ``engine``.
     """
     first = [examples[index] for index in range(min(8, len(examples)))]
-    length = min(40, cfg.inference_model.max_model_len - 1)
+    # Longer than a block of the prefix cache: whether a stale cache is used shows only in full blocks.
+    length = min(max(40, (cfg.inference_model.block_size or 0) + 8), cfg.inference_model.max_model_len - 1)
     prompts = [render(tokenizer, example)[1] for example in first]
     return WeightPublisher(
         learner.full_model(),

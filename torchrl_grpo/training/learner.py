@@ -65,8 +65,8 @@ class LearnerSpec:
 class Learner:
     """Holds the trained model, objective and optimizer of one training rank.
 
-    All ranks construct it with the same arguments. Methods that move or gather weights are collective: rank 0
-    calls them through :meth:`Ranks.call_all`.
+    All ranks construct it with the same ``spec``. Most methods are collective: rank 0 calls them
+    through :meth:`Ranks.call_all`, and every rank runs them.
 
     Args:
         spec: model, objective and optimizer.
@@ -221,10 +221,10 @@ class Learner:
         return self.optimizer_step(batch)
 
     @torch.no_grad()
-    def score(self, groups: TensorDictBase) -> Tensor:
+    def log_probs(self, groups: TensorDictBase) -> Tensor:
         """Return the log-probabilities ``[P, G, T]`` of the responses under the model.
 
-        Each rank scores a part of the groups.
+        Each rank computes those of a part of the groups.
         """
         mine = partition_balanced(self.budget.costs(groups), self.ranks.size)[self.ranks.rank]
         pieces = self.budget.split(groups, [MicroBatch(tuple(mine), slice(None))] if mine else [])
@@ -237,7 +237,7 @@ class Learner:
                 scores = score_piece(self.network, micro.select(groups))
                 if real:
                     log_probs[list(micro.rows), micro.samples, : scores.shape[-1]] = scores
-        # Each response was scored by one rank; the others hold zeros for it.
+        # One rank computed each response; the others hold zeros for it.
         return torch.stack(self.ranks.gather(log_probs)).sum(0)
 
     @torch.no_grad()
@@ -258,7 +258,9 @@ class Learner:
                 values[..., ::8] *= factor
 
     def resume(self, folder: Path) -> dict[str, Any]:
-        """Restore optimizer, schedule and coefficients from a checkpoint. Each rank reads its own part.
+        """Restore optimizer, schedule and coefficients from a checkpoint.
+
+        All ranks read the same file. A rank that holds a shard of the model copies its shard of the moments.
 
         Returns:
             The rest of the checkpoint's state.
@@ -326,7 +328,7 @@ class _DistributedProximalLogProbs(LogProbWriter):
         # Not a submodule: the buffer must not list the model among its parameters.
         self.__dict__["learner"] = learner
 
-    def score(self, groups: TensorDictBase) -> Tensor:
-        """See :meth:`Learner.score`."""
+    def compute(self, groups: TensorDictBase) -> Tensor:
+        """See :meth:`Learner.log_probs`."""
         learner: Learner = self.__dict__["learner"]
-        return learner.ranks.call_all(Learner.score, learner, groups)
+        return learner.ranks.call_all(Learner.log_probs, learner, groups)

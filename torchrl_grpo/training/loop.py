@@ -1,4 +1,4 @@
-"""The loop of both scripts: collect, score, advantage, buffer, optimize, publish, evaluate, log, save.
+"""The loop of all scripts: collect, score, advantage, buffer, optimize, publish, evaluate, log, save.
 
 A group has a *signal* if its responses have different rewards. A group without a signal does not show which
 response is better. :meth:`~torchrl_grpo.objectives.advantage.GroupAdvantage.no_signal_mask` has the exact
@@ -37,6 +37,8 @@ def train(run: Session, check_interrupts: Callable[[], None]) -> None:
     while not schedule.is_finished(counters.step):
         check_interrupts()
         if stop_requested():
+            # If a resumed run would sample the next round with other weights than this run, take further
+            # steps until it would not. After a checkpoint that was due it never would.
             saved = counters.step == run.saved_step
             if saved or schedule.resumes_exactly(counters.step, counters.steps_left_in_round):
                 if not saved:
@@ -48,9 +50,10 @@ def train(run: Session, check_interrupts: Callable[[], None]) -> None:
 def step(run: Session) -> dict[str, float]:
     """Take one optimizer step, with everything due before and after it; return its metrics.
 
-    A round is collected when the buffer is used up. ``grpo.py`` samples it then, with the weights at which
-    its first optimizer step starts. ``grpo-async.py`` samples ahead; with a staleness bound of zero the two
-    are the same.
+    A round is collected when the buffer is used up. ``grpo.py`` then samples it with the weights that
+    were published last. By default these are the trainer's current weights, because every round ends with a
+    publication. ``grpo-async.py``
+    samples ahead. With a staleness bound of zero the two are the same.
     """
     counters, schedule = run.counters, run.schedule
     device = run.parts.learner.device
@@ -59,10 +62,10 @@ def step(run: Session) -> dict[str, float]:
     if counters.steps_left_in_round == 0:
         metrics |= collect(run)
     run.sleep_engine()
-    trained = time.perf_counter()
+    train_started = time.perf_counter()
     batch = run.parts.buffer.sample()
     metrics |= run.train_on(batch)
-    metrics["time/train_s"] = time.perf_counter() - trained
+    metrics["time/train_s"] = time.perf_counter() - train_started
     metrics |= run.training_throughput(batch, metrics["time/train_s"])
     metrics |= cuda_in_use("memory/train_cuda_gib", device)
     counters.step += 1
@@ -96,9 +99,9 @@ def collect(run: Session) -> dict[str, float]:
         run.parts.learner.advantage.no_signal_mask,
         policy_cfg.max_refills if policy_cfg.constant_groups == "refill" else 0,
     )
-    # Verify what workers have reported since the last check: checksums, cache count and log-probabilities. It
-    # comes before training on this round, because the run stops if a checksum shows that a worker held the
-    # wrong weights.
+    # Verify what workers have reported since the last check: checksums, the number of probe tokens that came
+    # from the prefix cache, and log-probabilities. It comes before training on this round, because the run
+    # stops if a checksum shows that a worker held the wrong weights.
     run.parts.publisher.verify_new_results()
     generating = cuda_in_use("memory/generate_cuda_gib", device)
     run.sleep_engine()
@@ -123,6 +126,7 @@ def collect(run: Session) -> dict[str, float]:
 def record_solutions(run: Session) -> dict[str, float]:
     """Return the metrics of a round of solutions."""
     groups = run.parts.buffer.contents()
+    # Solutions need no signal, so the end of the run must not warn that no group had one.
     run.counters.any_signal = True
     return {
         **_lengths(groups),
@@ -142,7 +146,8 @@ def _lengths(groups: TensorDictBase) -> dict[str, float]:
 def record_round(run: Session, round_: Round) -> dict[str, float]:
     """Update the counters with a round and return its metrics.
 
-    These are rewards, advantages, lengths, groups without a signal, and throughput.
+    These are rewards, the share of groups with equal rewards, advantages, lengths, staleness, episodes and
+    throughput.
     """
     groups = run.parts.buffer.contents()
     rewards = groups["next", "reward"]

@@ -62,7 +62,8 @@ class Terms(NamedTuple):
 
     Attributes:
         names: names of the values.
-        values: values ``[names]`` float64, so that their sum does not depend on where it is computed.
+        values: values ``[names]`` float64. The sum over micro-batches and ranks then hardly depends on how
+            the batch is divided.
     """
 
     names: tuple[str, ...]
@@ -86,7 +87,8 @@ class OptimizerStep:
         ranks: ranks that take the step together, each with the same batch; None for this process alone.
         network: module that the loss calls, made by
             :func:`~torchrl_grpo.distributed.parallelism.distribute`.
-        loads_parked: whether the optimizer's state of a checkpoint begins in host memory.
+        loads_parked: whether optimizer state that is loaded from a checkpoint stays in host memory until the
+            first update.
     """
 
     def __init__(
@@ -133,12 +135,12 @@ class OptimizerStep:
         """Update the model on ``batch`` (batch size ``[P]``).
 
         Returns:
-            Metrics of the step, averaged over the tokens of the loss mask. If the mask is empty, the model is
-            not changed.
+            Metrics of the step. Terms of the loss are weighted as ``policy.aggregation`` says, and metrics of
+            tokens are means over the loss mask. If the mask is empty, the model is not changed.
 
         Raises:
             TrainingStopped: more than ``max_skipped_steps`` steps in a row had a loss or a gradient that is
-                not finite.
+                not finite. Overflows that lower the loss scale of float16 do not count.
         """
         lr = float(self.scheduler.get_last_lr()[0])
         responses = batch["masks", "response"].shape[:2].numel()
@@ -193,11 +195,15 @@ class OptimizerStep:
     def accumulate(self, batch: TensorDict) -> dict[str, float]:
         """Add the gradients of ``batch`` to the parameters, and return its summed loss terms and metrics.
 
-        Groups with zero gradient get a forward pass only, for the metrics, which takes a third of the time.
+        Groups with zero gradient get only a forward pass, for the metrics. It takes a third of the time of
+        forward and backward.
         """
         totals = count_totals(batch["masks", "loss"])
         has_gradient = self.loss.has_gradient(batch)
-        terms = [*self._measure(batch[~has_gradient], totals), *self._backward(batch[has_gradient], totals)]
+        terms = [
+            *self._forward_only(batch[~has_gradient], totals),
+            *self._backward(batch[has_gradient], totals),
+        ]
         if not has_gradient.any():
             # The optimizer still takes its step, with gradients of zero. Some backends need a backward pass
             # for that. It comes after the forward passes, because a retry after an out-of-memory error drops
@@ -218,7 +224,7 @@ class OptimizerStep:
                 loss = _total(terms)
                 # DDP averages gradients over ranks; scaled by their number the result is the sum.
                 self.backend.backward(loss * (weight * self.ranks.size))
-            return _measured(terms, loss, weight)
+            return _to_terms(terms, loss, weight)
 
         samples = batch["masks", "response"].shape[1]
 
@@ -228,13 +234,13 @@ class OptimizerStep:
         return self._run_micro_batches(batch, process, split)
 
     @torch.no_grad()
-    def _measure(self, batch: TensorDictBase, totals: BatchTotals) -> list[Terms]:
+    def _forward_only(self, batch: TensorDictBase, totals: BatchTotals) -> list[Terms]:
         if not len(batch):
             return []
 
         def process(micro: MicroBatch, weight: float = 1.0, last: bool = True) -> Terms:
-            terms = self.loss(micro.select(batch), totals=totals)
-            return _measured(terms, _total(terms), weight)
+            output = self.loss(micro.select(batch), totals=totals)
+            return _to_terms(output, _total(output), weight)
 
         with reshard_after(self.network):
             return self._run_micro_batches(
@@ -323,12 +329,12 @@ class OptimizerStep:
         self.loss.entropy.load_state_dict(state["entropy"])
 
 
-def _total(terms: TensorDictBase) -> Tensor:
-    return torch.stack([value for name, value in terms.items() if name.startswith("loss_")]).sum()
+def _total(output: TensorDictBase) -> Tensor:
+    return torch.stack([value for name, value in output.items() if name.startswith("loss_")]).sum()
 
 
-def _measured(terms: TensorDictBase, loss: Tensor, weight: float) -> Terms:
-    found = {"loss": loss, **dict(terms.items())}
+def _to_terms(output: TensorDictBase, loss: Tensor, weight: float) -> Terms:
+    found = {"loss": loss, **dict(output.items())}
     return Terms(tuple(found), torch.stack([value.detach() for value in found.values()]).double() * weight)
 
 

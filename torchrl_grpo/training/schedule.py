@@ -12,8 +12,8 @@ from torchrl_grpo.config.derived import rounds, steps_per_round
 class RunSchedule:
     """When a run publishes, evaluates, saves, refreshes the reference model, and ends.
 
-    A ``step`` is the number of optimizer steps taken so far. An interval of 0 means that the event is due at
-    the end of the run only.
+    A ``step`` is the number of optimizer steps taken so far. For evaluations and checkpoints, an interval of
+    0 means that they are due at the end of the run only.
 
     Attributes:
         steps_per_round: optimizer steps that a collection round is trained for.
@@ -75,10 +75,9 @@ class RunSchedule:
     def is_publication_due(self, step: int, steps_left_in_round: int) -> bool:
         """Whether the engine must get the weights of this step.
 
-        That is the case every ``publish_every`` steps and before an evaluation. It is also the case at a
-        checkpoint, if no publication is due between it and the next round. A resumed run publishes the
-        checkpoint's weights before it samples that round. The uninterrupted run would otherwise sample it
-        with older weights.
+        It must every ``publish_every`` steps, and before an evaluation. A checkpoint also publishes if the
+        next round would otherwise be sampled with older weights. A resumed run publishes the checkpoint's
+        weights before that round, and the uninterrupted run must sample it with the same weights.
         """
         if self.publish_every == 0:
             return self.is_evaluation_due(step)

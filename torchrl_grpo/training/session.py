@@ -70,7 +70,8 @@ class Session:
     """One run, built by :func:`~torchrl_grpo.training.build.build_session`.
 
     Args:
-        cfg: configuration as the user gave it; saved in checkpoints.
+        cfg: configuration before the length of the run, the token budget and dtypes were filled in; saved in
+            checkpoints.
         schedule: steps at which events are due.
         state: components of the run and its counters.
         outputs: files and loggers that the run writes to.
@@ -78,7 +79,8 @@ class Session:
     """
 
     throughput: ThroughputMeter
-    # Step of the newest checkpoint; 0 without one, because nothing is lost then.
+    # Step of the newest checkpoint. It is 0 before the first one: a run that stops before its first step has
+    # nothing to save.
     saved_step: int
 
     def __init__(
@@ -143,7 +145,7 @@ class Session:
         return ThroughputMeter(learner.model, learner.device, dtype, self.parts.ranks.size)
 
     def sleep_engine(self) -> None:
-        """With ``inference_model.sleep``, free the engine's memory until the next publication."""
+        """Free the engine's memory until the next publication, if the plan says that the engine sleeps."""
         if self.parts.plan.sleeps and not self._asleep:
             assert isinstance(self.parts.engine, Engine)
             self.parts.engine.sleep()

@@ -26,12 +26,15 @@ def named_weights(model: nn.Module | ShardedWeights) -> Iterator[tuple[str, Tens
 
 @contextmanager
 def perturbed(model: nn.Module | ShardedWeights) -> Iterator[None]:
-    """Halve every eighth column of every parameter, and double it again on the way out.
+    """Halve every eighth column of every parameter that is not quantized, and double it again on exit.
 
     Powers of two change only the exponent, so the weights come back bit for bit without a copy of them. Small
-    numbers of float16 lose a bit when they are halved, so float16 columns are copied. The other formats lose
-    one only below 1e-38, which changes no product. Only some columns are scaled, so that no normalization
-    layer cancels the change. New adapters change nothing, so they are perturbed first.
+    numbers of float16 lose a bit when they are halved, so float16 columns are copied. bfloat16 and float32
+    lose a bit only in values below 1e-38, which are too small to change an output. Only some columns are
+    scaled, so that no normalization layer cancels the change.
+
+    Adapters are perturbed first. A new adapter's second matrix is zero, so scaling it has no effect, and
+    quantized matrices change only through their adapters.
     """
 
     def scale(factor: float) -> None:
@@ -40,20 +43,20 @@ def perturbed(model: nn.Module | ShardedWeights) -> Iterator[None]:
             return
         with torch.no_grad():
             for parameter in model.parameters():
-                if not is_quantized(parameter):  # moved by its adapter
+                if not is_quantized(parameter):
                     parameter[..., ::8] *= factor
 
-    halves = (
+    float16_parameters = (
         [p for p in model.parameters() if p.dtype == torch.float16] if isinstance(model, nn.Module) else []
     )
     with lora.perturbed_adapters(model, _PERTURBATION) if isinstance(model, nn.Module) else nullcontext():
-        kept = [parameter.detach()[..., ::8].clone() for parameter in halves]
+        kept = [parameter.detach()[..., ::8].clone() for parameter in float16_parameters]
         scale(0.5)
         try:
             yield
         finally:
             scale(2.0)
-            for parameter, columns in zip(halves, kept, strict=True):
+            for parameter, columns in zip(float16_parameters, kept, strict=True):
                 parameter.detach()[..., ::8] = columns
 
 
@@ -66,7 +69,8 @@ def probe_prompts(prompts: Sequence[Sequence[int]], count: int = 3, length: int 
         length: tokens of each; more than one cache block (32 tokens on a CPU, 16 on a GPU).
     """
     stream = [token for prompt in prompts for token in prompt]
-    # Real prompts all begin with the same system text; a different rotation of the stream does not.
+    # All real prompts begin with the same system text, so they would share a prefix. Probes are cut out of
+    # the joined prompts at different positions instead.
     starts = [1 + index * (len(stream) // count + 1) for index in range(count)]
     doubled = stream * (2 + (length + max(starts)) // len(stream))
     return [doubled[start : start + length] for start in starts]

@@ -114,9 +114,11 @@ class WeightPublisher:
         """Verify that the engine computes with the published weights, and that it loads them correctly.
 
         This method publishes perturbed weights. They must change the engine's log-probabilities as they
-        change the trainer's. It then publishes the original weights. With them the engine must compute as it
-        did with the weights that it read from disk itself. An engine whose loader misplaces a published
-        tensor computes something else.
+        change the trainer's. It then publishes the original weights. With them the engine's
+        log-probabilities must not be much farther from the trainer's than with the weights that it read from
+        disk itself. An engine whose loader misplaces a published tensor computes something else. This last
+        comparison shows nothing if the engine has read other weights, as workers and servers of a resumed
+        run have.
 
         Args:
             version: version of the weights that are in the model now.
@@ -133,15 +135,15 @@ class WeightPublisher:
         with perturbed(self.model):
             delivery, expected = self.send_weights(version)
             delivery.wait()
-            result = concatenate_results(delivery.new_results())
-            self._check_cache(result, version)
-            self._check_weights(result, expected)
+            perturbed_result = concatenate_results(delivery.new_results())
+            self._check_cache(perturbed_result, version)
+            self._check_weights(perturbed_result, expected)
         metrics = self.publish(version)
         published_diff = metrics["publish/logprob_diff_mean"]
         disk_diff = (
             math.inf
-            if result.initial_result is None
-            else LogProbDiff.between(trainer_log_probs, result.initial_result).mean
+            if perturbed_result.initial_result is None
+            else LogProbDiff.between(trainer_log_probs, perturbed_result.initial_result).mean
         )
         if published_diff > 2 * disk_diff + _EQUAL_WEIGHTS_TOL:
             raise TrainingStopped(
@@ -150,17 +152,18 @@ class WeightPublisher:
                 f"{disk_diff:.2g} with the weights that it read from disk. Its weight loader assigns "
                 f"tensors to the wrong parameters. {self._advice}"
             )
-        to_original = LogProbDiff.between(trainer_log_probs, result).mean
-        to_perturbed = LogProbDiff.between(expected.trainer_log_probs, result).mean
+        diff_to_original = LogProbDiff.between(trainer_log_probs, perturbed_result).mean
+        diff_to_perturbed = LogProbDiff.between(expected.trainer_log_probs, perturbed_result).mean
         # The comparison is negated so that NaN fails too.
-        if not to_original > 2 * to_perturbed:
+        if not diff_to_original > 2 * diff_to_perturbed:
             raise TrainingStopped(
                 f"{self._engine_name()}: a test perturbed all weights. The engine's log-probabilities "
-                f"changed by {to_original:.2g} nats on average and still differ by {to_perturbed:.2g} from "
-                "the trainer's, so the engine does not use the weights that it received. A compiled graph "
-                f"may hold a copy of older weights: set inference_model.enforce_eager=true. {self._advice}"
+                f"changed by {diff_to_original:.2g} nats on average and still differ by "
+                f"{diff_to_perturbed:.2g} from the trainer's, so the engine does not use the weights that it "
+                f"received. A compiled graph may hold a copy of older weights: set "
+                f"inference_model.enforce_eager=true. {self._advice}"
             )
-        return {"publish/perturbation": to_original, **metrics}
+        return {"publish/perturbation": diff_to_original, **metrics}
 
     def summary(self, metrics: dict[str, float]) -> str:
         """Return one line that reports the result of :meth:`verify_at_start`."""

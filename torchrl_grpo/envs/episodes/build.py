@@ -176,22 +176,22 @@ def with_episodes(cfg: Config, engine: SteppingEngine, max_episodes: int) -> Ste
     tools = _load_tools(cfg)
     schemas = [tool.schema for tool in tools]
     native = bool(schemas) and _describes_tools(tokenizer, schemas)
-    # As in the prompt: some templates are other ones with tools.
+    # The prompt has these tools too, and some tokenizers use another chat template if there are tools.
     turn_tokens = TurnTokens(tokenizer, tools=schemas if native else ())
     # A template that refuses them must not do so after hours.
     roles = [*(["tool"] if tools else []), *(["user"] if cfg.env.environment else [])]
     for role in roles:
         turn_tokens.between(tokenizer.eos_token_id, [{"role": role, "name": "-", "content": "-"}])
     spec = _user_code(cfg, tools)
-    in_process = spec.environment is not None
-    host = EpisodeHost(spec) if in_process or spec.tools else None
+    in_own_process = spec.environment is not None
+    host = EpisodeHost(spec) if in_own_process or spec.tools else None
     make = None
     if cfg.env.environment in ENVIRONMENTS:
         make = partial(_find_environment(cfg.env.environment), **cfg.env.environment_args)
     options = RunnerOptions(
         tools={tool.name: tool for tool in tools},
         make_environment=make,
-        in_process=in_process,
+        in_own_process=in_own_process,
         host=host,
         timeout_s=cfg.env.tool_timeout_s,
         max_characters=cfg.env.max_tool_characters,

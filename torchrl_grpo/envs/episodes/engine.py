@@ -28,8 +28,8 @@ from torchrl_grpo.runtime.rng import derive_seed
 # Longest wait for an answer when the engine has nothing to generate, in seconds. The caller then looks for
 # other work.
 _WAIT_S = 0.25
-# An answer that comes within this time is waited for, so that it does not depend on the speed of the machine
-# which requests are generated side by side. That decides how their numbers are rounded.
+# Time to wait for an answer. Without it, the speed of the machine would decide which requests are generated
+# in one batch, and so how their numbers are rounded.
 _PATIENCE_S = 0.05
 
 
@@ -41,7 +41,7 @@ class _Episode:
         request: request that began it or continued it last.
         runner: its environment.
         order: number of the episode, by which simultaneous answers are sorted.
-        tokens: tokens since the last submission, and the three lists that belong to them.
+        tokens: tokens since the last submission, with ``log_probs`` and ``sampled`` of each.
         turn: tokens of the model's current turn.
         waits: whether the environment is answering.
         answer: answer that came while the episode was interrupted.
@@ -85,8 +85,9 @@ class EpisodeEngine(SteppingEngine):
     """Generates episodes with another engine.
 
     ``max_new_tokens`` of a request bounds the whole episode: the model's tokens and those between its turns.
-    An episode ends with ``"stop"`` when its environment ends it, when the model calls no tool, or after
-    ``max_turns``. It ends with ``"length"`` when a turn is cut off, or when the next messages do not fit.
+    An episode ends with ``"stop"`` when its environment ends it, or after ``max_turns``. Without an
+    environment, it ends when the model calls no tool. It ends with ``"length"`` when a turn is cut off, or
+    when the next messages do not fit.
 
     Args:
         engine: engine that generates. Requests without a problem go to it unchanged.

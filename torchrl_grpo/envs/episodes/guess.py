@@ -1,4 +1,4 @@
-"""A guessing game: find a number with as few guesses as the environment allows."""
+"""A guessing game: find a number with the answers "higher" and "lower"."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Guess:
     The rewards of a game that finds the number add up to 1, however many guesses it takes.
 
     Args:
-        possible: reward of a wrong guess that the answers so far allow.
+        possible: reward of a wrong guess that agrees with the answers so far.
     """
 
     def __init__(self, possible: float = 0.1) -> None:

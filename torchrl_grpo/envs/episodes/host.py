@@ -1,10 +1,10 @@
-"""Program of the process that runs the user's environments and tools: one forked process for each episode.
+"""Program of the process that imports the user's environments and tools, and forks processes for episodes.
 
     python -m torchrl_grpo.envs.episodes.host SOCKET
 
-This process imports the user's code once. For every episode it forks a child, which is ready in about a
-millisecond and shares the imported code. An episode that hangs, or that is killed, affects no other. This
-process has one thread and no GPU, so it may fork.
+This process imports the user's code once. For an episode's environment, and for its tools, it forks a child,
+which is ready in about a millisecond and shares the imported code. An episode that hangs, or that is killed,
+affects no other. This process has one thread and no GPU, so it may fork.
 
 ``SOCKET`` is the number of a socket on which the parent sends one byte per command. ``E`` comes with the
 socket of a new episode. It is answered with the child's process id in one line, or with 0 if there is no room

@@ -1,4 +1,4 @@
-"""Run the user's environments and tools in processes of their own, one for each episode."""
+"""Run the user's environments and tools in processes of their own: for each episode one of either kind."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class EpisodeProcess:
                     raise ChannelClosed
                 return self._channel.ask(payload, limit_s)
         except RemoteError as error:
-            # The type of a message of ours says nothing to the reader.
+            # The name of this project's own exception class tells the model nothing.
             text = str(error)
             raise CallError(text.removeprefix("UserCodeError: ")) from error
         except ChannelTimeout as error:

@@ -42,7 +42,7 @@ class RunnerOptions:
     Attributes:
         tools: tools by name.
         make_environment: function that makes a built-in environment; None for none.
-        in_process: whether the environment is the user's and runs in the process of the episode.
+        in_own_process: whether the environment is the user's and runs in a process of the episode's own.
         host: process that forks those of the episodes; None if nothing of the user runs.
         timeout_s: time limit of a call of a tool or of an environment.
         max_characters: longest result of a tool.
@@ -50,7 +50,7 @@ class RunnerOptions:
 
     tools: Mapping[str, Tool]
     make_environment: Callable[[], Environment] | None
-    in_process: bool
+    in_own_process: bool
     host: EpisodeHost | None
     timeout_s: float
     max_characters: int
@@ -58,7 +58,7 @@ class RunnerOptions:
     @property
     def is_quick(self) -> bool:
         """Whether every answer takes a moment at most, and need not run in another thread."""
-        return not self.in_process and all(tool.is_quick for tool in self.tools.values())
+        return not self.in_own_process and all(tool.is_quick for tool in self.tools.values())
 
 
 class EpisodeRunner:
@@ -114,18 +114,18 @@ class EpisodeRunner:
 
     def _answer(self, message: str) -> Step:
         calls = parse_calls(message) if self._options.tools else []
-        if not self._started and (self._options.in_process or self._options.make_environment):
+        if not self._started and (self._options.in_own_process or self._options.make_environment):
             # Also before a tool: an environment may count on its reset.
             self._reset()
         if calls:
             self.record.tool_calls += len(calls)
             return Step([self._message(call, number) for number, call in enumerate(calls)])
-        if self._options.in_process:
+        if self._options.in_own_process:
             messages, reward, done = self._ask({"do": "step", "message": message}, "step")
             return Step(messages, reward, done)
         if self._environment is None:
             return Step(done=True)
-        with _told("step"):
+        with _as_episode_errors("step"):
             return step_from(self._environment.step(message))
 
     def _reset(self) -> None:
@@ -133,11 +133,11 @@ class EpisodeRunner:
         example = self._example
         if example.source_messages:
             example = dataclasses.replace(example, messages=example.source_messages, source_messages=[])
-        if self._options.in_process:
+        if self._options.in_own_process:
             told = self._ask({"do": "reset", "example": example.plain()}, "reset")
         else:
             assert self._options.make_environment is not None
-            with _told("reset"):
+            with _as_episode_errors("reset"):
                 self._environment = self._options.make_environment()
                 told = messages_from(self._environment.reset(example), "what reset returned")
         # The description of the tools may have changed earlier messages.
@@ -149,7 +149,7 @@ class EpisodeRunner:
             )
 
     def _ask(self, payload: dict[str, Any], what: str) -> Any:
-        with _told(what):
+        with _as_episode_errors(what):
             if self._environment_process is None:
                 self._environment_process = self._start_process()
             return self._environment_process.call(payload, self._options.timeout_s)
@@ -200,7 +200,7 @@ class EpisodeRunner:
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
+def _as_episode_errors(what: str) -> Iterator[None]:
     """Turn any error of an environment into one of the episode."""
     try:
         yield

@@ -1,1 +1,1 @@
-"""Engines behind HTTP: vLLM servers that a run starts, or that somebody else has started."""
+"""Engines behind HTTP: servers of vLLM or SGLang that a run starts, or that somebody else has started."""

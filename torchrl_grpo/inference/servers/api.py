@@ -69,7 +69,10 @@ class ServerApi(Protocol):
         """Abort every request. The server answers each with the tokens that it has."""
 
     def pause(self, server: ServerConnection) -> None:
-        """Freeze the requests of others. They go on with the weights that the server has then."""
+        """Freeze the requests of other clients; those of this run are aborted before.
+
+        The frozen requests go on with the weights that the server has at :meth:`resume`.
+        """
 
     def resume(self, server: ServerConnection) -> None:
         """End the pause, if there is one."""

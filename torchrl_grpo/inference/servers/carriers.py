@@ -145,7 +145,7 @@ class _FileCarrier:
     needs_folder = True
 
     def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:
-        """See :meth:`Carrier.admit`. A server says itself whether it sees the folder."""
+        """See :meth:`Carrier.admit`. Does nothing: a server itself reports whether it sees the folder."""
 
     def dismiss(self, server: Hashable) -> None:
         """See :meth:`Carrier.dismiss`."""

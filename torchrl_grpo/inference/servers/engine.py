@@ -81,7 +81,7 @@ class ServerEngine(SteppingEngine):
 
     Attributes:
         identity: text that differs between servers.
-        gpus: name of the GPU of each rank; empty texts on a CPU.
+        gpus: name of the GPU of each process (rank) of the engine; empty texts on a CPU.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class ServerEngine(SteppingEngine):
         self._start(shares_cpu=False)
 
     def _start(self, shares_cpu: bool) -> None:
-        # Requests of others are frozen, and go on with the new weights.
+        # Requests of other clients are frozen, and go on with the new weights.
         self._api.pause(self._connection)
         self._call("grpo_start_update", by_loader=self._by_loader, shares_cpu=shares_cpu)
 

@@ -88,7 +88,7 @@ class BucketReader:
     """Reads buckets that lie in shared memory or in a folder. Files in shared memory are mapped once."""
 
     def __init__(self) -> None:
-        # By path: the number of the file, and its content.
+        # By path: the inode number of the file, and its mapped content.
         self._mapped: dict[str, tuple[int, Tensor]] = {}
 
     def read(self, bucket: Bucket) -> Iterator[Piece]:

@@ -60,7 +60,7 @@ class Segments:
         return weight_files.BUCKET_BYTES // 2
 
     def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:
-        """See :meth:`Halves.admit`. A server says itself whether it sees the folder."""
+        """See :meth:`Halves.admit`. Does nothing: a server itself reports whether it sees the folder."""
 
     def dismiss(self, server: Hashable) -> None:
         """See :meth:`Halves.dismiss`."""

@@ -145,7 +145,7 @@ class _Head:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, options: HeadOptions, block: int) -> None:
         self.weight, self.bias, self.options, self.block = weight, bias, options, block
-        # At least _MIN_TOKENS tokens, and as many tokens as words in a large block, within the block.
+        # Tokens of a block. Large blocks are square: as many tokens as entries of the vocabulary.
         self.rows = max(1, min(block, max(_MIN_TOKENS, int(block**0.5))))
 
     def row_pieces(self, count: int) -> Iterator[slice]:

@@ -39,11 +39,18 @@ class PrefixLayout:
     on the CPU and copied to the device at once, so no number is read back from a GPU.
 
     Args:
-        prompt: ``[P, L]`` int64, padded on the left, as all arguments on the CPU.
+        prompt: ``[P, L]`` int64, padded on the left. All tensors are on the CPU.
         prompt_mask: ``[P, L]`` bool, True on real tokens.
         response: ``[P, G, T]`` int64, padded on the right.
         response_mask: ``[P, G, T]`` bool, True on real tokens.
         device: device of the model.
+
+    Attributes:
+        ids: token ids of the row, ``[1, N]``.
+        positions: position of each token in its own sequence, ``[1, N]``.
+        source: position in the row of the token that predicts each response token, in the order of the mask.
+        classes: classes of prompts of similar length, with their responses.
+        attended: number of layers that have used the layout.
     """
 
     def __init__(
@@ -224,7 +231,8 @@ class _Ragged(NamedTuple):
         if total == mask.numel():
             return cls(rows, width, total, None, None)
         slots = mask.flatten().nonzero().squeeze(-1)
-        # Padding repeats a real token. It must be finite, because it is hidden by a mask.
+        # Padding repeats a real token, because it must be finite: a mask gives it weight 0, and 0 times
+        # infinity is NaN.
         return cls(rows, width, total, slots, (mask.flatten().cumsum(0) - 1).clamp(min=0))
 
     def pad(self, tokens: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The thread between trainer and workers.
 
-It calls workers, has their groups scored in another thread, and replaces dead workers.
+It calls workers, has rewards computed in another thread, and replaces dead workers.
 
-All bookkeeping happens in this one thread. The thread waits on one queue for replies of workers, for scores
+All bookkeeping happens in this one thread. The thread waits on one queue for replies of workers, for rewards
 and for requests of the trainer. It does not poll. Timeouts only detect processes that do not respond.
 """
 
@@ -29,9 +29,9 @@ from torchrl_grpo.rollout.workers.types import (
     GenerateGroups,
     LoadWeightsCommand,
     Pool,
-    Publication,
     ReferenceClient,
     TrainerWeights,
+    WorkerDelivery,
     WorkerStats,
 )
 
@@ -45,14 +45,15 @@ class Dispatcher:
     """Runs a :class:`Scheduler` on a :class:`Pool`.
 
     Args:
-        scheduler: scheduler that chooses the calls. Once the thread runs, only the thread may access it.
+        scheduler: scheduler that chooses the calls. Once the thread runs, only the thread may change it.
         pool: pool of workers.
-        score: function that computes the rewards of a whole group.
+        score_rewards: function that computes the rewards of a whole group.
         timeout_s: number of seconds after which a silent worker counts as dead. While a worker
             starts, the limit is :data:`START_LIMIT_S` if that is longer.
         max_restarts: number of workers that this process replaces before it fails.
         may_refill: whether the trainer may ask for a refill of the round that it got last. If so, groups that
-            are too old for the next round are kept until that round is requested: a refill may use them.
+            are too old for the next training round are kept until the trainer asks for that round. A refill
+            belongs to the previous round, so it may use groups that are one round older.
         reference: client of the reference model in separate processes. None if the model is unused or the
             trainer holds it.
     """
@@ -62,7 +63,7 @@ class Dispatcher:
         scheduler: Scheduler,
         pool: Pool,
         *,
-        score: Callable[[Group], ScoredGroup],
+        score_rewards: Callable[[Group], ScoredGroup],
         timeout_s: float,
         max_restarts: int,
         may_refill: bool = False,
@@ -73,10 +74,11 @@ class Dispatcher:
         self.stats = WorkerStats([0] * count, [0.0] * count)
         self.accepted: dict[int, ScoredGroup] = {}
         self._pool = pool
-        self._score = score
+        self._score_rewards = score_rewards
         self._timeout_s = timeout_s
         self._max_restarts = max_restarts
-        self._restarts = 0
+        # Replacements by this process. Those in ``stats`` are counted over all resumptions of the run.
+        self._own_restarts = 0
         self._may_refill = may_refill
         self.reference = reference
         self._starting: Future[None] | None = None
@@ -84,7 +86,7 @@ class Dispatcher:
         self._trainer_weights: TrainerWeights | None = None
         self._loads_ended: Future[None] | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._scorer = ThreadPoolExecutor(1, thread_name_prefix="rewards")
+        self._reward_pool = ThreadPoolExecutor(1, thread_name_prefix="rewards")
         self._incarnations = [0] * count
         # By worker: deadline by the monotonic clock, and the number of seconds allowed.
         self._deadlines: dict[int, tuple[float, float]] = {}
@@ -158,8 +160,10 @@ class Dispatcher:
     def send_weights_until(self, until: Future[Any]) -> None:
         """Send the newest weights to workers that ask for them, until a future is done.
 
-        If the pool has a copy of the weights, this returns at once. If not, the trainer's thread calls this
-        wherever it waits for workers, because the trainer still holds the weights that it published last.
+        The trainer's thread calls this wherever it waits for workers. It returns at once if the weights were
+        copied at their publication, for example to Ray's object store. Otherwise it sends the trainer's own
+        weights. They are still those that were published last: such transports require a publication at
+        the end of every round (``config/checks/schedule.py``).
         """
         if self._trainer_weights is None:
             return
@@ -195,22 +199,22 @@ class Dispatcher:
         self._inbox.put(block)
         ended.result()
 
-    def publish(self, publication: Publication, version: int) -> None:
+    def publish(self, delivery: WorkerDelivery, version: int) -> None:
         """Send weights to all workers without waiting for them."""
 
         def post() -> None:
             previous = self.scheduler.newest
             number = 0 if previous is None else previous.number + 1
-            self.scheduler.publish(PublishedWeights(number, version, publication))
+            self.scheduler.publish(PublishedWeights(number, version, delivery))
             self.scheduler.loading_blocked = False
             if previous is not None:
                 # No worker gets the older weights any more, so free their memory in the object store.
-                previous.publication.content = None
-                previous.publication.all_loaded_future.cancel()
+                previous.delivery.content = None
+                previous.delivery.all_loaded_future.cancel()
 
-        content = publication.content
+        content = delivery.content
         self._trainer_weights = content if isinstance(content, TrainerWeights) else None
-        self._watch(publication.all_loaded_future)
+        self._watch(delivery.all_loaded_future)
         self._inbox.put(post)
 
     def run_tasks(self, commands: Sequence[GenerateForEval]) -> list[Any]:
@@ -237,7 +241,7 @@ class Dispatcher:
             self._thread.join()
         # Close the workers first, so that a hanging reward does not occupy their devices.
         self._pool.close()
-        self._scorer.shutdown(cancel_futures=True)
+        self._reward_pool.shutdown(cancel_futures=True)
 
     def _new_future(self) -> Future[Any]:
         future: Future[Any] = Future()
@@ -322,9 +326,9 @@ class Dispatcher:
     def _send(self, worker_index: int, call: Call) -> None:
         command: Command
         if isinstance(call, LoadWeights):
-            weights, publication = call.weights, call.weights.publication
+            weights, delivery = call.weights, call.weights.delivery
             command = LoadWeightsCommand(
-                publication.content, weights.version, publication.probe, call.return_interrupted
+                delivery.content, weights.version, delivery.probe, call.return_interrupted
             )
             handle = self._make_callback(
                 worker_index, lambda result: self._on_weights_loaded(worker_index, weights, result)
@@ -347,25 +351,25 @@ class Dispatcher:
     ) -> None:
         probe_result, interrupted = result
         self.scheduler.on_weights_loaded(worker_index, weights, interrupted)
-        publication: Publication = weights.publication
-        publication.results_queue.put(probe_result)
+        delivery: WorkerDelivery = weights.delivery
+        delivery.results_queue.put(probe_result)
         all_loaded = all(worker.loaded_weights is weights for worker in self.scheduler.workers)
-        if all_loaded and not publication.all_loaded_future.done():
-            publication.all_loaded_future.set_result(None)
+        if all_loaded and not delivery.all_loaded_future.done():
+            delivery.all_loaded_future.set_result(None)
 
     def _on_groups_generated(self, worker_index: int, result: Any) -> None:
         self.stats.tokens[worker_index] += result.tokens
         self.stats.seconds[worker_index] += result.seconds
         for group in self.scheduler.on_groups_generated(worker_index, result.finished):
-            self._start_scoring(group)
+            self._compute_rewards(group)
 
-    def _start_scoring(self, group: Group) -> None:
+    def _compute_rewards(self, group: Group) -> None:
         reference_future: Future[Any] = Future()
         if self.reference is None:
             reference_future.set_result(None)
         else:
-            reference_future = self.reference.score(group)
-        reward_future = self._scorer.submit(self._timed_score, group)
+            reference_future = self.reference.log_probs(group)
+        reward_future = self._reward_pool.submit(self._timed_rewards, group)
         reward_future.add_done_callback(
             lambda future: self._inbox.put(lambda: self._on_rewarded(*future.result(), reference_future))
         )
@@ -376,9 +380,9 @@ class Dispatcher:
             lambda future: self._inbox.put(lambda: self._accept(replace(scored, reference=future.result())))
         )
 
-    def _timed_score(self, group: Group) -> tuple[ScoredGroup, float]:
+    def _timed_rewards(self, group: Group) -> tuple[ScoredGroup, float]:
         start = time.perf_counter()
-        return self._score(group), time.perf_counter() - start
+        return self._score_rewards(group), time.perf_counter() - start
 
     def _accept(self, scored: ScoredGroup) -> None:
         group_id, oldest_version = scored.group.group_id, scored.group.oldest_version
@@ -425,8 +429,8 @@ class Dispatcher:
         self._pool.kill(worker_index)
         self.scheduler.on_worker_lost(worker_index)
         self.stats.restarts += 1
-        self._restarts += 1
-        if self._restarts > self._max_restarts:
+        self._own_restarts += 1
+        if self._own_restarts > self._max_restarts:
             raise WorkersLost(
                 f"rollout worker {worker_index} failed ({_first_line(error)}), and "
                 f"collector.max_restarts={self._max_restarts} workers have been replaced already; fix the "

@@ -65,12 +65,13 @@ class ReferenceScorer:
             keep_freed_memory()
         device = torch.device("cuda:0" if spec.on_gpu else "cpu")
         scorer = load_reference(spec.cfg, spec.source, device, spec.autocast_dtype, spec.shares_prefix)
-        # Drop the notice of a halved budget: nobody reads this process's output, and only its speed changes.
+        # A budget halves itself when memory runs out, and gives notice. Drop the notice: nobody reads this
+        # process's output, and only its speed changes.
         budget = TokenBudget(token_budget(spec.cfg), spec.shares_prefix, notify=lambda text: None)
         self._pad_token_id = spec.pad_token_id
         self._scorer = LogProbScorer(scorer, "reference", budget)
 
-    def score(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> ReferenceLogProbs:
+    def log_probs(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> ReferenceLogProbs:
         """Return the log-probability of each token of G responses, at the sampling temperature."""
         group = TensorDict(tokens_of([prompt], [responses], self._pad_token_id), [1])
         (rows,) = self._scorer.inv(group)["log_probs", "reference"]
@@ -119,7 +120,7 @@ class ReferenceActors:
                 f"({_cause(error)})"
             ) from error
 
-    def score(self, group: Group) -> Future[ReferenceLogProbs]:
+    def log_probs(self, group: Group) -> Future[ReferenceLogProbs]:
         """See :class:`~torchrl_grpo.rollout.workers.types.ReferenceClient`."""
         future: Future[ReferenceLogProbs] = Future()
         with self._lock:
@@ -139,7 +140,7 @@ class ReferenceActors:
                 future.set_result(result)
 
         responses = [response.token_ids for response in group.responses]
-        call_when_done(self._actors[number].score.remote(group.prompt, responses), receive)
+        call_when_done(self._actors[number].log_probs.remote(group.prompt, responses), receive)
         return future
 
     def deadline(self) -> float:

@@ -1,12 +1,12 @@
 """Which worker does what next: pure bookkeeping, without threads, clocks or Ray.
 
 Each worker runs at most one call. A call that generates ends when a group has finished, or after half a
-second. When a call returns or the trainer makes a request,
-:meth:`Scheduler.next_call` chooses what the worker does next, in this order:
+second. When a call returns or the trainer makes a request, :meth:`Scheduler.next_call` chooses what the
+worker does next, in this order:
 
-1. Load new weights. With ``weight_update="in_flight"`` or ``partial_rollout=true``
-   (``return_interrupted`` below), this is the worker's next call, and it interrupts running groups between
-   two tokens. With ``"drain"``, it first finishes its running groups and gets no new ones.
+1. Load new weights. With ``weight_update="in_flight"``, loading is the worker's next call, and interrupts
+   running groups between two tokens. With ``"drain"``, the worker first finishes its running groups and gets
+   no new ones. ``partial_rollout=true`` (``return_interrupted`` below) always interrupts.
 2. Generate the worker's share of an evaluation, if the trainer waits for one.
 3. Generate groups. Groups that wait without a worker come first: interrupted by new weights, lost with a
    worker, or unfinished in a checkpoint. Then come new ones, as many as the ``StalenessTracker`` admits.
@@ -35,12 +35,12 @@ class PublishedWeights:
     Attributes:
         number: number of the publication; later ones have larger numbers.
         version: number of optimizer steps that produced these weights.
-        publication: the update that carries the weights to the workers.
+        delivery: the weights on their way to the workers.
     """
 
     number: int
     version: int
-    publication: Any
+    delivery: Any
 
 
 @dataclass
@@ -79,7 +79,8 @@ class WorkerState:
     Attributes:
         ready: whether the worker has started and can be called.
         loaded_weights: newest weights that it has loaded; None right after its start.
-        running: its groups, in the state in which they were assigned.
+        running: its groups. On Ray they are in the state in which they were assigned. With servers they are
+            the objects that the worker extends.
         dropped: ids of groups that the worker should stop generating.
         tasks: commands whose results the trainer waits for.
         call: current call; None if the worker is idle.
@@ -99,7 +100,7 @@ class Scheduler:
     Args:
         tracker: tracker that decides how many groups may start without becoming too old.
         num_workers: number of workers.
-        new_group: function that returns the group of a number before its first token.
+        new_group: function that makes a group without responses from its ``group_id``.
         wait_for_running: whether weights wait until a worker's groups have finished, as with ``drain``.
         return_interrupted: whether groups interrupted by new weights go back into the queue, so that any
             worker may continue them.
@@ -110,7 +111,8 @@ class Scheduler:
             are about to be published, or while the weights that a worker would load are changing.
         may_run_ahead: whether new groups may also start while the trainer does not wait for a round. It is
             False until the weights have been verified at the start. It is always False with ``max_age=0``:
-            results must then equal those of synchronous training, so no other request may be in the engine.
+            results must then equal those of synchronous training, so the engine may hold only requests of the
+            requested round. Other requests in its batch would change the rounding.
     """
 
     def __init__(
@@ -203,7 +205,10 @@ class Scheduler:
                 self._queue[group.group_id] = group
 
     def on_load_postponed(self, worker_index: int) -> None:
-        """Record that worker ``worker_index`` got no weights, and is to be told again."""
+        """Record that the trainer did not send weights to worker ``worker_index`` for now.
+
+        Once loading is not blocked, :meth:`next_call` tells the worker to load them again.
+        """
         self.workers[worker_index].call = None
 
     def on_task_done(self, worker_index: int, result: Any) -> None:
@@ -218,7 +223,11 @@ class Scheduler:
         worker.tasks.popleft().deliver(result)
 
     def on_worker_lost(self, worker_index: int) -> None:
-        """Record the loss of a worker. Its groups restart from the state in which they were assigned."""
+        """Record the loss of a worker.
+
+        On Ray its groups begin again as they were assigned. With servers, finished responses are kept, and
+        others go on from their last interruption, or from their first token if there was none.
+        """
         worker = self.workers[worker_index]
         for group in worker.running.values():
             if group.oldest_version is None:

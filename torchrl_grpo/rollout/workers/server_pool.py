@@ -37,7 +37,7 @@ from torchrl_grpo.rollout.workers.types import Command, LoadWeightsCommand
 from torchrl_grpo.rollout.workers.worker import RolloutWorker
 from torchrl_grpo.runtime import screen
 
-# Seconds within which all servers join a group for weights.
+# Seconds within which all servers join the process group (NCCL) that sends weights.
 _JOIN_S = 60.0
 # Seconds that servers get to end in good order at the end of a run.
 _PATIENCE_S = 5.0

@@ -56,10 +56,10 @@ class StalenessTracker:
         steps_per_round: optimizer steps that a round is trained for; a version counts optimizer steps.
         training_rounds: r.
         issued: groups that have begun, each counted once however often it starts again.
-        trained: groups handed to the trainer.
+        trained: groups of the rounds that the trainer trains on.
         dropped_age: groups thrown away because they were, or would have been, too old.
-        dropped_filter: groups handed to the trainer beyond those trained, because a round had too few groups
-            with a signal.
+        dropped_filter: groups thrown away by dynamic sampling. Each refill collects B further groups, and
+            only B of all of them are trained on, so B groups are counted per refill.
         running: group number -> policy version (in rounds) of the group's oldest token. It is None until a
             worker starts to sample the group. Groups that wait for a worker are included.
         accepted: the same mapping for finished groups that wait for the trainer.
@@ -99,7 +99,10 @@ class StalenessTracker:
         return group_id
 
     def start(self, group_id: int, version: int) -> None:
-        """A worker samples the group with ``version``, or goes on with one whose oldest token has it."""
+        """Record that a worker begins a group with ``version``.
+
+        If the worker continues a group, ``version`` is the one that sampled the group's oldest token.
+        """
         self.running[group_id] = self.in_rounds(version)
 
     def restart(self, group_id: int) -> None:
@@ -121,7 +124,7 @@ class StalenessTracker:
         self.accepted[group_id] = self.in_rounds(version)
 
     def expire(self) -> list[int]:
-        """Drop every group that is too old for the next round, running or accepted; returns their numbers."""
+        """Drop every group that is too old for the next round, running or accepted; return their numbers."""
         held: Iterable[dict[int, Any]] = (self.running, self.accepted)
         gone = [
             (groups, group_id)
@@ -135,7 +138,13 @@ class StalenessTracker:
         return [group_id for _, group_id in gone]
 
     def take(self) -> list[int] | None:
-        """The next round, oldest groups first; None while there are fewer than B. :meth:`expire` first."""
+        """Take the B oldest accepted groups for the next round.
+
+        Call :meth:`expire` before.
+
+        Returns:
+            Their numbers in ascending order; None if fewer than B groups are accepted.
+        """
         assert not any(map(self.too_old, self.accepted.values())), "expire() must come first"
         if len(self.accepted) < self.groups_per_round:
             return None
@@ -148,9 +157,10 @@ class StalenessTracker:
         return chosen
 
     def uncount_last_round(self) -> None:
-        """Count the round taken last as not trained.
+        """Let the next round complete the round taken last, which had too few groups with a signal.
 
-        It had too few groups with a signal, and the next round completes it.
+        Of the two rounds together only B groups are trained on. So B groups count as dropped in place of
+        trained, and the next round has the number of the last one.
         """
         self.training_rounds -= 1
         self.trained -= self.groups_per_round

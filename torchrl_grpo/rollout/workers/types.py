@@ -15,8 +15,8 @@ from torchrl_grpo.rollout.groups import Group, ReferenceLogProbs
 class ReferenceClient(Protocol):
     """Client of the reference model in separate processes. Only the dispatcher's thread calls it."""
 
-    def score(self, group: Group) -> Future[ReferenceLogProbs]:
-        """Start scoring a finished group; the future gets its log-probabilities, or WorkersLost."""
+    def log_probs(self, group: Group) -> Future[ReferenceLogProbs]:
+        """Start to compute a finished group's log-probabilities; the future gets them, or WorkersLost."""
 
     def deadline(self) -> float:
         """Next deadline by the monotonic clock; infinite if no request is open."""
@@ -107,7 +107,7 @@ class TrainerWeights(Protocol):
 
 
 @dataclass
-class Publication:
+class WorkerDelivery:
     """A weight update in progress, sent to all workers.
 
     It is a :class:`~torchrl_grpo.weight_sync.transport.Delivery`.

@@ -1,7 +1,7 @@
 """A rollout worker: generates groups with its engine, takes new weights in between, and evaluates.
 
-It runs where its engine is, knows nothing of Ray, and runs one call at a time. Rewards are not computed here
-but by the dispatcher.
+On Ray it runs in the process of its engine. With servers it is a thread of the trainer's process that drives
+one server. It knows nothing of Ray, and runs one call at a time. The dispatcher computes the rewards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchrl_grpo.rollout.workers.types import Command, GenerateGroups, LoadWeig
 from torchrl_grpo.runtime.rng import derive_seed
 
 # Longest duration of a call that generates, in seconds. A call that generates groups ends earlier if one
-# finishes. New weights never wait much longer.
+# finishes. With weight_update=in_flight, new weights never wait much longer.
 MAX_CALL_S = 0.5
 
 
@@ -36,8 +36,8 @@ class GroupsResult:
 
     Attributes:
         finished: groups that have finished.
-        tokens: number of tokens sampled since the previous call, including those of interrupted and of
-            dropped responses.
+        tokens: number of sampled tokens, each counted once: when its response ends, is interrupted or is
+            dropped.
         seconds: duration of the call.
     """
 
@@ -64,7 +64,7 @@ class RolloutWorker:
         self.temperature = temperature
         self._clock = clock
         self._groups: dict[int, Group] = {}
-        self._sampled = 0
+        self._num_sampled = 0
         # Responses of the evaluation that is under way.
         self._answers: dict[Hashable, Completion] | None = None
 
@@ -112,7 +112,7 @@ class RolloutWorker:
             result.finished = [group for group in self._groups.values() if group.is_finished]
         for group in result.finished:
             del self._groups[group.group_id]
-        result.tokens, self._sampled = self._sampled, 0
+        result.tokens, self._num_sampled = self._num_sampled, 0
         result.seconds = self._clock() - start
         return result
 
@@ -176,8 +176,9 @@ class RolloutWorker:
         assert isinstance(key, tuple)
         group, sample = key
         self._groups[group].responses[sample].extend(completion, self.engine.policy_version)
-        own = completion.sampled
-        self._sampled += len(completion.token_ids) if own is None else sum(own)
+        # None means that the model sampled every token, and none came from an environment.
+        sampled = completion.sampled
+        self._num_sampled += len(completion.token_ids) if sampled is None else sum(sampled)
 
     def _submit(self, groups: Iterable[Group]) -> None:
         self.engine.submit(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchrl_grpo.inference.protocol import Completion, Inference, Probe, ProbeResult, Sampling
 from torchrl_grpo.rollout.workers.dispatcher import Dispatcher
-from torchrl_grpo.rollout.workers.types import GenerateForEval, Publication, TrainerWeights
+from torchrl_grpo.rollout.workers.types import GenerateForEval, TrainerWeights, WorkerDelivery
 from torchrl_grpo.weight_sync.transport import concatenate_results
 
 
@@ -41,27 +41,27 @@ class WorkerGroup(Inference):
         """Number of workers."""
         return len(self.dispatcher.scheduler.workers)
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> Publication:
+    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> WorkerDelivery:
         """Send weights to every worker.
 
         They have been copied when this returns, or every worker has them, so the caller's may change.
         """
         if self._overwrites:
             self.dispatcher.block_loading()
-        publication = Publication(self._put_weights(weights), probe)
-        self.dispatcher.publish(publication, version)
-        if isinstance(publication.content, TrainerWeights):
+        delivery = WorkerDelivery(self._put_weights(weights), probe)
+        self.dispatcher.publish(delivery, version)
+        if isinstance(delivery.content, TrainerWeights):
             # When this returns, every free worker has been told to load. So one pass is enough for all.
             self.dispatcher.run_in_thread(lambda: None)
-            self.dispatcher.send_weights_until(publication.all_loaded_future)
-            publication.wait()
-        return publication
+            self.dispatcher.send_weights_until(delivery.all_loaded_future)
+            delivery.wait()
+        return delivery
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> ProbeResult:
         """See :meth:`Inference.publish`; waits until every worker has returned its probe result."""
-        publication = self.send(weights, version, probe)
-        publication.wait()
-        return concatenate_results(publication.new_results())
+        delivery = self.send(weights, version, probe)
+        delivery.wait()
+        return concatenate_results(delivery.new_results())
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         """See :meth:`Inference.generate`; every worker takes a share."""

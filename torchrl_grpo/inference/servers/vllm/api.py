@@ -17,8 +17,9 @@ _NOT_FINITE = -9999.0
 
 
 class VLLMApi:
-    """A :class:`~torchrl_grpo.inference.servers.api.ServerApi`. vLLM's engine is at ``/collective_rpc``."""
+    """A :class:`~torchrl_grpo.inference.servers.api.ServerApi`."""
 
+    # A call over ``/collective_rpc`` reaches the engine itself.
     sign_of_life = Call(_CALL, {"method": "grpo_sign_of_life"})
 
     def generate(self, request: Request, end_token_ids: Sequence[int]) -> Call:

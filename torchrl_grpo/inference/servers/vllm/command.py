@@ -32,7 +32,7 @@ def vllm_launch(source: str, arguments: Mapping[str, Any], *, on_cpu: bool) -> L
 
 def _command(source: str, arguments: Mapping[str, Any]) -> list[str]:
     flags = dict(arguments)
-    # These belong to the engine in the trainer's process only.
+    # An option without a value.
     sleeps = flags.pop("enable_sleep_mode", False)
     return [
         sys.executable,
@@ -44,7 +44,7 @@ def _command(source: str, arguments: Mapping[str, Any]) -> list[str]:
         *(["--enable-scale-out"] if has_token_server() else ["--middleware", _OLDER_ROUTES]),
         # No limit: vLLM counts the sampled token in addition to those that the probe asks for.
         *as_flags({"max_logprobs": -1}),
-        # The proof of weights counts tokens that come out of a cache.
+        # Verification needs the number of prompt tokens that came from the prefix cache.
         "--enable-prompt-tokens-details",
         "--disable-uvicorn-access-log",
         # The last middleware comes before all others.
@@ -57,7 +57,7 @@ def _variables(eager: bool, on_cpu: bool) -> dict[str, str]:
         # Without this, vLLM has no routes to pause, to load weights and to call the worker.
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # A connection that is not used for some seconds is one of a trainer that trains.
+        # A connection is idle while the trainer trains, so do not close it.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
         # A clone that is not installed is imported from where this process has it.
         "PYTHONPATH": os.pathsep.join(import_path()),
@@ -65,8 +65,8 @@ def _variables(eager: bool, on_cpu: bool) -> dict[str, str]:
     if on_cpu:
         # vLLM would give all but one core of the machine to every server.
         found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        # The model is computed in the engine's process. A process of its own would cost memory, and the
-        # engine would take a core to look for its answers. Engines of several ranks ignore this.
+        # The engine's process also computes the model. A worker process would cost memory, and the engine
+        # would wait for its results in a loop that takes a core. Engines of several ranks ignore this.
         found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if eager:
             # Compiling vLLM's small helpers takes half a minute of the first request, and gains nothing.

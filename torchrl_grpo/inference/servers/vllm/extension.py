@@ -155,7 +155,8 @@ class WeightExtension:
         return self._vllm_weights().held().to_json()
 
     def grpo_ignored(self, names: list[str]) -> list[str]:
-        """Return the published tensors in ``names`` that this rank ignores: other values change nothing.
+        """Return the published tensors in ``names`` that this rank ignores: loading other values for
+        them changes nothing that it holds.
 
         This overwrites the weights; load them again afterwards.
         """
