@@ -85,7 +85,8 @@ def _training(peer: str, **settings: Any) -> Run:
         with tempfile.TemporaryDirectory() as folder:
             recorded = Path(folder) / "rollouts.pt"
             os.environ["BENCH_RECORD"] = str(recorded)
-            with Worker("ours", options.work()) as worker:
+            # Responses are only recorded here, so the engine that starts fastest will do.
+            with Worker("ours", options.work(settings={"inference_model.backend": "transformers"})) as worker:
                 worker.step()
             del os.environ["BENCH_RECORD"]
             theirs = options.work(rollouts=str(recorded), settings=settings)

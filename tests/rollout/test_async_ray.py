@@ -170,23 +170,6 @@ def test_a_run_that_stops_with_an_error_leaves_a_checkpoint_and_nothing_else(
     orphans += processes
 
 
-def test_a_killed_trainer_leaves_nothing_behind_and_resumes(
-    repo_root: Path, tmp_path: Path, words: list[str], orphans: list[psutil.Process]
-) -> None:
-    run = tmp_path / "run"
-    with started(repo_root, tmp_path, *words, "hydra.run.dir=run") as process:
-        processes = wait_for(process, run / "metrics.jsonl", 4)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert len(processes) >= 3, "Ray's processes and a worker"
-    orphans += processes
-    with started(repo_root, tmp_path, *words, "hydra.run.dir=run", "resume=auto") as process:
-        assert process.wait(timeout=300) == 0, output(tmp_path)
-    assert summary(run)["groups"]["trained"] == 40
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(11))
-
-
 def test_an_interrupt_ends_the_run_in_good_order(
     repo_root: Path, tmp_path: Path, words: list[str], orphans: list[psutil.Process]
 ) -> None:
@@ -255,7 +238,7 @@ def test_a_killed_worker_and_a_killed_reference_are_replaced_on_a_running_cluste
         "ray.placement=spread",
         "policy.kl_coef=0.1",
         "inference_model.num_devices=2",
-        "ref_model.num_devices=2",
+        "ref_model.num_devices=1",
         "collector.max_policy_age=1",
         "hydra.run.dir=run",
     ]
@@ -264,11 +247,11 @@ def test_a_killed_worker_and_a_killed_reference_are_replaced_on_a_running_cluste
         wait_for(process, run / "metrics.jsonl", 2)
         workers, references = in_cluster("ray::RolloutActor"), in_cluster("ray::ReferenceScorer")
         assert len({one.ppid() for one in workers}) == 2, "each worker is a child of its own node's process"
-        assert len(references) == 2
+        assert len(references) == 1
         references[0].kill()
         workers[0].kill()
         assert process.wait(timeout=400) == 0, output(tmp_path)
-    assert "reference  ray x 2  cluster    2 actors, where ray.address puts them" in output(tmp_path)
+    assert "reference  ray      cluster    1 actor, where ray.address puts them" in output(tmp_path)
     found = summary(run)
     assert found["worker_restarts"] == 1 and found["groups"]["trained"] == 40
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -339,13 +322,14 @@ def test_kills_at_random_moments(
     """The command of the documentation, with fewer kills."""
     monkeypatch.setattr("torchrl_grpo.tools.processes.Popen", ForkedPopen)
     monkeypatch.chdir(tmp_path)
-    # Of this seed a worker dies first and the node process next.
-    argv = ["--kills", "2", "--seed", "26", "--longest", "4", "--folder", "soak", "env=jsonl"]
-    code = soak.main([*argv, *words])
+    # With this seed the worker dies, then the trainer, and the node process last.
+    argv = ["--kills", "3", "--seed", "98", "--longest", "4", "--folder", "soak", "env=jsonl", *words]
+    code = soak.main([*argv, "inference_model.num_devices=1"])
     said = capfd.readouterr().out
     print(said)
     assert code == 0
-    assert "2 kills" in said and "FAILS" not in said
+    assert "3 kills" in said and all(f"'{kind}': 1" in said for kind in soak.KINDS)
+    assert "FAILS" not in said
 
 
 def test_vllm_takes_weights_in_flight_from_two_training_ranks(
