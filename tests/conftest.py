@@ -27,6 +27,8 @@ os.environ.update(
     WANDB_MODE="offline",
     WANDB_SILENT="true",
     MPLBACKEND="Agg",
+    # Without this, each process that compiles starts two more, which import torch.
+    TORCHINDUCTOR_COMPILE_THREADS="1",
 )
 # Each process of `make test` has its share of the cores. With more threads than cores, threads wait for each
 # other at the end of every small product, and a test takes up to forty times as long. The small matrices of

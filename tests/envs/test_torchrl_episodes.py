@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.envs.episodes.processes import EpisodeHost, EpisodeProcess, UserCodeSpec
 from torchrl_grpo.envs.episodes.torchrl_env import TorchRLEpisode
 from torchrl_grpo.envs.episodes.types import Step
+from torchrl_grpo.runtime import user_code
 from torchrl_grpo.tools.verify_resume import read
 
 # A process that imports TorchRL's chats imports vLLM.
@@ -59,36 +57,17 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def hosts() -> Iterator[list[EpisodeHost]]:
-    found: list[EpisodeHost] = []
-    yield found
-    for host in found:
-        host.close()
-
-
-def started(hosts: list[EpisodeHost], name: str, **arguments: Any) -> EpisodeProcess:
-    hosts.append(EpisodeHost(UserCodeSpec(name, arguments, [])))
-    return hosts[-1].start_episode()
-
-
-def reset(process: EpisodeProcess, example: Example) -> list[dict[str, str]]:
-    told: list[dict[str, str]] = process.call({"do": "reset", "example": example.plain()}, 60.0)
-    return told
-
-
-def test_a_chat_with_transforms_answers_until_it_is_done(file: Path, hosts: list[EpisodeHost]) -> None:
-    process = started(hosts, f"{file}:chat", system="Be curious.")
+def test_a_chat_with_transforms_answers_until_it_is_done(file: Path) -> None:
+    episode = TorchRLEpisode(user_code.load(f"{file}:chat", "env.environment")(system="Be curious."))
     question = {"role": "user", "content": "I saw something."}
-    assert reset(process, Example("x/1", [question])) == [
+    assert episode.reset(Example("x/1", [question])) == [
         {"role": "system", "content": "Be curious."},
         question,
     ]
-    found = [process.call({"do": "step", "message": text}, 60.0) for text in ("What?", "I see.", "Why?")]
-    assert found == [
-        [[{"role": "user", "content": "1 of 3"}], 1.0, False],
-        [[{"role": "user", "content": "2 of 3"}], 0.0, False],
-        [[], 1.0, True],
+    assert [episode.step(text) for text in ("What?", "I see.", "Why?")] == [
+        Step([{"role": "user", "content": "1 of 3"}], 1.0, False),
+        Step([{"role": "user", "content": "2 of 3"}], 0.0, False),
+        Step([], 1.0, True),
     ]
 
 

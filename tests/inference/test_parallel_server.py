@@ -61,7 +61,7 @@ def test_the_ranks_of_a_server_get_their_parts_and_prove_them(
     process: ServerProcess, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Rows of a tensor come in several buckets.
-    monkeypatch.setattr(weight_files, "BUCKET_BYTES", 2**14)
+    monkeypatch.setattr(weight_files, "BUCKET_BYTES", 2**15)
     connection = ServerConnection(process.address, process.key, 60)
     connection.wait_until_up(10)
     wanted = ServerRequirements(torch.float32, None, 200)
@@ -113,7 +113,7 @@ def test_the_ranks_of_a_server_join_the_trainers_group(
     process: ServerProcess, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with NCCL, with gloo in its place: weights, their proof, and a pass that is interrupted."""
-    monkeypatch.setattr(weight_files, "BUCKET_BYTES", 2**14)
+    monkeypatch.setattr(weight_files, "BUCKET_BYTES", 2**15)
     connection = ServerConnection(process.address, process.key, 60)
     wanted = ServerRequirements(torch.float32, None, 200)
     engine = ServerEngine(connection, VLLM.api, wanted=wanted, folder=tmp_path, timeout_s=60)
