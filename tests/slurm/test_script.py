@@ -113,7 +113,7 @@ def test_ray_has_a_head_workers_and_the_trainer_joins(tmp_path: Path) -> None:
     (head,) = [line for line in fake.notes if "--head" in line]
     assert head.startswith("ray 2,3 start --head "), "the trainer's GPUs are not Ray's"
     assert f"gate -m torchrl_grpo.slurm.gate --timeout=1800 --ray={address} --nodes=3" in fake.notes
-    trainer = fake.notes[-1]
+    (trainer,) = [line for line in fake.notes if line.startswith("trainer ")]
     assert trainer.startswith("trainer 0,1,2,3 ")
     # Three nodes of four GPUs, less the trainer's two.
     assert "inference_model.num_devices=10" in trainer and trainer.endswith(f"ray.address='{address}'")
