@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from typing import IO
 from unittest import mock
 
 from torchrl_grpo.planning.cores import PASSIVE_WAIT_ENV
+from torchrl_grpo.runtime import rank_env
 
 _ROOT = Path(__file__).resolve().parents[2]
 # What other processes of the tests were told. Later, an engine or a test may have changed it.
@@ -70,12 +70,6 @@ class Finished(subprocess.CompletedProcess[str]):
     codes: list[int]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def run_script(
     argv: Sequence[object], *, ranks: int = 1, cwd: Path | None = None, timeout: float = 500
 ) -> Finished:
@@ -96,7 +90,7 @@ def run_script(
     variables: dict[str, str] = {}
     if ranks > 1:
         variables = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rank_env.free_port())}
     words = [str(word) for word in argv]
     with tempfile.TemporaryDirectory(prefix="torchrl-grpo-forked-") as scratch:
         written = [Path(scratch, name) for name in ("stdout", "stderr")]

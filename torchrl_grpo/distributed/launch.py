@@ -9,7 +9,6 @@ import itertools
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -121,7 +120,7 @@ def launch(argv: Sequence[str], count: int) -> int:
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(rank_env.free_port()),
         # Ranks that compute on the CPU share its cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, allowed_cores() // count))),
     }
@@ -201,9 +200,3 @@ def _defer_signal(number: signal.Signals) -> Iterator[list[int]]:
 
 def _exit_code(returncode: int) -> int:
     return returncode if returncode > 0 else _ENDED_BY_SIGNAL
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
