@@ -38,6 +38,7 @@ def sft() -> None:
     main(
         run="torchrl_grpo.training.job:run",
         config_name="sft_gsm8k",
+        method=TrainMethod.sft,
         config_dir=config_dir(),
         check=lambda cfg: check_job(cfg, asynchronous=False, method=TrainMethod.sft),
     )

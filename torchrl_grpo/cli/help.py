@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 from torchrl_grpo.config.parsing import keys
+from torchrl_grpo.config.values import TrainMethod
 
 _MOST_USED = (
     "env.dataset",
@@ -87,6 +88,10 @@ _SFT_EXAMPLES = (
     "--multirun optimizer.lr=1e-4,1e-5",
     "resume=auto",
 )
+_OF_A_METHOD = {
+    TrainMethod.grpo: ("Train a language model with GRPO on TorchRL.", _GRPO_EXAMPLES),
+    TrainMethod.sft: ("Train a language model on solutions (supervised fine-tuning).", _SFT_EXAMPLES),
+}
 
 
 def primary_configs(config_dir: Path) -> dict[str, str]:
@@ -108,13 +113,14 @@ def primary_configs(config_dir: Path) -> dict[str, str]:
     return found
 
 
-def help_text(program: str, config_dir: Path, config_name: str) -> str:
+def help_text(program: str, config_dir: Path, config_name: str, method: TrainMethod) -> str:
     """Build the text of ``--help``.
 
     Args:
         program: script or installed command, as it was called.
         config_dir: folder of the configuration tree.
         config_name: primary configuration that is used if the command line names none.
+        method: what the command learns from.
 
     Returns:
         The text.
@@ -127,13 +133,11 @@ def help_text(program: str, config_dir: Path, config_name: str) -> str:
         options = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
         if options:
             groups.append(f"  {folder.name:<30} {options}")
-    is_sft = config_name.startswith("sft")
+    title, examples = _OF_A_METHOD[method]
     command = f"python {program}" if program.endswith(".py") else Path(program).name
     return _TEXT.format(
-        title="Train a language model on solutions (supervised fine-tuning)."
-        if is_sft
-        else "Train a language model with GRPO on TorchRL.",
-        examples="\n".join(f"  {command} {words}" for words in (_SFT_EXAMPLES if is_sft else _GRPO_EXAMPLES)),
+        title=title,
+        examples="\n".join(f"  {command} {words}" for words in examples),
         command=command,
         primaries="\n".join(primaries),
         groups="\n".join(groups),

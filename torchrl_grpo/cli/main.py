@@ -23,6 +23,7 @@ from torchrl_grpo.cli.help import help_text, primary_configs
 from torchrl_grpo.cli.quoting import quote
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config.checks import check_installed
+from torchrl_grpo.config.values import TrainMethod
 from torchrl_grpo.distributed import launch
 from torchrl_grpo.errors import ConfigError, UserError
 from torchrl_grpo.models import kind, shape
@@ -55,6 +56,7 @@ def main(
     argv: Sequence[str] | None = None,
     check: Callable[[Config], None] = lambda cfg: None,
     asynchronous: bool = False,
+    method: TrainMethod = TrainMethod.grpo,
 ) -> None:
     """Run a script's command line.
 
@@ -66,6 +68,7 @@ def main(
         argv: arguments after the script's name; those of this process by default.
         check: function that checks the configuration for this script only; raises ConfigError.
         asynchronous: whether the script's engines generate while the trainer trains.
+        method: what the script learns from, for ``--help``.
 
     Raises:
         SystemExit: with code 2 for a user error, 130 for an interrupt, 75 if the run was asked to stop.
@@ -76,7 +79,7 @@ def main(
     command: _Command | None = None
     try:
         with stop_signal_blocked():
-            command = _Command(run, config_name, config_dir, words, check, asynchronous)
+            command = _Command(run, config_name, config_dir, words, check, asynchronous, method)
             command.execute()
     except UserError as error:
         alike = isinstance(error, ConfigError) or command is None or not command.follows
@@ -147,6 +150,7 @@ class _Command:
         words: list[str],
         check: Callable[[Config], None],
         asynchronous: bool,
+        method: TrainMethod,
     ) -> None:
         self.words = words
         self.args = _read(words)
@@ -154,6 +158,7 @@ class _Command:
         self.follows = False
         self.check = check
         self.asynchronous = asynchronous
+        self.method = method
         self.run = run
         self.default_name = config_name
         self.config_dir = config_dir.resolve()
@@ -167,7 +172,7 @@ class _Command:
     def execute(self) -> None:
         """Run the action that the command line selects."""
         if self.args.help:
-            sys.stdout.write(help_text(sys.argv[0], self.config_dir, self.default_name))
+            sys.stdout.write(help_text(sys.argv[0], self.config_dir, self.default_name, self.method))
         elif self.args.hydra_help or self.args.version or self.args.shell_completion:
             self._hydra([*self._flags(), *self._overrides()])
         elif self.args.cfg == "job":
