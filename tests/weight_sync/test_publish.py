@@ -21,7 +21,7 @@ from torchrl_grpo.inference.checksums import Checksums, checksum, checksum_tenso
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.weight_sync import publisher as publish
-from torchrl_grpo.weight_sync.probe import named_weights, perturbed, probe_prompts
+from torchrl_grpo.weight_sync.probe import named_weights, perturbed, probe_length, probe_prompts
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -468,3 +468,13 @@ def test_probe_prompts_have_their_length_and_no_common_beginning(lengths: list[i
     assert [len(p) for p in probes] == [80] * 3
     if sum(lengths) > 3:
         assert len({tuple(p[:16]) for p in probes}) == 3
+
+
+@pytest.mark.parametrize(
+    ("block_size", "max_model_len", "length"),
+    [(None, 512, 40), (32, 512, 40), (128, 512, 136), (128, 64, 63)],
+)
+def test_a_probe_fills_more_than_a_block_of_the_cache(
+    block_size: int | None, max_model_len: int, length: int
+) -> None:
+    assert probe_length(block_size, max_model_len) == length

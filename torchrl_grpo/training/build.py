@@ -63,7 +63,7 @@ from torchrl_grpo.training.learner import Learner, LearnerSpec
 from torchrl_grpo.training.schedule import RunSchedule
 from torchrl_grpo.training.session import Outputs, Session
 from torchrl_grpo.training.state import Parts, SessionState, seed_everything
-from torchrl_grpo.weight_sync.probe import probe_prompts
+from torchrl_grpo.weight_sync.probe import probe_length, probe_prompts
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
 from torchrl_grpo.weight_sync.transport import Transport
 
@@ -385,8 +385,7 @@ def build_publisher(
         transport: transport of the weights to ``engine``.
     """
     first = [examples[index] for index in range(min(8, len(examples)))]
-    # Longer than a block of the prefix cache: whether a stale cache is used shows only in full blocks.
-    length = min(max(40, (cfg.inference_model.block_size or 0) + 8), cfg.inference_model.max_model_len - 1)
+    length = probe_length(cfg.inference_model.block_size, cfg.inference_model.max_model_len)
     prompts = [render(tokenizer, example)[1] for example in first]
     return WeightPublisher(
         learner.full_model(),

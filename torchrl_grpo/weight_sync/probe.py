@@ -60,13 +60,25 @@ def perturbed(model: nn.Module | ShardedWeights) -> Iterator[None]:
                 parameter.detach()[..., ::8] = columns
 
 
+def probe_length(block_size: int | None, max_model_len: int) -> int:
+    """Number of tokens of a probe prompt: more than a block of the prefix cache, if the engine takes so many.
+
+    Whether a stale cache is used shows only in full blocks.
+
+    Args:
+        block_size: tokens of a block; None for the engine's default, 32 on a CPU and 16 on a GPU.
+        max_model_len: largest number of tokens of a prompt and its response.
+    """
+    return min(max(40, (block_size or 0) + 8), max_model_len - 1)
+
+
 def probe_prompts(prompts: Sequence[Sequence[int]], count: int = 3, length: int = 40) -> list[list[int]]:
     """Token sequences for the probe, cut from real prompts so that none begins like another.
 
     Args:
         prompts: at least one tokenized prompt.
         count: sequences wanted.
-        length: tokens of each; more than one cache block (32 tokens on a CPU, 16 on a GPU).
+        length: tokens of each, see :func:`probe_length`.
     """
     stream = [token for prompt in prompts for token in prompt]
     # All real prompts begin with the same system text, so they would share a prefix. Probes are cut out of
