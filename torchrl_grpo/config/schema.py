@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torchrl_grpo.config.keys import key
-from torchrl_grpo.config.schema_learning import (
+from torchrl_grpo.config.schema_learning import PolicyConfig
+from torchrl_grpo.config.schema_models import (
     InferenceModelConfig,
     LoraConfig,
-    PolicyConfig,
     RefModelConfig,
     TrainModelConfig,
 )

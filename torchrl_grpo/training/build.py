@@ -60,6 +60,7 @@ from torchrl_grpo.runtime.rng import derive_seed
 from torchrl_grpo.training.data_parallel_engine import build_data_parallel_engine
 from torchrl_grpo.training.evaluator import Evaluator
 from torchrl_grpo.training.learner import Learner, LearnerSpec
+from torchrl_grpo.training.rounding_check import rounding_check_dtype
 from torchrl_grpo.training.schedule import RunSchedule
 from torchrl_grpo.training.session import Outputs, Session
 from torchrl_grpo.training.state import Parts, SessionState, seed_everything
@@ -348,15 +349,6 @@ def least_precise_dtype(
         engine_dtype, model.dtype, autocast_dtype or torch.float32, key=_DTYPES_BY_PRECISION.index
     )
     return least_precise
-
-
-def rounding_check_dtype(cfg: Config, device: torch.device, precision: torch.dtype) -> torch.dtype:
-    """Return the dtype in which :func:`rounding_warning` estimates how many updates are lost to rounding.
-
-    It is ``precision`` without adapters. Training computes with adapters that are not merged. They are merged
-    for publications only, in float32, and then cast to the engine's dtype. Only this cast can lose an update.
-    """
-    return resolve_dtype(cfg.inference_model.dtype, device) if cfg.train_model.lora.rank > 0 else precision
 
 
 def build_publisher(

@@ -5,14 +5,24 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import OptimizerConfig
 from torchrl_grpo.models.lora import adapted_layers
-from torchrl_grpo.models.precision import lost_to_rounding
+from torchrl_grpo.models.precision import lost_to_rounding, resolve_dtype
 from torchrl_grpo.training.optimizer_step import learning_rate_factor
 
 # Above this share of weights that cannot have moved by the end, a run was seen to learn nothing: the quick
 # start in bfloat16 (0.69) went from 0.01 to 0.075, in float32 to 0.9.
 _TOO_MANY = 0.5
+
+
+def rounding_check_dtype(cfg: Config, device: torch.device, precision: torch.dtype) -> torch.dtype:
+    """Return the dtype in which :func:`rounding_warning` estimates how many updates are lost to rounding.
+
+    It is ``precision`` without adapters. Training computes with adapters that are not merged. They are merged
+    for publications only, in float32, and then cast to the engine's dtype. Only this cast can lose an update.
+    """
+    return resolve_dtype(cfg.inference_model.dtype, device) if cfg.train_model.lora.rank > 0 else precision
 
 
 def rounding_warning(
@@ -25,7 +35,7 @@ def rounding_warning(
     Args:
         model: model before training, with weights in float32. If it is sharded, this rank's shard is checked.
         dtype: dtype in which updates must not round to zero: see
-            :func:`~torchrl_grpo.training.build.rounding_check_dtype`.
+            :func:`rounding_check_dtype`.
         cfg: optimizer settings.
         total_steps: optimizer steps of the run.
     """

@@ -28,6 +28,7 @@ from torchrl_grpo.models.quantization import is_quantized
 from torchrl_grpo.models.scoring.padding import pad_left
 from torchrl_grpo.weight_sync.probe import named_weights, perturbed
 from torchrl_grpo.weight_sync.results import ExpectedResult, LogProbDiff
+from torchrl_grpo.weight_sync.sent_weights import SentWeights
 from torchrl_grpo.weight_sync.source import NextTokenScorer, ShardedWeights
 from torchrl_grpo.weight_sync.transport import Delivery, DirectTransport, Transport, concatenate_results
 
@@ -246,7 +247,7 @@ class WeightPublisher:
             TrainingStopped: the transport did not read all weights, or they differ from the model's.
         """
         trainer_log_probs = self._trainer_log_probs()
-        sent = _SentWeights(self._cast_and_checksum)
+        sent = SentWeights(self._cast_and_checksum)
         delivery = self._transport.send(sent, version, self.probe)
         missing = sorted(self._shapes.keys() - {name for name, _ in sent.sums})
         if missing:
@@ -396,23 +397,3 @@ class WeightPublisher:
 
     def _engine_name(self) -> str:
         return type(self.engine).__name__
-
-
-class _SentWeights:
-    """The weights of one publication, which a transport may read several times.
-
-    Args:
-        read: function that yields names and weights in the engine's dtype, and adds checksums to a list.
-
-    Attributes:
-        sums: names and checksums of what the last reader has read.
-    """
-
-    def __init__(self, read: Callable[[list[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]) -> None:
-        self._read = read
-        self.sums: list[tuple[str, Tensor]] = []
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and weights as they are now."""
-        self.sums = []
-        yield from self._read(self.sums)
