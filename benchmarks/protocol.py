@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 from types import TracebackType
 from typing import Any
 
@@ -74,9 +74,9 @@ class Worker:
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         reading, writing = os.pipe()
         self._answers = os.fdopen(reading)
-        self._process = subprocess.Popen(
+        self._process = Popen(
             [sys.executable, "-m", f"benchmarks.workers.{name}", workload.to_json()],
-            stdin=subprocess.PIPE,
+            stdin=PIPE,
             stdout=sys.__stderr__,
             text=True,
             cwd=_ROOT,
@@ -115,7 +115,7 @@ class Worker:
         self._process.stdin.close()
         try:
             self._process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             self._process.kill()
             self._process.wait()
         self._answers.close()

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from forked import AnsweringPopen
 from tiny_model import build_tiny_model
 from transformers import AutoTokenizer
 
 from benchmarks import __main__ as main
-from benchmarks import pairs, results
+from benchmarks import pairs, protocol, results
 from benchmarks.pairs import Comparison, Spread
 from benchmarks.waking import touch_memory
 from benchmarks.workers.ours import config
 from benchmarks.workload import Workload, reward
 from torchrl_grpo import data
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_prompts_have_the_length_that_was_asked_for(tmp_path: Path) -> None:
@@ -183,15 +182,6 @@ def test_a_part_that_fails_leaves_what_it_found_and_the_others(
     assert all(key.endswith("-model=model-prompts=4") for key in found)
 
 
-def command(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *words, "--output", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-        # TorchRL's side is written for a CPU.
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-
-
 def test_an_unknown_part_is_an_error_that_lists_the_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,15 +193,25 @@ def test_an_unknown_part_is_an_error_that_lists_the_parts(
     assert "there is no part collections" in said and "collection, growth" in said
 
 
+def start_worker(command: list[str], **given: Any) -> Any:
+    """Fork, and import again what sets something before TorchRL is imported."""
+    forks = "benchmarks.workers.torchrl" not in command[2]
+    return (AnsweringPopen if forks else subprocess.Popen)(command, **given)
+
+
 @pytest.mark.integration
 @pytest.mark.timeout(600)
-def test_collection_and_training_are_measured_against_the_real_libraries(tmp_path: Path) -> None:
+def test_collection_and_training_are_measured_against_the_real_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build_tiny_model(tmp_path / "model")
-    outcome = command(
-        tmp_path, "collection", "training-trl", "--pairs", "1", "--warm-up", "0", "--model", str(model),
-        "--prompts", "2", "--samples", "4", "--no-compile",
-    )  # fmt: skip
-    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    words = ["collection", "training-trl", "--pairs", "1", "--warm-up", "0", "--model", str(model)]
+    words += ["--prompts", "2", "--samples", "4", "--no-compile", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *words])
+    # TorchRL's side is written for a CPU.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(protocol, "Popen", start_worker)
+    main.main()
     found = json.loads((tmp_path / "results.json").read_text())
     figures = found["training-trl-model=model-prompts=2-samples=4-no-compile"]["figures"]
     (ours,), (theirs,) = (figures[side] for side in ("ours", "theirs"))

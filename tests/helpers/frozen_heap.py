@@ -34,7 +34,9 @@ def freeze_new_modules() -> None:
     """
     global _modules
     if len(sys.modules) > _modules + 300:
-        gc.collect()
+        if _modules:
+            gc.collect()
+        # At the start there is little garbage among what was imported, and looking for it takes a second.
         _FREEZE()
         _modules = len(sys.modules)
 

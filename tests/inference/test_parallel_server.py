@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import signal
 import threading
@@ -35,6 +36,8 @@ from torchrl_grpo.runtime import shared_memory
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.float32, pytest.mark.timeout(600)]
 
+# Three of its four processes need not import vLLM.
+_PROGRAM = Path(__file__).resolve().parents[1] / "helpers/forking_server.py"
 PROMPTS = [list(range(5, 45)), list(range(50, 90)), list(range(100, 140))]
 
 
@@ -42,13 +45,18 @@ PROMPTS = [list(range(5, 45)), list(range(50, 90)), list(range(100, 140))]
 def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     given = {name: value for name, value in ON_A_CPU.items() if name != "device"}
     sizes: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 16, "dtype": torch.float32}
+    launch = vllm_launch(
+        str(tiny_model_dir),
+        vllm_arguments(on_cpu=True, **given, **sizes)
+        # vLLM fills its cache with zeros, and a GiB takes each rank a second.
+        | {"tensor_parallel_size": 2, "kv_cache_memory_bytes": 2**26},
+        on_cpu=True,
+    )
+    python, module, _, *arguments = launch.words
+    assert module == "-m"
     made = ServerProcess(
         VLLM,
-        vllm_launch(
-            str(tiny_model_dir),
-            vllm_arguments(on_cpu=True, **given, **sizes) | {"tensor_parallel_size": 2},
-            on_cpu=True,
-        ),
+        dataclasses.replace(launch, words=[python, str(_PROGRAM), *arguments]),
         environment={"OMP_NUM_THREADS": "1"},
         log=tmp_path_factory.mktemp("server") / "server.log",
     )

@@ -46,7 +46,12 @@ def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     given = {name: value for name, value in ON_A_CPU.items() if name != "device"}
     made = ServerProcess(
         VLLM,
-        vllm_launch(str(tiny_model_dir), vllm_arguments(on_cpu=True, **given, **SIZES), on_cpu=True),
+        vllm_launch(
+            str(tiny_model_dir),
+            # vLLM fills its cache with zeros, which takes a second for a GiB.
+            vllm_arguments(on_cpu=True, **given, **SIZES) | {"kv_cache_memory_bytes": 2**26},
+            on_cpu=True,
+        ),
         environment={"OMP_NUM_THREADS": "1"},
         log=tmp_path_factory.mktemp("server") / "server.log",
     )

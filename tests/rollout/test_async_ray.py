@@ -135,17 +135,19 @@ def output(folder: Path) -> str:
 
 
 def test_what_a_node_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
-    freed = "RAY_free_objects_period_milliseconds"
+    freed, prestart = "RAY_free_objects_period_milliseconds", "RAY_prestart_worker_first_driver"
     monkeypatch.delenv(freed, raising=False)
+    monkeypatch.delenv(prestart, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    assert ray_pool.cluster_env([]) == {freed: "10"}
-    assert ray_pool.cluster_env([1]) == {freed: "10", "CUDA_VISIBLE_DEVICES": "7"}
+    ours = {freed: "10", prestart: "0"}
+    assert ray_pool.cluster_env([]) == ours
+    assert ray_pool.cluster_env([1]) == {**ours, "CUDA_VISIBLE_DEVICES": "7"}
     with ray_pool.temporary_env(ray_pool.cluster_env([1, 0])):
         assert os.environ[freed] == "10" and os.environ["CUDA_VISIBLE_DEVICES"] == "7,4"
     assert freed not in os.environ and os.environ["CUDA_VISIBLE_DEVICES"] == "4,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv(freed, "1000")
-    assert ray_pool.cluster_env([2]) == {freed: "1000", "CUDA_VISIBLE_DEVICES": "2"}
+    assert ray_pool.cluster_env([2]) == {**ours, freed: "1000", "CUDA_VISIBLE_DEVICES": "2"}
 
 
 def test_a_run_that_stops_with_an_error_leaves_a_checkpoint_and_nothing_else(
@@ -170,30 +172,20 @@ def test_a_run_that_stops_with_an_error_leaves_a_checkpoint_and_nothing_else(
     orphans += processes
 
 
-def test_an_interrupt_ends_the_run_in_good_order(
+def test_a_sweep_goes_on_to_its_second_run_and_an_interrupt_ends_that_in_good_order(
     repo_root: Path, tmp_path: Path, words: list[str], orphans: list[psutil.Process]
 ) -> None:
-    run = tmp_path / "run"
-    # Long enough not to have ended by itself on any machine.
-    endless = "train.total_dialog_turns=160000"
-    with started(repo_root, tmp_path, *words, "hydra.run.dir=run", endless) as process:
-        processes = wait_for(process, run / "metrics.jsonl", 3)
+    # The second is long enough not to have ended by itself on any machine.
+    sweep = ["--multirun", "hydra.sweep.dir=sweep", "train.total_dialog_turns=32,160000"]
+    first, second = (tmp_path / "sweep" / job for job in "01")
+    with started(repo_root, tmp_path, *words, *sweep) as process:
+        orphans += wait_for(process, first / "metrics.jsonl", 2)
+        orphans += wait_for(process, second / "metrics.jsonl", 3)
+        assert summary(first)["groups"]["trained"] == 8
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 130
     assert "resume=" in output(tmp_path)
-    orphans += processes
-
-
-def test_a_sweep_of_two_runs_goes_through(
-    repo_root: Path, tmp_path: Path, words: list[str], orphans: list[psutil.Process]
-) -> None:
-    sweep = ["--multirun", "hydra.sweep.dir=sweep", "optimizer.lr=1e-3,1e-4", "train.total_dialog_turns=32"]
-    with started(repo_root, tmp_path, *words, *sweep) as process:
-        everybody = everybody_until_the_end(process)
-        assert process.returncode == 0, output(tmp_path)
-    orphans += everybody
-    for job in "01":
-        assert summary(tmp_path / "sweep" / job)["groups"]["trained"] == 8
+    assert has_checkpoint(second)
 
 
 def test_an_address_where_nothing_answers_is_one_clear_message() -> None:

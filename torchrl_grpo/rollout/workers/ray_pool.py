@@ -32,9 +32,11 @@ from torchrl_grpo.rollout.workers.types import Command, LoadWeightsCommand
 
 _PLACEMENT_LIMIT_S = 60.0
 # Ray frees unused objects once a second by default. With short steps, several copies of the weights
-# accumulate in that time, so a cluster started here frees them more often. The environment variable takes
-# precedence.
+# accumulate in that time, so a cluster started here frees them more often.
 _FREE_PERIOD_VAR = "RAY_free_objects_period_milliseconds"
+# Ray also starts idle workers for the first tasks, up to one per core. Actors have an environment of their own
+# and never use them.
+_PRESTART_VAR = "RAY_prestart_worker_first_driver"
 
 
 @dataclass(frozen=True)
@@ -293,9 +295,10 @@ def _check_reachable(address: str) -> None:
 def cluster_env(gpus: Sequence[int]) -> dict[str, str]:
     """Return the environment for a Ray cluster that is started here.
 
-    Ray assigns the GPUs that its node process sees, so the environment lists only ``gpus``.
+    A variable of Ray that is already set keeps its value. Ray assigns the GPUs that its node process sees, so the environment lists only ``gpus``.
     """
-    found = {_FREE_PERIOD_VAR: os.environ.get(_FREE_PERIOD_VAR, "10")}
+    defaults = {_FREE_PERIOD_VAR: "10", _PRESTART_VAR: "0"}
+    found = {name: os.environ.get(name, default) for name, default in defaults.items()}
     if gpus:
         found |= visible_gpus(gpus)
     return found

@@ -1,0 +1,18 @@
+"""The program of a vLLM server whose processes are forks of the first one, so that vLLM is imported once.
+
+On a CPU, vLLM starts each process of a server of two ranks anew, four in all, and each imports vLLM for eight
+seconds of a core. On a GPU it forks them, too.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+
+from vllm.utils import system_utils
+
+system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+if __name__ == "__main__":
+    from torchrl_grpo.inference.servers.vllm.program import main
+
+    main()
