@@ -62,20 +62,35 @@ PARTS = {
         "docs/test_benchmarks",
     ),
 }
-# Of what is left, the files that would keep one process busy when the others have ended.
+# Of what is left, the longest files first, so that no process is left with one when the others have ended.
 LONG = tuple(
     f"tests/{name}.py"
     for name in (
         "distributed/test_ranks",
+        "api/test_trainer",
+        "runs/test_async_runs",
         "distributed/test_deepspeed",
         "runs/test_episode_runs",
+        "runs/test_in_turn",
         "runs/test_training_runs",
-        "runs/test_async_runs",
-        "models/test_compile",
-        "envs/test_torchrl_episodes",
-        "api/test_trainer",
+        "runs/test_cli_runs",
         "cli/test_cli_mistakes",
+        "models/test_compile",
+        "runs/test_pretended_cuda_runs",
+        "models/test_families",
         "weight_sync/test_publish",
+        "runs/test_server_runs",
+        "docs/test_notebooks",
+        "rewards/test_rewards",
+        "planning/test_devices",
+        "config/test_config",
+        "envs/test_torchrl_episodes",
+        "weight_sync/test_lora_publish",
+        "envs/test_episode_tokens",
+        "config/test_presets",
+        "envs/test_tools",
+        "runs/test_sft_runs",
+        "runtime/test_gpu_check",
     )
 )
 PART_OF = {f"tests/{name}.py": part for part, names in PARTS.items() for name in names}
