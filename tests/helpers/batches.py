@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from tensordict import TensorDict
@@ -75,6 +76,16 @@ def make_model(family: str = "llama", seed: int = 0, **overrides: Any) -> PreTra
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def compiler_backend(backend: Any) -> Any:
+    """A context in which modules are compiled with ``backend``; "aot_eager" runs what it traced."""
+    real = nn.Module.compile
+
+    def compile_with(self: nn.Module, **options: Any) -> None:
+        real(self, backend=backend, **options)
+
+    return mock.patch.object(nn.Module, "compile", compile_with)
 
 
 def ragged_masks(P: int, G: int, L: int, T: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from batches import make_batch, make_model, make_objective
+from batches import compiler_backend, make_batch, make_model, make_objective
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from torchrl_grpo.batch.micro_batches import TokenBudget
 from torchrl_grpo.config.schema import OptimizerConfig
 from torchrl_grpo.distributed.parallelism import distribute, full_tensor, reshard_after
 from torchrl_grpo.distributed.ranks import Ranks
+from torchrl_grpo.models.prepare import compile_layers
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.objectives.aggregation import count_totals
 from torchrl_grpo.training.optimizer_step import OptimizerStep
@@ -36,8 +37,10 @@ CASES: dict[str, tuple[str, int | None, dict[str, Any]]] = {
     "qwen3, few groups move": ("qwen3", 25, {}),
 }
 RELOADED = ("llama_tied", "gpt2")
-# Three ranks, which divide no size of a tensor, measure all cases. Two ranks measure one of them.
+# Three ranks, which divide no size of a tensor, measure all cases. Two ranks measure one of them, and the
+# same with compiled layers.
 CASES_OF_TWO = ("llama",)
+COMPILED = "llama, compiled"
 # The same in bfloat16, where ranks round differently.
 MIXED = {
     "llama in bfloat16": "llama",
@@ -64,7 +67,7 @@ def batch_of(case: str, step: int = 1) -> TensorDict:
 def build(
     case: str, kind: str, ranks: Ranks, loads_parked: bool = False
 ) -> tuple[OptimizerStep, torch.nn.Module]:
-    family, tokens, policy = CASES[MIXED.get(case, case)]
+    family, tokens, policy = CASES["llama" if case == COMPILED else MIXED.get(case, case)]
     model = make_model(family)
     if "checkpointed" in case:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -74,6 +77,11 @@ def build(
         autocast_dtype=torch.bfloat16 if case in MIXED else None,
         head_dtype=torch.float32 if "float32 head" in case else None,
     )
+    if case == COMPILED:
+        # What the compiler writes is compared in test_compile.py.
+        with compiler_backend("aot_eager"):
+            compile_layers(model, scorer)
+        assert sum(module._compiled_call_impl is not None for module in model.modules()) == 2
     network = distribute(scorer, kind, ranks.size, CPU)
     loss, _ = make_objective(scorer, **policy)
     loss.set_network(network)
@@ -197,7 +205,7 @@ def measure_all(kinds: Sequence[str], cases: Sequence[str], ranks: Ranks) -> dic
 def main(output: Path, kinds: Sequence[str]) -> None:
     torch.set_num_threads(1)
     here = Ranks(on_cpu=True)
-    found = measure_all(kinds, (*CASES_OF_TWO, *MIXED) if here.size == 2 else (*CASES,), here)
+    found = measure_all(kinds, (*CASES_OF_TWO, COMPILED, *MIXED) if here.size == 2 else (*CASES,), here)
     found["kept of weights"] = kept_of_weights(here)
     if here.is_main:
         torch.save(found, output)

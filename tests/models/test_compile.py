@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import make_batch, make_model
+from batches import compiler_backend, make_batch, make_model
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -26,11 +26,6 @@ def _as_new() -> None:
     counters.clear()
 
 
-def with_backend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
-    real = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: real(self, backend=backend, **options))
-
-
 def numbers(model: nn.Module, scorer: TokenScorer, seed: int) -> list[Tensor]:
     """Log-probabilities and gradients on a batch whose sizes depend on the seed."""
     batch = make_batch(P=2 + seed, G=3, L=9 + seed, T=7 + 2 * seed, seed=seed)
@@ -40,9 +35,9 @@ def numbers(model: nn.Module, scorer: TokenScorer, seed: int) -> list[Tensor]:
     return [found.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def compare(model: nn.Module, scorer: TokenScorer) -> None:
+def compare(model: nn.Module, scorer: TokenScorer, compiled_for: TokenScorer | None = None) -> None:
     expected = [numbers(model, scorer, seed) for seed in range(4)]
-    compiled_without_a_word(model, scorer)
+    compiled_without_a_word(model, compiled_for or scorer)
     graphs = []
     for seed in range(4):
         for ours, plain in zip(numbers(model, scorer, seed), expected[seed], strict=True):
@@ -62,42 +57,33 @@ def compiled_without_a_word(model: nn.Module, scorer: TokenScorer) -> None:
     ("family", "checkpointing"),
     [("llama", False), ("llama", True), ("gpt2", False), ("gemma3", True), ("qwen3", False)],
 )
-def test_compiled_layers_have_the_same_numbers(
-    family: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_backend(monkeypatch, "aot_eager")
+def test_compiled_layers_have_the_same_numbers(family: str, checkpointing: bool) -> None:
     model = make_model(family)
     prepare_for_training(model, TrainModelConfig(gradient_checkpointing=checkpointing))
-    compare(model, TokenScorer(model))
+    with compiler_backend("aot_eager"):
+        compare(model, TokenScorer(model))
 
 
-def test_what_the_compiler_writes_has_the_same_numbers() -> None:
+def test_what_the_compiler_writes_has_the_same_numbers_and_works_under_mixed_precision() -> None:
     model = make_model()
     prepare_for_training(model, TrainModelConfig())
-    compare(model, TokenScorer(model))
-
-
-def test_layers_are_compiled_under_mixed_precision_too() -> None:
-    model = make_model()
-    prepare_for_training(model, TrainModelConfig())
-    scorer = TokenScorer(model, autocast_dtype=torch.bfloat16)
-    plain = numbers(model, scorer, 1)
-    compiled_without_a_word(model, scorer)
-    found = numbers(model, scorer, 1)
+    mixed = TokenScorer(model, autocast_dtype=torch.bfloat16)
+    plain = numbers(model, mixed, 1)
+    # What is compared first are the numbers without mixed precision.
+    compare(model, TokenScorer(model), compiled_for=mixed)
+    found = numbers(model, mixed, 1)
     assert found[0].dtype == torch.float32
     torch.testing.assert_close(found[0], plain[0], atol=0.2, rtol=0)
 
 
-def test_a_compiler_that_fails_is_said_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_is_said_and_not_used() -> None:
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler here")
 
     model = make_model()
     scorer = TokenScorer(model)
     expected = numbers(model, scorer, 0)
-    with_backend(monkeypatch, broken)
-    with pytest.warns(
-        UserWarning, match=r"train_model\.compile=true: LlamaForCausalLM is not compiled .*no compiler"
-    ):
+    said = r"train_model\.compile=true: LlamaForCausalLM is not compiled .*no compiler"
+    with compiler_backend(broken), pytest.warns(UserWarning, match=said):
         compile_layers(model, scorer)
     assert all(map(torch.equal, numbers(model, scorer, 0), expected))
