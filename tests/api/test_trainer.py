@@ -11,10 +11,12 @@ import pytest
 import torch
 from datasets import Dataset
 from forked import run_script
+from local_pool import LocalPool, collect_locally
 
 from torchrl_grpo import GRPOTrainer
 from torchrl_grpo.cli.compose import write_override
 from torchrl_grpo.errors import ConfigError, DataError, UserError
+from torchrl_grpo.rollout import build
 from torchrl_grpo.tools.verify_resume import read, unmeasured
 
 ROWS = [{"question": f"{a} plus {b}", "answer": str(a + b)} for a in range(5) for b in range(5)]
@@ -52,12 +54,15 @@ def shorter(completion: str, example: Any) -> float:
     return 1 / (1 + len(completion))
 
 
-@pytest.mark.slow
-def test_a_run_with_workers_is_evaluated(make: Make) -> None:
+def test_a_run_with_workers_is_evaluated(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What Ray's workers do is tested in tests/rollout/test_async_ray.py.
+    pools: list[LocalPool] = []
+    monkeypatch.setattr(build, "build_ray_workers", collect_locally(pools))
     trainer = make({"collector.max_policy_age": 1}, train_dataset=ROWS, rewards=shorter, asynchronous=True)
     trainer.train()
     found = trainer.evaluate()
     assert found["eval/accuracy"] == trainer.metrics()[-1]["eval/accuracy"]
+    assert pools and all(pool.closed for pool in pools)
     assert {path.name for path in trainer.output_dir.iterdir()} >= {
         "objects.pkl",
         "python.log",

@@ -19,6 +19,7 @@ from forked import run_script
 from rank_program import CASES, CASES_OF_TWO, COMPILED, MIXED, RELOADED
 from rank_runs import (
     Runs,
+    check_follows,
     check_kept_and_loaded,
     check_rounds_alike,
     check_same_head,
@@ -133,12 +134,6 @@ def test_groups_are_divided_by_cost(costs: list[int], ranks: int, loads: list[in
 # ---- the commands a user would run
 
 
-HOW: dict[str, str | None] = {
-    "grpo.py starts two ranks": None,
-    "accelerate launch, fsdp2": "fsdp2",
-}
-
-
 @pytest.mark.parametrize(
     ("name", "kind"), [("single_gpu", "NO"), ("multi_gpu", "MULTI_GPU"), ("fsdp2", "FSDP")]
 )
@@ -148,16 +143,13 @@ def test_files_for_the_launcher_are_what_it_reads(repo_root: Path, name: str, ki
     assert found.mixed_precision == "no", "train_model.autocast chooses the numbers"
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_a_run_on_two_ranks_follows_the_run_on_one_and_so_does_its_continuation_on_one(
-    how: str, runs: Runs, tmp_path: Path
+def test_a_run_on_two_ranks_of_a_launcher_follows_the_run_on_one_and_so_does_its_continuation_on_one(
+    runs: Runs, tmp_path: Path
 ) -> None:
-    launcher = HOW[how]
-    done = runs.start(tmp_path / "run", launcher, "train_model.num_devices=2")
+    done = runs.start(tmp_path / "run", "fsdp2", "train_model.num_devices=2")
     assert "an engine in each of 2 ranks" in done.stdout
     # What two ranks wrote, one continues. Who started the two makes no difference to that.
-    if launcher is None:
-        runs.go_on(tmp_path / "run")
+    runs.go_on(tmp_path / "run")
 
 
 def test_two_ranks_are_dismissed_where_the_run_has_ended(runs: Runs, tmp_path: Path) -> None:
@@ -177,29 +169,39 @@ def test_two_ranks_with_two_workers_follow_the_run_of_one_process(
         assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 75)])
-def test_a_signal_ends_all_ranks_in_good_order(
-    number: signal.Signals, code: int, repo_root: Path, sums: Path, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
+def said_by_ranks_that_get(number: signal.Signals, code: int, runs: Runs, folder: Path) -> str:
+    """Start an endless run in two ranks; after 10 steps, a signal must end it with this exit code."""
     more = ("train_model.num_devices=2", "train.total_dialog_turns=160000")
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LD_PRELOAD")}
     process = subprocess.Popen(
-        [sys.executable, str(grpo_script(repo_root)), *words(sums, tiny_model_dir, folder, *more)],
-        env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        [sys.executable, str(grpo_script(runs.root)), *words(runs.sums, runs.model, folder, *more)],
+        env=environment, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 120
-    while not (folder / "checkpoints/5").exists() and time.monotonic() < deadline:
+    while not (folder / "checkpoints/10").exists() and time.monotonic() < deadline:
         # Nothing tells another process that a checkpoint is there.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=0.2)
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 2
     process.send_signal(number)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == code
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == code, said
     assert "continues from its last checkpoint" in said and "Traceback" not in said
     assert not psutil.wait_procs(family, timeout=30)[1]
+    return said
+
+
+def test_an_interrupt_ends_all_ranks_in_good_order(runs: Runs, tmp_path: Path) -> None:
+    said_by_ranks_that_get(signal.SIGINT, 130, runs, tmp_path / "run")
+
+
+def test_ranks_that_grpo_py_has_started_follow_the_run_on_one_until_they_are_stopped(
+    runs: Runs, tmp_path: Path
+) -> None:
+    said = said_by_ranks_that_get(signal.SIGUSR1, 75, runs, tmp_path / "run")
+    assert "an engine in each of 2 ranks" in said
+    check_follows(tmp_path / "run", runs.one_rank)
 
 
 _LEAVING = """
