@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 from forked import run_script
 from local_pool import LocalPool, collect_locally
+from script_objects import ROWS, Asking, shorter
 
 from torchrl_grpo import GRPOTrainer
 from torchrl_grpo.cli.compose import write_override
@@ -19,7 +20,6 @@ from torchrl_grpo.errors import ConfigError, DataError, UserError
 from torchrl_grpo.rollout import build
 from torchrl_grpo.tools.verify_resume import read, unmeasured
 
-ROWS = [{"question": f"{a} plus {b}", "answer": str(a + b)} for a in range(5) for b in range(5)]
 SMALL = {
     "env.num_envs": 2,
     "env.repeats": 4,
@@ -48,10 +48,6 @@ def make(tiny_model_dir: Path, tmp_path: Path) -> Iterator[Make]:
         return GRPOTrainer(config={**SMALL, **(config or {})}, **arguments)
 
     yield build
-
-
-def shorter(completion: str, example: Any) -> float:
-    return 1 / (1 + len(completion))
 
 
 def test_a_run_with_workers_is_evaluated(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,22 +133,6 @@ def test_rows_rewards_tools_and_an_environment_of_the_script(make: Make) -> None
     rows = read(trainer.output_dir / "rollouts.jsonl")
     assert "shout" in rows[0]["prompt"] and "calculator" in rows[0]["prompt"]
     assert {row["reward"] for row in rows} <= {0.0, 1.0, 2.0} and not any("errors" in row for row in rows)
-
-
-class Asking:
-    """Rows on demand, with rewards of their own."""
-
-    def __init__(self, start: int) -> None:
-        self.start = start
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"prompt": [{"role": "user", "content": f"What is {self.start + index}?"}]}
-
-    def get_reward(self, index: int, completion: str) -> float:
-        return float(self.start + index)
 
 
 def test_a_dataset_with_rewards_of_its_own(make: Make) -> None:
