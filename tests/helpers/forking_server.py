@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import multiprocessing
 
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.utils import system_utils
 
 system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+# Ranks look for the next message in a loop, for a second after each, on the cores of other tests.
+SpinCondition.__init__.__defaults__ = (0.1,)
 
 if __name__ == "__main__":
     from torchrl_grpo.inference.servers.vllm.program import main

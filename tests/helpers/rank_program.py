@@ -205,7 +205,9 @@ def measure_all(kinds: Sequence[str], cases: Sequence[str], ranks: Ranks) -> dic
 def main(output: Path, kinds: Sequence[str]) -> None:
     torch.set_num_threads(1)
     here = Ranks(on_cpu=True)
-    found = measure_all(kinds, (*CASES_OF_TWO, COMPILED, *MIXED) if here.size == 2 else (*CASES,), here)
+    found = measure_all(kinds, (*CASES_OF_TWO, *MIXED) if here.size == 2 else (*CASES,), here)
+    if here.size == 2:
+        found |= measure_all(["fsdp2"], [COMPILED], here)
     found["kept of weights"] = kept_of_weights(here)
     if here.is_main:
         torch.save(found, output)
