@@ -50,6 +50,7 @@ def make(tiny_model_dir: Path, tmp_path: Path) -> Iterator[Make]:
     yield build
 
 
+@pytest.mark.slow
 def test_a_run_with_workers_is_evaluated(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     # What Ray's workers do is tested in tests/rollout/test_async_ray.py.
     pools: list[LocalPool] = []

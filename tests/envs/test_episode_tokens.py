@@ -84,6 +84,7 @@ def ends_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 # The random model rarely ends a turn by itself, so a fifth of the vocabulary ends one.
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [SMOL, QWEN], ids=["smollm2", "qwen"])
 def test_trained_tokens_are_those_that_the_engine_saw_and_sampled(
     make: Make, tokenizer: PreTrainedTokenizerBase, template: str

@@ -25,6 +25,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
 def test_memory_that_was_freed_is_not_fetched_from_the_kernel_again() -> None:
     # vLLM, once imported, puts another allocator in front of whatever is started next.

@@ -34,8 +34,8 @@ _PLACEMENT_LIMIT_S = 60.0
 # Ray frees unused objects once a second by default. With short steps, several copies of the weights
 # accumulate in that time, so a cluster started here frees them more often.
 _FREE_PERIOD_VAR = "RAY_free_objects_period_milliseconds"
-# Ray also starts idle workers for the first tasks, up to one per core. Actors have an environment of their own
-# and never use them.
+# Ray also starts idle workers for the first tasks, up to one per core. Actors have an environment of their
+# own and never use them.
 _PRESTART_VAR = "RAY_prestart_worker_first_driver"
 
 
@@ -295,7 +295,8 @@ def _check_reachable(address: str) -> None:
 def cluster_env(gpus: Sequence[int]) -> dict[str, str]:
     """Return the environment for a Ray cluster that is started here.
 
-    A variable of Ray that is already set keeps its value. Ray assigns the GPUs that its node process sees, so the environment lists only ``gpus``.
+    A variable of Ray that is already set keeps its value. Ray assigns the GPUs that its node process sees, so
+    the environment lists only ``gpus``.
     """
     defaults = {_FREE_PERIOD_VAR: "10", _PRESTART_VAR: "0"}
     found = {name: os.environ.get(name, default) for name, default in defaults.items()}
