@@ -115,11 +115,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
 
 
-if _WORKERS:
-    # Taking the interpreter apart takes up to seven seconds when tests have imported vLLM. Registered first,
-    # this comes after what libraries do at exit. The process that started this one has all results by then.
-    atexit.register(os._exit, 0)
-
 # Collecting tests imports much and frees little.
 gc.disable()
 
@@ -129,6 +124,19 @@ def pytest_collection_finish() -> None:
     frozen_heap.start()
     composed_once.start()
     gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """Have a process of ``make test`` leave quickly. The process that started it has all results by then."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Do what libraries do at exit, but do not take the interpreter apart: with vLLM, that takes 7 s."""
+    atexit.unregister(_leave)
+    atexit._run_exitfuncs()
+    os._exit(0)
 
 
 _file: Path | None = None

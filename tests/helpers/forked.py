@@ -181,7 +181,7 @@ class AnsweringPopen(ForkedPopen):
         **given: Any,
     ) -> None:
         (answers,) = pass_fds
-        (name,) = (name for name, value in env.items() if value == str(answers))
+        (name,) = (name for name in env.keys() - os.environ.keys() if env[name] == str(answers))
         script = cwd.joinpath(*command[2].split(".")).with_suffix(".py")
         reading, writing = os.pipe()
         self.stdin = os.fdopen(writing, "w")

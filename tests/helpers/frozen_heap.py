@@ -17,7 +17,7 @@ from unittest import mock
 _FREEZE, _UNFREEZE = gc.freeze, gc.unfreeze
 # vLLM freezes what lives when an engine has started, and unfreezes everything when it ends.
 _OTHERS = mock.patch.multiple(gc, freeze=lambda: None, unfreeze=lambda: None)
-_modules = 0
+_modules: int | None = None
 
 
 def start() -> None:
@@ -33,10 +33,10 @@ def freeze_new_modules() -> None:
     What lives is frozen with it, and no collection ends it. So nothing may live that must end earlier.
     """
     global _modules
-    if len(sys.modules) > _modules + 300:
-        if _modules:
+    if len(sys.modules) > (_modules or 0) + 300:
+        # The first time, there is little garbage among what was imported, and looking for it takes a second.
+        if _modules is not None:
             gc.collect()
-        # At the start there is little garbage among what was imported, and looking for it takes a second.
         _FREEZE()
         _modules = len(sys.modules)
 

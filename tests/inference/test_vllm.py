@@ -34,7 +34,7 @@ from torchrl_grpo.weight_sync.publisher import WeightPublisher
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-EPISODES = 8
+EPISODES = 12
 QUESTIONS = ("What is 3 + 4?", "Name a color, please.", "Who wrote Hamlet? Answer in one word.")
 
 

@@ -6,13 +6,16 @@ import gc
 import json
 import math
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from batches import compiler_backend
 from tiny_model import build_tiny_model
 from tiny_runs import Runner, config, train, without_eval  # noqa: F401  fixtures
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from torchrl_grpo.checkpoints import checkpoint
@@ -362,6 +365,18 @@ def test_gradient_checkpointing_trains_to_the_same_numbers(train: Runner) -> Non
     )
     for one, other in zip(plain, recomputed, strict=True):
         assert one["loss/total"] == pytest.approx(other["loss/total"], abs=1e-4)
+
+
+@pytest.mark.float32
+def test_compiled_layers_train_to_the_same_numbers(train: Runner) -> None:
+    plain = train("plain")
+    counters.clear()
+    with compiler_backend("aot_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="train_model.compile")
+        compiled = train("compiled", train_model__compile=True)
+    assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+    for ours, theirs in zip(without_eval(compiled), without_eval(plain), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
 
 
 def test_a_full_disk_stops_the_run_with_one_clear_message(config: Config, tmp_path: Path) -> None:
