@@ -4,7 +4,7 @@ Importing takes six seconds of a core, which is most of what a small run takes. 
 and each script runs in a fork of it, with arguments, variables, a folder and an output of its own.
 
 Only tests that start a process see what differs: what it does until it has imported, its seed of hashes,
-which all forks share, and the end of the interpreter.
+which all forks share, what a full garbage collection looks through, and the end of the interpreter.
 """
 
 from __future__ import annotations

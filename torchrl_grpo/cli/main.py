@@ -7,7 +7,6 @@ the same way. Any other exception is a bug in this project and keeps its traceba
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import logging
@@ -16,9 +15,10 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.checkpoints import run_dir
+from torchrl_grpo.cli.arguments import read_arguments
 from torchrl_grpo.cli.help import help_text, primary_configs
 from torchrl_grpo.cli.quoting import quote
 from torchrl_grpo.config import Config, parse
@@ -40,13 +40,6 @@ USER_ERROR_CODE = 2
 INTERRUPTED_CODE = launch.INTERRUPTED_CODE
 # A run that was asked to stop has saved itself and can go on. EX_TEMPFAIL of sysexits.h says "try again".
 STOPPED_CODE = os.EX_TEMPFAIL
-
-
-class Parser(argparse.ArgumentParser):
-    """Parser that raises :class:`ConfigError`."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"command line: {message}; write only options that --help lists")
 
 
 def main(
@@ -120,25 +113,6 @@ def _report(error: UserError, where: str = "") -> None:
     sys.stderr.flush()
 
 
-def _read(words: list[str]) -> argparse.Namespace:
-    parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--hydra-help", action="store_true")
-    parser.add_argument("--version", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
-    parser.add_argument("--resolve", action="store_true")
-    parser.add_argument("--package", "-p")
-    parser.add_argument("--run", "-r", action="store_true")
-    parser.add_argument("--multirun", "-m", action="store_true")
-    parser.add_argument("--shell-completion", "-sc", action="store_true")
-    parser.add_argument("--config-path", "-cp")
-    parser.add_argument("--config-name", "-cn")
-    parser.add_argument("--config-dir", "-cd")
-    parser.add_argument("--info", "-i", nargs="?", const="all")
-    return parser.parse_intermixed_args(words)
-
-
 class _Command:
     """One command line, from its arguments to its jobs."""
 
@@ -153,7 +127,7 @@ class _Command:
         method: TrainMethod,
     ) -> None:
         self.words = words
-        self.args = _read(words)
+        self.args = read_arguments(words)
         # Whether this process has begun to serve as a rank other than rank 0.
         self.follows = False
         self.check = check

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrl_grpo.cli.main import USER_ERROR_CODE, Parser, resolve_job
+from torchrl_grpo.cli.arguments import Parser
+from torchrl_grpo.cli.main import USER_ERROR_CODE, resolve_job
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import check_installed
 from torchrl_grpo.config.checks.engine import LOOPBACK

@@ -34,8 +34,7 @@ def rounding_warning(
 
     Args:
         model: model before training, with weights in float32. If it is sharded, this rank's shard is checked.
-        dtype: dtype in which updates must not round to zero: see
-            :func:`rounding_check_dtype`.
+        dtype: dtype in which updates must not round to zero: see :func:`rounding_check_dtype`.
         cfg: optimizer settings.
         total_steps: optimizer steps of the run.
     """
