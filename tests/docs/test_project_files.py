@@ -499,8 +499,6 @@ def test_imports_between_rooms_run_one_way(
     assert found == [] if broken is None else broken in found
 
 
-def test_rooms_are_small_and_nothing_lies_loose(repo_root: Path) -> None:
+def test_nothing_lies_loose_in_the_package(repo_root: Path) -> None:
     package = repo_root / "torchrl_grpo"
     assert {path.name for path in package.glob("*.py")} == {"__init__.py", "errors.py"}
-    for folder in (path for path in package.rglob("*") if path.is_dir() and path.name != "__pycache__"):
-        assert 1 <= len(list(folder.glob("*.py"))) <= 14, folder

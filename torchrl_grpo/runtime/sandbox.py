@@ -13,8 +13,10 @@ import os
 import platform
 import resource
 import struct
+import subprocess
 import sys
 import sysconfig
+from functools import cache
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
@@ -184,3 +186,17 @@ def _restrict_calls() -> None:
     filters = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
     if _LIBC.prctl(_PR_SET_SECCOMP, 2, filters, 0, 0):
         raise Unavailable("this kernel has no seccomp")
+
+
+@cache
+def why_unavailable() -> str | None:
+    """Say why this machine cannot restrict a process; None if it can. The answer is computed once."""
+    done = subprocess.run([sys.executable, "-I", "-B", __file__], capture_output=True, text=True, check=False)
+    return None if done.returncode == 0 else done.stderr.strip() or f"a process ended with {done.returncode}"
+
+
+if __name__ == "__main__":
+    try:
+        restrict(None)
+    except Unavailable as error:
+        sys.exit(str(error))

@@ -6,15 +6,15 @@ This process imports the user's code once. For an episode's environment, and for
 which is ready in about a millisecond and shares the imported code. An episode that hangs, or that is killed,
 affects no other. This process has one thread and no GPU, so it may fork.
 
-``SOCKET`` is the number of a socket on which the parent sends one byte per command. ``E`` comes with the
-socket of a new episode. It is answered with the child's process id in one line, or with 0 if there is no room
-for a process. ``K`` is followed by a line with the process id of a child to end, with all that it started.
+``SOCKET`` is the number of a socket. The first line on it describes the user's code, and is answered. Then
+the parent sends commands, which are not answered, so it never waits for this process. Each is a letter and
+the number of an episode in a line. ``E`` starts an episode, and comes with its socket. If there is no room
+for a process, that socket is closed. ``K`` ends an episode, with all that it started.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import inspect
 import json
 import os
@@ -28,10 +28,9 @@ from typing import Any
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.episodes import torchrl_env
 from torchrl_grpo.envs.episodes.types import cut, messages_from, step_from
-from torchrl_grpo.rewards.sandbox.worker import attempt, send
 from torchrl_grpo.runtime import user_code
-
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
+from torchrl_grpo.runtime.json_channel import attempt, line
+from torchrl_grpo.runtime.supervised import adopt_orphans, die_with_parent, own_children
 
 
 class Host:
@@ -44,15 +43,15 @@ class Host:
 
     def __init__(self, control: socket.socket, code: UserCode) -> None:
         self._control, self._code = control, code
-        self._children: set[int] = set()
+        # Process id of each episode's child, by the episode's number.
+        self._children: dict[int, int] = {}
         # What the user's module started when it was imported serves all episodes.
-        self._kept = _own_children()
+        self._kept = own_children()
 
     def serve(self) -> None:
-        """Serve until the parent closes its socket."""
+        """Serve until the parent closes its socket. The supervisor then ends what is left."""
         # Processes that an episode leaves behind become children of this one, which ends them.
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+        adopt_orphans()
         wake, wakes = os.pipe()
         os.set_blocking(wakes, False)
         os.set_blocking(wake, False)
@@ -68,90 +67,74 @@ class Host:
                             os.read(wake, 4_096)
                         self._reap()
                     elif not self._command([selector, wake, wakes]):
-                        self._end_all()
                         return
 
     def _command(self, private: list[Any]) -> bool:
         command, files, _, _ = socket.recv_fds(self._control, 1, 1)
+        if not command:
+            return False
+        episode = int(_line(self._control))
         if command == b"E":
-            try:
-                child = os.fork()
-            except OSError:
-                os.close(files[0])
-                self._control.sendall(b"0\n")
-                return True
+            # If there is no room for a process, the parent sees that the socket is closed.
+            child = _fork()
             if child == 0:
                 _become_episode(socket.socket(fileno=files[0]), self._control, private, self._code)
             os.close(files[0])
-            self._children.add(child)
-            self._control.sendall(f"{child}\n".encode())
+            if child is not None:
+                self._children[episode] = child
         elif command == b"K":
-            self._end([int(_line(self._control))])
-        return bool(command)
+            self._end(episode)
+        return True
 
-    def _end(self, children: list[int]) -> None:
-        for child in children:
-            if child in self._children:
-                # Before it is reaped, after which the number may be another's.
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(child, signal.SIGKILL)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
+    def _end(self, episode: int) -> None:
+        if (child := self._children.get(episode)) is not None:
+            # Before it is reaped, after which the number may be another's.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
         self._reap()
-
-    def _end_all(self) -> None:
-        self._end(list(self._children))
-        with contextlib.suppress(ChildProcessError):
-            # What a child leaves behind becomes a child of this process when it ends.
-            while True:
-                child, _ = os.waitpid(-1, 0)
-                self._children.discard(child)
-                self._end_orphans()
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while child := os.waitpid(-1, os.WNOHANG)[0]:
-                self._children.discard(child)
-        self._end_orphans()
-
-    def _end_orphans(self) -> None:
-        for orphan in _own_children() - self._children - self._kept:
+                self._children = {name: number for name, number in self._children.items() if number != child}
+        for orphan in own_children() - set(self._children.values()) - self._kept:
             # A process that an episode moved out of its process group.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(orphan, signal.SIGKILL)
 
 
-def _own_children() -> set[int]:
+def _fork() -> int | None:
     try:
-        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
-            return {int(number) for number in file.read().split()}
+        return os.fork()
     except OSError:
-        # Only Linux tells, and only Linux gives orphans to this process.
-        return set()
+        return None
 
 
 def _line(control: socket.socket) -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
+    content = b""
+    while not content.endswith(b"\n"):
         byte = control.recv(1)
         if not byte:
             raise EOFError
-        line += byte
-    return line
+        content += byte
+    return content
 
 
 def _become_episode(own: socket.socket, control: socket.socket, private: list[Any], code: UserCode) -> None:
     status = 1
     try:
         os.setsid()
+        die_with_parent()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         control.close()
         selector, *pipes = private
         selector.close()
         for pipe in pipes:
             os.close(pipe)
+        own.set_inheritable(False)
         code.serve(own)
         status = 0
     finally:
@@ -178,18 +161,11 @@ class UserCode:
 
     def serve(self, own: socket.socket) -> None:
         """Answer requests of the parent until it closes the socket."""
-        with (
-            own,
-            own.makefile("r", encoding="utf-8") as requests,
-            own.makefile("w", encoding="utf-8") as replies,
-        ):
-            for line in requests:
-                request = json.loads(line)
-                # For the case that the parent is gone, and its time limit with it.
-                signal.setitimer(signal.ITIMER_REAL, request["limit_s"])
+        with own, own.makefile("r", encoding="utf-8") as requests:
+            for text in requests:
+                request = json.loads(text)
                 reply = attempt(lambda: self._run(request["payload"]))  # noqa: B023
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                send(replies, reply)
+                own.sendall(line(request["id"], reply))
 
     def _run(self, payload: dict[str, Any]) -> Any:
         kind = payload["do"]
@@ -232,14 +208,10 @@ class UserCode:
 def main(number: int) -> None:
     """Run the host on the socket of that number."""
     control = socket.socket(fileno=number)
-    spec = json.loads(_line(control))
-    # What the user's code prints goes to stderr. It reads nothing.
-    os.dup2(2, 1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.stdout = sys.stderr
+    request = json.loads(_line(control))
     loaded: list[UserCode] = []
-    reply = attempt(lambda: loaded.append(UserCode(spec)))
-    control.sendall(json.dumps(reply).encode() + b"\n")
+    reply = attempt(lambda: loaded.append(UserCode(request["payload"])))
+    control.sendall(line(request["id"], reply))
     if loaded:
         Host(control, loaded[0]).serve()
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
+import itertools
 import socket
-import subprocess
-import sys
 import threading
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,9 +12,7 @@ from typing import Any
 from torchrl_grpo.errors import ConfigError, TrainingStopped
 from torchrl_grpo.rewards.sandbox.pool import START_LIMIT_S
 from torchrl_grpo.runtime.json_channel import ChannelClosed, ChannelTimeout, JsonChannel, RemoteError
-
-# -P keeps the working directory out of the module search path, unless it is on the parent's.
-_COMMAND = (sys.executable, "-P", "-W", "ignore", "-m", "torchrl_grpo.envs.episodes.host")
+from torchrl_grpo.runtime.supervised import SupervisedProcess
 
 
 class CallError(Exception):
@@ -58,87 +53,75 @@ class EpisodeHost:
     """
 
     def __init__(self, spec: UserCodeSpec) -> None:
-        ours, theirs = socket.socketpair()
-        # The child must be able to import everything that this process can.
-        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-        with theirs:
-            self._process = subprocess.Popen(
-                [*_COMMAND, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # only the parent handles Ctrl-C
-            )
-        self._control = ours
+        self._supervised = SupervisedProcess("torchrl_grpo.envs.episodes.host")
+        self._process = self._supervised.process
+        self._control = self._supervised.socket
+        # Commands are sent by several threads.
         self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
         self._closed = False
-        ours.settimeout(START_LIMIT_S)
         try:
-            ours.sendall(json.dumps(asdict(spec)).encode() + b"\n")
-            reply = json.loads(self._line())
-        except (OSError, EOFError) as error:
+            JsonChannel(self._control.fileno()).ask(asdict(spec), START_LIMIT_S)
+        except RemoteError as error:
+            self.close()
+            raise ConfigError(str(error).partition(": ")[2]) from error
+        except (ChannelClosed, ChannelTimeout) as error:
             self.close()
             raise ConfigError(
-                f"env.environment, env.tools: their process does not start ({error!r})"
+                "env.environment, env.tools: their process does not start "
+                f"({error or f'no answer within {START_LIMIT_S:g} s'}); correct their files"
             ) from error
-        if "error" in reply:
-            self.close()
-            raise ConfigError(reply["error"].partition(": ")[2])
 
     def start_episode(self) -> EpisodeProcess:
-        """Fork the process of an episode.
+        """Fork the process of an episode. This does not wait for it.
 
         Raises:
             CallError: the machine has no room for another process.
             TrainingStopped: the host has ended. Without it every episode would fail in silence.
         """
+        number = next(self._numbers)
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:
             raise CallError(f"no process can be started: {error}") from error
-        with theirs:
-            try:
-                with self._lock:
-                    socket.send_fds(self._control, [b"E"], [theirs.fileno()])
-                    number = int(self._line())
-            except (OSError, EOFError, ValueError) as error:
-                ours.close()
-                raise TrainingStopped(
-                    "the process that runs the environment and the tools has ended, perhaps for lack of "
-                    "memory; free some and resume with resume=auto"
-                ) from error
-        if number == 0:
+        try:
+            with theirs, self._lock:
+                socket.send_fds(self._control, [f"E{number}\n".encode()], [theirs.fileno()])
+        except BlockingIOError as error:
             ours.close()
-            raise CallError("no process can be started")
+            raise CallError("no process can be started: their host does not answer") from error
+        except OSError as error:
+            ours.close()
+            raise _ended() from error
         return EpisodeProcess(self, ours, number)
 
     def kill(self, number: int) -> None:
-        """End the process with this number and all that it started. It may have ended already."""
+        """End the episode with this number and all that it started. It may have ended already."""
         with self._lock, contextlib.suppress(OSError):
             self._control.sendall(f"K{number}\n".encode())
 
-    def close(self) -> None:
-        """End the host and every episode. It may be called twice."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._control.close()
-        try:
-            # It ends its children when its socket is closed.
-            self._process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+    def check_alive(self) -> None:
+        """Check that the host can start further episodes.
 
-    def _line(self) -> str:
-        line = b""
-        while not line.endswith(b"\n"):
-            byte = self._control.recv(1)
-            if not byte:
-                raise EOFError
-            line += byte
-        return line.decode()
+        Raises:
+            TrainingStopped: it has ended, and not by :meth:`close`.
+        """
+        if not self._closed and self._process.poll() is not None:
+            raise _ended()
+
+    def close(self) -> None:
+        """End the host, every episode, and all that they started. It may be called twice."""
+        self._closed = True
+        self._supervised.end()
+        with self._lock:
+            self._control.close()
+
+
+def _ended() -> TrainingStopped:
+    return TrainingStopped(
+        "the process that runs the environment and the tools has ended, perhaps for lack of memory; free "
+        "some and resume with resume=auto"
+    )
 
 
 class EpisodeProcess:
@@ -147,12 +130,12 @@ class EpisodeProcess:
     Args:
         host: host that forked it.
         own: socket to it.
-        number: its process id.
+        number: its number, by which the host knows it.
     """
 
     def __init__(self, host: EpisodeHost, own: socket.socket, number: int) -> None:
         self._host, self._own, self._number = host, own, number
-        self._channel = JsonChannel(own.fileno(), own.fileno())
+        self._channel = JsonChannel(own.fileno())
         self._lock = threading.RLock()
         self.ended = False
 
@@ -166,6 +149,7 @@ class EpisodeProcess:
         Raises:
             CallTimeout: it took longer. The process has been ended.
             CallError: the code raised, or the process has ended.
+            TrainingStopped: the host has ended.
         """
         try:
             with self._lock:
@@ -181,6 +165,7 @@ class EpisodeProcess:
             raise CallTimeout(f"there was no answer within {limit_s:g} s") from error
         except ChannelClosed as error:
             self.close()
+            self._host.check_alive()
             raise CallError("its process has ended") from error
 
     def close(self) -> None:

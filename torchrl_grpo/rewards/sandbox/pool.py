@@ -1,9 +1,9 @@
 """Call functions in worker processes with an enforced time limit, from any thread.
 
 Some scorers (math_verify, several of reasoning_gym) pass a model's text to sympy, which may never return.
-Their own time limits use signals, which work in the main thread only. Here the caller waits on a pipe. After
-the time limit the worker is killed and replaced by a new one. Workers are plain child processes that exchange
-JSON lines. Nothing is forked, because the parent may use CUDA and threads, and nothing is pickled.
+Their own time limits use signals, which work in the main thread only. Here the caller waits on a socket.
+After the time limit the worker is killed and replaced by a new one. Workers exchange JSON lines with this
+process. Nothing is forked here, because this process may use CUDA and threads, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -11,106 +11,150 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from torchrl_grpo.runtime.json_channel import ChannelClosed, ChannelTimeout, JsonChannel, RemoteError
+from torchrl_grpo.config.schema import RewardConfig
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.rewards.sandbox.worker import Isolation
+from torchrl_grpo.runtime import sandbox
+from torchrl_grpo.runtime.json_channel import (
+    ChannelBroken,
+    ChannelClosed,
+    ChannelTimeout,
+    JsonChannel,
+    RemoteError,
+    RemoteTimeout,
+)
+from torchrl_grpo.runtime.supervised import SupervisedProcess
 
 #: Time limit for the start of a worker. It imports sympy and more, which is slow on a small, busy machine.
 START_LIMIT_S = 180.0
-#: -P keeps the working directory out of the module search path, unless it is on the parent's.
-_COMMAND = (sys.executable, "-P", "-W", "ignore", "-m", "torchrl_grpo.rewards.sandbox.worker")
+# Seconds after its time limit in which an isolated worker ends the call itself.
+_GRACE_S = 0.3
+# Environment variables without secrets that libraries may need to be imported. An isolated worker gets these.
+_PASSED = (
+    "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "MPLCONFIGDIR", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE",
+    "PATH", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED", "PYTHONPYCACHEPREFIX", "SYSTEMROOT", "TMPDIR",
+)  # fmt: skip
+
+
+def judge_isolation(cfg: RewardConfig, name: str) -> Isolation:
+    """Return where a judge runs that may evaluate what a model wrote.
+
+    Args:
+        cfg: configuration; ``sandbox`` is read.
+        name: name of the reward, for messages.
+
+    Raises:
+        ConfigError: the judge must run in the sandbox, and this machine has none.
+    """
+    if not cfg.sandbox:
+        return Isolation.process
+    if (why := sandbox.why_unavailable()) is not None:
+        raise ConfigError(
+            f"reward.sandbox=true: the reward {name} may evaluate what the model writes, and this machine "
+            f"cannot run it safely: {why}. Use another reward, or write reward.sandbox=false to let such "
+            "text do whatever your user may do"
+        )
+    return Isolation.sandbox
 
 
 class JobError(Exception):
-    """The function raised in the worker, or the worker died."""
+    """The function raised in the worker, or the worker died.
+
+    Args:
+        message: what went wrong.
+        worker_usable: whether the worker can take the next call.
+    """
+
+    def __init__(self, message: str, worker_usable: bool = False) -> None:
+        super().__init__(message)
+        self.worker_usable = worker_usable
+
+
+class JobFailed(JobError):
+    """The function raised, and its worker is still usable."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, worker_usable=True)
 
 
 class JobTimeout(JobError):
-    """The function did not return in time; its worker was killed."""
+    """The function did not return in time; its process was killed."""
 
 
 class _Worker:
     """One child process; used by one thread at a time."""
 
     def __init__(
-        self, target: str, timeout_s: float, *, label: str, setup: Any, max_bytes: int | None
+        self,
+        target: str,
+        timeout_s: float,
+        *,
+        label: str,
+        setup: Any,
+        max_bytes: int | None,
+        isolation: Isolation,
     ) -> None:
         self._label, self._timeout_s, self._setup = label, timeout_s, setup
-        # The child must be able to import everything that the parent can.
-        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-        self._process = subprocess.Popen(
-            [*_COMMAND, target, str(max_bytes or 0)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,  # no buffered data remains for a pipe whose reader was killed
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # only the parent handles Ctrl-C
+        self._grace_s = 0.0 if isolation is Isolation.none else _GRACE_S
+        passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
+        self._supervised = SupervisedProcess(
+            "torchrl_grpo.rewards.sandbox.worker",
+            [target, isolation, str(max_bytes or 0)],
+            None if isolation is Isolation.none else passed,
         )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._channel = JsonChannel(self._process.stdout.fileno(), self._process.stdin.fileno())
+        self._process = self._supervised.process
+        self._channel = JsonChannel(self._supervised.socket.fileno())
         self._ready = False
         self._stopping = threading.Lock()
 
     def call(self, payload: Any) -> Any:
         self.start_up()
-        return self._ask(payload, self._timeout_s)
-
-    def _ask(self, payload: Any, limit_s: float) -> Any:
-        with self._told(limit_s):
-            return self._channel.ask(payload, limit_s)
+        with self._as_job_errors(self._timeout_s):
+            return self._channel.ask({"job": payload}, self._timeout_s, self._grace_s)
 
     def start_up(self) -> None:
         """Wait until the worker has started."""
         if self._ready:
             return
         try:
-            with self._told(START_LIMIT_S):
-                self._channel.answer(START_LIMIT_S)
+            with self._as_job_errors(START_LIMIT_S):
+                self._channel.wait_until_ready(START_LIMIT_S)
                 if self._setup is not None:
-                    self._channel.ask(self._setup, START_LIMIT_S)
+                    self._channel.ask({"setup": self._setup}, START_LIMIT_S)
         except JobFailed as error:
             # Not a JobFailed: this worker cannot be used.
             raise JobError(f"the worker process of {self._label} cannot start: {error}") from error
         self._ready = True
 
     @contextlib.contextmanager
-    def _told(self, limit_s: float) -> Iterator[None]:
+    def _as_job_errors(self, limit_s: float) -> Iterator[None]:
         """Turn errors of the channel into those of a job."""
+        late = f"{self._label} did not answer within {limit_s:g} s; its process was killed"
         try:
             yield
         except RemoteError as error:
             raise JobFailed(str(error)) from error
+        except RemoteTimeout as error:
+            raise JobTimeout(late, worker_usable=True) from error
         except ChannelTimeout as error:
-            raise JobTimeout(
-                f"{self._label} did not answer within {limit_s:g} s; its process was killed"
-            ) from error
+            raise JobTimeout(late) from error
+        except ChannelBroken as error:
+            raise JobError(f"the worker process of {self._label} was killed, because {error}") from error
         except ChannelClosed as error:
-            raise self._died() from error
+            code = self.stop()
+            raise JobError(
+                f"the worker process of {self._label} exited unexpectedly (exit code {code})"
+            ) from error
 
-    def _died(self) -> JobError:
-        self.stop()
-        return JobError(
-            f"the worker process of {self._label} exited unexpectedly (exit code {self._process.returncode})"
-        )
-
-    def stop(self) -> None:
+    def stop(self) -> int:
         with self._stopping:
-            # The whole process group, because a job may have started processes. Before wait(), after which
-            # the group's number may be another's.
-            if self._process.returncode is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            # The pipes stay open, because another thread may wait on one. It wakes when the process is gone.
-            self._process.wait()
-
-
-class JobFailed(JobError):
-    """The function raised, and its worker is still usable."""
+            # The socket stays open, because another thread may wait on it. It wakes when the process is gone.
+            return self._supervised.end()
 
 
 class WorkerPool:
@@ -120,10 +164,12 @@ class WorkerPool:
         target: ``"module:function"``, importable in a new process.
         size: number of workers. They start immediately, and restart after a kill.
         timeout_s: time limit of one call in seconds.
-        setup: JSON-serializable argument of a first call in each worker, which has the time limit of a start.
+        setup: JSON-serializable argument of the function ``prepare`` of the same module, which each worker
+            calls once, with the time limit of a start. None calls nothing.
         label: name of the function in messages; ``target`` by default.
         max_bytes: limit of a worker's address space, so that a runaway expression ends in a MemoryError of
             the worker; None for no limit.
+        isolation: where a worker runs the function.
     """
 
     def __init__(
@@ -135,9 +181,18 @@ class WorkerPool:
         label: str | None = None,
         setup: Any = None,
         max_bytes: int | None = 4 * 2**30,
+        isolation: Isolation = Isolation.none,
     ) -> None:
         self._label = label or target
-        self._make = partial(_Worker, target, timeout_s, label=self._label, setup=setup, max_bytes=max_bytes)
+        self._make = partial(
+            _Worker,
+            target,
+            timeout_s,
+            label=self._label,
+            setup=setup,
+            max_bytes=max_bytes,
+            isolation=isolation,
+        )
         self._closed = False
         self._lock = threading.Lock()
         self._all: set[_Worker] = set()
@@ -175,10 +230,8 @@ class WorkerPool:
             if worker is None or self._closed:
                 raise JobError(f"the workers of {self._label} are closed")
             return run(worker)
-        except JobFailed:
-            raise
-        except BaseException:  # also KeyboardInterrupt, so that no late reply is taken for the next call's
-            if worker is not None:
+        except BaseException as error:  # also KeyboardInterrupt, so that no worker is left with a job
+            if worker is not None and not (isinstance(error, JobError) and error.worker_usable):
                 self._stop(worker)
                 # The new worker starts while others work. After close() none starts.
                 worker = self._start()

@@ -13,27 +13,36 @@ from torchrl_grpo.runtime import user_code
 _loaded: list[tuple[Any, user_reward.CallForm]] = []
 
 
-def run(payload: dict[str, Any]) -> list[Any] | None:
-    """Load the function that ``payload["spec"]`` names, or score ``payload["completions"]``.
+def prepare(setup: dict[str, Any]) -> None:
+    """Load the function.
 
     Args:
-        payload: either the fields of an :class:`~torchrl_grpo.rewards.sandbox.user_reward.UserRewardSpec`; or
-            ``completions``, texts, and ``examples``, the fields of an
+        setup: fields of an :class:`~torchrl_grpo.rewards.sandbox.user_reward.UserRewardSpec`.
+
+    Raises:
+        ConfigError: see :meth:`~torchrl_grpo.rewards.sandbox.user_reward.UserRewardSpec.load`.
+        UserCodeError: the object of a class cannot be created.
+    """
+    spec = user_reward.UserRewardSpec(**setup)
+    found, form = spec.load()
+    _loaded.append((user_code.call(user_code.with_arguments, found, spec.arguments), form))
+
+
+def run(payload: dict[str, Any]) -> list[Any]:
+    """Score completions.
+
+    Args:
+        payload: ``completions``, texts, and ``examples``, the fields of an
             :class:`~torchrl_grpo.data.example.Example` for each.
 
     Returns:
-        What the function returned for each completion; None after loading.
+        What the function returned for each completion.
 
     Raises:
         UserCodeError: the function raised.
         TypeError: a function of lists returned no list.
         ValueError: it returned a list of another length.
     """
-    if "spec" in payload:
-        spec = user_reward.UserRewardSpec(**payload)
-        found, form = spec.load()
-        _loaded.append((user_code.call(user_code.with_arguments, found, spec.arguments), form))
-        return None
     function, form = _loaded[-1]
     completions: list[str] = payload["completions"]
     examples = [Example(**fields) for fields in payload["examples"]]

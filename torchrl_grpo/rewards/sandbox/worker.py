@@ -1,69 +1,76 @@
 """Program of a worker process. It reads one JSON request per line and writes one JSON reply per line.
 
-    python -m torchrl_grpo.rewards.sandbox.worker MODULE:FUNCTION MAX_BYTES
+    python -m torchrl_grpo.rewards.sandbox.worker SOCKET MODULE:FUNCTION ISOLATION MAX_BYTES
 
-The function takes the request's ``payload`` and returns a JSON-serializable value. A job that exceeds the
-request's ``limit_s`` seconds kills the process by a signal that no Python code handles. This works even if
-the parent is gone or the job holds the GIL. The parent has its own time limit (pool.py) and does not depend
-on this one.
+A request with ``job`` calls the function, which returns a JSON-serializable value. ``ISOLATION`` says where
+(:class:`Isolation`). A request with ``setup`` calls the function ``prepare`` of the same module, in the
+worker itself: it makes what all later calls need, and sees nothing that a model wrote.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
-import signal
+import resource
+import socket
 import sys
+from enum import StrEnum
 from typing import Any
 
+from torchrl_grpo.rewards.sandbox import judged_apart
+from torchrl_grpo.runtime.json_channel import READY, attempt, line
 
-def main(target: str, max_bytes: int) -> None:
-    """Serve requests until the input ends.
+
+class Isolation(StrEnum):
+    """Where a worker runs its function."""
+
+    #: In the worker itself. What one call leaves behind, the next one sees.
+    none = "none"
+    #: Each call in a copy of the worker, which ends with the call.
+    process = "process"
+    #: The same, and the copy has no files, no network and no other processes.
+    sandbox = "sandbox"
+
+
+def main(number: int, target: str, isolation: Isolation, max_bytes: int) -> None:
+    """Serve requests until the parent closes the socket.
 
     Args:
+        number: file descriptor of the socket.
         target: ``"module:function"``.
+        isolation: where the function runs.
         max_bytes: limit of the address space; 0 for no limit.
     """
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    requests = os.fdopen(os.dup(0), encoding="utf-8")
-    # What a job prints or reads must not mix with replies and requests. stderr is written line by line, and
-    # this process always ends by a signal.
-    os.dup2(2, 1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.stdout = sys.stderr
-    if max_bytes and sys.platform == "linux":
-        import resource
-
+    if max_bytes:
         resource.setrlimit(resource.RLIMIT_AS, (max_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
     module, _, name = target.partition(":")
-    send(replies, {"ready": True, **attempt(lambda: importlib.import_module(module) and None)})
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    for line in requests:
-        request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, request["limit_s"])
-        reply = attempt(lambda: getattr(importlib.import_module(module), name)(request["payload"]))  # noqa: B023
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        send(replies, reply)
-
-
-def attempt(job: Any) -> dict[str, Any]:
-    """Return the value of a job, or the error that it raised, as a reply."""
-    try:
-        return {"value": job()}
-    except BaseException as error:  # noqa: BLE001  the parent raises it
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
-def send(replies: Any, reply: dict[str, Any]) -> None:
-    """Write a reply as one line of JSON."""
-    try:
-        line = json.dumps(reply)
-    except (TypeError, ValueError) as error:
-        line = json.dumps({"error": f"the result is not JSON: {error}"})
-    replies.write(line + "\n")
-    replies.flush()
+    loaded: list[Any] = []
+    with socket.socket(fileno=number) as own, own.makefile("r", encoding="utf-8") as requests:
+        own.sendall(line(READY, attempt(lambda: loaded.append(importlib.import_module(module)))))
+        if isolation is not Isolation.none:
+            # Nothing of it is a secret, but copies of this process need nothing of it either.
+            os.environ.clear()
+        for text in requests:
+            request = json.loads(text)
+            payload = request["payload"]
+            if "setup" in payload:
+                reply = attempt(lambda: loaded[0].prepare(payload["setup"]))  # noqa: B023
+                # A collection in a copy of this process would copy the memory of all that there is.
+                gc.collect()
+                gc.freeze()
+            elif isolation is Isolation.none:
+                reply = attempt(lambda: getattr(loaded[0], name)(payload["job"]))  # noqa: B023
+            else:
+                reply = judged_apart.run(
+                    getattr(loaded[0], name),
+                    payload["job"],
+                    request["limit_s"],
+                    sandboxed=isolation is Isolation.sandbox,
+                )
+            own.sendall(line(request["id"], reply))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(int(sys.argv[1]), sys.argv[2], Isolation(sys.argv[3]), int(sys.argv[4]))

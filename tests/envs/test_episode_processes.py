@@ -1,0 +1,187 @@
+"""The processes of the user's environments and tools: what they do wrong costs a call, and never the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrl_grpo.envs.episodes.processes import (
+    CallError,
+    CallTimeout,
+    EpisodeHost,
+    EpisodeProcess,
+    UserCodeSpec,
+)
+from torchrl_grpo.errors import TrainingStopped
+
+CODE = '''
+import json, os, subprocess, sys, threading, time
+
+helper = subprocess.Popen(["sleep", "600"], start_new_session=True)
+
+
+def helpers() -> int:
+    """Say who helps."""
+    return helper.pid
+
+
+def sockets():
+    files = [f"/proc/self/fd/{n}" for n in range(3, 64)]
+    return [int(file[14:]) for file in files if os.path.exists(file) and "socket" in os.readlink(file)]
+
+
+def forge(text: str) -> str:
+    """Write answers of its own.
+
+    Args:
+        text: The true result.
+    """
+    for number in sockets():
+        os.write(number, b'{"value": "forged"}\\n{"id": "ready", "value": "forged"}\\n')
+    return text
+
+
+def flood(text: str) -> str:
+    """Write without end.
+
+    Args:
+        text: Any.
+    """
+    while True:
+        for number in sockets():
+            os.write(number, b"x" * 65_536)
+
+
+def size(text: str) -> int:
+    """Return the size of a text.
+
+    Args:
+        text: The text.
+    """
+    return len(text)
+
+
+def leave(text: str) -> str:
+    """End, and leave a process behind that keeps the socket open.
+
+    Args:
+        text: Any.
+    """
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(600)
+    os._exit(0)
+'''
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], EpisodeHost]]:
+    (tmp_path / "my_tools.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    hosts = []
+
+    def build() -> EpisodeHost:
+        names = ("helpers", "forge", "flood", "size", "leave")
+        hosts.append(
+            EpisodeHost(UserCodeSpec(tools=[f"my_tools.py:{name}" for name in names], has_tools=True))
+        )
+        return hosts[-1]
+
+    yield build
+    for host in hosts:
+        host.close()
+
+
+def call(episode: EpisodeProcess, tool: str, limit_s: float = 60.0, **arguments: Any) -> Any:
+    return episode.call({"do": "tool", "tool": f"my_tools.py:{tool}", "arguments": arguments}, limit_s)
+
+
+def alive(number: int) -> bool:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for_end(number: int) -> None:
+    end = time.monotonic() + 20
+    while alive(number):
+        assert time.monotonic() < end, "a process is left"
+        os.sched_yield()
+
+
+def in_time(job: Callable[[], Any]) -> BaseException | None:
+    """Return the error of a call of a fraction of a second; with much patience for a busy machine."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            job()
+        except Exception as error:  # noqa: BLE001  the test looks at it
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    return errors[0] if errors else None
+
+
+def test_a_tool_cannot_answer_for_the_next_call(make: Callable[[], EpisodeHost]) -> None:
+    episode = make().start_episode()
+    assert call(episode, "forge", text="first") == "first"
+    assert call(episode, "size", text="second") == "6"
+
+
+@pytest.mark.parametrize("size", [10, 200_000, 10_000_000])
+def test_a_call_ends_within_its_limit_whatever_the_processes_do(
+    make: Callable[[], EpisodeHost], size: int
+) -> None:
+    host = make()
+    text = "x" * size
+    assert call(host.start_episode(), "size", text=text) == str(size)
+    error = in_time(lambda: call(host.start_episode(), "flood", 0.5, text=text))
+    assert isinstance(error, CallError)
+    error = in_time(lambda: call(host.start_episode(), "leave", 30.0, text=text))
+    assert isinstance(error, CallError) and not isinstance(error, CallTimeout)
+    os.killpg(host._process.pid, signal.SIGSTOP)
+    for _ in range(3):
+        error = in_time(lambda: call(host.start_episode(), "size", 0.2, text=text))
+        assert isinstance(error, CallTimeout)
+    os.killpg(host._process.pid, signal.SIGCONT)
+    assert call(host.start_episode(), "size", text=text) == str(size)
+    os.killpg(host._process.pid, signal.SIGSTOP)
+    assert in_time(host.close) is None
+
+
+def test_what_a_module_started_when_it_was_imported_ends_with_the_host(
+    make: Callable[[], EpisodeHost],
+) -> None:
+    host = make()
+    helper = int(call(host.start_episode(), "helpers"))
+    assert alive(helper)
+    assert int(call(host.start_episode(), "helpers")) == helper
+    assert in_time(host.close) is None
+    wait_for_end(helper)
+
+
+def test_a_killed_host_stops_the_run_and_leaves_nothing(make: Callable[[], EpisodeHost]) -> None:
+    host = make()
+    episode = host.start_episode()
+    helper = int(call(episode, "helpers"))
+    children = Path(f"/proc/{host._process.pid}/task/{host._process.pid}/children").read_text().split()
+    (child,) = [int(number) for number in children]
+    os.kill(child, signal.SIGKILL)
+    host._process.wait(20)
+    with pytest.raises(TrainingStopped, match="resume=auto"):
+        call(episode, "helpers")
+    with pytest.raises(TrainingStopped, match="resume=auto"):
+        host.start_episode()
+    wait_for_end(helper)

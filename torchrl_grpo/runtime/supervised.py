@@ -1,0 +1,191 @@
+"""Run a module in a process of its own that ends with everything it has started, and with this process.
+
+    python -P -m torchrl_grpo.runtime.supervised PARENT SOCKET MODULE [ARGUMENT ...] < PIPE
+
+The module may run code of the user. That code may start processes, also in sessions of their own, which would
+outlive it and keep memory, files and ports. So a small process, the supervisor, is between this one and the
+module's. It runs nothing else, and on Linux it becomes the parent of every process that the module leaves
+behind. When the module's process ends, when the parent closes ``PIPE``, or when the parent is gone however
+it ended, the supervisor kills all of them, and ends with the exit code of the module's process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+# Seconds that a supervisor has to end everything. It needs milliseconds.
+_END_LIMIT_S = 0.4
+
+
+class SupervisedProcess:
+    """A module in a process of its own.
+
+    Args:
+        module: name of the module, which is run as ``python -m`` does. Its first argument is the number of a
+            socket to this process.
+        arguments: further arguments.
+        environment: environment variables; None for those of this process. The process sees no GPU.
+
+    Attributes:
+        socket: this end of the socket.
+        process: the supervisor. It leads a process group, which the module's process belongs to.
+    """
+
+    def __init__(
+        self, module: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.socket, theirs = socket.socketpair()
+        # The process must be able to import everything that this one can. -P keeps the working directory out
+        # of the module search path, unless it is on this one's.
+        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+        command = [sys.executable, "-P", "-W", "ignore", "-m", __name__, str(os.getpid())]
+        with theirs:
+            self.process = subprocess.Popen(
+                [*command, str(theirs.fileno()), module, *arguments],
+                stdin=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                env={
+                    **(os.environ if environment is None else environment),
+                    "PYTHONPATH": path,
+                    "CUDA_VISIBLE_DEVICES": "",
+                    "OMP_NUM_THREADS": "1",
+                },
+                start_new_session=True,  # only the parent handles Ctrl-C
+            )
+
+    def end(self) -> int:
+        """End the process and everything that it has started. It may be called twice.
+
+        Returns:
+            The exit code: that of the module's process, 128 and its number for a signal.
+        """
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        if self.process.poll() is None:
+            # Somebody may have stopped it.
+            os.kill(self.process.pid, signal.SIGCONT)
+        try:
+            return self.process.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            return self.process.wait()
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent, a process with one thread, ends."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of the processes that children of this one leave behind, where the kernel can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def own_children() -> set[int]:
+    """Return the process ids of this process's children, orphans included; empty where nothing tells them."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            return {int(number) for number in file.read().split()}
+    except OSError:
+        return set()
+
+
+def main(parent: int, number: int, module: str, arguments: Sequence[str]) -> int | None:
+    """Start the module in a child process and supervise it.
+
+    Args:
+        parent: process id of the parent.
+        number: file descriptor of the module's socket.
+        module: name of the module.
+        arguments: its further arguments.
+
+    Returns:
+        The exit code of the supervisor; None in the child, when the module has run.
+    """
+    adopt_orphans()
+    # What the module prints goes to the log of the run.
+    os.dup2(2, 1)
+    wake = _wake_on_children()
+    child = os.fork()
+    if child:
+        os.close(number)
+        return _supervise(child, parent, wake)
+    die_with_parent()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdout = sys.stderr
+    os.set_inheritable(number, False)
+    sys.argv = [module, str(number), *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return None
+
+
+def _wake_on_children() -> int:
+    """Return a file that can be read whenever a child has ended."""
+    wake, wakes = os.pipe()
+    for end in (wake, wakes):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(wakes)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return wake
+
+
+def _supervise(child: int, parent: int, wake: int) -> int:
+    status: int | None = None
+    with selectors.DefaultSelector() as selector:
+        selector.register(0, selectors.EVENT_READ)
+        # A process that the parent has forked may keep the other end of the pipe open.
+        with contextlib.suppress(OSError, AttributeError):
+            selector.register(os.pidfd_open(parent), selectors.EVENT_READ)
+        selector.register(wake, selectors.EVENT_READ)
+        while status is None and os.getppid() == parent:
+            ready = {key.fd for key, _ in selector.select()}
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake, 4_096)
+            status = _reap(child)
+            if ready != {wake}:
+                break
+    while True:
+        for process in own_children() | ({child} if status is None else set()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        try:
+            # What a child leaves behind is a child of this process when it has ended.
+            ended, ended_status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            break
+        status = ended_status if ended == child else status
+    code = os.waitstatus_to_exitcode(status or 0)
+    return code if code >= 0 else 128 - code
+
+
+def _reap(child: int) -> int | None:
+    """Reap the children that have ended, and return the status of ``child`` if it is among them."""
+    found = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            process, status = os.waitpid(-1, os.WNOHANG)
+            if process == 0:
+                break
+            found = status if process == child else found
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]))
