@@ -176,3 +176,9 @@ class RewardConfig:
         "Worker processes per reward. math_verify, reasoning_gym and each function of your own start this "
         "many.",
     )
+    sandbox: bool = key(
+        True,
+        "Judge each answer of math_verify and reasoning_gym, which evaluate what the model writes, in a "
+        "process without files, network and other processes. It needs Linux 5.13. Without it, code in an "
+        "answer can do whatever your user may do. docs/security.md has the details.",
+    )

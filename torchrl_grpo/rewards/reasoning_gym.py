@@ -1,15 +1,19 @@
 """``reasoning_gym``: the score of the task's own scorer.
 
-The scorers run in worker processes, because several of them pass the model's text to sympy, which may never
-return.
+Several scorers evaluate what the model wrote, which may never return or may be code. So each answer is scored
+in a process of its own that can do no harm (:mod:`torchrl_grpo.rewards.sandbox.judged_apart`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards import extract
-from torchrl_grpo.rewards.sandbox.pool import WorkerPool
+from torchrl_grpo.rewards.sandbox.pool import WorkerPool, judge_isolation
+from torchrl_grpo.rewards.sandbox.worker import Isolation
 
 JOB = "torchrl_grpo.rewards.sandbox.gym_job:run"
 
@@ -22,14 +26,25 @@ class ReasoningGymReward:
             without an answer scores 0.
         timeout_s: time limit of one call of the scorer in seconds.
         workers: number of processes.
+        isolation: where the scorer runs.
+        task: name and arguments of the task whose scorer is made at the start; None makes it for each answer.
         job: ``"module:function"`` of the scorer; tests replace it.
     """
 
     name = "reasoning_gym"
 
-    def __init__(self, answer_format: str, timeout_s: float, workers: int, job: str = JOB) -> None:
+    def __init__(
+        self,
+        answer_format: str,
+        timeout_s: float,
+        workers: int,
+        isolation: Isolation = Isolation.sandbox,
+        task: tuple[str, Mapping[str, Any]] | None = None,
+        job: str = JOB,
+    ) -> None:
         self._format = answer_format
-        self._pool = WorkerPool(job, workers, timeout_s)
+        setup = None if task is None else {"task": task[0], "args": dict(task[1])}
+        self._pool = WorkerPool(job, workers, timeout_s, isolation=isolation, setup=setup)
 
     def __call__(self, completion: str, example: Example) -> float:
         """Return the score.
@@ -50,4 +65,11 @@ class ReasoningGymReward:
 
 def build(cfg: Config) -> ReasoningGymReward:
     """Return the reward of a configuration; ``env.answer_format`` and ``reward`` are read."""
-    return ReasoningGymReward(cfg.env.answer_format, cfg.reward.timeout_s, cfg.reward.workers)
+    isolation = judge_isolation(cfg.reward, ReasoningGymReward.name)
+    return ReasoningGymReward(
+        cfg.env.answer_format,
+        cfg.reward.timeout_s,
+        cfg.reward.workers,
+        isolation,
+        None if cfg.env.task is None else (cfg.env.task, cfg.env.task_args),
+    )

@@ -12,6 +12,19 @@ from torchrl_grpo.data.rows import codec
 _scorers: dict[str, Any] = {}
 
 
+def prepare(setup: dict[str, Any]) -> None:
+    """Make the scorer of a task, and let it score an answer of the task's own.
+
+    Both take long the first time: tables are read, and sympy fills its caches.
+
+    Args:
+        setup: mapping with ``task`` and ``args``.
+    """
+    scorer = _scorer(setup["task"], setup["args"])
+    entry = scorer[0]
+    scorer.score_answer(str(entry["answer"]), entry)
+
+
 def run(payload: dict[str, Any]) -> float:
     """Score an answer.
 
@@ -22,7 +35,12 @@ def run(payload: dict[str, Any]) -> float:
         Result of the task's ``score_answer``, in [0, 1].
     """
     truth = payload["truth"]
-    key = json.dumps([truth["task"], truth["args"]], sort_keys=True)
+    scorer = _scorer(truth["task"], truth["args"])
+    return float(scorer.score_answer(payload["answer"], codec.decode(truth["entry"])))
+
+
+def _scorer(task: str, args: dict[str, Any]) -> Any:
+    key = json.dumps([task, args], sort_keys=True)
     if key not in _scorers:
-        _scorers[key] = tasks.make(truth["task"], truth["args"], seed=0, size=1)
-    return float(_scorers[key].score_answer(payload["answer"], codec.decode(truth["entry"])))
+        _scorers[key] = tasks.make(task, args, seed=0, size=1)
+    return _scorers[key]

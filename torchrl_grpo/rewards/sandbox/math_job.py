@@ -13,6 +13,8 @@ from typing import Any
 import math_verify
 import sympy
 
+from torchrl_grpo.rewards.sandbox.math_samples import SAMPLES
+
 # math_verify warns once that its own time limit is off. The pool has a time limit.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -31,6 +33,12 @@ _AROUND_NUMBERS = re.compile(
 _PARSER_EVALUATES = re.compile(
     r"(?=.*(?:[/:÷]|\\))(?:[\d.,\s/:÷]|\\(?:div|over|choose|[cdt]?frac|[dt]?binom)(?![A-Za-z]))+", re.DOTALL
 )
+
+
+def prepare(_: Any) -> None:
+    """Let the parser learn the usual forms of an answer."""
+    for text in SAMPLES:
+        run({"answer": text, "truth": text})
 
 
 def run(payload: dict[str, str]) -> float:

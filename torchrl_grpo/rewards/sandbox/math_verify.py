@@ -1,7 +1,8 @@
 """``math_verify``: mathematical equality of answer and truth.
 
-A comparison that raises, hangs or kills its process is an error
-(:class:`~torchrl_grpo.rewards.sandbox.pool.JobError`), never a silent 0.
+The parsers evaluate what the model wrote. So each answer is judged in a process of its own that can do no
+harm (:mod:`torchrl_grpo.rewards.sandbox.judged_apart`). A comparison that raises, hangs or kills its process
+is an error (:class:`~torchrl_grpo.rewards.sandbox.pool.JobError`), never a silent 0.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.rewards import extract
-from torchrl_grpo.rewards.sandbox.pool import WorkerPool
+from torchrl_grpo.rewards.sandbox.pool import WorkerPool, judge_isolation
+from torchrl_grpo.rewards.sandbox.worker import Isolation
 
 JOB = "torchrl_grpo.rewards.sandbox.math_job:run"
 
@@ -23,13 +25,17 @@ class MathVerifyReward:
     Args:
         timeout_s: time limit of one comparison in seconds.
         workers: number of processes, and so of parallel comparisons.
+        isolation: where the comparison runs.
         job: ``"module:function"`` of the comparison; tests replace it.
     """
 
     name = "math_verify"
 
-    def __init__(self, timeout_s: float, workers: int, job: str = JOB) -> None:
-        self._pool = WorkerPool(job, workers, timeout_s)
+    def __init__(
+        self, timeout_s: float, workers: int, isolation: Isolation = Isolation.sandbox, job: str = JOB
+    ) -> None:
+        setup: dict[str, str] | None = {} if job == JOB else None
+        self._pool = WorkerPool(job, workers, timeout_s, isolation=isolation, setup=setup)
 
     def __call__(self, completion: str, example: Example) -> float:
         """Return 0 or 1.
@@ -52,4 +58,5 @@ class MathVerifyReward:
 
 def build(cfg: Config) -> MathVerifyReward:
     """Return the reward of a configuration; ``reward`` is read."""
-    return MathVerifyReward(cfg.reward.timeout_s, cfg.reward.workers)
+    isolation = judge_isolation(cfg.reward, MathVerifyReward.name)
+    return MathVerifyReward(cfg.reward.timeout_s, cfg.reward.workers, isolation)

@@ -1,0 +1,252 @@
+"""Answers that are code: judges that evaluate them run in a sandbox, and nothing of a call is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrl_grpo.config.schema import RewardConfig
+from torchrl_grpo.data import reasoning_gym as tasks
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.rows import codec
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.rewards.sandbox import no_code
+from torchrl_grpo.rewards.sandbox.math_verify import MathVerifyReward
+from torchrl_grpo.rewards.sandbox.pool import JobError, JobFailed, JobTimeout, WorkerPool, judge_isolation
+from torchrl_grpo.rewards.sandbox.worker import Isolation
+from torchrl_grpo.runtime import sandbox
+
+SECRET = "a key of the run"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    os.environ["SOME_API_KEY"] = SECRET
+    made = WorkerPool("jobs:run_code", size=1, timeout_s=20.0, isolation=Isolation.sandbox)
+    del os.environ["SOME_API_KEY"]
+    yield made
+    made.close()
+
+
+def run(pool: WorkerPool, code: str) -> Any:
+    return pool.call({"answer": code})
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; value = len(os.environ)",
+        f"import ctypes; e = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), 'environ')\n"
+        f"i = 0\nwhile e[i]: value += {SECRET!r} in e[i].decode(errors='replace'); i += 1",
+        "open('/etc/passwd').read(); value = 1",
+        "open('/proc/self/environ').read(); value = 1",
+        "import os; os.listdir('/'); value = 1",
+        "import tempfile; tempfile.mkstemp(); value = 1",
+        "open('/dev/shm/of-an-answer', 'w'); value = 1",
+        "import socket; socket.socket(); value = 1",
+        "import socket; socket.socketpair(); value = 1",
+        "import os; value = os.fork() >= 0",
+        "import subprocess; subprocess.run(['true']); value = 1",
+        "import os; os.kill(os.getppid(), 9); value = 1",
+        "import os, signal; os.killpg(os.getpgid(0), signal.SIGSTOP); value = 1",
+        "import os\nfor n in range(3, 1000):\n  if n != 3:\n    try: os.write(n, b'x'); value = 1\n"
+        "    except OSError: pass",
+        "import os\nos.read(0, 1) and 1\nvalue = os.fstat(0).st_rdev != os.stat('/dev/null').st_rdev",
+    ],
+)
+def test_code_reaches_nothing(pool: WorkerPool, code: str) -> None:
+    try:
+        assert run(pool, code) == 0.0
+    except JobFailed as error:
+        assert any(name in str(error) for name in ("PermissionError", "FileNotFoundError", "OSError"))
+    assert run(pool, "value = 3") == 3.0
+
+
+def test_a_call_sees_nothing_of_an_earlier_one(pool: WorkerPool) -> None:
+    change = "import jobs, math, builtins\njobs.run_code = lambda payload: 1.0\nmath.pi = 3\nbuiltins.x = 1"
+    assert run(pool, change + "\nvalue = calls") == 1.0
+    read = "import math, builtins\nvalue = calls + 10 * (math.pi == 3) + 100 * hasattr(builtins, 'x')"
+    assert run(pool, read) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("import os; os._exit(0)", "without a verdict .exit code 0"),
+        ("import os; os.abort()", "exit code"),
+        ("import sys; sys.exit('1.0')", "SystemExit"),
+        ("import os; os.write(3, b'x' * 100_000)", "no verdict"),
+        ("import os; os.write(3, b'{\"value\": 1e999}'); os._exit(0)", "no verdict"),
+        ("import os; os.write(3, b'{\"value\": true}'); os._exit(0)", "no verdict"),
+        ("import os; os.write(3, b'{\"value\": 1' + b'0' * 400 + b'}'); os._exit(0)", "no verdict"),
+        ("import os; os.write(3, b'[' * 9_000); os._exit(0)", "no verdict"),
+        ('import os; os.write(3, b\'{"value": 1}{"value": 2}\'); os._exit(0)', "no verdict"),
+        ("value = [1] * 10**12", "MemoryError"),
+        ("value = float('nan')", "no verdict"),
+        ("value = 'text'", "ValueError"),
+        ("raise ValueError('x' * 100_000)", "ValueError"),
+    ],
+)
+def test_a_broken_verdict_is_an_error_and_the_worker_goes_on(pool: WorkerPool, code: str, error: str) -> None:
+    with pytest.raises(JobFailed, match=error) as raised:
+        run(pool, code)
+    assert len(str(raised.value)) < 2_000
+    assert run(pool, "value = 4") == 4.0
+
+
+def test_an_answer_that_never_ends_does_not_cost_the_worker() -> None:
+    pool = WorkerPool("jobs:run_code", size=1, timeout_s=0.5, isolation=Isolation.sandbox)
+    try:
+        pool.wait_until_started()
+        (worker,) = pool._all
+        for code in (
+            "while True: pass",
+            "import time; time.sleep(1000)",
+            "9 ** 9 ** 9 ** 9",
+            "import os\nwhile True: os.write(1, b'x')",
+            "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65)); signal.pause()",
+        ):
+            with pytest.raises(JobTimeout):
+                run(pool, code)
+        assert pool._all == {worker}
+    finally:
+        pool.close()
+
+
+def test_a_judge_that_is_stopped_returns_and_is_replaced() -> None:
+    pool = WorkerPool("jobs:run_code", size=1, timeout_s=0.5, isolation=Isolation.sandbox)
+    errors: list[JobError] = []
+
+    def call() -> None:
+        try:
+            run(pool, "x = " + "1" * 1_000_000)
+        except JobError as error:
+            errors.append(error)
+
+    try:
+        pool.wait_until_started()
+        (worker,) = pool._all
+        os.killpg(worker._process.pid, signal.SIGSTOP)
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive() and isinstance(errors[0], JobTimeout)
+        assert run(pool, "value = 2") == 2.0 and worker not in pool._all
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        ("Integer (2 )*Symbol ('x')**Rational (1 ,2 )", True),
+        ("[['A', 'B'], (1, 2), {3: 4.5}][0][1]", True),
+        ("sin(pi)/2 if True else -max(1, 2)", True),
+        ("__import__('os').system('true')", False),
+        ("().__class__.__base__.__subclasses__()", False),
+        ("x.y", False),
+        ("getattr(x, 'y')", False),
+        ("[x for x in (lambda: 1)()]", False),
+        ("(x := 1)", False),
+        ("f'{x.__class__}'", False),
+        ("eval('1')", False),
+        ("open('file')", False),
+        ("vars()", False),
+        ("breakpoint()", False),
+        ("sorted([2, 1], key=lambda x: 0)", False),
+    ],
+)
+def test_code_that_does_more_than_to_build_a_value_is_told(text: str, allowed: bool) -> None:
+    assert no_code.builds_a_value(compile(text, "<string>", "eval")) == allowed
+
+
+INJECTIONS = [
+    "__import__('os').system('touch {file}')",
+    "open('{file}', 'w').close()",
+    "exec(\"import pathlib; pathlib.Path('{file}').touch()\")",
+    "setattr(__import__('sys').modules['{module}'].{scorer}, 'score_answer', "
+    "__import__('builtins').eval('lambda s, a, e: 1.0'))",
+    "[setattr(m.{scorer}, 'score_answer', lambda s, a, e: 1.0) for m in "
+    "[().__class__.__base__.__subclasses__()[0].__init__.__globals__['sys'].modules['{module}']]]",
+    "sympify(\"__import__('pathlib').Path('{file}').touch()\")",
+    "S('__imp'+'ort__(\"os\").system(\"touch {file}\")')",
+    "type('x', (int,), {{'__eq__': lambda s, o: True, '__float__': lambda s: 1.0}})(1)",
+]
+
+
+@pytest.mark.slow
+def test_code_in_an_answer_changes_no_task_of_reasoning_gym(tmp_path: Path) -> None:
+    pool = WorkerPool("torchrl_grpo.rewards.sandbox.gym_job:run", 1, 60.0, isolation=Isolation.sandbox)
+    file = tmp_path / "of-an-answer"
+    names = [name for name in tasks.task_names() if name != "composite"]
+    assert len(names) == 105
+    try:
+        pool.wait_until_started()
+        (worker,) = pool._all
+        for name in names:
+            # One worker for all tasks: it is told each in turn, as a worker of one task is at its start.
+            worker._channel.ask({"setup": {"task": name, "args": {}}}, 60.0)
+            made = tasks.make(name, {}, 7, 1)
+            entry = made[0]
+            truth = {"task": name, "args": {}, "entry": codec.encode(entry)}
+
+            def judge(answer: str, truth: dict[str, Any] = truth) -> float | str:
+                try:
+                    return float(pool.call({"answer": answer, "truth": truth}))
+                except JobTimeout:
+                    raise
+                except JobError as error:
+                    return str(error)
+
+            right, wrong = str(entry["answer"]), "[[1, 1], [2, 2]]"
+            before = judge(right), judge(wrong)
+            inert = max(score for score in (judge("some words"), 0.0) if isinstance(score, float))
+            scorer = type(made)
+            for text in INJECTIONS:
+                answer = text.format(file=file, module=scorer.__module__, scorer=scorer.__name__)
+                value = judge(answer)
+                # Some tasks pay for any answer, and one fully for any that does not say True.
+                assert isinstance(value, str) or value <= max(0.5, inert), f"{name} pays for {answer}"
+            assert (judge(right), judge(wrong)) == before, name
+            assert not file.exists(), name
+    finally:
+        pool.close()
+
+
+def test_math_verify_runs_no_code(tmp_path: Path) -> None:
+    file = tmp_path / "of-an-answer"
+    reward = MathVerifyReward(20.0, 1)
+    example = Example("x", [{"role": "user", "content": "q"}], {"answer": "7919"})
+    texts = [text.format(file=file, module="sympy", scorer="Integer") for text in INJECTIONS]
+    texts += [f"${texts[0]}$", f"\\boxed{{{texts[0]}}}", f"\\text{{{texts[0]}}}", f"\\[{texts[0]}\\]"]
+    try:
+        for text in texts:
+            assert reward(f"<answer>{text}</answer>", example) == 0.0, text
+            assert reward(text, example) == 0.0, text
+        assert reward("<answer>7919</answer>", example) == 1.0
+    finally:
+        reward.close()
+    assert not file.exists()
+
+
+def test_a_machine_without_a_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert judge_isolation(RewardConfig(), "math_verify") is Isolation.sandbox
+    monkeypatch.setattr(sandbox, "why_unavailable", lambda: "this kernel has no Landlock")
+    with pytest.raises(ConfigError, match=r"reward.sandbox=true: the reward math_verify .* no Landlock"):
+        judge_isolation(RewardConfig(), "math_verify")
+    assert judge_isolation(RewardConfig(sandbox=False), "math_verify") is Isolation.process
+
+
+def test_a_call_without_the_sandbox_still_leaves_nothing_to_the_next() -> None:
+    pool = WorkerPool("jobs:run_code", size=1, timeout_s=20.0, isolation=Isolation.process)
+    try:
+        listen = "import socket; own = socket.socket(); own.bind(('127.0.0.1', 0)); value = calls"
+        assert [run(pool, listen), run(pool, listen)] == [1.0, 1.0]
+    finally:
+        pool.close()
