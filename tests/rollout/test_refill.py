@@ -73,7 +73,10 @@ def flat(groups: TensorDict) -> Tensor:
 )
 def test_rounds_are_filled_in_order(plan: list[str], limit: int, names: list[str], refills: int) -> None:
     source: Any = Rounds(plan)
-    round_, metrics = collect_with_signal(source, flat, limit)
+    observed: list[str] = []
+    round_, metrics = collect_with_signal(source, flat, limit, lambda one: observed.extend(one.prompts))
+    # Groups that are thrown away too, and each once.
+    assert observed == [f"{number}.{group}" for number in range(1 + refills) for group in range(3)]
     assert round_.prompts == names and metrics == {"rollout/refills": refills}
     assert source.asked == 1 + refills
     # Everything that belongs to a group has come along with it.

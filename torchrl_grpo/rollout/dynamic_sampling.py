@@ -25,7 +25,10 @@ class Collector(Protocol):
 
 
 def collect_with_signal(
-    collector: Collector, no_signal_mask: Callable[[TensorDict], Tensor], max_refills: int
+    collector: Collector,
+    no_signal_mask: Callable[[TensorDict], Tensor],
+    max_refills: int,
+    observe: Callable[[Round], object] = lambda _: None,
 ) -> tuple[Round, dict[str, float]]:
     """Collect a round, and further ones until it is full of groups whose rewards differ (DAPO, arXiv
     2503.14476, eq. 11).
@@ -38,12 +41,15 @@ def collect_with_signal(
         no_signal_mask: function that returns ``[P]`` bool for the groups of a round, True for groups without
             a signal.
         max_refills: largest number of further rounds; 0 returns the first round unchanged.
+        observe: function that is called with each collected round, groups that are thrown away included, once
+            all are collected.
 
     Returns:
         One round of the usual size, and the metric ``rollout/refills`` unless ``max_refills`` is 0.
     """
     rounds = [collector.rollout()]
     if max_refills == 0:
+        observe(rounds[0])
         return rounds[0], {}
     size = len(rounds[0].prompts)
     with_signal: list[tuple[int, int]] = []
@@ -57,6 +63,8 @@ def collect_with_signal(
     while len(with_signal) < size and len(rounds) <= max_refills:
         rounds.append(collector.rollout(is_refill=True))
         classify(len(rounds) - 1)
+    for collected in rounds:
+        observe(collected)
     chosen = (with_signal + without_signal)[:size]
     return _assemble_round(rounds, chosen), {"rollout/refills": len(rounds) - 1}
 

@@ -98,6 +98,8 @@ def collect(run: Session) -> dict[str, float]:
         run.parts.collector,
         run.parts.learner.advantage.no_signal_mask,
         policy_cfg.max_refills if policy_cfg.constant_groups == "refill" else 0,
+        # A curriculum learns most from the groups that are thrown away: those that are solved or hopeless.
+        lambda collected: observe_pass_rates(run, collected),
     )
     # Verify what workers have reported since the last check: checksums, the number of probe tokens that came
     # from the prefix cache, and log-probabilities. It comes before training on this round, because the run
@@ -121,6 +123,12 @@ def collect(run: Session) -> dict[str, float]:
         "time/prepare_s": prepared,
         "throughput/prepared_tokens_per_s": tokens / prepared,
     }
+
+
+def observe_pass_rates(run: Session, collected: Round) -> None:
+    """Tell the stream of problems how many responses of each group were right."""
+    if run.learns_from_samples:
+        run.parts.collector.env.stream.observe(pass_rates(collected, run.pass_reward))
 
 
 def record_solutions(run: Session) -> dict[str, float]:
@@ -154,7 +162,6 @@ def record_round(run: Session, round_: Round) -> dict[str, float]:
     run.counters.response_tokens += round_.response_tokens
     run.counters.reward_errors += round_.error_count
     stream = run.parts.collector.env.stream
-    stream.observe(pass_rates(round_, run.pass_reward))
     run.counters.any_signal |= not bool(run.parts.learner.advantage.no_signal_mask(groups).all())
     metrics = {
         "reward/mean": float(rewards.mean()),
