@@ -540,6 +540,16 @@ def test_guessing_by_halves_wins_and_held_out_ranges_are_not_trained_on() -> Non
     assert game.step("no idea").done
 
 
+@pytest.mark.parametrize("size", [{}, {"numbers": 2, "largest": 9, "size": 100}])
+def test_countdown_holds_out_numbers_in_any_order_with_a_target(size: dict[str, int]) -> None:
+    def puzzles(split: str) -> set[tuple[tuple[int, ...], int]]:
+        return {(tuple(sorted(row["numbers"])), row["target"]) for row in countdown_problems(split, **size)}
+
+    assert len(puzzles("test")) > 10 and not puzzles("train") & puzzles("test")
+    with pytest.raises(ValueError, match="too few problems"):
+        countdown_problems("test", size=10, numbers=1, largest=1)
+
+
 def test_countdown_takes_every_right_expression_and_says_what_is_wrong() -> None:
     for row in countdown_problems("train", size=30):
         game = Countdown()

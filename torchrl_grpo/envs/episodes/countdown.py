@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import random
 import re
+import zlib
 from typing import Any
 
 from torchrl_grpo.data.example import Example
@@ -19,20 +20,29 @@ _ALLOWED = re.compile(r"(?:[\d ()/+-]|\*(?!\*)){1,200}")
 def problems(split: str, size: int = 1_000, numbers: int = 3, largest: int = 9) -> list[dict[str, Any]]:
     """Make solvable problems, for ``env.dataset``.
 
+    The same numbers, in any order, with the same target are in one split only.
+
     Args:
         split: ``train`` or ``test``.
         size: number of problems in a split.
         numbers: how many numbers a problem has.
         largest: largest of them.
+
+    Raises:
+        ValueError: there are too few problems of this size.
     """
     draw = random.Random(f"countdown of {split}")
-    rows = []
-    for _ in range(size):
+    rows: list[dict[str, Any]] = []
+    for _ in range(100 * size):
+        if len(rows) == size:
+            return rows
         chosen = [draw.randint(1, largest) for _ in range(numbers)]
         expression = str(chosen[0])
         for number in chosen[1:]:
             expression = f"({expression} {draw.choice(_OPERATORS)} {number})"
         target = evaluate(ast.parse(expression, mode="eval").body)
+        if _is_held_out(chosen, int(target)) != (split == "test"):
+            continue
         shuffled = draw.sample(chosen, len(chosen))
         rows.append(
             {
@@ -43,7 +53,12 @@ def problems(split: str, size: int = 1_000, numbers: int = 3, largest: int = 9) 
                 "target": target,
             }
         )
-    return rows
+    raise ValueError(f"numbers={numbers} up to largest={largest} make too few problems; raise one of them")
+
+
+def _is_held_out(numbers: list[int], target: int) -> bool:
+    """Whether a problem is in the test split, as a tenth of all problems are, whatever else is drawn."""
+    return zlib.crc32(f"{sorted(numbers)} {target}".encode()) % 10 == 0
 
 
 class Countdown:
