@@ -438,6 +438,23 @@ def test_a_template_without_the_question_is_refused() -> None:
 # --- choosing ---------------------------------------------------------------------------------------
 
 
+def test_conversations_that_end_alike_are_different_problems(tmp_path: Path) -> None:
+    def chat(number: int, last: str) -> dict[str, Any]:
+        turns = [("user", f"What is {number} plus {number}?"), ("assistant", "Which form?"), ("user", last)]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        return {"messages": messages, "answer": str(2 * number)}
+
+    for name, numbers in (("train", range(50)), ("test", range(40, 60))):
+        rows = [chat(number, "Digits  please.") for number in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = load(config("jsonl", data_path=str(tmp_path), fields={"messages": "messages"}, num_problems=20))
+    assert (len(found.train), len(found.held_out)) == (40, 20)
+    # A question is the same whether it is a text or a chat of one message.
+    single = Example("x", [{"role": "system", "content": "s"}], question=problems.conversation(
+        [{"role": "user", "content": "a  b"}]))  # fmt: skip
+    assert question_key(single) == question_key(Example("y", [{"role": "user", "content": "a b"}]))
+
+
 def test_choose_is_a_sample_in_the_source_order() -> None:
     examples = [Example(str(n), [{"role": "user", "content": f"q{n}"}]) for n in range(50)]
     chosen = problems.choose(examples, 10)

@@ -15,6 +15,7 @@ from torchrl_grpo.config.checks import validate
 from torchrl_grpo.config.mixture import mixture_parts
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.mixture import Mixture
+from torchrl_grpo.data.problems import question_key
 from torchrl_grpo.envs.stream import MIXTURE_BLOCK, MixtureStream, shares
 from torchrl_grpo.errors import ConfigError, DataError
 from torchrl_grpo.rewards import build_grader, build_reward_set
@@ -110,6 +111,43 @@ def test_each_part_has_its_prompts_and_its_held_out_problems(tmp_path: Path) -> 
     ]
     assert len(hard.messages) == 1 and "<answer>" in hard.messages[0]["content"]
     assert [weight for weight, _ in found.training_sets] == [3.0, 1.0]
+
+
+def test_no_part_trains_on_what_another_part_holds_out(tmp_path: Path) -> None:
+    cfg = config(tmp_path)
+    rows = [{"question": f"easy  {n}?", "answer": str(n)} for n in range(20)]
+    (tmp_path / "hard.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:12]))
+    generated = {
+        "dataset": "reasoning_gym",
+        "task": "chain_sum",
+        "task_args": {"max_terms": 2, "max_digits": 1},
+    }
+    cfg.env.mixture += [generated | {"name": "one"}, generated | {"name": "two", "system_prompt": "Add."}]
+    found = data.load(cfg)
+    assert isinstance(found, Mixture)
+    held_out = {question_key(example) for example in found.held_out}
+    for part, problems in zip(found.parts, found.problems, strict=True):
+        drawn = [problems.train[n] for n in range(min(300, len(problems.train)))]
+        assert not held_out & {question_key(example) for example in drawn}, part.name
+    # The two files have the same questions, with other templates: what is left of both is the same.
+    assert {question_key(one) for one in found.problems[1].train} <= {
+        question_key(one) for one in found.problems[0].train
+    }
+
+
+def test_a_part_that_is_held_out_as_a_whole_is_refused(tmp_path: Path) -> None:
+    cfg = config(tmp_path)
+    for name, question in (("small", "easy 3?"), ("other", "other?")):
+        row = {"question": question, "answer": "3"}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    path = {name: str(tmp_path / f"{name}.jsonl") for name in ("easy", "hard", "small", "other")}
+    cfg.eval.num_problems = 20
+    cfg.env.mixture = [
+        {"name": "large", "dataset": "jsonl", "data_path": path["hard"], "eval_data_path": path["easy"]},
+        {"name": "small", "dataset": "jsonl", "data_path": path["small"], "eval_data_path": path["other"]},
+    ]
+    with pytest.raises(DataError, match=r"env\.mixture: every question of small is held out"):
+        data.load(cfg)
 
 
 def test_each_part_is_scored_and_graded_by_its_own_rewards(tmp_path: Path) -> None:

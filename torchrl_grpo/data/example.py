@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from typing import Any, overload
 
@@ -23,6 +23,9 @@ class Example:
         source_messages: messages of the data set, if an environment or tools have changed ``messages``.
         solution: a solution in the format that the prompt asks for, for supervised fine-tuning; empty for
             none.
+        question: what the data set asks, before templates and system prompts: the text of the question, or
+            the whole conversation as JSON. Problems with the same question are the same problem. Empty if
+            ``messages`` is all there is.
     """
 
     id: str
@@ -33,6 +36,7 @@ class Example:
     part: str = ""
     source_messages: list[dict[str, str]] = field(default_factory=list)
     solution: str = ""
+    question: str = ""
 
     def plain(self) -> dict[str, Any]:
         """Return the fields as values of JSON. Dates and the like in the columns become text."""
@@ -42,6 +46,13 @@ class Example:
 
 class LazyExamples(Sequence[Example]):
     """Examples that are made on access."""
+
+    def without(self, keys: Set[Hashable]) -> LazyExamples:
+        """Return the same examples, with others in place of those whose key is among ``keys``.
+
+        Keys are those of :func:`~torchrl_grpo.data.problems.question_key`.
+        """
+        raise TypeError(f"{type(self).__name__} cannot leave out problems")
 
     @abstractmethod
     def example_at(self, index: int) -> Example:

@@ -43,4 +43,5 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
         prompts.messages(env, "gsm8k", question),
         {"answer": final},
         solution=prompts.solution(env, reasoning, final, text),
+        question=question,
     )

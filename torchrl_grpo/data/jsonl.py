@@ -82,10 +82,13 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
             *found, last = found
             if "solution" not in names:
                 solution = last["content"]
-        return Example(id, _messages(found, row, column, env), truth, solution=solution)
+        chat = _messages(found, row, column)
+        start = [{"role": "system", "content": env.system_prompt}] if env.system_prompt is not None else []
+        return Example(id, [*start, *chat], truth, solution=solution, question=problems.conversation(chat))
     column = names["question"]
     question = columns.text(fields.resolve(row, column, "env.fields.question"), column, "jsonl")
-    return Example(id, prompts.messages(env, env.dataset, question), truth, solution=solution)
+    messages = prompts.messages(env, env.dataset, question)
+    return Example(id, messages, truth, solution=solution, question=question)
 
 
 def _solution(row: sources.Row, env: EnvConfig, names: dict[str, str], truth: dict[str, str]) -> str:
@@ -107,7 +110,7 @@ def _is_message(value: object, role: str | None = None) -> bool:
     return isinstance(value.get("role"), str) and role in (None, value["role"])
 
 
-def _messages(found: object, row: sources.Row, column: str, env: EnvConfig) -> list[dict[str, str]]:
+def _messages(found: object, row: sources.Row, column: str) -> list[dict[str, str]]:
     chat = found if isinstance(found, list) else []
     good = bool(chat) and all(map(_is_message, chat))
     if not good or chat[-1]["role"] != "user":
@@ -115,5 +118,4 @@ def _messages(found: object, row: sources.Row, column: str, env: EnvConfig) -> l
             f"jsonl: {row.where}: column {column!r} is {str(found)[:80]!r}, not a list of chat messages that "
             'ends with one of the user; write [{"role": "user", "content": ...}]'
         )
-    start = [{"role": "system", "content": env.system_prompt}] if env.system_prompt is not None else []
-    return [*start, *({"role": one["role"], "content": one["content"]} for one in chat)]
+    return [{"role": one["role"], "content": one["content"]} for one in chat]

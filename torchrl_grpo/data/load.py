@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import DATASETS
-from torchrl_grpo.config.mixture import mixture_parts
+from torchrl_grpo.config.mixture import MixturePart, mixture_parts
 from torchrl_grpo.data.mixture import mix
-from torchrl_grpo.data.problems import Problems
-from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.data.problems import Problems, key_of, without
+from torchrl_grpo.errors import ConfigError, DataError
 from torchrl_grpo.runtime import user_code
 
 
@@ -29,11 +31,35 @@ def load(cfg: Config) -> Problems:
     """
     parts = mixture_parts(cfg)
     if parts:
-        return mix(parts, [load(part.cfg) for part in parts])
+        return mix(parts, _apart(parts, [load(part.cfg) for part in parts]))
     module = dataset_module(cfg.env.dataset)
     problems = module.load(cfg)
     assert isinstance(problems, Problems)
     return problems
+
+
+def _apart(parts: Sequence[MixturePart], loaded: Sequence[Problems]) -> list[Problems]:
+    """Leave problems that one part holds out out of the training problems of all parts.
+
+    Raises:
+        DataError: a part has no training problem left.
+    """
+    held_out = {
+        key_of(part.cfg)(example)
+        for part, problems in zip(parts, loaded, strict=True)
+        for example in problems.held_out
+    }
+    apart = []
+    for part, problems in zip(parts, loaded, strict=True):
+        train = without(problems.train, held_out, f"env.mixture: {part.name}", key_of(part.cfg))
+        if not train:
+            raise DataError(
+                f"env.mixture: every question of {part.name} is held out by a part of the mixture, so "
+                "nothing is left to train on; lower eval.num_problems, or remove the part"
+            )
+        train[0]  # fail now, and not in the middle of a run, if every question of a task is held out
+        apart.append(replace(problems, train=train))
+    return apart
 
 
 def dataset_module(name: str) -> ModuleType:

@@ -57,4 +57,5 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
             f"{', '.join(map(repr, row.values))}. Add one of the two"
         )
     solution = prompts.solution(env, reasoning, answer, reasoning or None)
-    return Example(id, prompts.messages(env, "math", question), {"answer": answer}, solution=solution)
+    messages = prompts.messages(env, "math", question)
+    return Example(id, messages, {"answer": answer}, solution=solution, question=question)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
-from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.example import Example, LazyExamples
 from torchrl_grpo.data.rows.sources import Row, Splits
 from torchrl_grpo.errors import DataError
 
@@ -43,13 +43,28 @@ class Problems:
 
 
 def question_key(example: Example) -> str:
-    """Return the user's turn with normalized spacing. Examples with the same key are the same question."""
-    return " ".join(example.messages[-1]["content"].split())
+    """Return the question with normalized spacing. Examples with the same key are the same problem.
+
+    The question is all that was said: conversations that end alike are different problems.
+    """
+    return " ".join((example.question or conversation(example.messages)).split())
+
+
+def conversation(messages: Sequence[Mapping[str, object]]) -> str:
+    """Return a whole conversation as one text; the message itself if it is the only one and the user's."""
+    if len(messages) == 1 and messages[0]["role"] == "user":
+        return str(messages[0]["content"])
+    return json.dumps([[message["role"], message["content"]] for message in messages], ensure_ascii=False)
 
 
 def game_key(example: Example) -> tuple[str, str]:
     """Return the question with its hidden answer: in a game, a question says nothing about the answer."""
     return question_key(example), json.dumps(example.truth, sort_keys=True, default=str)
+
+
+def key_of(cfg: Config) -> Key:
+    """Return the function that says which problems of a configuration are the same."""
+    return question_key if cfg.env.environment is None else game_key
 
 
 def build(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
@@ -71,7 +86,7 @@ def build(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
         named = ((row, f"{cfg.env.dataset}/{split}/{i}") for i, row in enumerate(rows, 1))
         return [replace(to_example(row, cfg.env, id), columns=row.values) for row, id in named]
 
-    key: Key = question_key if cfg.env.environment is None else game_key
+    key = key_of(cfg)
     train = ordered(examples(splits.train, "train"), cfg.env.order_by)
     if splits.test is None:
         return split_off(train, cfg.eval.num_problems, splits.train_source, key)
@@ -132,14 +147,30 @@ def separate(train: list[Example], held_out: list[Example], source: str, key: Ke
     Raises:
         DataError: no training problem is left.
     """
-    seen = {key(example) for example in held_out}
-    kept = [example for example in train if key(example) not in seen]
+    kept = without(train, {key(example) for example in held_out}, source, key)
     if not kept:
         raise DataError(
             f"every question of {source} is also held out ({len(train)} rows, {len(held_out)} held out), so "
             "nothing is left to train on; lower eval.num_problems or give other held-out data as "
             "env.eval_data_path"
         )
-    if len(kept) < len(train):
-        _log.info("%s: dropped %d training rows whose questions are held out", source, len(train) - len(kept))
     return Problems(train=kept, held_out=held_out)
+
+
+def without(
+    train: Sequence[Example], held_out: Set[Hashable], source: str, key: Key = question_key
+) -> Sequence[Example]:
+    """Return the training problems that are not held out, and log how many are.
+
+    Args:
+        train: training problems. Generated ones are replaced by others when they are drawn.
+        held_out: keys of the held-out problems.
+        source: where the problems come from, for the log.
+        key: function that says which problems are the same.
+    """
+    if isinstance(train, LazyExamples):
+        return train.without(held_out)
+    kept = [example for example in train if key(example) not in held_out]
+    if len(kept) < len(train):
+        _log.info("%s: left out %d training problems that are held out", source, len(train) - len(kept))
+    return kept

@@ -8,6 +8,7 @@ a separate seed that no run trains on. A training question that is also held out
 from __future__ import annotations
 
 import difflib
+from collections.abc import Hashable, Set
 from typing import Any
 
 from torchrl_grpo.config import Config
@@ -139,7 +140,7 @@ class Generated(LazyExamples):
     """
 
     def __init__(
-        self, env: EnvConfig, task: str, args: dict[str, Any], seed: int, held_out: set[str]
+        self, env: EnvConfig, task: str, args: dict[str, Any], seed: int, held_out: Set[Hashable]
     ) -> None:
         self._env, self._task, self._args = env, task, args
         self._seed, self._held_out = seed, held_out
@@ -147,6 +148,10 @@ class Generated(LazyExamples):
 
     def __len__(self) -> int:
         return self._env.task_size
+
+    def without(self, keys: Set[Hashable]) -> Generated:
+        """See :meth:`~torchrl_grpo.data.example.LazyExamples.without`."""
+        return Generated(self._env, self._task, self._args, self._seed, self._held_out | keys)
 
     def example_at(self, index: int) -> Example:
         """See :class:`~torchrl_grpo.data.example.LazyExamples`.
@@ -195,4 +200,5 @@ def _example(env: EnvConfig, task: str, args: dict[str, Any], row: sources.Row, 
     expression = metadata.get("expression", "") if isinstance(metadata, dict) else ""
     answer = row.values.get("answer")
     solution = "" if answer is None else prompts.solution(env, str(expression), str(answer))
-    return Example(id, prompts.messages(env, "reasoning_gym", question), truth, solution=solution)
+    messages = prompts.messages(env, "reasoning_gym", question)
+    return Example(id, messages, truth, solution=solution, question=question)

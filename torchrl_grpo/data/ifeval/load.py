@@ -50,7 +50,12 @@ def load(cfg: Config) -> problems.Problems:
     avoid = [columns.text(row, "prompt", "ifeval") for row in [*known, *rows]]
     composed = compose(env.task_size, cfg.seed, avoid)
     train = [
-        Example(f"ifeval/composed/{i}", prompts.messages(env, "ifeval", one.prompt), one.truth)
+        Example(
+            f"ifeval/composed/{i}",
+            prompts.messages(env, "ifeval", one.prompt),
+            one.truth,
+            question=one.prompt,
+        )
         for i, one in enumerate(composed, 1)
     ]
     return problems.Problems(train=train, held_out=held_out)
@@ -64,7 +69,7 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
     """
     prompt = columns.text(row, "prompt", "ifeval")
     truth = clean_truth(row.values.get("instruction_id_list"), row.values.get("kwargs"), row.where)
-    return Example(id, prompts.messages(env, "ifeval", prompt), truth)
+    return Example(id, prompts.messages(env, "ifeval", prompt), truth, question=prompt)
 
 
 def _train_on_ifeval(cfg: Config) -> problems.Problems:
