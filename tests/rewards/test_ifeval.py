@@ -209,6 +209,33 @@ def test_check(name: str, kwargs: dict[str, Any], response: str, expected: bool)
     assert follow_list(response, truth)[0] == [expected]
 
 
+@pytest.mark.parametrize(
+    ("name", "kwargs", "response"),
+    [
+        (
+            "keywords:frequency",
+            {"keyword": "  key ", "frequency": 3, "relation": "at least"},
+            "key, Key, KEY",
+        ),
+        (
+            "detectable_format:multiple_sections",
+            {"section_spliter": "Part ", "num_sections": 2},
+            "Part 1 Part 2",
+        ),
+        ("detectable_content:postscript", {"postscript_marker": "P.S. "}, "bye\nP.S. x"),
+        ("detectable_content:postscript", {"postscript_marker": " PS:"}, "bye\nPS: x"),
+        (
+            "keywords:letter_frequency",
+            {"letter": " a", "let_frequency": 2, "let_relation": "at least"},
+            "a A",
+        ),
+        ("startend:end_checker", {"end_phrase": " The end. "}, "This is the end."),
+    ],
+)
+def test_spaces_around_an_argument_do_not_count(name: str, kwargs: dict[str, Any], response: str) -> None:
+    assert CHECKS[name](response, kwargs)
+
+
 @pytest.mark.parametrize("name", sorted(CHECKS))
 def test_an_empty_response_follows_nothing(name: str) -> None:
     truth = clean_truth([name], [CASES[name][0][0]], "the case")

@@ -48,7 +48,7 @@ def _keywords_exist(response: str, kwargs: Kwargs) -> bool:
 
 
 def _keyword_frequency(response: str, kwargs: Kwargs) -> bool:
-    return _holds(_occurrences(response, kwargs["keyword"]), kwargs["relation"], kwargs["frequency"])
+    return _holds(_occurrences(response, kwargs["keyword"].strip()), kwargs["relation"], kwargs["frequency"])
 
 
 def _no_forbidden_words(response: str, kwargs: Kwargs) -> bool:
@@ -59,7 +59,7 @@ def _no_forbidden_words(response: str, kwargs: Kwargs) -> bool:
 
 
 def _letter_frequency(response: str, kwargs: Kwargs) -> bool:
-    count = response.lower().count(kwargs["letter"].lower())
+    count = response.lower().count(kwargs["letter"].strip().lower())
     return _holds(count, kwargs["let_relation"], kwargs["let_frequency"])
 
 
@@ -142,7 +142,7 @@ def _number_highlights(response: str, kwargs: Kwargs) -> bool:
 
 
 def _multiple_sections(response: str, kwargs: Kwargs) -> bool:
-    heading = re.compile(rf"{re.escape(kwargs['section_spliter'])}\s?\d+")
+    heading = re.compile(rf"{re.escape(kwargs['section_spliter'].strip())}\s?\d+")
     return bool(sum(1 for _ in heading.finditer(response)) >= kwargs["num_sections"])
 
 
@@ -188,7 +188,7 @@ def _number_placeholders(response: str, kwargs: Kwargs) -> bool:
 
 
 def _postscript(response: str, kwargs: Kwargs) -> bool:
-    marker = kwargs["postscript_marker"]
+    marker = kwargs["postscript_marker"].strip()
     pattern = _POSTSCRIPTS.get(marker)
     lowered = response.lower()
     return bool(pattern.search(lowered)) if pattern else marker.lower() in lowered
