@@ -87,6 +87,19 @@ def test_an_optimizer_over_the_parameters_of_the_loss_trains_the_model(
     assert float(total(loss(batch)).detach()) < float(first.detach())
 
 
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+def test_a_batch_without_a_token_to_learn_from_has_no_loss(
+    model: PreTrainedModel, batch: TensorDict, aggregation: Aggregation
+) -> None:
+    loss = GroupPolicyLoss(TokenScorer(model), PolicyConfig(aggregation=aggregation), constant_length=8)
+    mask = loss.tensor_keys.loss_mask
+    batch[mask] = torch.zeros_like(batch[mask])
+    terms = loss(batch)
+    assert {name: float(value.detach()) for name, value in terms.items()} == dict.fromkeys(terms.keys(), 0.0)
+    total(terms).backward()
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
 def test_the_state_of_the_loss_is_the_state_of_the_model(batch: TensorDict) -> None:
     loss, other = (GroupPolicyLoss(TokenScorer(make_model(seed=seed))) for seed in (0, 1))
     assert float(loss(batch)["loss_objective"].detach()) != float(other(batch)["loss_objective"].detach())

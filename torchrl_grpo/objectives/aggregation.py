@@ -55,9 +55,9 @@ def token_weights(
     """
     counts = mask.to(dtype)
     if aggregation == "token":
-        return counts / totals.tokens
+        return counts / max(1, totals.tokens)
     if aggregation == "sequence":
-        return counts / (totals.sequences * counts.sum(-1, keepdim=True).clamp(min=1))
+        return counts / (max(1, totals.sequences) * counts.sum(-1, keepdim=True).clamp(min=1))
     if aggregation == "constant":
-        return counts / (totals.sequences * constant_length)
+        return counts / (max(1, totals.sequences) * constant_length)
     raise ValueError(f"aggregation {aggregation!r} is none of token, sequence, constant")

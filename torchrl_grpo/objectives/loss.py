@@ -211,7 +211,7 @@ class GroupPolicyLoss(LossModule):
         outside = ~mask
 
         def mean(values: Tensor) -> Tensor:
-            return values.masked_fill(outside, 0.0).sum() / totals.tokens
+            return values.masked_fill(outside, 0.0).sum() / max(1, totals.tokens)
 
         def loss(values: Tensor) -> Tensor:
             return (values.masked_fill(outside, 0.0) * weights).sum()
