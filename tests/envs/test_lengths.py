@@ -96,6 +96,27 @@ def test_only_the_question_is_cut(tokenizer: PreTrainedTokenizerBase, how: str) 
     assert kept.endswith("more Now answer.") == (how != "truncate_right")
 
 
+@pytest.mark.parametrize("how", ["truncate_left", "truncate_right"])
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_of_a_chat_only_what_the_user_said_last_is_cut(
+    tokenizer: PreTrainedTokenizerBase, how: str, system: str | None
+) -> None:
+    cfg = settings(how, 0)
+    cfg.env.system_prompt = system
+    start = [] if system is None else [{"role": "system", "content": system}]
+    chat = [("user", "Hello."), ("assistant", "Yes?"), ("user", LONG)]
+    messages = [*start, *({"role": role, "content": content} for role, content in chat)]
+    given = Problems([Example("train/1", messages, question="the whole chat")], [])
+    whole = len(render(tokenizer, given.train[0])[1])
+    cfg.inference_model.max_model_len += whole - 30
+    found, _ = lengths.handle_overlong_prompts(given, tokenizer, cfg)
+    assert found.train[0].messages[:-1] == messages[:-1]
+    kept = found.train[0].messages[-1]["content"]
+    assert kept != LONG and (LONG.endswith(kept) if how == "truncate_left" else LONG.startswith(kept))
+    # Chats that only differed in what was cut off are the same problem now.
+    assert kept in found.train[0].question and "Be brief." not in found.train[0].question
+
+
 def test_the_request_for_tags_stays(tokenizer: PreTrainedTokenizerBase) -> None:
     cfg = settings("truncate_right", 0)
     cfg.inference_model.max_model_len += tokens(tokenizer, cfg, "") + 30

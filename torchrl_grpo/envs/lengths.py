@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torchrl_grpo.config import Config
 from torchrl_grpo.data import prompts
 from torchrl_grpo.data.example import Example, LazyExamples
-from torchrl_grpo.data.problems import Problems, separate
+from torchrl_grpo.data.problems import Problems, conversation, separate
 from torchrl_grpo.envs.chat import lengths_above, render
 from torchrl_grpo.errors import DataError
 
@@ -96,6 +96,7 @@ class Cutter:
     def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase, bound: int) -> None:
         self._mode = cfg.env.overlong_prompts
         self._before, self._after = prompts.frame(cfg.env, cfg.env.dataset)
+        self._has_system_prompt = cfg.env.system_prompt is not None
         self._tokenizer, self._bound = tokenizer, bound
 
     def __call__(self, example: Example) -> Example:
@@ -104,12 +105,11 @@ class Cutter:
         Raises:
             DataError: the prompt is too long even without the question.
         """
-        content = example.messages[-1]["content"]
-        question = content[len(self._before) : len(content) - len(self._after)]
+        before, question, after = self._divide(example.messages[-1]["content"])
         keep = len(question)
         found, tokens = example, self._tokens(example)
         if tokens > self._bound:
-            around = self._tokens(self._with(example, ""))
+            around = self._tokens(self._with(example, before, "", after))
             if around > self._bound:
                 raise DataError(
                     f"The prompt of {example.id} has {around} tokens without its question, and at most "
@@ -120,7 +120,7 @@ class Cutter:
             # Cut the average number of characters of the excess tokens, and repeat if that was not enough.
             average = keep / max(1, tokens - around)
             keep = max(0, keep - max(1, math.ceil(average * (tokens - self._bound))))
-            found = self._with(example, self._cut(question, keep))
+            found = self._with(example, before, self._cut(question, keep), after)
             tokens = self._tokens(found)
         return found
 
@@ -132,9 +132,22 @@ class Cutter:
         end = keep // 2
         return question[: keep - end] + _GAP + question[len(question) - end :] if keep else ""
 
-    def _with(self, example: Example, question: str) -> Example:
-        last = {**example.messages[-1], "content": self._before + question + self._after}
-        return dataclasses.replace(example, messages=[*example.messages[:-1], last])
+    def _divide(self, content: str) -> tuple[str, str, str]:
+        """Divide the last message into the question and what the template has put around it."""
+        before, after = self._before, self._after
+        within = len(before) + len(after) <= len(content)
+        if not (within and content.startswith(before) and content.endswith(after)):
+            # A message of a chat is used as it is.
+            before = after = ""
+        return before, content[len(before) : len(content) - len(after)], after
+
+    def _with(self, example: Example, before: str, question: str, after: str) -> Example:
+        last = {**example.messages[-1], "content": before + question + after}
+        messages = [*example.messages[:-1], last]
+        # What is cut off must not make two problems different.
+        own = messages[1:] if self._has_system_prompt else messages
+        text = question if before or after else conversation(own)
+        return dataclasses.replace(example, messages=messages, question=text)
 
     def _tokens(self, example: Example) -> int:
         return len(render(self._tokenizer, example)[1])
