@@ -325,6 +325,14 @@ def test_calls_are_found_in_every_usual_form() -> None:
     assert parse_calls('<tool_call>{"name": "a", "arguments": 3}</tool_call>')[0].error is not None
 
 
+@pytest.mark.parametrize("start", ["<think>", ""])
+def test_a_call_within_thoughts_is_no_call(start: str) -> None:
+    call = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
+    assert parse_calls(f"{start}I could write {call}.</think> It is 12.") == []
+    assert [one.name for one in parse_calls(f"{start}Hm.</think>{call}<think>{call}")] == ["a"]
+    assert [one.name for one in parse_calls(f'{start}x</think> {{"name": "b", "arguments": {{}}}}')] == ["b"]
+
+
 def test_a_message_without_a_call_ends_an_episode_of_tools(make: MakeRunner) -> None:
     runner = make()
     assert runner.step("It is 4.").done and runner.record.messages_of_model == ["It is 4."]

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# Thoughts are no calls. Thoughts that do not end hide the rest.
+_THOUGHTS = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -31,7 +33,8 @@ def parse_calls(text: str) -> list[ToolCall]:
 
     Each call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as the templates of Qwen and
     Hermes ask for. A message that is nothing but such a JSON object, as Llama 3 writes it, is a call too;
-    there ``parameters`` may stand for ``arguments``.
+    there ``parameters`` may stand for ``arguments``. What stands between ``<think>`` and ``</think>`` is no
+    call.
 
     Args:
         text: message of the model.
@@ -39,6 +42,10 @@ def parse_calls(text: str) -> list[ToolCall]:
     Returns:
         The calls in their order, malformed ones too; empty if the message has none.
     """
+    if "</think>" in text and "<think>" not in text.partition("</think>")[0]:
+        # The prompt has opened the thoughts.
+        text = text.partition("</think>")[2]
+    text = _THOUGHTS.sub("", text)
     found = _CALL.findall(text)
     if found:
         return [_parse(one) for one in found]
