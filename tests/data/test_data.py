@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
@@ -453,6 +456,52 @@ def test_conversations_that_end_alike_are_different_problems(tmp_path: Path) -> 
     single = Example("x", [{"role": "system", "content": "s"}], question=problems.conversation(
         [{"role": "user", "content": "a  b"}]))  # fmt: skip
     assert question_key(single) == question_key(Example("y", [{"role": "user", "content": "a b"}]))
+
+
+def test_values_of_a_row_keep_their_kind_on_the_way_to_a_reward() -> None:
+    row = {
+        "list": np.array(["a", "b"], dtype=object),
+        "numbers": np.arange(2_000),
+        "no": np.bool_(False),
+        "seven": np.int64(7),
+        "half": np.float32(0.5),
+        "tensor": torch.tensor([[1, 2], [3, 4]]),
+        "nested": {"x": [np.int8(1), (2, None)], 3: {4}},
+        "day": datetime.date(2026, 1, 2),
+        "text": np.str_("t"),
+    }
+    columns = json.loads(json.dumps(Example("e", [], {}, row).plain()))["columns"]
+    assert columns == {
+        "list": ["a", "b"],
+        "numbers": list(range(2_000)),
+        "no": False,
+        "seven": 7,
+        "half": 0.5,
+        "tensor": [[1, 2], [3, 4]],
+        "nested": {"x": [1, [2, None]], "3": [4]},
+        "day": "2026-01-02",
+        "text": "t",
+    }
+    assert columns["no"] is False
+    with pytest.raises(DataError, match=r"e: column 'picture' has a bytes, .* remove the column"):
+        Example("e", [], {}, {"picture": b"png"}).plain()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (r'{"question": "cut \ud83d here", "answer": "1"}', r"row 2 of .*rows.jsonl: .* lone surrogate"),
+        (
+            '{"question": "q", "answer": "1", "n": ' + "1" * 5_000 + "}",
+            r"line 2 of .*rows.jsonl cannot be read",
+        ),
+        ('{"question": ' + "[" * 100_000, r"line 2 of .*rows.jsonl cannot be read"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "1"}\n' + line + "\n")
+    with pytest.raises(DataError, match=message):
+        load(config("jsonl", data_path=str(tmp_path / "rows.jsonl"), num_problems=0))
 
 
 def test_choose_is_a_sample_in_the_source_order() -> None:

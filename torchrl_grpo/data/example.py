@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import datetime
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence, Set
-from dataclasses import asdict, dataclass, field
+from collections.abc import Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import PurePath
 from typing import Any, overload
+from uuid import UUID
+
+from torchrl_grpo.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -39,9 +45,34 @@ class Example:
     question: str = ""
 
     def plain(self) -> dict[str, Any]:
-        """Return the fields as values of JSON. Dates and the like in the columns become text."""
-        fields: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
-        return fields
+        """Return the fields as values of JSON. Arrays in the columns become lists, and dates become text.
+
+        Raises:
+            DataError: a column has a value that JSON cannot express.
+        """
+        fields = {name.name: getattr(self, name.name) for name in dataclasses.fields(self)}
+        columns = {name: _plain(value, f"{self.id}: column {name!r}") for name, value in self.columns.items()}
+        return {**fields, "columns": columns}
+
+
+def _plain(value: Any, place: str) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part, place) for name, part in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(part, place) for part in value]
+    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | Decimal | UUID | PurePath):
+        return str(value)
+    for kind in (str, int, float):  # numbers and texts of other libraries
+        if isinstance(value, kind):
+            return kind(value)
+    if hasattr(value, "tolist"):  # arrays, tensors and their numbers
+        return _plain(value.tolist(), place)
+    raise DataError(
+        f"{place} has a {type(value).__name__}, which cannot be passed to another process; turn it into "
+        "text, numbers or lists, or remove the column"
+    )
 
 
 class LazyExamples(Sequence[Example]):

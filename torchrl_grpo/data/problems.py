@@ -83,8 +83,12 @@ def build(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
     """
 
     def examples(rows: list[Row], split: str) -> list[Example]:
-        named = ((row, f"{cfg.env.dataset}/{split}/{i}") for i, row in enumerate(rows, 1))
-        return [replace(to_example(row, cfg.env, id), columns=row.values) for row, id in named]
+        made = []
+        for number, row in enumerate(rows, 1):
+            example = to_example(row, cfg.env, f"{cfg.env.dataset}/{split}/{number}")
+            _check_text(example, row)
+            made.append(replace(example, columns=row.values))
+        return made
 
     key = key_of(cfg)
     train = ordered(examples(splits.train, "train"), cfg.env.order_by)
@@ -92,6 +96,22 @@ def build(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
         return split_off(train, cfg.eval.num_problems, splits.train_source, key)
     held_out = examples(splits.test, "test")
     return separate(train, choose(held_out, cfg.eval.num_problems, key), splits.train_source, key)
+
+
+def _check_text(example: Example, row: Row) -> None:
+    """Refuse a prompt that no tokenizer takes, such as one with half of an emoji.
+
+    Raises:
+        DataError: the prompt is no valid Unicode.
+    """
+    try:
+        for message in example.messages:
+            message["content"].encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{row.where}: the prompt has {error.object[error.start]!r} at character {error.start + 1}, "
+            "which is half of a character (a lone surrogate); correct the text"
+        ) from error
 
 
 def ordered(examples: list[Example], column: str | None) -> list[Example]:

@@ -315,8 +315,8 @@ def _read_parquet(path: Path) -> list[Row]:
 def _read_json_array(path: Path, text: str) -> list[Row]:
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path} is not valid JSON: {error}; give one array of objects") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read as JSON: {error}; give one array of objects") from error
     for number, value in enumerate(values, 1):
         if not isinstance(value, dict):
             raise DataError(f"row {number} of {path} is not a JSON object: {_short(json.dumps(value))}")
@@ -330,6 +330,9 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
         raise DataError(
             f"{where} is not valid JSON: {error.msg}: {_short(line)}; give one object a line"
         ) from error
+    except (ValueError, RecursionError) as error:
+        # A number of thousands of digits, or lists within lists.
+        raise DataError(f"{where} cannot be read: {error}: {_short(line)}; shorten it") from error
     if not isinstance(value, dict):
         raise DataError(f"{where} is not a JSON object: {_short(line)}; give one object a line")
     return value
