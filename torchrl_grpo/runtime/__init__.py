@@ -1,1 +1,1 @@
-"""This process and this machine: devices, memory, signals and random numbers."""
+"""This process and this machine: devices, memory, restrictions, signals and random numbers."""

@@ -1,0 +1,223 @@
+"""Allows this process the system calls that Python code computes with, and no others (seccomp of Linux).
+
+The list has no call that reaches another process, keeps something after the end of this one, or takes memory
+that its limits do not count. A filter keeps no count. So each new thread, file or folder waits for the answer
+of another process, which counts them; without one, they fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Callable
+from functools import partial
+
+# Calls that are allowed: name, number on x86_64, number on aarch64. New machines lack the oldest ones.
+_ALLOWED = """
+read 0 63, write 1 64, close 3 57, fstat 5 80, lseek 8 62, newfstatat 262 79, statx 332 291, stat 4 -,
+lstat 6 -, mmap 9 222, mprotect 10 226, munmap 11 215, brk 12 214, mremap 25 216, madvise 28 233,
+futex 202 98, pread64 17 67, pwrite64 18 68, readv 19 65, writev 20 66, preadv 295 69, pwritev 296 70,
+sendfile 40 71, copy_file_range 326 285, ftruncate 77 46, statfs 137 43, fstatfs 138 44, access 21 -,
+faccessat 269 48, faccessat2 439 439, getcwd 79 17, umask 95 166, chdir 80 49, fchdir 81 50,
+getdents64 217 61, getdents 78 -, readlink 89 -, readlinkat 267 78, rename 82 -, renameat 264 38,
+renameat2 316 276, rmdir 84 -, unlink 87 -, unlinkat 263 35, dup 32 23, dup2 33 -, dup3 292 24,
+close_range 436 436, pipe 22 -, pipe2 293 59, recvfrom 45 207, sendto 44 206, poll 7 -, ppoll 271 73,
+select 23 -, pselect6 270 72, eventfd 284 -, eventfd2 290 19, epoll_create 213 -, epoll_create1 291 20,
+epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, epoll_pwait2 441 441, rt_sigaction 13 134,
+rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigpending 127 136, rt_sigtimedwait 128 137,
+rt_sigsuspend 130 133, sigaltstack 131 132, signalfd 282 -, signalfd4 289 74, pause 34 -, alarm 37 -,
+setitimer 38 103, getitimer 36 102, timerfd_create 283 85, timerfd_settime 286 86, timerfd_gettime 287 87,
+restart_syscall 219 128, clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115,
+nanosleep 35 101, gettimeofday 96 169, time 201 -, times 100 153, getrusage 98 165, getrlimit 97 163,
+sysinfo 99 179, uname 63 160, getpid 39 172, gettid 186 178, getppid 110 173, getuid 102 174,
+geteuid 107 175, getgid 104 176, getegid 108 177, getgroups 115 158, getresuid 118 148, getresgid 120 150,
+getpgid 121 155, getpgrp 111 -, getsid 124 156, getcpu 309 168, sched_yield 24 124,
+sched_getaffinity 204 123, set_robust_list 273 99, rseq 334 293, getrandom 318 278, exit 60 93,
+exit_group 231 94
+"""
+# Calls that do nothing and report success: writing to the disk at once would slow down everybody.
+_IGNORED = "fsync 74 82, fdatasync 75 83, msync 26 227"
+# Calls that create a file, and a folder.
+_CREAT, _MKDIR = "creat 85 -", "mkdir 83 -, mkdirat 258 34"
+# Calls that are allowed with some arguments.
+_OPEN, _OPENAT, _CLONE, _SOCKETPAIR = "open 2 -", "openat 257 56", "clone 56 220", "socketpair 53 199"
+_FCNTL, _IOCTL = "fcntl 72 25", "ioctl 16 29"
+# O_CREAT, and the bit of O_TMPFILE that is its own.
+_CREATES = 0o100 | 0o20000000
+# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_GETLK, F_SETLK, F_SETLKW, F_DUPFD_CLOEXEC, F_GETPIPE_SZ. The
+# others send signals, enlarge pipes, or stop another process from opening a file.
+_FCNTL_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
+# TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others change files or send signals.
+_IOCTL_COMMANDS = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+_CLONE_THREAD, _AF_UNIX, _SOCK_STREAM = 0x10000, 1, 1
+# Calls from here on came after 2018. A C library does without those that the kernel does not know.
+_NEW_CALLS = 424
+
+# Machine -> its number in seccomp, column of the lists above, and number of the call seccomp.
+_MACHINES = {"x86_64": (0xC000003E, 1, 317), "aarch64": (0xC00000B7, 2, 277)}
+_ALLOW, _ASK, _KILL = 0x7FFF0000, 0x7FC00000, 0x80000000
+_LOAD, _AND, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
+# Requests of a listener: receive a question, send an answer; and the answer that the call goes on.
+_RECEIVE, _SEND, _CONTINUE = 0xC0502100, 0xC0182101, 1
+
+# An instruction: operation, instructions to skip if true and if false, value.
+_Instruction = tuple[int, int, int, int]
+
+
+def ask_about_calls() -> int:
+    """Let each new thread, file and folder of this process wait for an answer from now on.
+
+    Returns:
+        The file descriptor on which the questions arrive. Another process must get it, and this one close it.
+
+    Raises:
+        OSError: the kernel or the machine cannot.
+    """
+    return _install(_questions, new_listener=True)
+
+
+def restrict_calls(*, may_create: bool) -> None:
+    """Allow this process no other calls from now on.
+
+    Args:
+        may_create: whether it may start threads, and create files, folders and pairs of sockets.
+
+    Raises:
+        OSError: the kernel or the machine cannot.
+    """
+    _install(_restrictions if may_create else partial(_restrictions, create=_fail(errno.EPERM)))
+
+
+def receive(listener: int) -> tuple[int, str] | None:
+    """Return the number of the question that waits, and what it is about: a thread, a file or a folder.
+
+    Returns:
+        None if the process that asked has ended.
+    """
+    buffer = bytearray(80)
+    try:
+        fcntl.ioctl(listener, _RECEIVE, buffer)
+    except FileNotFoundError:
+        return None
+    # Number of the question, process, flags, and number of the call.
+    number, _, _, call = struct.unpack_from("=QIIi", buffer)
+    column = _machine()[1]
+    if call in _numbers(_CLONE, column):
+        return number, "thread"
+    return number, "folder" if call in _numbers(_MKDIR, column) else "file"
+
+
+def answer(listener: int, question: int, error: int = 0) -> None:
+    """Let the call of a question go on, or fail with the number of an error."""
+    reply = struct.pack("=QqiI", question, 0, -error, 0 if error else _CONTINUE)
+    try:
+        fcntl.ioctl(listener, _SEND, bytearray(reply))
+    except FileNotFoundError:
+        # Its process has ended.
+        return
+
+
+def _install(make: Callable[[int], list[_Instruction]], *, new_listener: bool = False) -> int:
+    """Let the kernel run a program at each call.
+
+    The program reads the call's data: number, machine, instruction pointer, and six arguments of eight bytes.
+    """
+    machine, column, seccomp = _machine()
+    program: list[_Instruction] = [
+        (_LOAD, 0, 0, 4),
+        (_EQUAL, 1, 0, machine),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, 0),
+        *make(column),
+    ]
+    packed = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+    code = ctypes.create_string_buffer(packed, len(packed))
+    filters = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    # SECCOMP_SET_MODE_FILTER and SECCOMP_FILTER_FLAG_NEW_LISTENER
+    listener: int = libc.syscall(seccomp, 1, 8 if new_listener else 0, filters)
+    if listener < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"seccomp of this kernel fails with {os.strerror(number)!r}")
+    return listener
+
+
+def _machine() -> tuple[int, int, int]:
+    name = os.uname().machine
+    if name not in _MACHINES:
+        raise OSError(f"the system calls of {name} are not known")
+    return _MACHINES[name]
+
+
+def _numbers(calls: str, column: int) -> list[int]:
+    fields = [entry.split()[column] for entry in calls.split(",")]
+    return [int(field) for field in fields if field != "-"]
+
+
+def _questions(column: int) -> list[_Instruction]:
+    return [*_creating_calls(column, _ASK), (_RETURN, 0, 0, _ALLOW)]
+
+
+def _restrictions(column: int, create: int = _ALLOW) -> list[_Instruction]:
+    # asyncio needs such a pair. Messages of other kinds of sockets may reach other processes.
+    socketpair = [
+        _argument(0),
+        (_EQUAL, 0, 4, _AF_UNIX),
+        _argument(1),
+        (_AND, 0, 0, 0xF),
+        *_if(_EQUAL, _SOCK_STREAM, create),
+        (_RETURN, 0, 0, _fail(errno.EPERM)),
+    ]
+    return [
+        *_calls(_ALLOWED, column, [(_RETURN, 0, 0, _ALLOW)]),
+        *_creating_calls(column, create),
+        *_calls(_IGNORED, column, [(_RETURN, 0, 0, _fail(0))]),
+        *_calls(_FCNTL, column, _one_of(_FCNTL_COMMANDS, errno.EPERM)),
+        *_calls(_IOCTL, column, _one_of(_IOCTL_COMMANDS, errno.ENOTTY)),
+        *_calls(_SOCKETPAIR, column, socketpair),
+        # This has the second set of calls of x86_64 too.
+        *_if(_AT_LEAST, _NEW_CALLS, _fail(errno.ENOSYS)),
+        (_RETURN, 0, 0, _fail(errno.EPERM)),
+    ]
+
+
+def _creating_calls(column: int, create: int) -> list[_Instruction]:
+    """Return the action ``create`` for calls that create something, if they do."""
+    # What clone creates without CLONE_THREAD is a process.
+    thread = [_argument(0), *_if(_ANY_BIT, _CLONE_THREAD, create), (_RETURN, 0, 0, _fail(errno.EPERM))]
+    return [
+        *_calls(f"{_CREAT}, {_MKDIR}", column, [(_RETURN, 0, 0, create)]),
+        *_calls(_OPENAT, column, [_argument(2), *_if(_ANY_BIT, _CREATES, create), (_RETURN, 0, 0, _ALLOW)]),
+        *_calls(_OPEN, column, [_argument(1), *_if(_ANY_BIT, _CREATES, create), (_RETURN, 0, 0, _ALLOW)]),
+        *_calls(_CLONE, column, thread),
+    ]
+
+
+def _calls(calls: str, column: int, body: list[_Instruction]) -> list[_Instruction]:
+    """Run ``body`` for these calls. It must return."""
+    program: list[_Instruction] = []
+    for call in _numbers(calls, column):
+        program += [(_EQUAL, 0, len(body), call), *body]
+    return program
+
+
+def _argument(number: int) -> _Instruction:
+    return _LOAD, 0, 0, 16 + 8 * number
+
+
+def _if(operation: int, value: int, action: int) -> list[_Instruction]:
+    return [(operation, 0, 1, value), (_RETURN, 0, 0, action)]
+
+
+def _one_of(commands: tuple[int, ...], error: int) -> list[_Instruction]:
+    """Allow a call if its second argument is one of these commands."""
+    tests = [instruction for command in commands for instruction in _if(_EQUAL, command, _ALLOW)]
+    return [_argument(1), *tests, (_RETURN, 0, 0, _fail(error))]
+
+
+def _fail(error: int) -> int:
+    """Return the action that lets a call fail with an error; 0 lets it do nothing and report success."""
+    return 0x00050000 | error
