@@ -2,77 +2,158 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
-import selectors
-import signal
+import select
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from torchrl_grpo.envs.episodes.tools import scratch_folder
 from torchrl_grpo.envs.episodes.tools.tool import Tool, make_schema
+from torchrl_grpo.runtime.hardware import available_gib
 
 _PROGRAM = Path(__file__).with_name("python_sandbox.py")
-_MAX_BYTES = 2**30
-# Output after this is not read, and the code is ended.
-_MAX_OUTPUT = 2**16
-# More in files ends the code. A limit of the kernel is for each file alone, so this is looked at.
-_MAX_FOLDER = 2**26
-_FOLDER_CHECK_S = 0.2
+# Address space of the code of one call, and memory beside it: for its files, if they are in memory, and for
+# the process that watches it.
+_MAX_BYTES, _MORE_BYTES = 2**30, 2**27
+# Share of the machine's free memory for the calls of this process.
+_SHARE = 0.5
+# Time after the limit in which the folder of the code is removed, and longest time for those that other runs
+# have left, in seconds.
+_CLEANING_S, _CLEANING_UP_S = 0.75, 1.0
 
 
 class PythonFailed(Exception):
     """The code cannot be run, took too long, or wrote too much. The message is for the model."""
 
 
+class _Memory:
+    """Lets code run as long as a share of the machine's free memory suffices for all that runs."""
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def reserved(self, end: float, limit_s: float) -> Iterator[None]:
+        """Wait for the memory of one call, and keep it.
+
+        Args:
+            end: time of the monotonic clock at which the wait ends.
+            limit_s: seconds that the message names.
+
+        Raises:
+            PythonFailed: there was no memory in time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(self._has_room, max(0.0, end - time.monotonic())):
+                raise PythonFailed(f"the memory was in use for {limit_s:g} s, and the code was not run")
+            self._running += 1
+            # There may be room for more than one.
+            self._changed.notify()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify()
+
+    def _has_room(self) -> bool:
+        free = (available_gib() or 0.0) * 2**30
+        return self._running == 0 or (self._running + 1) * (_MAX_BYTES + _MORE_BYTES) <= _SHARE * free
+
+
+_memory = _Memory()
+# Processes that were not waited for to their end.
+_unfinished: set[subprocess.Popen[bytes]] = set()
+
+
 def run_python(code: str, limit_s: float) -> str:
     """Run code and return what it prints, errors included.
 
     The process of the code has no network, can start no processes, and can use no files but those of an empty
-    folder of its own, which is removed afterwards, and Python's library.
+    folder of its own, which is removed afterwards, and Python's library. Only as much code runs at a time as
+    the memory of the machine suffices for.
 
     Args:
         code: Python code.
-        limit_s: time limit in seconds.
+        limit_s: time limit in seconds. The call returns less than a second later.
 
     Raises:
-        PythonFailed: the code took too long, printed too much, or wrote too much.
+        PythonFailed: the code took too long, printed too much, or made too many files.
+        OSError: the machine cannot start a process.
     """
-    with tempfile.TemporaryDirectory(prefix="grpo-python-", ignore_cleanup_errors=True) as folder:
+    end = time.monotonic() + limit_s
+    _remove_abandoned()
+    with _memory.reserved(end, limit_s):
+        output = _run(code, limit_s, end)
+    status, _, text = output.decode(errors="replace").partition("\n")
+    if status != "done":
+        raise PythonFailed(text or "the process that ran the code has ended")
+    return text.strip()
+
+
+def _run(code: str, limit_s: float, end: float) -> bytes:
+    """Return the output of the program that runs the code."""
+    arguments = [os.getpid(), tempfile.gettempdir(), end, limit_s, _MAX_BYTES]
+    with tempfile.TemporaryFile() as file:
+        file.write(code.encode(errors="replace"))
+        file.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-B", str(_PROGRAM), folder, str(math.ceil(limit_s) + 1), str(_MAX_BYTES)],
-            stdin=subprocess.PIPE,
+            [sys.executable, "-I", str(_PROGRAM), *map(str, arguments)],
+            stdin=file,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            env={
-                "PATH": os.defpath,
-                "HOME": folder,
-                "TMPDIR": folder,
-                "OMP_NUM_THREADS": "1",
-                "LC_ALL": "C.UTF-8",
-            },
+            env={"PATH": os.defpath, "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
             start_new_session=True,
         )
-        try:
-            output = _communicate(process, code, limit_s, Path(folder))
-        finally:
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.close()
-            process.stdout.close()
-    text = output.decode(errors="replace").strip()
-    if process.returncode < 0:
-        return f"{text}\nthe code was ended by {signal.Signals(-process.returncode).name}".strip()
-    return text
+    assert process.stdout is not None
+    try:
+        with process.stdout as stdout:
+            output = _read(process.pid, stdout.fileno(), end + _CLEANING_S)
+    finally:
+        # One that removes a large folder goes on.
+        _unfinished.add(process)
+        _unfinished.difference_update([one for one in list(_unfinished) if one.poll() is not None])
+    if output is None:
+        raise PythonFailed(f"the code took longer than {limit_s:g} s and was ended")
+    return output
+
+
+def _read(pid: int, stdout: int, end: float) -> bytes | None:
+    """Wait until a process has ended, or until the time ``end``, and return all that it has written.
+
+    Returns:
+        None if it may write more.
+    """
+    output = b""
+    ended = os.pidfd_open(pid)
+    try:
+        poll, waiting = select.poll(), {ended, stdout}
+        for descriptor in waiting:
+            poll.register(descriptor, select.POLLIN)
+        while waiting and (left := end - time.monotonic()) > 0:
+            for descriptor, _ in poll.poll(1000 * min(left, 3600)):
+                chunk = os.read(stdout, 65_536) if descriptor == stdout else b""
+                output += chunk
+                if not chunk:
+                    poll.unregister(descriptor)
+                    waiting.remove(descriptor)
+    finally:
+        os.close(ended)
+    return None if stdout in waiting else output
+
+
+@lru_cache(1)
+def _remove_abandoned() -> None:
+    """Remove what earlier runs have left that were killed, once."""
+    scratch_folder.remove_abandoned(tempfile.gettempdir(), time.monotonic() + _CLEANING_UP_S)
 
 
 @lru_cache(1)
@@ -83,67 +164,6 @@ def why_unavailable() -> str | None:
     except (OSError, PythonFailed) as error:
         said = str(error)
     return None if said == "ready" else said or "the process ended without a word"
-
-
-def _communicate(process: subprocess.Popen[bytes], code: str, limit_s: float, folder: Path) -> bytes:
-    """Give the code to the process, and return its output when the process has ended."""
-    assert process.stdin is not None and process.stdout is not None
-    end, next_check = time.monotonic() + limit_s, 0.0
-    output, rest = b"", code.encode(errors="replace")
-    os.set_blocking(process.stdin.fileno(), False)
-    with contextlib.ExitStack() as stack:
-        selector = stack.enter_context(selectors.DefaultSelector())
-        ended = os.pidfd_open(process.pid)
-        stack.callback(os.close, ended)
-        selector.register(process.stdin, selectors.EVENT_WRITE)
-        selector.register(process.stdout, selectors.EVENT_READ)
-        # The code may close its output and go on.
-        selector.register(ended, selectors.EVENT_READ)
-        while selector.get_map():
-            left = end - time.monotonic()
-            if left <= 0:
-                raise PythonFailed(f"the code took longer than {limit_s:g} s and was ended")
-            ready = selector.select(min(left, _FOLDER_CHECK_S))
-            if time.monotonic() >= next_check:
-                if _is_too_large(folder):
-                    raise PythonFailed(f"the code wrote more than {_MAX_FOLDER} bytes of files and was ended")
-                next_check = time.monotonic() + _FOLDER_CHECK_S
-            for key, _ in ready:
-                if key.fileobj is process.stdin:
-                    try:
-                        rest = rest[os.write(process.stdin.fileno(), rest) :]
-                    except BrokenPipeError:
-                        rest = b""
-                    if not rest:
-                        selector.unregister(process.stdin)
-                        process.stdin.close()
-                elif key.fileobj is ended:
-                    selector.unregister(ended)
-                else:
-                    chunk = os.read(process.stdout.fileno(), 65_536)
-                    output += chunk
-                    if len(output) > _MAX_OUTPUT:
-                        raise PythonFailed(f"the code printed more than {_MAX_OUTPUT} bytes and was ended")
-                    if not chunk:
-                        selector.unregister(process.stdout)
-    process.wait()
-    return output
-
-
-def _is_too_large(folder: Path) -> bool:
-    """Whether the files of a folder have too many bytes, counting 4 KiB for each file and folder.
-
-    A folder that cannot be read counts as too large, because it may hold anything.
-    """
-    total = 0
-    unreadable: list[OSError] = []
-    for place, folders, files in os.walk(folder, onerror=unreadable.append):
-        for name in (*folders, *files):
-            with contextlib.suppress(FileNotFoundError):
-                total += 4096 + os.lstat(os.path.join(place, name)).st_size
-            if total > _MAX_FOLDER:
-                return True
-    return any(not isinstance(error, FileNotFoundError) for error in unreadable)
 
 
 def _python(code: str) -> None:
