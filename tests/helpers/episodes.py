@@ -14,7 +14,7 @@ from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.episodes.chat_tokens import TurnTokens
 from torchrl_grpo.envs.episodes.engine import EpisodeEngine
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
-from torchrl_grpo.envs.episodes.types import Step
+from torchrl_grpo.envs.episodes.types import Environment, Step
 from torchrl_grpo.inference.protocol import Completion, Request, SteppingEngine
 
 
@@ -76,9 +76,12 @@ def talking(
     max_turns: int = 5,
     max_turn_tokens: int | None = None,
     max_episodes: int = 4,
+    environment: type[Environment] = Talk,
 ) -> EpisodeEngine:
-    """Give an engine episodes of :class:`Talk`."""
-    options = RunnerOptions({}, Talk, in_own_process=False, host=None, timeout_s=5.0, max_characters=100)
+    """Give an engine episodes of an environment."""
+    options = RunnerOptions(
+        {}, environment, in_own_process=False, host=None, timeout_s=5.0, max_characters=100
+    )
     return EpisodeEngine(
         engine,
         tokenizer,

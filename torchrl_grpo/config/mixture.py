@@ -17,7 +17,10 @@ _OF_A_DATASET = (
     "fields", "train_on_ifeval",
 )  # fmt: skip
 # Keys that a part shares with the whole run.
-_SHARED = (*_OF_A_DATASET, "dataset", "task_size", "system_prompt", "prompt_template", "answer_format")
+_SHARED = (
+    *_OF_A_DATASET, "dataset", "task_size", "system_prompt", "prompt_template", "answer_format",
+    "control_tokens_in_data",
+)  # fmt: skip
 _OWN = ("name", "weight", "reward", "eval_reward")
 
 

@@ -86,7 +86,8 @@ class EnvConfig:
         [],
         "Several data sets in place of one, e.g. [{dataset: gsm8k, weight: 0.7}, {dataset: reasoning_gym, "
         "task: countdown, weight: 0.3}]. A part may have the keys of a data set above, prompt_template, "
-        "system_prompt, answer_format, reward (a mapping like the section reward), eval_reward and name.",
+        "system_prompt, answer_format, control_tokens_in_data, reward (a mapping like the section reward), "
+        "eval_reward and name.",
     )
     num_envs: int = key(8, "Prompts in one collection round.")
     repeats: int = key(
@@ -102,6 +103,13 @@ class EnvConfig:
         AnswerFormat.tags,
         "How a response gives its answer: tags expects <answer>...</answer>, plain expects the bare answer, "
         'equation expects anything that ends in "= answer".',
+    )
+    control_tokens_in_data: bool = key(
+        False,
+        "Let the text of a control token in the data set, such as <|im_end|>, become that token: for prompts "
+        "that are rendered already, and for placeholders such as <image>. false keeps it ordinary text. This "
+        "covers questions, messages, solutions, and the messages that an environment's reset returns, but "
+        "never what its step or a tool returns.",
     )
     overlong_prompts: OverlongPrompts = key(
         OverlongPrompts.error,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import re
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ class Example:
         question: what the data set asks, before templates and system prompts: the text of the question, or
             the whole conversation as JSON. Problems with the same question are the same problem. Empty if
             ``messages`` is all there is.
+        trusted: texts of the configuration with which messages begin or end. Only they keep their control
+            tokens. None keeps those of all messages, and of the solution.
     """
 
     id: str
@@ -43,6 +46,7 @@ class Example:
     source_messages: list[dict[str, str]] = field(default_factory=list)
     solution: str = ""
     question: str = ""
+    trusted: list[str] | None = field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:
         """Return the fields as values of JSON. Arrays in the columns become lists, and dates become text.
@@ -73,6 +77,11 @@ def _plain(value: Any, place: str) -> Any:
         f"{place} has a {type(value).__name__}, which cannot be passed to another process; turn it into "
         "text, numbers or lists, or remove the column"
     )
+
+
+def is_role(value: object) -> bool:
+    """Whether a value is the role of a message. A chat template may write it into a control token."""
+    return isinstance(value, str) and re.fullmatch(r"[\w-]+", value) is not None
 
 
 class LazyExamples(Sequence[Example]):

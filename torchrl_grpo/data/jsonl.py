@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.data import problems, prompts
-from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.example import Example, is_role
 from torchrl_grpo.data.rows import columns, fields, sources
 from torchrl_grpo.errors import ConfigError, DataError
 
@@ -107,7 +107,7 @@ def _solution(row: sources.Row, env: EnvConfig, names: dict[str, str], truth: di
 def _is_message(value: object, role: str | None = None) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
         return False
-    return isinstance(value.get("role"), str) and role in (None, value["role"])
+    return is_role(value.get("role")) and role in (None, value["role"])
 
 
 def _messages(found: object, row: sources.Row, column: str) -> list[dict[str, str]]:

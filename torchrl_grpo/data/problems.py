@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
+from torchrl_grpo.data import prompts
 from torchrl_grpo.data.example import Example, LazyExamples
 from torchrl_grpo.data.rows.sources import Row, Splits
 from torchrl_grpo.errors import DataError
@@ -81,13 +82,14 @@ def build(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
     Raises:
         DataError: a row is malformed, there are no rows, or no training rows are left after holding rows out.
     """
+    trusted = prompts.trusted(cfg.env, cfg.env.dataset)
 
     def examples(rows: list[Row], split: str) -> list[Example]:
         made = []
         for number, row in enumerate(rows, 1):
             example = to_example(row, cfg.env, f"{cfg.env.dataset}/{split}/{number}")
             _check_text(example, row)
-            made.append(replace(example, columns=row.values))
+            made.append(replace(example, columns=row.values, trusted=trusted))
         return made
 
     key = key_of(cfg)

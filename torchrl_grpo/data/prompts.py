@@ -80,6 +80,13 @@ def frame(env: EnvConfig, dataset: str) -> tuple[str, str]:
     return content[: content.index("\0")], content[content.rindex("\0") + 1 :]
 
 
+def trusted(env: EnvConfig, dataset: str) -> list[str] | None:
+    """Return the texts of the configuration in its messages, as :class:`Example` has them."""
+    if env.control_tokens_in_data:
+        return None
+    return [text for text in (env.system_prompt, *frame(env, dataset)) if text]
+
+
 def asks_for_tags(env: EnvConfig, dataset: str) -> bool:
     """Whether the default request for tags is added to the questions of this data set."""
     untouched = env.prompt_template == PLAIN_TEMPLATE and env.system_prompt is None

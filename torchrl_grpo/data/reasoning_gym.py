@@ -200,5 +200,6 @@ def _example(env: EnvConfig, task: str, args: dict[str, Any], row: sources.Row, 
     expression = metadata.get("expression", "") if isinstance(metadata, dict) else ""
     answer = row.values.get("answer")
     solution = "" if answer is None else prompts.solution(env, str(expression), str(answer))
-    messages = prompts.messages(env, "reasoning_gym", question)
-    return Example(id, messages, truth, solution=solution, question=question)
+    trusted = prompts.trusted(env, "reasoning_gym")
+    turns = prompts.messages(env, "reasoning_gym", question)
+    return Example(id, turns, truth, solution=solution, question=question, trusted=trusted)

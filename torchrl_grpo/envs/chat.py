@@ -2,47 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
 from torchrl_grpo.data.example import Example
+from torchrl_grpo.envs.control_tokens import control_tokens, visible
 from torchrl_grpo.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def render_text(
+def _render_marked(
     tokenizer: PreTrainedTokenizerBase, example: Example, chat_template: str | None = None
 ) -> str:
-    """Render the text of a prompt, up to the start of the assistant's response.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        example: the problem; its messages and tools are read.
-        chat_template: Jinja text in place of the tokenizer's own template.
-
-    Returns:
-        The text, including the text of special tokens.
-
-    Raises:
-        ModelError: there is no template, or it cannot render the messages.
-    """
+    """Render a prompt up to the start of the response, with the marks of ``ControlTokens``."""
     if chat_template is None and not tokenizer.chat_template:
         raise ModelError(
             f"The tokenizer of {tokenizer.name_or_path or type(tokenizer).__name__} has no chat template: "
             "give one as model.chat_template (Jinja), or choose an instruct model as model.name."
         )
-    try:
-        text = tokenizer.apply_chat_template(
-            example.messages,
-            chat_template=chat_template,
-            tools=example.tools or None,
-            tokenize=False,
-            add_generation_prompt=True,
+
+    def render_messages(messages: Sequence[Mapping[str, Any]]) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=chat_template,
+                tools=example.tools or None,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
         )
+
+    control = control_tokens(tokenizer, chat_template)
+    try:
+        return control.render(render_messages, example.messages, example.trusted)
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in example.messages)
         raise ModelError(
@@ -50,28 +46,27 @@ def render_text(
             f"the roles {roles}: {error}. Give another one as model.chat_template. If it does not support a "
             "system message, set env.system_prompt=null."
         ) from error
-    return str(text)
 
 
 def render(
     tokenizer: PreTrainedTokenizerBase, example: Example, chat_template: str | None = None
 ) -> tuple[str, list[int]]:
-    """Render a prompt as text and as token ids.
+    """Render a prompt as text and as token ids, up to the start of the assistant's response.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        example: the problem; its messages and tools are read.
+        example: the problem; its messages, tools and trusted texts are read.
         chat_template: Jinja text in place of the tokenizer's own template.
 
     Returns:
-        The text and its token ids.
+        The text, including the text of special tokens, and its token ids.
 
     Raises:
         ModelError: there is no template, or it cannot render the messages.
     """
-    text = render_text(tokenizer, example, chat_template)
+    text = _render_marked(tokenizer, example, chat_template)
     # The template writes all special tokens, so the tokenizer must not add another one.
-    return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return visible(text), control_tokens(tokenizer, chat_template).ids([text])[0]
 
 
 def end_of_message(
@@ -155,13 +150,10 @@ def lengths_above(
     """
     texts = {}
     for number, example in enumerate(examples):
-        text = render_text(tokenizer, example, chat_template)
+        text = _render_marked(tokenizer, example, chat_template)
         if len(text.encode(errors="replace")) > bound:
             texts[number] = text
-    if not texts:
-        return {}
-    # One call for all texts: a fast tokenizer processes them on all cores.
-    lengths = [len(ids) for ids in tokenizer([*texts.values()], add_special_tokens=False)["input_ids"]]
+    lengths = [len(ids) for ids in control_tokens(tokenizer, chat_template).ids([*texts.values()])]
     return {number: length for number, length in zip(texts, lengths, strict=True) if length > bound}
 
 

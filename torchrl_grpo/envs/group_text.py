@@ -70,6 +70,10 @@ class GroupTextEnv(EnvBase):
     Its option ``yield_completed_trajectories`` is for entries that end at different times. The option does
     not support a batch of two dimensions.
 
+    Token ids of prompts have no control tokens from the data
+    (:mod:`~torchrl_grpo.envs.control_tokens`). A policy that tokenizes text or messages itself does not know
+    which text is from the data.
+
     ``reset`` and ``step`` wrap :meth:`draw` and :meth:`score` in TensorDicts. This package's collectors call
     these two methods directly, because they have token ids already and need :class:`ResponseScore` objects.
 

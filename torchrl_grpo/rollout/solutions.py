@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.data.example import Example
+from torchrl_grpo.envs.control_tokens import control_tokens
 from torchrl_grpo.envs.group_text import GroupTextEnv, Prompt
 from torchrl_grpo.errors import DataError
 from torchrl_grpo.inference.protocol import Probe
@@ -121,7 +122,7 @@ class SolutionCollector(CollectorInterface):
     def _group(self, prompt: Prompt) -> ScoredGroup:
         check_solution(prompt.example)
         text = prompt.example.solution
-        tokens = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.end_token_id]
+        tokens = [*control_tokens(self.tokenizer).solution_ids(prompt.example), self.end_token_id]
         is_cut = len(tokens) > self.max_new_tokens
         tokens = tokens[: self.max_new_tokens]
         versions = [self.policy_version] * len(tokens)

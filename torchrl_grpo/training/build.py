@@ -31,6 +31,7 @@ from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.envs import lengths
 from torchrl_grpo.envs.build import build_environment
 from torchrl_grpo.envs.chat import end_of_message, render
+from torchrl_grpo.envs.control_tokens import control_tokens
 from torchrl_grpo.envs.episodes.build import check_environment, with_prompts
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Inference
@@ -269,6 +270,7 @@ def _fit_prompts(
     problems = with_prompts(cfg, problems, tokenizer)
     problems, message = lengths.handle_overlong_prompts(problems, tokenizer, cfg)
     notify(message)
+    notify(control_tokens(tokenizer).note_on(problems, with_solutions=cfg.train.method == "sft"))
     return problems
 
 

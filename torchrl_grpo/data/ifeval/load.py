@@ -7,6 +7,7 @@ Training uses composed prompts (:mod:`torchrl_grpo.data.ifeval`), because IFEval
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
@@ -50,13 +51,7 @@ def load(cfg: Config) -> problems.Problems:
     avoid = [columns.text(row, "prompt", "ifeval") for row in [*known, *rows]]
     composed = compose(env.task_size, cfg.seed, avoid)
     train = [
-        Example(
-            f"ifeval/composed/{i}",
-            prompts.messages(env, "ifeval", one.prompt),
-            one.truth,
-            question=one.prompt,
-        )
-        for i, one in enumerate(composed, 1)
+        _example(f"ifeval/composed/{i}", env, one.prompt, one.truth) for i, one in enumerate(composed, 1)
     ]
     return problems.Problems(train=train, held_out=held_out)
 
@@ -69,7 +64,12 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
     """
     prompt = columns.text(row, "prompt", "ifeval")
     truth = clean_truth(row.values.get("instruction_id_list"), row.values.get("kwargs"), row.where)
-    return Example(id, prompts.messages(env, "ifeval", prompt), truth, question=prompt)
+    return _example(id, env, prompt, truth)
+
+
+def _example(id: str, env: EnvConfig, prompt: str, truth: dict[str, Any]) -> Example:
+    messages = prompts.messages(env, "ifeval", prompt)
+    return Example(id, messages, truth, question=prompt, trusted=prompts.trusted(env, "ifeval"))
 
 
 def _train_on_ifeval(cfg: Config) -> problems.Problems:

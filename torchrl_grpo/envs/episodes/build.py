@@ -103,12 +103,13 @@ def with_prompts(cfg: Config, problems: Problems, tokenizer: PreTrainedTokenizer
             return replace(example, tools=schemas)
         if not schemas:
             return example
-        messages = [dict(message) for message in example.messages]
+        messages, tools = [dict(message) for message in example.messages], describe(schemas)
         if messages and messages[0]["role"] == "system":
-            messages[0]["content"] += "\n\n" + describe(schemas)
+            messages[0]["content"] += "\n\n" + tools
         else:
-            messages.insert(0, {"role": "system", "content": describe(schemas)})
-        return replace(example, messages=messages)
+            messages.insert(0, {"role": "system", "content": tools})
+        trusted = None if example.trusted is None else [*example.trusted, tools]
+        return replace(example, messages=messages, trusted=trusted)
 
     try:
         return Problems([prompt(one) for one in problems.train], [prompt(one) for one in problems.held_out])

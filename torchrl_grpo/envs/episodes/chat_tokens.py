@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
+from torchrl_grpo.envs.control_tokens import control_tokens
 from torchrl_grpo.errors import ModelError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class TurnTokens:
     ) -> None:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        self._control = control_tokens(tokenizer, chat_template)
         self._tools = list(tools) or None
 
     def between(self, end_token: int, messages: Sequence[Message]) -> list[int]:
@@ -48,17 +50,17 @@ class TurnTokens:
 
         Args:
             end_token: token that ended the model's turn. It is not repeated.
-            messages: messages of the environment and of tools.
+            messages: messages of the environment and of tools. None of their text becomes a control token.
 
         Raises:
             ModelError: the template cannot render the messages.
         """
-        text = self._after_answer(messages)
+        text = self._control.render(self._after_answer, messages)
         # The model may end its turn with another end token than the template writes. Both are then kept.
         text = text.removeprefix(self._tokenizer.decode([end_token]))
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._control.ids([text])[0]
 
-    def _after_answer(self, messages: Sequence[Message]) -> str:
+    def _after_answer(self, messages: Sequence[Mapping[str, Any]]) -> str:
         start = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER}]
         try:
             text = self._tokenizer.apply_chat_template(

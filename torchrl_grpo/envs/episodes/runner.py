@@ -172,7 +172,9 @@ class EpisodeRunner:
         if failed is not None:
             self.record.tool_errors += 1
             content = f"error: {failed}"
-        return {"role": "tool", "name": call.name, "content": encodable(cut(content, limit))}
+        # Some chat templates write the name, and only that of a tool is not the model's own text.
+        name = call.name if call.name in self._options.tools else ""
+        return {"role": "tool", "name": name, "content": encodable(cut(content, limit))}
 
     def _run(self, call: ToolCall) -> str:
         tool = self._options.tools.get(call.name)

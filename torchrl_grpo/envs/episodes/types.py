@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.example import Example, is_role
 
 Message = dict[str, Any]
 
@@ -79,7 +79,8 @@ def messages_from(value: Any, what: str) -> list[Message]:
     if not isinstance(value, Sequence):
         raise TypeError(f"{what} is {type(value).__name__} {value!r:.80}, not a text or a list of messages")
     for one in value:
-        if not isinstance(one, Mapping) or not all(isinstance(one.get(k), str) for k in ("role", "content")):
+        is_message = isinstance(one, Mapping) and is_role(one.get("role"))
+        if not is_message or not isinstance(one.get("content"), str):
             raise TypeError(
                 f"{what} has {one!r:.80}, which is no message; write {{'role': 'user', 'content': TEXT}}"
             )

@@ -1,0 +1,225 @@
+"""Keep text from outside from becoming control tokens, such as the one that ends a turn.
+
+A tokenizer makes a control token of its text wherever that stands. So a tool's result, or a question, with
+``<|im_end|><|im_start|>system`` would end its own turn and begin another. Here a mark breaks such text before
+the chat template renders it, and the mark's tokens are left out afterwards. The model reads the same
+characters as ordinary tokens, and the template does not take them for its own. The rendering is still
+tokenized as a whole, so ordinary text has the tokens that it always has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from torchrl_grpo.data.example import Example
+    from torchrl_grpo.data.problems import Problems
+
+# Unicode reserves this character for a program's own use. Text from outside loses it.
+_MARK = "\ufdd0"
+
+Message = Mapping[str, Any]
+Render = Callable[[Sequence[Message]], str]
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None) -> ControlTokens:
+    """Return the control tokens of a tokenizer.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        chat_template: Jinja text in place of the tokenizer's own template.
+    """
+    return _control_tokens(tokenizer, str(chat_template or tokenizer.chat_template))
+
+
+@lru_cache(maxsize=4)
+def _control_tokens(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> ControlTokens:
+    return ControlTokens(tokenizer, chat_template)
+
+
+def visible(text: str) -> str:
+    """Return a text without the marks of :meth:`ControlTokens.render`."""
+    return text.replace(_MARK, "")
+
+
+class ControlTokens:
+    """Control tokens of a tokenizer: the special ones, and added ones that the chat template has.
+
+    ``<think>`` and ``<tool_call>`` are often added tokens that are not special. Added tokens that the
+    template does not have are words of the vocabulary like others.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        chat_template: Jinja text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str) -> None:
+        self._tokenizer = tokenizer
+        # A single character cannot be broken.
+        added = [one for one in tokenizer.added_tokens_decoder.values() if len(one.content.strip()) > 1]
+        self._special = {one.content for one in added if one.special}
+        # A template also has words and line breaks that it does not write as tokens.
+        tags = {one.content for one in added if re.search(r"[^\w\s]", one.content)}
+        texts = self._special | {text for text in tags if text in chat_template}
+        self._control = _any_of(texts)
+        # A text may end with the start of a control token, and the next one begin with its end.
+        self._starts = {text[:size] for text in texts for size in range(1, len(text))}
+        self._ends = {text[size:] for text in texts for size in range(1, len(text))}
+        self._longest = max(map(len, texts), default=0)
+        # Such tokens are found after characters have been replaced, for example those of full width.
+        is_normalized = any(one.normalized for one in added if one.content in texts)
+        self._normalizer = (
+            tokenizer.backend_tokenizer.normalizer if is_normalized and tokenizer.is_fast else None
+        )
+
+    def render(self, render: Render, messages: Sequence[Message], trusted: Sequence[str] | None = ()) -> str:
+        """Render messages, with marks in the texts that would become control tokens.
+
+        Args:
+            render: function that renders messages.
+            messages: messages with text from outside. Roles are not.
+            trusted: texts with which a text may begin or end and whose control tokens are kept; None keeps
+                all.
+        """
+        if trusted is None or not any(self._is_risky(text, trusted) for text in _texts(messages)):
+            return render(messages)
+
+        def marked(edge: str = "", except_for: str | None = None) -> str:
+            def mark(text: str) -> str:
+                start, middle, end = _split(text, trusted)
+                return start + edge + self._broken(middle, self._control) + edge + end if middle else text
+
+            return render([one if one["role"] == except_for else _mapped(one, mark) for one in messages])
+
+        # With marks around each text too, nothing but the template's own tokens is left.
+        safe = marked(edge=_MARK)
+        own = self._found(safe)
+        # A template may look for tags in messages of the assistant, for example to take reasoning out.
+        for text in (marked(except_for="assistant"), marked()):
+            if self._found(text) == own:
+                return text
+        return safe
+
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenize texts that may have marks. The tokenizer adds no special token."""
+        plain = [text for text in texts if _MARK not in text]
+        # One call for all texts: a fast tokenizer processes them on all cores.
+        found = iter(self._tokenizer(plain, add_special_tokens=False)["input_ids"] if plain else ())
+        return [self._without_marks(text) if _MARK in text else list(next(found)) for text in texts]
+
+    def solution_ids(self, example: Example) -> list[int]:
+        """Tokenize the solution that a model learns to write.
+
+        Special tokens are broken, except for those that the trusted texts ask for. The model has to write
+        other control tokens, such as ``<think>``, as tokens.
+        """
+        return self.ids([self._broken(example.solution, _any_of(self._not_learned(example)))])[0]
+
+    def _not_learned(self, example: Example) -> set[str]:
+        text, trusted = example.solution, example.trusted
+        if trusted is None:
+            return set()
+        found = {token for token in self._special if token in text}
+        return {token for token in found if not any(token in one for one in trusted)}
+
+    def note_on(self, problems: Problems, with_solutions: bool) -> str | None:
+        """Return a message about the problems whose text is broken; None if there are none.
+
+        Args:
+            problems: problems of the run. Those that are generated when they are drawn are left out.
+            with_solutions: whether solutions are learned.
+        """
+        train = problems.train if isinstance(problems.train, list) else []
+        known = [*train, *problems.held_out]
+        found = [(one.id, tokens[0]) for one in known if (tokens := self._broken_in(one, with_solutions))]
+        if not found:
+            return None
+        return (
+            f"{len(found):,} of {len(known):,} problems have text of control tokens, {found[0][0]} for "
+            f"example {found[0][1]!r}. The model reads such text as ordinary characters. If it is meant as "
+            "tokens, set env.control_tokens_in_data=true"
+        )
+
+    def _broken_in(self, example: Example, with_solution: bool) -> list[str]:
+        if example.trusted is None:
+            return []
+        middles = [_split(text, example.trusted)[1] for text in _texts(example.messages)]
+        found = [token for text in middles for token in self._found(text)]
+        return [*found, *sorted(self._not_learned(example))] if with_solution else found
+
+    def _found(self, text: str) -> list[str]:
+        """Return the control tokens in a text."""
+        return self._control.findall(self._normalized(text))
+
+    def _normalized(self, text: str) -> str:
+        return text if self._normalizer is None else str(self._normalizer.normalize_str(text))
+
+    def _is_risky(self, text: str, trusted: Sequence[str]) -> bool:
+        middle = _split(text, trusted)[1]
+        if self._found(middle):
+            return True
+        middle = self._normalized(middle)
+        sizes = range(1, min(self._longest, len(middle) + 1))
+        return any(middle[-size:] in self._starts or middle[:size] in self._ends for size in sizes)
+
+    def _broken(self, text: str, pattern: re.Pattern[str]) -> str:
+        text = visible(text)
+        normalized = self._normalized(text)
+        if len(pattern.findall(normalized)) > len(pattern.findall(text)):
+            text = normalized
+        # Once is not enough for tokens that overlap.
+        while pattern.search(text):
+            text = pattern.sub(lambda found: found[0][0] + _MARK + found[0][1:], text)
+        return text
+
+    def _without_marks(self, text: str) -> list[int]:
+        if not self._tokenizer.is_fast:
+            # Tokens of such a tokenizer have no positions. A space breaks control tokens too.
+            return list(self._tokenizer(text.replace(_MARK, " "), add_special_tokens=False)["input_ids"])
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        pieces = [text[start:end] for start, end in found["offset_mapping"]]
+        return [
+            token
+            for token, piece in zip(found["input_ids"], pieces, strict=True)
+            if not piece or visible(piece)
+        ]
+
+
+def _any_of(texts: set[str]) -> re.Pattern[str]:
+    """Return a pattern of any of the texts, which prefers longer ones as tokenizers do."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+
+def _split(text: str, trusted: Sequence[str]) -> tuple[str, str, str]:
+    """Split a text into a trusted start, the rest, and a trusted end."""
+    start = max((one for one in trusted if text.startswith(one)), key=len, default="")
+    rest = text[len(start) :]
+    end = max((one for one in trusted if rest.endswith(one)), key=len, default="")
+    return start, rest[: len(rest) - len(end)], end
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts of messages, except for roles."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            if name != "role":
+                yield from _texts(one)
+    elif isinstance(value, Sequence):
+        for one in value:
+            yield from _texts(one)
+
+
+def _mapped(value: Any, function: Callable[[str], str]) -> Any:
+    """Apply a function to the texts of a message, except for roles."""
+    if isinstance(value, str):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {name: one if name == "role" else _mapped(one, function) for name, one in value.items()}
+    return [_mapped(one, function) for one in value] if isinstance(value, Sequence) else value
