@@ -99,9 +99,14 @@ def same(left: str, right: str) -> bool:
     return " ".join(left.casefold().split()) == " ".join(right.casefold().split())
 
 
+def plain(text: str) -> str:
+    """Normalize minus signs, digits, fraction characters and spaces."""
+    return text.translate(_TRANSLATE)
+
+
 def clean(text: str) -> str:
-    """Normalize minus signs, digits and spaces, and remove LaTeX that does not affect the value."""
-    return _NOISE.sub(_noise, text.translate(_TRANSLATE))
+    """Normalize as :func:`plain`, and remove LaTeX that does not affect the value."""
+    return _NOISE.sub(_noise, plain(text))
 
 
 def _noise(match: re.Match[str]) -> str:

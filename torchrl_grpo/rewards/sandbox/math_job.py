@@ -2,37 +2,72 @@ r"""Job of the math_verify worker: parse both answers and compare them. It runs 
 
 If the truth is fully evaluated, an answer with unevaluated arithmetic is wrong. For example, 16+16 is not
 accepted for 32 although they are equal, because a model could copy such an expression from the question.
+For a truth that is one number, the answer must have that number written out
+(:mod:`torchrl_grpo.rewards.sandbox.written`). Only the other truths are compared by math_verify.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from typing import Any
 
+import latex2sympy2_extended.latex2sympy2 as latex2sympy
 import math_verify
+import math_verify.parser
 import sympy
+from latex2sympy2_extended.math_normalization import extract_boxed_content
+from sympy.concrete.expr_with_limits import ExprWithLimits
+
+from torchrl_grpo.rewards import numbers
+from torchrl_grpo.rewards.sandbox import written
 
 from torchrl_grpo.rewards.sandbox.math_samples import SAMPLES
 
 # math_verify warns once that its own time limit is off. The pool has a time limit.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 # An escaped dollar sign is money. The parser reads an environment such as pmatrix only between dollar signs.
 _HAS_MATH = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
 # LaTeX commands and the content of \text{} are not words. A text with at least _PROSE words is prose.
 _NO_WORD = re.compile(r"\\text\s*\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _PROSE = 3
-# The parser evaluates quotients of numbers by itself, so only the text shows that they were not evaluated.
-# The second pattern matches numbers and divisions after the first one has removed brackets, signs and the
-# like. A space replaces each of these, because it may end a command's name.
-_AROUND_NUMBERS = re.compile(
-    r"\\(?:left|right|displaystyle|cdot|times|quad)(?![A-Za-z])|\\[,;:!{}$%\s]|\^\{?\\circ\}?|[-+−*×·()\[\]{}$%~]"
+# What joins the numbers of a list or of arithmetic in prose.
+_JOINT = (
+    r"(?:[ \t$~\\,;!&|*+×·÷-]|\\(?:cdot|times|div|over|pm|q?quad|text\s*\{[^{}]*\}))*"
+    r"(?:(?:and|or|plus|minus|times)[ \t$~\\]*)?"
 )
-_PARSER_EVALUATES = re.compile(
-    r"(?=.*(?:[/:÷]|\\))(?:[\d.,\s/:÷]|\\(?:div|over|choose|[cdt]?frac|[dt]?binom)(?![A-Za-z]))+", re.DOTALL
-)
+_JOINED_BEFORE = re.compile(rf"[0-9]{_JOINT}\Z")
+_JOINED_AFTER = re.compile(rf"\^|{_JOINT}[0-9]")
+# Notation that the parser does not know, or misreads: it takes 1 1/2 for (1 + 1)/2.
+_MIXED = re.compile(r"(?<![0-9.,/])([0-9]+) +([0-9]+)/([0-9]+)(?![0-9/])")
+_ROOT = re.compile(r"√\s*([0-9]+|[A-Za-z])")
+_UNDONE = (ExprWithLimits, sympy.Derivative, sympy.Limit)
+# The patterns by which math_verify finds an expression, in groups of equal priority.
+_PATTERNS: dict[int, list[re.Pattern[str]]] = {}
+for _group, _ in math_verify.parser.get_extraction_regexes(
+    [math_verify.LatexExtractionConfig(), math_verify.ExprExtractionConfig()]
+):
+    for _pattern, _priority in _group:
+        _PATTERNS.setdefault(_priority, []).append(_pattern)
+
+
+class _Converter(latex2sympy._Latex2Sympy):
+    """Converter that refuses numbers side by side, which latex2sympy adds. Only 2 1/2 is a mixed number."""
+
+    def convert_postfix_list(self, arr: list[Any], i: int = 0) -> Any:
+        value = super().convert_postfix_list(arr, i)
+        factors = len(arr) - i
+        # A product is not evaluated, so only a sum can be a number here.
+        if factors > 1 and isinstance(value, sympy.Rational) and (factors > 2 or value.is_Integer):
+            raise ValueError("numbers side by side")
+        return value
+
+
+latex2sympy._Latex2Sympy = _Converter
 
 
 def prepare(_: Any) -> None:
@@ -53,19 +88,67 @@ def run(payload: dict[str, str]) -> float:
     Raises:
         ValueError: the truth cannot be parsed.
     """
-    truth = _parse(payload["truth"])
-    if not truth:
-        raise ValueError(f"math_verify cannot parse the truth {payload['truth']!r}")
-    words = _WORD.findall(_NO_WORD.sub(" ", payload["answer"]))
-    answer = _parse(payload["answer"], prose=len(words) >= _PROSE)
-    whole = any(_is_number(part) and part.is_finite and part == int(part) for part in truth)
-    if not any(_has_unevaluated(part) for part in truth) and not (whole and _parser_evaluates(truth)):
+    text, truth_text = payload["answer"], payload["truth"]
+    if text.split() == truth_text.split() != []:
+        return 1.0
+    number = written.of_truth(truth_text)
+    truth: list[Any] = []
+    if number is None:
+        truth = _parse(truth_text)
+        if not truth:
+            raise ValueError(f"math_verify cannot parse the truth {truth_text!r}")
+        # The parser removes units.
+        number = written.of_truth(truth[-1]) if isinstance(truth[-1], str) else None
+    words = _WORD.findall(_NO_WORD.sub(" ", text))
+    prose = len(words) >= _PROSE
+    if number is not None:
+        found = _written(text, prose)
+        return float(found is not None and found.answers(number))
+    if any(isinstance(part, sympy.Basic) and part.has(sympy.zoo, sympy.nan) for part in truth):
+        return 0.0  # A truth such as 12:00 is no quotient, and only the same text is right.
+    answer = _parse(text, prose)
+    if not any(_has_unevaluated(part) for part in truth):
         equation = any(isinstance(part, sympy.core.relational.Relational) for part in truth)
         names = any(part.free_symbols for part in truth if isinstance(part, sympy.Basic))
-        answer = _evaluated(answer, whole, equation, names)
+        answer = _evaluated(answer, equation, names)
     # math_verify's own time limits use signals. They are off, because the pool has a time limit. An error
     # must not count as a wrong answer.
     return float(math_verify.verify(truth, answer, timeout_seconds=None, raise_on_error=True))
+
+
+def _written(text: str, prose: bool) -> written.Written | None:
+    """Return the number that an answer writes out.
+
+    Of a text with several numbers, it is the one in the box, in prose and formulas the one that math_verify
+    takes.
+    """
+    boxed = _BOX.search(text)
+    found = None if boxed else written.read(text)
+    if found is None and (boxed or prose or (_HAS_MATH.search(text) and "\n" not in text.strip())):
+        return written.read(_taken(numbers.plain(text)))
+    return found
+
+
+def _taken(text: str) -> str:
+    """Return the source text of the expression that math_verify takes from a text; empty if there is none.
+
+    It is the last box, or else the rightmost match of the patterns with the highest priority. Matches
+    without digits and numbers that are joined to another one are not taken.
+    """
+    for priority, patterns in sorted(_PATTERNS.items()):
+        if priority > 0 and _BOX.search(text):
+            return str(extract_boxed_content(text, mode="last"))
+        spans = []
+        for match in itertools.chain.from_iterable(pattern.finditer(text) for pattern in patterns):
+            parts = [match.span(name) for name, part in match.groupdict().items() if part]
+            start, end = min(parts)[0], max(end for _, end in parts)
+            if any(map(str.isdigit, text[start:end])):
+                spans.append((start, end))
+        if spans:
+            start, end = max(spans, key=lambda span: (span[1], -span[0]))
+            joined = _JOINED_BEFORE.search(text[max(0, start - 50) : start]) or _JOINED_AFTER.match(text, end)
+            return "" if joined else text[start:end]
+    return ""
 
 
 def _parse(text: str, prose: bool = False) -> list[Any]:
@@ -73,6 +156,7 @@ def _parse(text: str, prose: bool = False) -> list[Any]:
 
     Bare LaTeX is first parsed as a formula. Prose is not, because its letters would become factors.
     """
+    text = _ROOT.sub(r"\\sqrt{\1}", _MIXED.sub(r"\1\\frac{\2}{\3}", numbers.plain(text)))
     alone = not _HAS_MATH.search(text) and len(text) <= 1_000
     found: list[Any] = []
     if alone and not prose:
@@ -83,27 +167,26 @@ def _parse(text: str, prose: bool = False) -> list[Any]:
     return found
 
 
-def _evaluated(found: list[Any], whole: bool, equation: bool, names: bool) -> list[Any]:
+def _evaluated(found: list[Any], equation: bool, names: bool) -> list[Any]:
     """Return the fully evaluated expressions of an answer.
 
     Args:
         found: the answer as parsed by :func:`_parse`.
-        whole: whether the truth is a whole number. If so, a quotient of numbers is not fully evaluated.
         equation: whether the truth is an equation. If not, the last evaluated side of an equation is taken.
         names: whether the truth has symbols. If not, a side with symbols only names the answer and is
             ignored.
     """
-    if whole and _parser_evaluates(found):
-        # The first side of 8 = 16/2 is an answer.
-        rest = (_without_last_quotients(text) for text in found if isinstance(text, str))
-        found = [part for text in rest if text for part in _parse(text)]
     kept: list[Any] = []
     for part in found:
-        sides = [] if equation else _sides(part)
+        sides = _sides(part)
+        done = [side for side in sides if not _has_unevaluated(side)]
+        if equation:
+            if len(sides) > 2 and done and sides[0] != done[-1]:
+                part = sympy.Eq(sides[0], done[-1], evaluate=False)  # x = 4 * 8 = 32 is x = 32
+            sides = []
         if sides:
-            done = [side for side in sides if not _has_unevaluated(side, whole)]
             kept += [side for side in done if names or not side.free_symbols][-1:]
-        elif not _has_unevaluated(part, whole):
+        elif not _has_unevaluated(part):
             kept.append(part)
     return kept
 
@@ -128,40 +211,23 @@ def _sides(part: Any) -> list[Any]:
     return sides
 
 
-def _parser_evaluates(found: list[Any]) -> bool:
-    """Whether a text ends in a quotient or similar of numbers, which the parser evaluates by itself."""
-    return any(text != _without_last_quotients(text) for text in found if isinstance(text, str))
-
-
-def _without_last_quotients(text: str) -> str:
-    """Remove the last sides of an equation that the parser evaluates by itself. The result may be empty."""
-    sides = text.split("=")
-    while sides and _PARSER_EVALUATES.fullmatch(_AROUND_NUMBERS.sub(" ", sides[-1])):
-        sides.pop()
-    return "=".join(sides)
-
-
-def _has_unevaluated(part: Any, whole: bool = False) -> bool:
-    """Whether an expression contains arithmetic on numbers that should have been evaluated.
-
-    Args:
-        part: unevaluated expression, or text, which counts as evaluated.
-        whole: whether a quotient of two numbers counts as unevaluated, as it does for a whole-number truth.
-    """
+def _has_unevaluated(part: Any) -> bool:
+    """Whether an expression has arithmetic on numbers that should have been evaluated. Text has not."""
     if not isinstance(part, sympy.Basic):
         return False
-    return any(_is_unevaluated(node, whole) for node in sympy.preorder_traversal(part))
+    return any(_is_unevaluated(node) for node in sympy.preorder_traversal(part))
 
 
-def _is_unevaluated(node: Any, whole: bool) -> bool:
+def _is_unevaluated(node: Any) -> bool:
+    if isinstance(node, _UNDONE):
+        return True
     if isinstance(node, sympy.Add):
         constant = [item for item in node.args if not item.free_symbols]
         # Evaluation leaves fewer terms. It does not for 1 + sqrt(2).
         return len(constant) > 1 and len(sympy.Add.make_args(sympy.Add(*constant).doit())) < len(constant)
     if isinstance(node, sympy.Mul):
-        # A quotient of numbers is a fraction. It counts as evaluated unless the truth is a whole number.
-        factors = [item for item in node.args if _is_number(item) or (whole and _is_one_over_number(item))]
-        return len([item for item in factors if abs(item) != 1]) > 1
+        # A quotient of numbers is a fraction.
+        return len([item for item in node.args if _is_number(item) and abs(item) != 1]) > 1
     if isinstance(node, sympy.Pow) and _is_number(node.base) and _is_number(node.exp):
         # Powers of 10 are part of scientific notation, and an exponent of -1 is a fraction.
         plain = node.base == 10 or node.exp == -1
@@ -174,7 +240,3 @@ def _is_unevaluated(node: Any, whole: bool) -> bool:
 
 def _is_number(part: Any) -> bool:
     return isinstance(part, sympy.Number)
-
-
-def _is_one_over_number(part: Any) -> bool:
-    return isinstance(part, sympy.Pow) and _is_number(part.base) and part.exp == -1

@@ -1,0 +1,168 @@
+r"""Read the one number that a short answer writes out.
+
+A parser of mathematics accepts all texts with the right value, even work left undone: ``48 + 24``,
+``\gcd(144, 72)``, or ``48 24``, which it adds like a mixed number. Here the number itself must be in the
+text, with a unit, words or LaTeX around it. Of a chain of equations (``x = 4 * 8 = 32``) the last side that
+is a number counts. Several numbers (``48, 24``, ``1 or 72``) are no answer, and neither is a quotient that is
+a whole number (``144/2``).
+
+Numbers are written as in :mod:`~torchrl_grpo.rewards.numbers`, or as ``1 000``, ``1000,99``, ``3:4`` or
+``3 \times 10^5``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from torchrl_grpo.rewards import numbers
+
+_MAX_CHARS = 200
+
+_RUN = r"(?:[0-9][0-9.,]*+|(?<!\.)\.[0-9][0-9.,]*+)"
+_ARGUMENT = rf"[ ]*(?:\{{[ ]*([-+]?{_RUN})[ ]*\}}|([0-9]))"
+#: Notation and what replaces it, in this order.
+_NOTATION: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
+    # A calculation as in GSM8K's solutions, and a tag.
+    (r"<<[^<>]*>>|</?[a-z]+>", " "),
+    (r" *\{ *, *\} *|,\\! *", ","),
+    (r"\\[,;:! ]|~|\\q?quad(?![A-Za-z])|\\\\\s*\Z|\*\*|__|`|[^\S\n]", " "),
+    (r"\\(?:left|right|displaystyle|boxed|fbox|(?:text|math|mbox)[a-z]*(?=\s*\{))(?![A-Za-z])", " "),
+    (r"\\(?=[$%#&])", ""),
+    (r"([-+]) ?\$ ?(?=[0-9.])", r"\1"),
+    (r"\\[()\[\]]|\$", " "),
+    (r"\^ ?\{? ?\\circ ?\}?|\\degree(?![A-Za-z])", "°"),
+    # The power of a unit, as in m^2.
+    (r"([A-Za-z]\}?) ?(?:\^ ?\{? ?-?[1-4](?![0-9]) ?\}?|[²³])", r"\1"),
+    # 10^1 is left, because 7.2 * 10^1 is work undone.
+    (
+        r"(?<![0-9.,])(?:([1-9](?:\.[0-9]+)?) *(?:[*×·x]|\\times|\\cdot) *)?10 *\^ *\{? *"
+        r"(-[0-9]{1,3}|[2-9]|[1-9][0-9]{1,2})(?![0-9]) *\}?",
+        lambda m: f"{m[1] or 1}e{m[2]}",
+    ),
+    (r" *\\(?:over|div)(?![A-Za-z]) *", "/"),
+    (rf" *\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}", lambda m: f" {m[1] or m[2]}/{m[3] or m[4]} "),
+    (r" +", " "),
+    (
+        r"(?<![0-9.,(\[{])(?:[0-9]+,(?:[0-9]{1,2}|[0-9]{4,})|(?:0|[0-9]{4,}),[0-9]+)(?![.,]?[0-9])",
+        lambda m: m[0].replace(",", "."),
+    ),
+    # Two spaces, because the numbers in "2(1/2)" and "1(000)" are not parts of one number.
+    (r"\\?[()\[\]{}]", "  "),
+    (r"(?<![0-9.,/])[0-9]{1,3}(?: [0-9]{3})+(?!,?[0-9]| ?/)", lambda m: m[0].replace(" ", "")),
+]
+_REWRITE = [(re.compile(pattern), replacement) for pattern, replacement in _NOTATION]
+_DIGIT = re.compile("[0-9]")
+_LINK = re.compile(r"(?<![<>!])=+>?|->|→|⇒|\\(?:implies|to|(?:Long)?[Rr]ightarrow)(?![A-Za-z])")
+_ABOUT = re.compile(r"≈|\\approx(?![A-Za-z])")
+_SEPARATOR = re.compile(r"[;&]|,(?![0-9])|\b(?:and|or)\b|(?<=[0-9]) [abcijknpqruvwxyz] ?(?==)")
+#: Text around a number: no digits, commands and operators, except in words such as km/h, M&Ms and 30-minute.
+_WORDS = (
+    r"(?:[^0-9+*^=≠≤≥<>|\\√±×·÷&_∞α-λν-ω/-]|/(?=[ ]?[^\W\d_])|&(?=[^\W\d_])"
+    r"|(?:(?<![^\s])[0-9]+)?-(?=[^\W\d_]{2}))*"
+)
+_SIDE = re.compile(
+    rf"""
+    (?P<before>{_WORDS}?) (?<![^\W_]) (?P<sign>(?:[-+]\s*)*)
+    (?P<number>(?P<mixed>[0-9]+[ ][0-9]+[ ]?/[ ]?[0-9]+)
+             | {_RUN}(?:[eE][-+]?[0-9]{{1,3}})?(?:\s*[/:÷]\s*-?{_RUN})?)
+    (?![ ]*!)                                                               # 5! is a factorial
+    (?![ ]?(?:[eijknqruvwxyzXYZ]|[abcxyz]{{2,3}})(?![^\W\d_]))              # 5x is a product
+    (?P<percent>[ ]?(?:%|percent|pct))?
+    {_WORDS}
+    """,
+    re.VERBOSE,
+)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A number in a text.
+
+    Attributes:
+        value: the number, without the percent sign.
+        percent: whether a percent sign follows it.
+        decimal: whether it has decimals, which may be rounded.
+    """
+
+    value: Fraction
+    percent: bool
+    decimal: bool
+
+    def answers(self, truth: Written) -> bool:
+        """Whether it is the number that a truth asks for.
+
+        A percent sign may be a unit (10% for 10) or stand for hundredths (50% for 0.5). Rounding to six
+        decimals is allowed.
+        """
+        pairs = [(self.value, truth.value)]
+        if truth.percent and not self.percent:
+            pairs.append((self.value, truth.value / 100))
+        elif self.percent and not truth.percent and (truth.value.denominator > 1 or abs(truth.value) <= 1):
+            pairs.append((self.value / 100, truth.value))
+        rounded = self.decimal or truth.decimal
+        return any(a == b or (rounded and round(a, 6) == round(b, 6) != 0) for a, b in pairs)
+
+
+def read(text: str) -> Written | None:
+    """Return the number that a text writes out.
+
+    Args:
+        text: short answer, at most 200 characters. The last line counts, and the others may only have
+            equations.
+
+    Returns:
+        The number, or None if the text is longer, has none, has several, or leaves arithmetic undone.
+    """
+    if len(text) > _MAX_CHARS:
+        return None
+    text = numbers.plain(text)
+    for pattern, replacement in _REWRITE:
+        text = pattern.sub(replacement, text)
+    lines = [line for line in text.split("\n") if line.strip()]
+    if not lines or any(_DIGIT.search(line) and "=" not in line for line in lines[:-1]):
+        return None
+    # Of x = 1/3 ≈ 0.3 the exact number counts.
+    found = (_of_chain(chain) for chain in _ABOUT.split(lines[-1]))
+    return next((number for number in found if number is not None), None)
+
+
+def of_truth(text: str) -> Written | None:
+    """Return the number that a truth consists of, or None if it is anything else.
+
+    Letters outside of LaTeX commands are symbols, and a comma that groups no thousands separates numbers.
+    """
+    bare = re.sub(r"\\(?:text\w*|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+|\\!|\{,\}", " ", text)
+    if re.search(r"[A-Za-z=]|,(?![0-9]{3}(?![0-9]))", bare):
+        return None
+    tuple_or_set = "," in bare and re.search(r"[(\[]|\\\{", bare)
+    return None if tuple_or_set else read(text)
+
+
+def _of_chain(chain: str) -> Written | None:
+    first, *rest = _LINK.split(chain)
+    if sum(bool(_DIGIT.search(part)) for part in _SEPARATOR.split("=".join(rest))) > 1:
+        return None  # x = 48, y = 24
+    found = (_number(side) for side in reversed([first, *rest]))
+    return next((number for number in found if number is not None), None)
+
+
+def _number(side: str) -> Written | None:
+    match = _SIDE.fullmatch(side)
+    if match is None or (" " in match["sign"] and match["before"].strip()):
+        return None  # x - 5
+    number = match["number"]
+    parts = [number] if match["mixed"] else re.split("[/:÷]", number)
+    values = [value for value in map(numbers.only, parts) if value is not None]
+    if len(values) < len(parts) or 0 in values[1:]:
+        return None
+    value = values[0]
+    if len(values) > 1:
+        value /= values[1]
+        if value.denominator == 1:
+            return None
+    if match["sign"].count("-") % 2:
+        value = -value
+    return Written(value, match["percent"] is not None, "." in number or "e" in number.lower())
