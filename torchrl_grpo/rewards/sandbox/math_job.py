@@ -158,12 +158,13 @@ def _parse(text: str, prose: bool = False) -> list[Any]:
     """
     text = _ROOT.sub(r"\\sqrt{\1}", _MIXED.sub(r"\1\\frac{\2}{\3}", numbers.plain(text)))
     alone = not _HAS_MATH.search(text) and len(text) <= 1_000
+    formula = f"${text.rstrip(' .')}$"  # A full stop is no part of it.
     found: list[Any] = []
     if alone and not prose:
-        found = math_verify.parse(f"${text}$", parsing_timeout=None)
+        found = math_verify.parse(formula, parsing_timeout=None)
     found = found or math_verify.parse(text, parsing_timeout=None)
     if alone and prose and not found:
-        found = math_verify.parse(f"${text}$", parsing_timeout=None)
+        found = math_verify.parse(formula, parsing_timeout=None)
     return found
 
 
