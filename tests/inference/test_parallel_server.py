@@ -44,10 +44,12 @@ PROMPTS = [list(range(5, 45)), list(range(50, 90)), list(range(100, 140))]
 @pytest.fixture(scope="module")
 def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     given = {name: value for name, value in ON_A_CPU.items() if name != "device"}
+    # A step ends within a prompt.
+    step = {"max_num_batched_tokens": 64}
     sizes: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 16, "dtype": torch.float32}
     launch = vllm_launch(
         str(tiny_model_dir),
-        vllm_arguments(on_cpu=True, **given, **sizes)
+        vllm_arguments(on_cpu=True, engine_args=step, **given, **sizes)
         # vLLM fills its cache with zeros, and a GiB takes each rank a second.
         | {"tensor_parallel_size": 2, "kv_cache_memory_bytes": 2**26},
         on_cpu=True,

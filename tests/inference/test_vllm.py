@@ -278,6 +278,31 @@ def test_a_head_that_no_update_ever_packed_anew_is_found_when_the_layout_is_lear
         trained.publisher.verify_at_start(0)
 
 
+def test_a_prompt_that_is_computed_in_several_steps_gets_the_tokens_of_its_seed(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of four prompts of 12 tokens, a step computes one and a part of the next. The cache holds two responses:
+    # the other two wait, and are computed again with what they have.
+    sizes = {"max_num_batched_tokens": 16, "num_gpu_blocks_override": 6}
+    engine = VLLMEngine(str(tiny_model_dir), dtype=torch.float32, **{**TINY_ENGINE, "engine_args": sizes})
+    scheduler: Any = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    preempt, preempted = scheduler._preempt_request, []
+
+    def record(request: Any, *arguments: Any, **options: Any) -> None:
+        preempted.append(request.num_output_tokens)
+        preempt(request, *arguments, **options)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", record)
+    prompts = [list(range(first, first + 12)) for first in (5, 25, 45, 65)]
+    seeds = [11, 22, 33, 44]
+    together = engine.generate(prompts, Sampling(1, 50, 1.0, seeds))
+    assert max(preempted) > 4, "it is computed again in more than one step"
+    for prompt, seed, found in zip(prompts, seeds, together, strict=True):
+        engine.reset_cache()
+        assert engine.generate([prompt], Sampling(1, 50, 1.0, [seed]))[0][0].token_ids == found[0].token_ids
+    engine.close()
+
+
 @frozen_heap.not_frozen()
 def test_engines_one_after_the_other_leave_nothing_alive(tiny_model_dir: Path) -> None:
     alive: list[weakref.ref[object]] = []

@@ -48,8 +48,10 @@ def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         VLLM,
         vllm_launch(
             str(tiny_model_dir),
-            # vLLM fills its cache with zeros, which takes a second for a GiB.
-            vllm_arguments(on_cpu=True, **given, **SIZES) | {"kv_cache_memory_bytes": 2**26},
+            # vLLM fills its cache with zeros, which takes a second for a GiB. Of the prompts, a step computes
+            # one and a part of the next.
+            vllm_arguments(on_cpu=True, **given, **SIZES)
+            | {"kv_cache_memory_bytes": 2**26, "max_num_batched_tokens": 64},
             on_cpu=True,
         ),
         environment={"OMP_NUM_THREADS": "1"},
@@ -79,6 +81,7 @@ def test_a_server_generates_what_an_engine_in_the_process_does(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
     sampling = Sampling(3, 20, 0.7, seeds=[11, 22, 33])
+    # It computes all prompts in one step.
     inside = VLLMEngine(str(tiny_model_dir), **ON_A_CPU, **SIZES)
     for ours, theirs in zip(
         engine.generate(PROMPTS, sampling), inside.generate(PROMPTS, sampling), strict=True

@@ -147,6 +147,47 @@ def worker_of(llm: LLM) -> Any:
     return executor.driver_worker.worker
 
 
+def let_prompts_be_cut(worker: Any) -> None:
+    """Let an engine on a CPU compute the prompt of a seeded request in several steps.
+
+    A step computes at most ``max_num_batched_tokens`` tokens, so it may end within a prompt. vLLM samples a
+    token even then, discards it, and rewinds the request's generator, which a CPU's generators cannot do. The
+    same happens to a preempted request, whose prompt and response so far are computed again. In such a step,
+    another generator takes the place of the request's own.
+
+    Args:
+        worker: the worker that holds the model.
+    """
+    import torch
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    runner: Any = worker.model_runner
+    if not isinstance(runner, CPUModelRunner):
+        return
+
+    class Unneeded(torch.Generator):
+        def get_offset(self) -> int:
+            return 0
+
+        def set_offset(self, offset: int) -> torch.Generator:
+            return self
+
+    sample, unneeded = runner.sample_tokens, Unneeded()
+
+    def sample_tokens(grammar_output: Any) -> Any:
+        batch = runner.input_batch
+        generators: dict[int, torch.Generator] = batch.generators
+        (discarded,) = runner.discard_request_mask.np[: batch.num_reqs].nonzero()
+        own = {row: generators[row] for row in discarded.tolist() if row in generators}
+        generators.update(dict.fromkeys(own, unneeded))
+        try:
+            return sample(grammar_output)
+        finally:
+            generators.update(own)
+
+    runner.sample_tokens = sample_tokens
+
+
 def clean_up() -> None:
     """Free what vLLM keeps for the process when an engine has been deleted."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory

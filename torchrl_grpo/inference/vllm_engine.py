@@ -127,7 +127,9 @@ class VLLMEngine(SteppingEngine):
             torch.set_num_threads = set_num_threads
             torch.set_num_threads(threads)
         self.dtype = dtype
-        self._weights = VLLMWeights(vllm_compat.worker_of(self.llm), dtype)
+        worker = vllm_compat.worker_of(self.llm)
+        vllm_compat.let_prompts_be_cut(worker)
+        self._weights = VLLMWeights(worker, dtype)
         # vLLM's own model needs those changes: its modules get subclasses that have them.
         vllm_classes.assign_decorated_classes(self._weights.model, changed)
         _check_head(self._weights.model, dtype, head_dtype)

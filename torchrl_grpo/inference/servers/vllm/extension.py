@@ -20,7 +20,7 @@ from torchrl_grpo.inference.servers.weight_files import Bucket, read_bucket
 from torchrl_grpo.inference.servers.weight_folder import BucketReader
 from torchrl_grpo.inference.servers.weight_stream import half_of_the_threads
 from torchrl_grpo.inference.vllm_arguments import name_of
-from torchrl_grpo.inference.vllm_compat import head_dtypes
+from torchrl_grpo.inference.vllm_compat import head_dtypes, let_prompts_be_cut
 from torchrl_grpo.runtime.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -175,5 +175,6 @@ class WeightExtension:
             if worker.device.type == "cpu":
                 # An update frees and allocates every packed matrix, and fresh pages cost more than packing.
                 keep_freed_memory()
+            let_prompts_be_cut(worker)
             self._weights = VLLMWeights(worker, worker.model_config.dtype)
         return self._weights
