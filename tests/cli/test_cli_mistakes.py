@@ -187,6 +187,10 @@ BAD: list[tuple[str, str]] = [
     ("ref_model.dtype=int8", "bfloat16"),
     ("inference_model.dtype=fp8", "bfloat16"),
     ("inference_model.backend=sglang", "vllm, vllm_server, sglang_server, transformers"),
+    (
+        "inference_model.engine_args={max_num_batched_tokens:64,enable_chunked_prefill:false}",
+        "tokens may not be cut; write inference_model.engine_args.max_num_batched_tokens=1024 or",
+    ),
     ("inference_model.server_python=/usr/bin/python3", "only sglang_server has a Python of its own"),
     (
         "inference_model.backend=sglang_server inference_model.engine_args.tp_size=2",

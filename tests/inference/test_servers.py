@@ -605,3 +605,25 @@ def test_a_server_has_the_arguments_of_an_engine_in_the_trainer_s_process() -> N
     )
     assert on_gpu["gpu_memory_utilization"] == 0.3 and on_gpu["enable_sleep_mode"]
     assert not on_gpu["enforce_eager"] and on_gpu["max_num_batched_tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    ("responses", "given", "tokens", "at_a_time"),
+    [
+        # vLLM's own default, which is never less, may be more.
+        (2048, None, None, 2048),
+        (2049, None, 8192, 2049),
+        (9000, None, 9000, 9000),
+        (100, 64, 64, 64),
+        (64, 100, 100, 64),
+    ],
+)
+def test_a_step_of_an_engine_has_tokens_for_all_responses_of_it(
+    responses: int, given: int | None, tokens: int | None, at_a_time: int
+) -> None:
+    found = vllm_arguments(
+        on_cpu=True, dtype=torch.bfloat16, max_model_len=100, max_num_seqs=responses, seed=3,
+        gpu_memory_utilization=0.3, kv_cache_gib=2,
+        engine_args={} if given is None else {"max_num_batched_tokens": given},
+    )  # fmt: skip
+    assert found.get("max_num_batched_tokens") == tokens and found["max_num_seqs"] == at_a_time

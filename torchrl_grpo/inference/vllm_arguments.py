@@ -10,6 +10,9 @@ import torch
 
 from torchrl_grpo.config.values import VLLM_CPU_BLOCK_SIZE
 
+# The least of vLLM's defaults of max_num_batched_tokens, and the usual one.
+_LEAST_STEP, _USUAL_STEP = 2048, 8192
+
 
 def vllm_arguments(
     *,
@@ -34,6 +37,12 @@ def vllm_arguments(
         dtype: see :class:`~torchrl_grpo.inference.vllm_engine.VLLMEngine`, as for all others.
     """
     arguments: dict[str, Any] = dict(engine_args or {})
+    # vLLM starts only if a step may compute a token of each response that is decoded at a time.
+    step_tokens = arguments.get("max_num_batched_tokens")
+    if step_tokens is None and max_num_seqs > _LEAST_STEP:
+        arguments["max_num_batched_tokens"] = max(max_num_seqs, _USUAL_STEP)
+    elif isinstance(step_tokens, int):
+        max_num_seqs = min(max_num_seqs, step_tokens)
     if head_dtype is not None:
         # vLLM's layer for logits reads this entry of the model's configuration.
         arguments["hf_overrides"] = {**arguments.get("hf_overrides", {}), "head_dtype": name_of(head_dtype)}

@@ -84,6 +84,7 @@ def check_engine_args(cfg: Config) -> None:
     else:
         by_key, always, one_device = SET_BY_KEY, ALWAYS_SET, ONE_DEVICE
         _check_overrides(inference.engine_args.get("hf_overrides", {}))
+        _check_step(inference.engine_args, inference.max_model_len)
     for name, value in inference.engine_args.items():
         key = f"{_KEY}.{name}"
         if name in by_key:
@@ -115,6 +116,14 @@ def _check_overrides(overrides: Any) -> None:
             f"{fix} sets this for the whole run",
             f"{fix}=float32",
         )
+
+
+def _check_step(engine_args: dict[str, Any], longest: int) -> None:
+    key = f"{_KEY}.max_num_batched_tokens"
+    tokens, cuts = engine_args.get("max_num_batched_tokens"), engine_args.get("enable_chunked_prefill")
+    if cuts is False and isinstance(tokens, int) and tokens < longest:
+        wrong = f"prompts of up to inference_model.max_model_len={longest} tokens may not be cut"
+        raise bad_value(key, tokens, wrong, f"{key}={longest} or {_KEY}.enable_chunked_prefill=true")
 
 
 def check_servers(cfg: Config) -> None:
