@@ -7,12 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import Backend
+from torchrl_grpo.errors import ModelError
+from torchrl_grpo.inference.servers.kinds import VLLM
+from torchrl_grpo.inference.servers.launch import Launch
+from torchrl_grpo.inference.servers.process import ServerProcess
 from torchrl_grpo.planning.placement import plan
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.request import build_request
+from torchrl_grpo.rollout.workers import ray_pool
 from torchrl_grpo.training.job import _prepare_process
 
 CONF, OLD_CONF = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
@@ -54,6 +60,35 @@ def test_segments_grow_where_no_engine_sleeps(gpus: int, backend: str, expected:
 def test_another_rank_does_so_before_it_has_a_plan() -> None:
     _prepare_process(None, None)
     assert os.environ[CONF] == GROWS
+
+
+def allocator_of_a_server(folder: Path) -> str:
+    """Start a process in place of a server, and return its configuration of the allocator."""
+    written = folder / "written"
+    code = f"import os; open({str(written)!r}, 'w').write(os.environ.get({CONF!r}, 'nothing'))"
+    process = ServerProcess(
+        VLLM, Launch([sys.executable, "-c", code], {}, "FOLDER"), environment={}, log=None
+    )
+    with pytest.raises(ModelError, match="ended with code 0"):
+        process.wait_until_ready(60)
+    process.kill()
+    return written.read_text()
+
+
+def allocator_of_ray(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the configuration of the allocator that a cluster of Ray would start with."""
+    found: list[str] = []
+    monkeypatch.setattr(ray, "init", lambda **_: found.append(os.environ.get(CONF, "nothing")))
+    ray_pool._connect(Config(), 1, [])
+    return found[0]
+
+
+def test_only_this_process_has_segments_that_grow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _prepare_process(*planned(2))
+    assert allocator_of_a_server(tmp_path) == allocator_of_ray(monkeypatch) == "nothing"
+    assert os.environ[CONF] == GROWS
+    monkeypatch.setenv(CONF, "max_split_size_mb:512")
+    assert allocator_of_a_server(tmp_path) == allocator_of_ray(monkeypatch) == "max_split_size_mb:512"
 
 
 @pytest.mark.parametrize("name", [CONF, OLD_CONF])

@@ -25,6 +25,7 @@ from torchrl_grpo.inference.vllm_arguments import name_of, vllm_arguments
 from torchrl_grpo.inference.vllm_weights import VLLMWeights
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.oom import stop_on_oom
+from torchrl_grpo.runtime.own_variables import set_own
 
 
 class VLLMEngine(SteppingEngine):
@@ -70,9 +71,10 @@ class VLLMEngine(SteppingEngine):
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         # vLLM reads these when it is imported or started. Weights can be loaded in place only in-process.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        set_own("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # vLLM's log messages go to the run's log file. Without one, only errors are shown.
-        os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+        if "VLLM_CONFIGURE_LOGGING" not in os.environ:
+            set_own("VLLM_CONFIGURE_LOGGING", "0")
         logging.getLogger("vllm").setLevel(logging.WARNING if screen.logs_to_file() else logging.ERROR)
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if dtype is torch.float32:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.runtime.own_variables import set_own
 
 _SMI_LIMIT_S = 30
 # Requirements of torch and vLLM for CUDA 13. scripts/setup.sh checks the same before it installs them. An
@@ -100,9 +101,12 @@ def use_expandable_segments() -> None:
 
     Every micro-batch has other sizes. Segments of fixed sizes would leave gaps between them that no later
     tensor fits. Call this before torch allocates memory on a GPU.
+
+    Processes that are started here do not inherit this: the ranks of a vLLM server share their memory, which
+    is impossible with such segments.
     """
     if not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
-        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+        set_own(ALLOCATOR_VARIABLES[0], "expandable_segments:True")
 
 
 def put_own_programs_on_path() -> None:

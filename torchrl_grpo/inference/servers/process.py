@@ -18,12 +18,11 @@ from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.servers.kinds import ServerKind
 from torchrl_grpo.inference.servers.launch import Launch
 from torchrl_grpo.inference.servers.lifetime import END_VARIABLE, READY_VARIABLE
+from torchrl_grpo.runtime.own_variables import inherited
 from torchrl_grpo.runtime.shared_memory import segments_of, unlink
 
 # Number of lines of a server's log in an error message.
 _LAST_LINES = 2
-# Variables that an engine in this process sets for itself. A server has processes of its own, and a log.
-_OWN_VARIABLES = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CONFIGURE_LOGGING")
 
 
 class ServerProcess:
@@ -58,12 +57,11 @@ class ServerProcess:
         # Closed with this object and not by kill(), which may run while another thread waits for it.
         self._ready = os.fdopen(read, "rb", buffering=0)
         output = None if log is None else log.open("ab")
-        inherited = {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
         try:
             self._process = subprocess.Popen(
                 launch.command({"uds": str(self._folder / "socket")}),
                 env={
-                    **inherited,
+                    **inherited(),
                     **launch.variables,
                     **environment,
                     kind.key_variable: self.key,

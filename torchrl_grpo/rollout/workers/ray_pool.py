@@ -29,6 +29,7 @@ from torchrl_grpo.inference.protocol import SteppingEngine
 from torchrl_grpo.planning.cores import import_path, visible_gpus, worker_env
 from torchrl_grpo.planning.plan import SHARED_GPU
 from torchrl_grpo.rollout.workers.types import Command, LoadWeightsCommand
+from torchrl_grpo.runtime import own_variables
 
 _PLACEMENT_LIMIT_S = 60.0
 # Ray frees unused objects once a second by default. With short steps, several copies of the weights
@@ -262,7 +263,7 @@ def _connect(cfg: Config, count: int, gpus: Sequence[int]) -> None:
     options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(import_path())}}
     if address is None:
         # Every worker occupies one CPU slot, so offer enough slots even if there are fewer cores.
-        with temporary_env(cluster_env(gpus)):
+        with own_variables.hidden(), temporary_env(cluster_env(gpus)):
             ray.init(
                 address="local",
                 num_cpus=max(count, os.cpu_count() or 1),

@@ -58,10 +58,13 @@ class ReferenceScorer:
 
     def __init__(self, spec: ReferenceSpec) -> None:
         from torchrl_grpo.models.reference import load_reference
+        from torchrl_grpo.runtime.hardware import use_expandable_segments
         from torchrl_grpo.runtime.malloc import keep_freed_memory
 
         torch.set_num_threads(spec.threads)
-        if not spec.on_gpu:
+        if spec.on_gpu:
+            use_expandable_segments()
+        else:
             keep_freed_memory()
         device = torch.device("cuda:0" if spec.on_gpu else "cpu")
         scorer = load_reference(spec.cfg, spec.source, device, spec.autocast_dtype, spec.shares_prefix)
