@@ -523,7 +523,10 @@ def test_copies_of_weights_that_a_pass_computes_with() -> None:
     assert copies() == 2 * whole
     assert copies(train_model__gradient_checkpointing=True) == 2 * SEVEN_B.layer
     shards = config(
-        train_model__num_devices=4, train_model__parallelism="fsdp2", train_model__autocast="bf16"
+        train_model__num_devices=4,
+        train_model__parallelism="fsdp2",
+        train_model__autocast="bf16",
+        train_model__fused_head=True,
     )
     ranks = config(train_model__num_devices=4, train_model__autocast="bf16")
     kept = [row(predicted(cfg, (80.0,) * 8), "train", "optimize").activations for cfg in (ranks, shards)]

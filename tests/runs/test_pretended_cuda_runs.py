@@ -17,6 +17,8 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import Autocast, Dtype
 from torchrl_grpo.inference import transformers_engine
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
+from torchrl_grpo.models.scoring import fused_head
+from torchrl_grpo.models.scoring.head import score_tokens
 from torchrl_grpo.observe import report
 from torchrl_grpo.tools.verify_resume import read, unmeasured
 from torchrl_grpo.training.job import run
@@ -61,7 +63,9 @@ CASES = {
         {"policy.proximal": "trainer", "policy.correction": "truncate", "train.optim_batch_size": 2}
     ),
     "adapters": Case({**KL, "train_model.lora.rank": 4, "checkpoint.export_merged": True}, gpus=2),
-    "gradient checkpointing": Case({"train_model.gradient_checkpointing": True}),
+    "gradient checkpointing and a fused head": Case(
+        {"train_model.gradient_checkpointing": True, "train_model.fused_head": True}
+    ),
     "prompts run once per response": Case({"train_model.shared_prefix": False}),
     "attention with masks": Case({"train_model.prefix_attention": "dense"}),
     "a bonus for entropy": Case({"policy.entropy_coef": 0.01, "policy.entropy_target": 3.0}),
@@ -98,15 +102,29 @@ def change(cfg: Config, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_whole_run(name: str, small: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_run(
+    name: str,
+    small: Config,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     case = CASES[name]
     change(small, case.changes)
+    # Liger is installed in every case, with a kernel that is the head in blocks.
+    monkeypatch.setattr(fused_head, "supports", lambda *_: True)
+    monkeypatch.setattr(
+        fused_head,
+        "score_tokens",
+        lambda hidden, targets, weight, options: score_tokens(hidden, targets, weight, None, options),
+    )
     with PretendedCuda(case.gpus, case.capability) as machine:
         summary = run(small, tmp_path / "run")
     lines = read(tmp_path / "run/metrics.jsonl")
     used = "dense" if case.autocast is None or small.train_model.prefix_attention == "dense" else "varlen"
-    said = f"attention over shared prompts: {used}" in capsys.readouterr().err
-    assert said == small.train_model.shared_prefix
+    said = capsys.readouterr().err
+    assert (f"attention over shared prompts: {used}" in said) == small.train_model.shared_prefix
+    assert f"output head: {'fused' if 'train_model.fused_head' in case.changes else 'in blocks'}" in said
     if name == "adapters":
         assert lines[1]["loss/kl"] == 0, "before the first step the base and the adapters compute the same"
     assert summary["steps"] == lines[-1]["step"] > 0

@@ -100,9 +100,9 @@ class TrainModelConfig:
         "If that is not possible, a warning says so and the layers run uncompiled.",
     )
     fused_head: bool = key(
-        True,
+        False,
         "Compute the output head with Liger's fused kernel if it is installed and supports the GPU and the "
-        "number format (docs/speed.md); false always computes it in blocks.",
+        "number format (docs/speed.md); false always computes it in blocks. Its speed is not measured yet.",
     )
     quantization: Quantization = key(
         Quantization.none,

@@ -145,6 +145,8 @@ class Learner:
             self.scorer.fuse_head()
             # Either all ranks fuse the head or none.
             self.scorer.fused_head &= ranks.all_equal(self.scorer.fused_head)
+        if device.type == "cuda" or cfg.train_model.fused_head:
+            notify(f"output head: {'fused (Liger)' if self.scorer.fused_head else 'in blocks'}")
         self.network = distribute(self.scorer, parallelism(cfg), ranks.size, device)
         loss.set_network(self.network)
         self.budget = self.make_budget()

@@ -4,9 +4,9 @@ Like :mod:`~torchrl_grpo.models.scoring.head`, it computes log-probability and e
 gradients of both. It supports GPUs of compute capability 9.0 (H100, H200) and bfloat16, without bias and cap.
 The kernel rounds the entropy to bfloat16, and also the gradient of the weight after every 1,024 tokens.
 
-The head in blocks is used in all other cases: on other devices, if Liger is not installed, and if the head is
-frozen as with adapters, where the kernel would compute its gradient in vain. The kernel is compared with the
-head in blocks before it is used.
+``train_model.fused_head=true`` asks for it. The head in blocks is used in all other cases: on other devices,
+if Liger is not installed, and if the head is frozen as with adapters, where the kernel would compute its
+gradient in vain. The kernel is compared with the head in blocks before it is used.
 """
 
 from __future__ import annotations
