@@ -13,7 +13,7 @@ import fcntl
 import os
 import struct
 from collections.abc import Callable
-from functools import partial
+from functools import cache
 
 # Calls that are allowed: name, number on x86_64, number on aarch64. New machines lack the oldest ones.
 _ALLOWED = """
@@ -65,6 +65,7 @@ _RECEIVE, _SEND, _CONTINUE = 0xC0502100, 0xC0182101, 1
 
 # An instruction: operation, instructions to skip if true and if false, value.
 _Instruction = tuple[int, int, int, int]
+_FORMAT = "=HBBI"
 
 
 def ask_about_calls() -> int:
@@ -88,7 +89,7 @@ def restrict_calls(*, may_create: bool) -> None:
     Raises:
         OSError: the kernel or the machine cannot.
     """
-    _install(_restrictions if may_create else partial(_restrictions, create=_fail(errno.EPERM)))
+    _install(_restrictions if may_create else _restrictions_without_new)
 
 
 def receive(listener: int) -> tuple[int, str] | None:
@@ -125,17 +126,11 @@ def _install(make: Callable[[int], list[_Instruction]], *, new_listener: bool = 
 
     The program reads the call's data: number, machine, instruction pointer, and six arguments of eight bytes.
     """
-    machine, column, seccomp = _machine()
-    program: list[_Instruction] = [
-        (_LOAD, 0, 0, 4),
-        (_EQUAL, 1, 0, machine),
-        (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, 0),
-        *make(column),
-    ]
-    packed = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+    packed = _packed(make)
     code = ctypes.create_string_buffer(packed, len(packed))
-    filters = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
+    count = len(packed) // struct.calcsize(_FORMAT)
+    filters = ctypes.create_string_buffer(struct.pack("HxxxxxxP", count, ctypes.addressof(code)))
+    seccomp = _machine()[2]
     libc = ctypes.CDLL(None, use_errno=True)
     # SECCOMP_SET_MODE_FILTER and SECCOMP_FILTER_FLAG_NEW_LISTENER
     listener: int = libc.syscall(seccomp, 1, 8 if new_listener else 0, filters)
@@ -143,6 +138,20 @@ def _install(make: Callable[[int], list[_Instruction]], *, new_listener: bool = 
         number = ctypes.get_errno()
         raise OSError(number, f"seccomp of this kernel fails with {os.strerror(number)!r}")
     return listener
+
+
+@cache
+def _packed(make: Callable[[int], list[_Instruction]]) -> bytes:
+    """Return the bytes of a program. A process that forks restricted ones makes them once."""
+    machine, column, _ = _machine()
+    program: list[_Instruction] = [
+        (_LOAD, 0, 0, 4),
+        (_EQUAL, 1, 0, machine),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, 0),
+        *make(column),
+    ]
+    return b"".join(struct.pack(_FORMAT, *instruction) for instruction in program)
 
 
 def _machine() -> tuple[int, int, int]:
@@ -182,6 +191,10 @@ def _restrictions(column: int, create: int = _ALLOW) -> list[_Instruction]:
         *_if(_AT_LEAST, _NEW_CALLS, _fail(errno.ENOSYS)),
         (_RETURN, 0, 0, _fail(errno.EPERM)),
     ]
+
+
+def _restrictions_without_new(column: int) -> list[_Instruction]:
+    return _restrictions(column, create=_fail(errno.EPERM))
 
 
 def _creating_calls(column: int, create: int) -> list[_Instruction]:

@@ -22,6 +22,9 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+from torchrl_grpo.runtime import own_variables
+
+_LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # Seconds that a supervisor has to end everything. It needs milliseconds.
 _END_LIMIT_S = 0.4
@@ -55,7 +58,7 @@ class SupervisedProcess:
                 stdin=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
                 env={
-                    **(os.environ if environment is None else environment),
+                    **(own_variables.inherited() if environment is None else environment),
                     "PYTHONPATH": path,
                     "CUDA_VISIBLE_DEVICES": "",
                     "OMP_NUM_THREADS": "1",
@@ -85,7 +88,7 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when its parent, a process with one thread, ends."""
     if sys.platform == "linux":
         parent = os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -93,7 +96,7 @@ def die_with_parent() -> None:
 def adopt_orphans() -> None:
     """Become the parent of the processes that children of this one leave behind, where the kernel can."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def own_children() -> set[int]:

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 from torchrl_grpo.data import gym_library  # noqa: F401  (takes seconds, which the first job must not pay)
 from torchrl_grpo.data import reasoning_gym as tasks
 from torchrl_grpo.data.rows import codec
 
+# A worker scores so many answers at its start, but for no longer than this.
+_LEARNING_ANSWERS, _LEARNING_S = 16, 1.0
+
 _scorers: dict[str, Any] = {}
 
 
 def prepare(setup: dict[str, Any]) -> None:
-    """Make the scorer of a task, and let it score an answer of the task's own.
+    """Make the scorer of a task, and let it score answers of the task's own.
 
-    Both take long the first time: tables are read, and sympy fills its caches.
+    Both take long the first time: tables are read, and sympy imports modules and fills its caches.
 
     Args:
         setup: mapping with ``task`` and ``args``.
     """
     scorer = _scorer(setup["task"], setup["args"])
-    entry = scorer[0]
-    scorer.score_answer(str(entry["answer"]), entry)
+    end = time.monotonic() + _LEARNING_S
+    for entry in tasks.make(setup["task"], setup["args"], seed=0, size=_LEARNING_ANSWERS):
+        scorer.score_answer(str(entry["answer"]), entry)
+        if time.monotonic() > end:
+            break
 
 
 def run(payload: dict[str, Any]) -> float:

@@ -9,18 +9,21 @@ Some judges evaluate what a model wrote: sympy's parser and several scorers of `
 * Text that does more than to build a value is not run, and its answer is worth 0
   (:mod:`torchrl_grpo.rewards.sandbox.no_code`).
 
-A copy is ready in milliseconds and has everything imported. The process that forks has one thread and no GPU.
+The copy for the next answer is made before the answer comes. The process that forks has one thread and no
+GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import os
 import resource
-import select
+import selectors
 import signal
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,63 +35,111 @@ from torchrl_grpo.runtime.json_channel import attempt
 # Longest verdict in bytes: a number, or the message of an error.
 _MOST_BYTES = 2**14
 _MOST_CHARACTERS = 1_000
+# Processor time of a copy that nobody ends. Its time limit is much shorter.
+_MOST_CPU_S = 86_400
+# Number of the socket in a copy, which has no other file open.
+_SOCKET = 3
 
 
-def run(function: Callable[[Any], float], payload: Any, limit_s: float, sandboxed: bool) -> dict[str, Any]:
-    """Run a judge in a copy of this process.
+class Copies:
+    """Copies of this process, each of which judges one answer.
 
     Args:
-        function: judge of ``payload``, which returns a number.
-        payload: its argument.
-        limit_s: time limit in seconds.
-        sandboxed: whether the copy gives up files, network and processes.
-
-    Returns:
-        An answer for :class:`~torchrl_grpo.runtime.json_channel.JsonChannel` without its id.
+        function: judge of a payload, which returns a number.
+        sandboxed: whether the copies give up files, network and processes.
     """
-    end = time.monotonic() + limit_s
-    reads, writes = os.pipe()
-    try:
-        copy = os.fork()
-    except OSError as error:
-        os.close(reads)
-        os.close(writes)
-        return {"error": f"no process can be started: {error}"}
-    if copy == 0:
-        _judge(function, payload, writes, math.ceil(limit_s) + 1, sandboxed)
-    os.close(writes)
-    try:
-        content = _read(reads, end)
-    finally:
-        os.close(reads)
-        os.kill(copy, signal.SIGKILL)
-        _, status = os.waitpid(copy, 0)
-    if content is None:
-        return {"timeout": True}
-    return _checked(content, os.waitstatus_to_exitcode(status))
+
+    def __init__(self, function: Callable[[Any], float], sandboxed: bool) -> None:
+        self._function, self._sandboxed = function, sandboxed
+        # The copy that waits for the next answer: its process, and the socket to it.
+        self._next: tuple[int, socket.socket] | None = None
+        # Copies that were killed and have not been reaped. Their memory takes milliseconds to be freed.
+        self._ending: set[int] = set()
+
+    def run(self, payload: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        """Judge in a copy, and kill it. Answers that are only numbers need none.
+
+        Args:
+            payload: argument of the judge, of JSON, with the text ``answer``.
+            limit_s: time limit in seconds.
+
+        Returns:
+            An answer for :class:`~torchrl_grpo.runtime.json_channel.JsonChannel` without its id.
+        """
+        end = time.monotonic() + limit_s
+        if no_code.is_numbers(payload["answer"]):
+            return attempt(lambda: self._function(payload))
+        try:
+            self.make_ready()
+        except OSError as error:
+            return {"error": f"no process can be started: {error}"}
+        assert self._next is not None
+        try:
+            return _checked(_exchange(self._next[1], json.dumps(payload).encode() + b"\n", end))
+        except TimeoutError:
+            return {"timeout": True}
+        finally:
+            self.discard()
+
+    def make_ready(self) -> None:
+        """Make a copy for the next answer, if there is none.
+
+        Raises:
+            OSError: no process can be started.
+        """
+        self._ending -= {copy for copy in self._ending if os.waitpid(copy, os.WNOHANG)[0]}
+        if self._next is not None:
+            return
+        ours, theirs = socket.socketpair()
+        with theirs:
+            copy = os.fork()
+            if copy == 0:
+                _judge(self._function, theirs, self._sandboxed)
+        ours.setblocking(False)
+        self._next = copy, ours
+
+    def discard(self) -> None:
+        """Kill the copy, if there is one."""
+        if self._next is not None:
+            copy, own = self._next
+            self._next = None
+            own.close()
+            os.kill(copy, signal.SIGKILL)
+            self._ending.add(copy)
 
 
-def _read(reads: int, end: float) -> bytes | None:
-    """Return what the copy writes until it ends, at most a little too much; None after the time limit."""
-    content = b""
-    # Not select(), which takes no number above 1,023.
-    poll = select.poll()
-    poll.register(reads, select.POLLIN)
-    while len(content) <= _MOST_BYTES:
-        left = end - time.monotonic()
-        if left <= 0 or not poll.poll(math.ceil(left * 1_000)):
-            return None
-        chunk = os.read(reads, _MOST_BYTES)
-        if not chunk:
-            break
-        content += chunk
-    return content
+def _exchange(own: socket.socket, request: bytes, end: float) -> bytes:
+    """Send a request, and return the first line of the reply, as far as it comes.
+
+    Raises:
+        TimeoutError: it does not come in time.
+    """
+    content, rest = b"", memoryview(request)
+    with selectors.DefaultSelector() as selector:
+        selector.register(own, selectors.EVENT_WRITE)
+        while len(content) <= _MOST_BYTES and b"\n" not in content:
+            left = end - time.monotonic()
+            if left <= 0 or not selector.select(left):
+                raise TimeoutError
+            try:
+                if rest:
+                    rest = rest[own.send(rest) :]
+                    if not rest:
+                        selector.modify(own, selectors.EVENT_READ)
+                    continue
+                chunk = own.recv(_MOST_BYTES)
+            except (BrokenPipeError, ConnectionResetError):
+                break
+            if not chunk:
+                break
+            content += chunk
+    return content.partition(b"\n")[0]
 
 
-def _checked(content: bytes, exit_code: int) -> dict[str, Any]:
+def _checked(content: bytes) -> dict[str, Any]:
     """Return the verdict that the copy wrote. Code of a model may have written it, so it is one number."""
     if not content:
-        return {"error": f"the judge's process ended without a verdict (exit code {exit_code})"}
+        return {"error": "the judge's process ended without a verdict"}
     verdict = None
     with contextlib.suppress(ValueError, RecursionError):
         verdict = json.loads(content)
@@ -101,31 +152,33 @@ def _checked(content: bytes, exit_code: int) -> dict[str, Any]:
     return {"error": "the judge's process wrote something that is no verdict"}
 
 
-def _judge(
-    function: Callable[[Any], float], payload: Any, writes: int, cpu_seconds: int, sandboxed: bool
-) -> None:
+def _judge(function: Callable[[Any], float], own: socket.socket, sandboxed: bool) -> None:
     """Judge in the copy, write the verdict and end. It never returns."""
     try:
         null = os.open(os.devnull, os.O_RDWR)
         for number in (0, 1, 2):
             os.dup2(null, number)
-        verdict = os.dup2(writes, 3)
-        os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        os.dup2(own.fileno(), _SOCKET)
+        os.closerange(_SOCKET + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         supervised.die_with_parent()
-        no_code.forbid(lambda: _leave(verdict, {"value": 0.0}))
-        memory, _ = resource.getrlimit(resource.RLIMIT_AS)
+        # A collection would copy the memory of all that has been imported.
+        gc.disable()
         if sandboxed:
-            sandbox.limit(memory, cpu_seconds, max_file_bytes=0)
+            memory, _ = resource.getrlimit(resource.RLIMIT_AS)
+            sandbox.limit(memory, _MOST_CPU_S, max_file_bytes=0)
             sandbox.restrict(None)
-        _leave(verdict, attempt(lambda: function(payload)))
+        with os.fdopen(os.dup(_SOCKET), "rb") as requests:
+            payload = json.loads(requests.readline())
+        no_code.forbid(lambda: _leave({"value": 0.0}))
+        _leave(attempt(lambda: function(payload)))
     finally:
         os._exit(1)
 
 
-def _leave(verdict: int, reply: dict[str, Any]) -> None:
+def _leave(reply: dict[str, Any]) -> None:
     if "error" in reply:
         reply = {"error": reply["error"][:_MOST_CHARACTERS]}
     # Reading the judge's value as a number is part of judging, because it may be any object.
     reply = attempt(lambda: float(reply["value"])) if "value" in reply else reply
-    os.write(verdict, json.dumps(reply).encode())
+    os.write(_SOCKET, json.dumps(reply).encode() + b"\n")
     os._exit(0)

@@ -22,7 +22,6 @@ from sympy.concrete.expr_with_limits import ExprWithLimits
 
 from torchrl_grpo.rewards import numbers
 from torchrl_grpo.rewards.sandbox import written
-
 from torchrl_grpo.rewards.sandbox.math_samples import SAMPLES
 
 # math_verify warns once that its own time limit is off. The pool has a time limit.
@@ -73,7 +72,8 @@ latex2sympy._Latex2Sympy = _Converter
 def prepare(_: Any) -> None:
     """Let the parser learn the usual forms of an answer."""
     for text in SAMPLES:
-        run({"answer": text, "truth": text})
+        # With the full stop the two are not the same text, so both are parsed.
+        run({"answer": f"{text}.", "truth": text})
 
 
 def run(payload: dict[str, str]) -> float:

@@ -9,6 +9,7 @@ worker itself: it makes what all later calls need, and sees nothing that a model
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -52,6 +53,9 @@ def main(number: int, target: str, isolation: Isolation, max_bytes: int) -> None
         if isolation is not Isolation.none:
             # Nothing of it is a secret, but copies of this process need nothing of it either.
             os.environ.clear()
+        copies = judged_apart.Copies(
+            lambda job: getattr(loaded[0], name)(job), sandboxed=isolation is Isolation.sandbox
+        )
         for text in requests:
             request = json.loads(text)
             payload = request["payload"]
@@ -60,16 +64,16 @@ def main(number: int, target: str, isolation: Isolation, max_bytes: int) -> None
                 # A collection in a copy of this process would copy the memory of all that there is.
                 gc.collect()
                 gc.freeze()
+                copies.discard()
             elif isolation is Isolation.none:
                 reply = attempt(lambda: getattr(loaded[0], name)(payload["job"]))  # noqa: B023
             else:
-                reply = judged_apart.run(
-                    getattr(loaded[0], name),
-                    payload["job"],
-                    request["limit_s"],
-                    sandboxed=isolation is Isolation.sandbox,
-                )
+                reply = copies.run(payload["job"], request["limit_s"])
             own.sendall(line(request["id"], reply))
+            if isolation is not Isolation.none:
+                # After the reply, so that nobody waits for it.
+                with contextlib.suppress(OSError):
+                    copies.make_ready()
 
 
 if __name__ == "__main__":
