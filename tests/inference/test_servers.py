@@ -8,8 +8,10 @@ import errno
 import json
 import math
 import os
+import queue
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,18 +30,23 @@ from torchrl_grpo.inference.servers import engine as server_engine
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequirements
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
+from torchrl_grpo.inference.servers.kinds import VLLM
+from torchrl_grpo.inference.servers.launch import Launch
+from torchrl_grpo.inference.servers.process import ServerProcess
 from torchrl_grpo.inference.servers.require_key import RequireKey
 from torchrl_grpo.inference.servers.sglang import loader, seeds
 from torchrl_grpo.inference.servers.sglang.weights import SGLangWeights
 from torchrl_grpo.inference.servers.vllm import api as vllm_api
+from torchrl_grpo.inference.servers.vllm.command import vllm_launch
 from torchrl_grpo.inference.servers.weight_files import (
     Bucket,
     WeightFiles,
     remove_abandoned,
     whole_tensors,
 )
-from torchrl_grpo.inference.servers.weight_folder import FolderWeights
+from torchrl_grpo.inference.servers.weight_folder import BucketReader, FolderWeights
 from torchrl_grpo.inference.vllm_arguments import as_flags, vllm_arguments
+from torchrl_grpo.runtime.files import shared_files
 
 ROOT = Path(__file__).resolve().parents[2]
 WANTED = ServerRequirements(torch.float32, None, 1000)
@@ -400,11 +407,66 @@ os.kill(os.getpid(), 9)
     mine = WeightFiles(tmp_path).write([("one", torch.ones(8))])
     (left,) = [folder for folder in tmp_path.iterdir() if folder != Path(next(mine.buckets()).path).parent]
     remove_abandoned(tmp_path)
-    assert left.exists(), "it could be one that is being created"
-    for folder in tmp_path.iterdir():
-        os.utime(folder, (0, 0))
-    remove_abandoned(tmp_path)
     assert not left.exists() and Path(next(mine.buckets()).path).exists()
+
+
+@pytest.mark.parametrize("checksum", [None, 7])
+@pytest.mark.parametrize("kind", ["fifo", "link to a device"])
+def test_a_server_reads_weights_from_regular_files_alone(
+    kind: str, checksum: int | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "0"
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    bucket = Bucket(str(path), (("one", "float32", (2,), 0, 0, 2),), 64, checksum)
+    refused: queue.SimpleQueue[OSError] = queue.SimpleQueue()
+
+    def read() -> None:
+        with pytest.raises(OSError) as found:
+            list(BucketReader().read(bucket))
+        refused.put(found.value)
+
+    threading.Thread(target=read, daemon=True).start()
+    assert refused.get(timeout=20).filename == str(path)
+
+
+def test_weights_in_shared_memory_that_belong_to_somebody_else_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = WeightFiles(tmp_path).write([("one", torch.ones(8))])
+    (bucket,) = files.buckets()
+    assert list(BucketReader().read(bucket))
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    with pytest.raises(OSError, match="belongs to another user"):
+        list(BucketReader().read(bucket))
+
+
+def test_temporary_files_of_a_server_whose_run_was_killed_are_removed_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = (
+        "import os, sys, tempfile; tempfile.mkstemp(prefix='vllm_dist_');"
+        "os.write(int(os.environ['TORCHRL_GRPO_READY_FD']), b'+'); sys.stdin.read()"
+    )
+    variables = vllm_launch("model", {"enforce_eager": True}, on_cpu=True).folder_variables
+    launch = Launch([sys.executable, "-c", program], {}, variables)
+    with monkeypatch.context() as killed:
+        # A process that is killed leaves its folder, and the kernel takes back its lock.
+        killed.setattr(shared_files, "_delete", lambda folder, lock: lock.close())
+        server = ServerProcess(VLLM, launch, environment={}, log=None)
+        server.wait_until_ready(60)
+        server.kill()
+    (left,) = tmp_path.iterdir()
+    assert [path.name.partition("_")[0] for path in sorted(left.iterdir())] == ["lock", "vllm"]
+    server = ServerProcess(VLLM, launch, environment={}, log=None)
+    server.wait_until_ready(60)
+    assert not left.exists() and len(list(tmp_path.iterdir())) == 1
+    server.kill()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_too_little_room_is_an_error_and_not_the_end_of_the_process(
@@ -520,12 +582,14 @@ def test_a_batch_gets_the_seeds_of_its_requests() -> None:
 # -- messages to SGLang
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "torchrl-grpo-answer-link"])
+@pytest.mark.parametrize("name", ["weights.bin", "torchrl-grpo-answer-link", "torchrl-grpo-answer-fifo"])
 def test_no_file_but_one_for_an_answer_is_written(name: str, tmp_path: Path) -> None:
-    target = tmp_path / "weights.safetensors"
+    target = tmp_path / "weights.bin"
     target.write_text("precious")
     if "link" in name:
         (tmp_path / name).symlink_to(target)
+    if "fifo" in name:
+        os.mkfifo(tmp_path / name)
     message = json.dumps({"method": "grpo_checksums", "arguments": {}, "answer": str(tmp_path / name)})
     loader.answer(torch.nn.Linear(2, 2), [(message, torch.empty(0))])
     assert target.read_text() == "precious"

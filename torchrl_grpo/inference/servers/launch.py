@@ -16,13 +16,13 @@ class Launch:
     Attributes:
         words: command.
         variables: environment variables that it needs besides the usual ones.
-        folder_variable: environment variable with the folder for the server's own sockets. A run gives it a
-            folder that it deletes.
+        folder_variables: environment variables with the folder for the server's own sockets and temporary
+            files. A run gives them a folder that it deletes.
     """
 
     words: list[str]
     variables: dict[str, str]
-    folder_variable: str
+    folder_variables: tuple[str, ...]
 
     def command(self, where: Mapping[str, Any]) -> list[str]:
         """Return the command of a server that listens at an address: ``host`` and ``port``, or ``uds``."""

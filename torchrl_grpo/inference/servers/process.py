@@ -6,7 +6,6 @@ import contextlib
 import os
 import secrets
 import selectors
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -18,9 +17,12 @@ from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.servers.kinds import ServerKind
 from torchrl_grpo.inference.servers.launch import Launch
 from torchrl_grpo.inference.servers.lifetime import END_VARIABLE, READY_VARIABLE
+from torchrl_grpo.runtime.files.shared_files import Folder, open_regular, remove_abandoned
 from torchrl_grpo.runtime.own_variables import inherited
 from torchrl_grpo.runtime.shared_memory import segments_of, unlink
 
+# Short, because the path of a socket has at most 107 characters.
+_PREFIX = "grpo-server-"
 # Number of lines of a server's log in an error message.
 _LAST_LINES = 2
 
@@ -50,23 +52,26 @@ class ServerProcess:
         self._ended = False
         # Segments of shared memory, noted in case somebody else kills the server.
         self._segments: set[str] = set()
-        # Short, because the path of a socket has at most 107 characters.
-        self._folder = Path(tempfile.mkdtemp(prefix="grpo-server-"))
-        self.address = f"unix:{self._folder}/socket"
+        temporary = Path(tempfile.gettempdir())
+        # Those of runs that were killed.
+        remove_abandoned(temporary, _PREFIX)
+        self._folder = Folder(temporary, _PREFIX)
+        self.address = f"unix:{self._folder.path}/socket"
         read, write = os.pipe()
         # Closed with this object and not by kill(), which may run while another thread waits for it.
         self._ready = os.fdopen(read, "rb", buffering=0)
-        output = None if log is None else log.open("ab")
+        appending = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        output = None if log is None else os.fdopen(open_regular(log, appending), "ab")
         try:
             self._process = subprocess.Popen(
-                launch.command({"uds": str(self._folder / "socket")}),
+                launch.command({"uds": str(self._folder.path / "socket")}),
                 env={
                     **inherited(),
                     **launch.variables,
                     **environment,
                     kind.key_variable: self.key,
-                    # A killed server leaves its own sockets behind.
-                    launch.folder_variable: str(self._folder),
+                    # A killed server leaves its own sockets and temporary files behind.
+                    **dict.fromkeys(launch.folder_variables, str(self._folder.path)),
                     READY_VARIABLE: str(write),
                     END_VARIABLE: "1",
                 },
@@ -142,7 +147,7 @@ class ServerProcess:
             unlink(segments)
         if self._process.stdin is not None:
             self._process.stdin.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
     def _wait_without_reaping(self, seconds: float) -> None:
         descriptor = os.pidfd_open(self._process.pid)

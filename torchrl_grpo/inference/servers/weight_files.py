@@ -7,30 +7,24 @@ every number format is possible.
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
-import tempfile
-import time
-import weakref
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrl_grpo.inference.pieces import Assembler, Piece
+from torchrl_grpo.runtime.files import shared_files
 
 # Size in bytes of a transfer buffer with its two halves, and largest size of a file. Larger tensors are
 # divided.
 BUCKET_BYTES = 64 * 2**20
 # Every tensor starts at a multiple of this, which any number format can be read from.
 _ALIGNMENT = 64
-_PREFIX, _LOCK = "torchrl-grpo-", "lock"
-# Age in seconds below which a folder without an owner is left alone.
-_NEW_S = 60.0
+_PREFIX = "torchrl-grpo-"
 
 
 @dataclass(frozen=True)
@@ -72,15 +66,30 @@ def read_bucket(bucket: Bucket, content: Tensor | None = None) -> Iterator[Piece
         bucket: the bucket.
         content: bytes of the file or half; None maps the file.
     """
-    content = map_file(Path(bucket.path)) if content is None else content
+    if content is None:
+        content = map_file(Path(bucket.path), own=bucket.checksum is None)
     for name, kind, shape, start, first, count in bucket.entries:
         dtype = getattr(torch, kind)
         yield Piece(name, shape, first, content[start : start + count * dtype.itemsize].view(dtype))
 
 
-def map_file(path: Path) -> Tensor:
-    """Map a file into memory. Writing to the result changes the file."""
-    return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+def map_file(path: Path, *, own: bool = True) -> Tensor:
+    """Map a file into memory. Writing to the result changes the file.
+
+    Args:
+        path: the file.
+        own: whether it must belong to this user. Where other machines write, users have other numbers.
+
+    Raises:
+        OSError: there is no such file, or it is no regular one.
+    """
+    file = shared_files.open_regular(path, os.O_RDWR, own=own)
+    try:
+        # By its descriptor, because another file may have got its name.
+        size = os.fstat(file).st_size
+        return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=size, dtype=torch.uint8)
+    finally:
+        os.close(file)
 
 
 def whole_tensors(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
@@ -169,19 +178,15 @@ def room_for(pieces: Iterable[Piece]) -> int:
     return max(_ALIGNMENT, sum(-(-piece.content.nbytes // _ALIGNMENT) * _ALIGNMENT for piece in pieces))
 
 
-class Folder:
-    """A folder of this process, which is deleted with this object.
+class Folder(shared_files.Folder):
+    """A folder for weights.
 
     Args:
         parent: folder to create it in, e.g. ``/dev/shm``.
     """
 
     def __init__(self, parent: Path) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        # The kernel takes this lock back when the process ends, however it ends.
-        lock = (self.path / _LOCK).open("wb")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        self.close = weakref.finalize(self, _delete, self.path, lock)
+        super().__init__(parent, _PREFIX)
 
 
 class WeightFiles:
@@ -227,20 +232,6 @@ class WeightFiles:
         self._folder.close()
 
 
-def _delete(folder: Path, lock: IO[bytes]) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    lock.close()
-
-
 def remove_abandoned(parent: Path) -> None:
     """Delete weights in ``parent`` whose process has ended without deleting them."""
-    for folder in parent.glob(f"{_PREFIX}*"):
-        try:
-            with (folder / _LOCK).open("rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # A folder that is being created may not be locked yet.
-                if time.time() - folder.stat().st_mtime > _NEW_S:
-                    shutil.rmtree(folder, ignore_errors=True)
-        except OSError:
-            # It is in use, belongs to somebody else, or is being created or deleted.
-            continue
+    shared_files.remove_abandoned(parent, _PREFIX)

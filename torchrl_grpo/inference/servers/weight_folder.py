@@ -28,6 +28,7 @@ from torchrl_grpo.inference.servers.weight_files import (
     read_bucket,
     whole_tensors,
 )
+from torchrl_grpo.runtime.files.shared_files import open_regular
 
 # Seconds within which a file must arrive on another machine. NFS keeps what it knows of a folder for a
 # minute.
@@ -112,7 +113,7 @@ def read_file(bucket: Bucket) -> Tensor:
     """
     deadline = time.monotonic() + _LAG_S
     while True:
-        found = _read(Path(bucket.path))
+        found = _read(Path(bucket.path), bucket.size)
         if len(found) == bucket.size and checksum(found) == bucket.checksum:
             return found
         if time.monotonic() > deadline:
@@ -124,9 +125,11 @@ def read_file(bucket: Bucket) -> Tensor:
         time.sleep(_AGAIN_S)
 
 
-def _read(path: Path) -> Tensor:
+def _read(path: Path, size: int) -> Tensor:
     try:
-        content = bytearray(path.read_bytes())
+        with os.fdopen(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            # One byte more shows that it is another file.
+            content = bytearray(file.read(size + 1))
     except FileNotFoundError:
         content = bytearray()
     return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)

@@ -23,6 +23,7 @@ from torchrl_grpo.inference.protocol import Completion, Request
 from torchrl_grpo.inference.servers.api import Likeliest, Sampled
 from torchrl_grpo.inference.servers.http import Call, ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.sglang.messages import ANSWER_PREFIX, LOADER
+from torchrl_grpo.runtime.files.shared_files import read_regular
 
 # Methods during an update. SGLang accepts tensors only between the first and the last of them.
 _START, _LOAD, _FINISH = "grpo_start_update", "grpo_load", "grpo_finish_update"
@@ -128,7 +129,7 @@ class SGLangApi:
             carrier = base64.b64encode(pickle.dumps([(message, torch.empty(0))])).decode()
             body = {"serialized_named_tensors": [carrier], "load_format": LOADER, "flush_cache": False}
             server.post("/update_weights_from_tensor", body)
-            written = Path(file.name).read_text()
+            written = read_regular(file.name)
         if not written:
             raise ConfigError(
                 f"inference_model.servers: the server at {server.address} does not see files in {folder}, "

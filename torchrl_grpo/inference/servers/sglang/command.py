@@ -40,7 +40,7 @@ def sglang_launch(
     # With -P, the folder of this project's program is not searched for modules.
     start = [str(python_of(cfg.inference_model.server_python)), "-P", str(Path(program.__file__).resolve())]
     words = [*start, *_flags({"model_path": source, **arguments})]
-    return Launch(words, _variables(on_cpu, cfg.collector.timeout_s), "TMPDIR")
+    return Launch(words, _variables(on_cpu, cfg.collector.timeout_s), ("TMPDIR",))
 
 
 def sglang_arguments(

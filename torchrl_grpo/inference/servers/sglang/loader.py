@@ -22,6 +22,7 @@ from torchrl_grpo.inference.servers.sglang.weights import SGLangWeights
 from torchrl_grpo.inference.servers.weight_files import Bucket
 from torchrl_grpo.inference.servers.weight_folder import BucketReader
 from torchrl_grpo.inference.vllm_arguments import name_of
+from torchrl_grpo.runtime.files.shared_files import open_regular
 
 # Differs between machines, and between two starts of one.
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -107,13 +108,18 @@ def answer(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> Non
     for message, _ in named_tensors:
         asked = json.loads(message)
         file = Path(asked["answer"])
-        if not file.name.startswith(ANSWER_PREFIX) or not file.is_file() or file.is_symlink():
-            # The client finds its own file empty.
+        if not file.name.startswith(ANSWER_PREFIX):
             continue
         try:
-            with torch.no_grad():
-                content = {"result": _methods_of(model).run(asked["method"], asked["arguments"])}
-        except Exception as error:  # noqa: BLE001  it is reported
-            traceback.print_exc()
-            content = {"error": f"{type(error).__name__}: {error}"}
-        file.write_text(json.dumps(content))
+            opened = open_regular(file, os.O_WRONLY | os.O_NOFOLLOW)
+        except OSError:
+            # The client finds its own file empty.
+            continue
+        with os.fdopen(opened, "w") as writer:
+            try:
+                with torch.no_grad():
+                    content = {"result": _methods_of(model).run(asked["method"], asked["arguments"])}
+            except Exception as error:  # noqa: BLE001  it is reported
+                traceback.print_exc()
+                content = {"error": f"{type(error).__name__}: {error}"}
+            writer.write(json.dumps(content))

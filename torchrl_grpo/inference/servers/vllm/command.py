@@ -27,7 +27,7 @@ def vllm_launch(source: str, arguments: Mapping[str, Any], *, on_cpu: bool) -> L
         on_cpu: whether it computes on a CPU.
     """
     variables = _variables(arguments["enforce_eager"], on_cpu)
-    return Launch(_command(source, arguments), variables, "VLLM_RPC_BASE_PATH")
+    return Launch(_command(source, arguments), variables, ("VLLM_RPC_BASE_PATH", "TMPDIR"))
 
 
 def _command(source: str, arguments: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,1 @@
+"""Files and descriptors that others can write, replace or close."""
