@@ -58,6 +58,8 @@ class FakeServer:
         # Number of responses that run at a time; further ones wait.
         self.places = 10**6
         self.max_model_len = 10_000
+        # Status and address of a redirect that answers every request.
+        self.redirect: tuple[int, str] | None = None
         # Number of processes that the server says its model is divided among.
         self.ranks = 1
         self._open: dict[Hashable, asyncio.Future[Completion]] = {}
@@ -118,6 +120,8 @@ class FakeServer:
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
+        if self.redirect is not None:
+            return web.Response(status=self.redirect[0], headers={"Location": self.redirect[1]})
         self.requests.append(request.path)
         self.fault(request.path)
         answer: web.StreamResponse = await handler(request)

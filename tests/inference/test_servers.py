@@ -9,11 +9,13 @@ import json
 import math
 import os
 import queue
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -323,6 +325,28 @@ def test_a_wrong_key_is_a_mistake_of_the_user(server: FakeServer, tmp_path: Path
         ConfigError, match=r"inference_model.servers: unix:.* refuses the key; set (VLLM|SGLANG)_API_KEY"
     ):
         connect(server, tmp_path, key="guess")
+
+
+@pytest.mark.parametrize("status", [301, 307])
+def test_a_redirect_takes_neither_prompts_nor_key_elsewhere(
+    status: int, server: FakeServer, tmp_path: Path
+) -> None:
+    arrived: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        elsewhere = f"http://127.0.0.1:{other.getsockname()[1]}/"
+        redirecting = FakeServer(server.engine, tmp_path / "redirecting")
+        redirecting.redirect = status, elsewhere
+        other.settimeout(0.2)
+        try:
+            with closing(ServerConnection(redirecting.address, "secret", 5.0)) as connection:
+                connection.wait_until_up(5.0)
+                with pytest.raises(ConfigError, match=rf"redirect to {elsewhere}, .* write the address"):
+                    connection.post("/generate", {"token_ids": [1, 2, 3]})
+            with contextlib.suppress(TimeoutError):
+                arrived.append(other.accept()[0].recv(4096))
+        finally:
+            redirecting.kill()
+    assert arrived == []
 
 
 def test_another_number_format_is_a_mistake_of_the_user(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ class ServerConnection:
 
     async def _is_up(self) -> bool:
         try:
-            async with self._session.get(self._base + "/health"):
+            async with self._session.get(self._base + "/health", allow_redirects=False):
                 return True
         except (aiohttp.ClientError, OSError):
             return False
@@ -156,8 +156,15 @@ class ServerConnection:
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._session.request(call.verb, url, json=call.body) as answer,
+                # Prompts, and on the same host the key, would go to wherever a server names.
+                self._session.request(call.verb, url, json=call.body, allow_redirects=False) as answer,
             ):
+                if 300 <= answer.status < 400:
+                    raise ConfigError(
+                        f"inference_model.servers: {where} answers with a redirect to "
+                        f"{answer.headers.get('Location', 'nowhere')}, which is not followed, because "
+                        "prompts would go there; write the address of the server itself"
+                    )
                 if answer.status == 401:
                     raise ConfigError(
                         f"inference_model.servers: {self.address} refuses the key; set "
