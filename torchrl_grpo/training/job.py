@@ -27,6 +27,7 @@ from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.rewards.graders import CountingGrader
 from torchrl_grpo.runtime import hardware, rank_env, screen
 from torchrl_grpo.runtime.disk_full import is_disk_full_error
+from torchrl_grpo.runtime.files import compile_cache
 from torchrl_grpo.runtime.interrupts import STOP_SIGNAL, StopRequested
 from torchrl_grpo.runtime.optional_packages import quiet_unused
 
@@ -257,3 +258,4 @@ def _prepare_process(cfg: Config | None, plan: Plan | None) -> None:
         hardware.use_expandable_segments()
     if not PASSIVE_WAIT_ENV.keys() & os.environ.keys():
         os.environ.update(PASSIVE_WAIT_ENV)
+    compile_cache.use_own()
