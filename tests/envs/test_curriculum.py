@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -81,6 +84,41 @@ def test_the_state_goes_on_with_the_same_problems() -> None:
     assert [one.id for one in resumed.draw(40)] == [one.id for one in whole.draw(40)]
     assert resumed.learned_state() == whole.learned_state()
     assert [one.id for one in stream(6).draw(40)] != [one.id for one in stream(5).draw(40)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 64, 100])
+def test_a_draw_is_that_of_all_weights_in_a_row(count: int) -> None:
+    examples = [Example(str(n), []) for n in range(count)]
+    settings: dict[str, Any] = {"bands": [0.1, 0.7], "weights": [0.3, 1.0, 0.1], "unseen_weight": 0.7}
+    made = PassRateStream(examples, 3, **settings)
+    rates: dict[int, float] = {}
+    moments = random.Random(count)
+    for start in range(0, 400, 8):
+        weights = [0.7 if n not in rates else settings["weights"][(rates[n] >= 0.1) + (rates[n] >= 0.7)]
+                   for n in range(count)]  # fmt: skip
+        for number in range(start, start + 8):
+            draw = random.Random(f"3/pass_rate/{number}").random() * sum(weights)
+            expected = next(n for n, bound in enumerate(itertools.accumulate(weights)) if bound > draw)
+            assert made.at(number).id == str(expected)
+        made.observe({number: moments.choice([0.0, 0.5, 1.0]) for number in range(start, start + 8)})
+        rates = dict(made.learned_state()["rates"])
+
+
+def test_a_draw_of_many_problems_takes_hardly_longer_than_one_of_few() -> None:
+    def seconds(count: int) -> float:
+        made = PassRateStream(
+            [Example("e", [])] * count, 0, bands=[0.5], weights=[1.0, 0.3], unseen_weight=0.7
+        )
+        made.at(0)
+        starts = [time.perf_counter()]
+        for number in range(1, 30):
+            made.observe({number - 1: 0.5})
+            made.at(number)
+            starts.append(time.perf_counter())
+        return min(after - before for before, after in itertools.pairwise(starts))
+
+    # To look at each of them would take a thousand times as long.
+    assert seconds(200_000) < 100 * seconds(200)
 
 
 def config(tmp_path: Path, **changes: Any) -> Config:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import itertools
+import math
 import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from torchrl_grpo.data.example import Example
@@ -16,6 +17,46 @@ from torchrl_grpo.envs.stream import CountedStream
 _NEWEST = 0.5
 # Number of draws before the newest observed one whose problems are remembered.
 _REMEMBERED = 100_000
+
+
+class _WeightTree:
+    """Whole weights of many entries, of which one changes or is found in logarithmic time (a Fenwick tree).
+
+    Sums of whole numbers are exact. So what is found depends on the weights alone, and not on the order in
+    which they were set.
+
+    Args:
+        weights: weights of the entries.
+    """
+
+    def __init__(self, weights: Iterable[int]) -> None:
+        self._weights = list(weights)
+        # sums[k - 1] is the sum of the entries that end with number k - 1, as many as the lowest bit of k.
+        self._sums = self._weights.copy()
+        for end in range(1, len(self._sums) + 1):
+            above = end + (end & -end)
+            if above <= len(self._sums):
+                self._sums[above - 1] += self._sums[end - 1]
+        self.total = sum(self._weights)
+
+    def set(self, index: int, weight: int) -> None:
+        """Change the weight of an entry."""
+        change = weight - self._weights[index]
+        self._weights[index] = weight
+        self.total += change
+        end = index + 1
+        while change and end <= len(self._sums):
+            self._sums[end - 1] += change
+            end += end & -end
+
+    def find(self, place: int) -> int:
+        """Return the first entry that makes the sum of all weights up to it larger than ``place``."""
+        found, width = 0, 1 << len(self._sums).bit_length()
+        while width := width >> 1:
+            if found + width <= len(self._sums) and self._sums[found + width - 1] <= place:
+                found += width
+                place -= self._sums[found - 1]
+        return found
 
 
 class PassRateStream(CountedStream):
@@ -44,8 +85,13 @@ class PassRateStream(CountedStream):
     ) -> None:
         super().__init__(examples, seed, shuffle=False)
         self.bands, self.weights, self.unseen_weight = list(bands), list(weights), unseen_weight
+        # The same weights as whole numbers.
+        exact = [Fraction(weight) for weight in (unseen_weight, *weights)]
+        scale = math.lcm(*(weight.denominator for weight in exact))
+        self._unseen_parts, *self._parts = (int(weight * scale) for weight in exact)
         self._lock = threading.Lock()
         self._rates: dict[int, float] = {}
+        self._tree = self._make_tree()
         self._chosen: dict[int, int] = {}
 
     def reseeded(self, seed: int) -> PassRateStream:
@@ -66,15 +112,20 @@ class PassRateStream(CountedStream):
             return self.examples[self._chosen[number]]
 
     def _choose(self, number: int) -> int:
-        weights = [self.unseen_weight] * len(self.examples)
-        for index, rate in self._rates.items():
-            weights[index] = self.weights[bisect.bisect_right(self.bands, rate)]
-        bounds = list(itertools.accumulate(weights))
+        draw = Fraction(random.Random(f"{self.seed}/pass_rate/{number}").random())
         # If all weights are 0, every problem is as likely as any other.
-        if bounds[-1] == 0:
-            bounds = list(range(1, len(weights) + 1))
-        draw = random.Random(f"{self.seed}/pass_rate/{number}").random() * bounds[-1]
-        return min(bisect.bisect_right(bounds, draw), len(weights) - 1)
+        if self._tree.total == 0:
+            return int(draw * len(self.examples))
+        return self._tree.find(int(draw * self._tree.total))
+
+    def _make_tree(self) -> _WeightTree:
+        parts = [self._unseen_parts] * len(self.examples)
+        for index, rate in self._rates.items():
+            parts[index] = self._part(rate)
+        return _WeightTree(parts)
+
+    def _part(self, rate: float) -> int:
+        return self._parts[bisect.bisect_right(self.bands, rate)]
 
     def observe(self, rates: Mapping[int, float]) -> None:
         """Take note of the pass rates of groups, by the numbers of their draws."""
@@ -83,6 +134,7 @@ class PassRateStream(CountedStream):
                 index = self._chosen[number]
                 before = self._rates.get(index, rate)
                 self._rates[index] = before + _NEWEST * (rate - before)
+                self._tree.set(index, self._part(self._rates[index]))
             oldest = max(rates) - _REMEMBERED
             for number in [one for one in self._chosen if one < oldest]:
                 del self._chosen[number]
@@ -106,3 +158,4 @@ class PassRateStream(CountedStream):
         with self._lock:
             self._rates = {int(index): float(rate) for index, rate in state["rates"]}
             self._chosen = {int(number): int(index) for number, index in state["chosen"]}
+            self._tree = self._make_tree()
