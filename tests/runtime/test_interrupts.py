@@ -7,7 +7,14 @@ import threading
 
 import pytest
 
-from torchrl_grpo.runtime.interrupts import delay_interrupts, remember_interrupts
+from torchrl_grpo.runtime.interrupts import (
+    Terminated,
+    delay_interrupts,
+    ignore_terminations,
+    keep_termination_handler,
+    raise_terminations,
+    remember_interrupts,
+)
 
 
 def interrupt() -> None:
@@ -92,3 +99,47 @@ def test_other_threads_change_no_handler() -> None:
     thread.start()
     thread.join()
     assert found == [before]
+
+
+def terminate() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_termination_is_raised_like_an_interrupt_and_delayed_like_one() -> None:
+    done = []
+    with raise_terminations(), remember_interrupts() as check:
+        with pytest.raises(Terminated):
+            terminate()
+        with pytest.raises(Terminated):
+            check()
+        with pytest.raises(Terminated), delay_interrupts():
+            terminate()
+            done.append("the rest")
+        with pytest.raises(KeyboardInterrupt), delay_interrupts():
+            terminate()
+            interrupt()
+            done.append("never")
+    assert done == ["the rest"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_library_does_not_take_the_termination_away() -> None:
+    with raise_terminations():
+        with keep_termination_handler():
+            signal.signal(signal.SIGTERM, lambda number, frame: None)
+        with pytest.raises(Terminated):
+            terminate()
+        ignore_terminations()
+        terminate()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_program_keeps_its_own_handler_of_terminations() -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        with raise_terminations():
+            terminate()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert came == [signal.SIGTERM]

@@ -20,10 +20,17 @@ from torchrl_grpo.config.derived import num_devices
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.planning.cores import allowed_cores
 from torchrl_grpo.runtime import rank_env
-from torchrl_grpo.runtime.interrupts import STOP_SIGNAL, stop_signal_forwarded
+from torchrl_grpo.runtime.interrupts import (
+    STOP_SIGNAL,
+    Terminated,
+    raise_terminations,
+    stop_signal_forwarded,
+)
 
 # Exit code of an interrupted process.
 INTERRUPTED_CODE = 130
+# Exit code of a process that SIGTERM has ended.
+TERMINATED_CODE = 128 + signal.SIGTERM
 # Exit code of the launcher if a signal ended a rank.
 _ENDED_BY_SIGNAL = 1
 # What usually sends a signal that a rank cannot report itself.
@@ -96,6 +103,7 @@ def _requested_processes(argv: Sequence[str]) -> int:
     return 1
 
 
+@raise_terminations()
 def launch(argv: Sequence[str], count: int) -> int:
     """Run this script's command line in ``count`` ranks on this machine.
 
@@ -108,8 +116,8 @@ def launch(argv: Sequence[str], count: int) -> int:
         rank 0 if it failed.
 
     Raises:
-        KeyboardInterrupt: the run was interrupted, and rank 0 had not begun its work, shut down without an
-            error, or timed out.
+        KeyboardInterrupt: the run was interrupted or terminated, and rank 0 had not begun its work, shut down
+            without an error, or timed out.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -125,7 +133,7 @@ def launch(argv: Sequence[str], count: int) -> int:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, allowed_cores() // count))),
     }
     # The library kills all ranks on an interrupt, but rank 0 must still finish its work and print messages.
-    with _defer_signal(signal.SIGINT) as interrupts:
+    with _defer_signals() as interrupts:
         ranks = start_processes(
             name="rank",
             entrypoint=sys.executable,
@@ -139,22 +147,24 @@ def launch(argv: Sequence[str], count: int) -> int:
     main = ranks.subprocess_handlers[0].proc
     if interrupts:
         # No rank has begun its work, so none needs time to finish it.
-        ranks.close()
-        raise KeyboardInterrupt
+        ranks.close(signal.SIGKILL)
+        raise Terminated if interrupts[0] == signal.SIGTERM else KeyboardInterrupt
     try:
         with stop_signal_forwarded(lambda: main.send_signal(STOP_SIGNAL)):
             result = ranks.wait()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         # Forward the interrupt to rank 0. A second one ends all ranks at once.
-        main.send_signal(signal.SIGINT)
+        number = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
+        main.send_signal(number)
         # Wait for rank 0 only: a rank that it has released may fail on exit, and this must not end rank 0.
         with suppress(subprocess.TimeoutExpired):
             main.wait(timeout=_SHUTDOWN_TIMEOUT_S)
-        if main.returncode in (None, 0, INTERRUPTED_CODE, -signal.SIGINT):
+        if main.returncode in (None, 0, INTERRUPTED_CODE, TERMINATED_CODE, -number):
             raise
         return _exit_code(main.returncode)
     finally:
-        ranks.close()
+        # Ranks that wait for rank 0 ignore other signals.
+        ranks.close(signal.SIGKILL)
     assert result is not None
     if not result.failures:
         return 0
@@ -168,30 +178,29 @@ def launch(argv: Sequence[str], count: int) -> int:
 
 
 @contextmanager
-def _defer_signal(number: signal.Signals) -> Iterator[list[int]]:
-    """Collect a signal instead of acting on it, and restore its handler at the end.
+def _defer_signals() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM instead of acting on them, and restore their handlers at the end.
 
     An interrupt during the start would leave behind the ranks that already run. An ignored signal stays
     ignored; nohup, for example, ignores signals.
-
-    Args:
-        number: signal to collect.
 
     Yields:
         A list that gets an entry for each signal that arrives.
     """
     arrived: list[int] = []
-    before = signal.getsignal(number)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     # Keep the library from replacing this handler with its own.
     variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
     chosen = os.environ.get(variable)
-    os.environ[variable] = "SIGTERM,SIGHUP,SIGQUIT"
-    if before != signal.SIG_IGN:
-        signal.signal(number, lambda received, frame: arrived.append(received))
+    os.environ[variable] = "SIGHUP,SIGQUIT"
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, lambda received, frame: arrived.append(received))
     try:
         yield arrived
     finally:
-        signal.signal(number, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         if chosen is None:
             del os.environ[variable]
         else:

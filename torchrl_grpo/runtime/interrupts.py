@@ -23,6 +23,10 @@ STOP_SIGNAL = signal.SIGUSR1
 _HELD = b"interrupted: the training ranks finish what they have begun together; interrupt again to end now\n"
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came. It ends a run like an interrupt from the keyboard."""
+
+
 class StopRequested(BaseException):
     """``STOP_SIGNAL`` came, and the run has saved what it had. It is no error, like KeyboardInterrupt."""
 
@@ -78,6 +82,44 @@ def stop_signal_forwarded(send: Callable[[], None]) -> Iterator[None]:
         thread.join()
 
 
+def _raise_terminated(number: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+# Handlers that raise an interrupt.
+_RAISING = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _raise_terminated}
+
+
+@contextmanager
+def raise_terminations() -> Iterator[None]:
+    """Raise :class:`Terminated` when SIGTERM comes, unless a larger program has a handler of its own."""
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+    if ours:
+        signal.signal(signal.SIGTERM, _raise_terminated)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def ignore_terminations() -> None:
+    """Let SIGTERM do nothing in this process. Processes that it starts do not inherit that."""
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+
+
+@contextmanager
+def keep_termination_handler() -> Iterator[None]:
+    """Restore the handler of SIGTERM after a library has replaced it, if it is one of Python's."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(before) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
+
+
 @contextmanager
 def remember_interrupts() -> Iterator[Callable[[], None]]:
     """Raise interrupts as usual, and remember that one came.
@@ -85,29 +127,31 @@ def remember_interrupts() -> Iterator[Callable[[], None]]:
     Yields:
         A function that raises KeyboardInterrupt if one came and was swallowed.
     """
-    came = False
+    came: int | None = None
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal came
-        came = True
-        signal.default_int_handler(number, frame)
+        came = number
+        _RAISING[signal.Signals(number)](number, frame)
 
     def check() -> None:
-        if came:
-            raise KeyboardInterrupt
+        if came is not None:
+            _RAISING[signal.Signals(came)](came, None)
 
-    ours = (
-        threading.current_thread() is threading.main_thread()
+    ours = [
+        number
+        for number, raising in _RAISING.items()
+        if threading.current_thread() is threading.main_thread()
         # It is ignored under nohup, and a larger program around this one may have its own handler.
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
-    if ours:
-        signal.signal(signal.SIGINT, handle)
+        and signal.getsignal(number) is raising
+    ]
+    for number in ours:
+        signal.signal(number, handle)
     try:
         yield check
     finally:
-        if ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in ours:
+            signal.signal(number, _RAISING[number])
 
 
 @contextmanager
@@ -117,27 +161,30 @@ def delay_interrupts() -> Iterator[None]:
     Raises:
         KeyboardInterrupt: at the end after one interrupt, or at the second one.
     """
-    previous = signal.getsignal(signal.SIGINT)
     # Python runs handlers in the main thread only. One that is not callable (ignored, not Python's) stays.
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+    found = {number: signal.getsignal(number) for number in _RAISING}
+    previous = {number: handler for number, handler in found.items() if callable(handler)}
+    if threading.current_thread() is not threading.main_thread() or not previous:
         yield
         return
-    came = False
+    came: signal.Signals | None = None
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal came
-        if came:
-            previous(number, frame)
-        came = True
+        if came is not None:
+            previous[signal.Signals(number)](number, frame)
+        came = signal.Signals(number)
         # Not through the stream: the interrupted code may be writing to it. The other ranks must not be left
         # waiting because the terminal is closed.
         with suppress(OSError):
             os.write(screen.err_descriptor(), _HELD)
 
-    signal.signal(signal.SIGINT, handle)
+    for number in previous:
+        signal.signal(number, handle)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
-    if came:
-        previous(signal.SIGINT, None)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if came is not None:
+        previous[came](came, None)

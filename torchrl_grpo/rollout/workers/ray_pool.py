@@ -30,6 +30,7 @@ from torchrl_grpo.planning.cores import import_path, visible_gpus, worker_env
 from torchrl_grpo.planning.plan import SHARED_GPU
 from torchrl_grpo.rollout.workers.types import Command, LoadWeightsCommand
 from torchrl_grpo.runtime import own_variables
+from torchrl_grpo.runtime.interrupts import keep_termination_handler
 
 _PLACEMENT_LIMIT_S = 60.0
 # Ray frees unused objects once a second by default. With short steps, several copies of the weights
@@ -263,7 +264,7 @@ def _connect(cfg: Config, count: int, gpus: Sequence[int]) -> None:
     options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(import_path())}}
     if address is None:
         # Every worker occupies one CPU slot, so offer enough slots even if there are fewer cores.
-        with own_variables.hidden(), temporary_env(cluster_env(gpus)):
+        with own_variables.hidden(), temporary_env(cluster_env(gpus)), keep_termination_handler():
             ray.init(
                 address="local",
                 num_cpus=max(count, os.cpu_count() or 1),
@@ -274,7 +275,8 @@ def _connect(cfg: Config, count: int, gpus: Sequence[int]) -> None:
         return
     try:
         _check_reachable(address)
-        ray.init(address=address, **options)
+        with keep_termination_handler():
+            ray.init(address=address, **options)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"ray.address={address}: no Ray cluster answers there ({str(error).splitlines()[0]}); start one "
