@@ -189,8 +189,11 @@ def said_by_ranks_that_get(number: signal.Signals, code: int, runs: Runs, folder
     return said
 
 
-def test_an_interrupt_ends_all_ranks_in_good_order(runs: Runs, tmp_path: Path) -> None:
-    said_by_ranks_that_get(signal.SIGINT, 130, runs, tmp_path / "run")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_ends_all_ranks_in_good_order(
+    number: signal.Signals, code: int, runs: Runs, tmp_path: Path
+) -> None:
+    said_by_ranks_that_get(number, code, runs, tmp_path / "run")
 
 
 def test_ranks_that_grpo_py_has_started_follow_the_run_on_one_until_they_are_stopped(
@@ -199,6 +202,42 @@ def test_ranks_that_grpo_py_has_started_follow_the_run_on_one_until_they_are_sto
     said = said_by_ranks_that_get(signal.SIGUSR1, 75, runs, tmp_path / "run")
     assert "an engine in each of 2 ranks" in said
     check_follows(tmp_path / "run", runs.one_rank)
+
+
+_LISTENING = """
+import os, sys
+
+sys.path.insert(0, {root!r})
+if "RANK" not in os.environ:
+    from torchrl_grpo.distributed import launch
+
+    raise SystemExit(launch.launch([], 2))
+import psutil
+from torchrl_grpo.distributed.ranks import Ranks
+
+ranks = Ranks(on_cpu=True)
+assert "GLOO_SOCKET_IFNAME" not in os.environ
+for one in psutil.Process().net_connections("inet"):
+    if one.status == "LISTEN":
+        print(one.laddr.ip, one.laddr.port == int(os.environ["MASTER_PORT"]), flush=True)
+ranks.release() if ranks.is_main else ranks.follow(None)
+"""
+
+
+def test_ranks_on_one_machine_listen_where_no_other_machine_reaches_them(
+    repo_root: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "listening.py"
+    script.write_text(_LISTENING.format(root=str(repo_root)))
+    left_out = ("RANK", "WORLD_SIZE", "LD_PRELOAD", "GLOO_SOCKET_IFNAME")
+    environment = {k: v for k, v in os.environ.items() if k not in left_out}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    found = [tuple(line.split()) for line in done.stdout.splitlines()]
+    assert {host for host, _ in found} == {"127.0.0.1"}
+    # One of them is the meeting point.
+    assert [is_meeting_point for _, is_meeting_point in found].count("True") == 1
 
 
 _LEAVING = """

@@ -20,6 +20,7 @@ from accelerate import PartialState
 from torch import Tensor
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.distributed import loopback
 from torchrl_grpo.planning.cores import divide_cores
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.runtime import rank_env
@@ -48,9 +49,10 @@ class Ranks:
         if self.size > 1:
             # Transformers would leave all ranks but the first without weights, for Accelerate to fill in.
             os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-            PartialState(cpu=on_cpu, timeout=_PATIENCE)
-            # Calls are Python objects in the CPU's memory, whichever backend carries the tensors.
-            self._orders = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            with loopback.meeting_point() as options:
+                PartialState(cpu=on_cpu, timeout=_PATIENCE, **options)
+                # Calls are Python objects in the CPU's memory, whichever backend carries the tensors.
+                self._orders = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     @property
     def is_main(self) -> bool:
