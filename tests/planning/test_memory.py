@@ -30,12 +30,14 @@ from torchrl_grpo.config.values import (
 )
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.models import smollm2
+from torchrl_grpo.models.kind import check_kind
 from torchrl_grpo.models.shape import (
     _PLAIN,
     _SMOLLM2,
     ModelShape,
     Unknown,
     count_parameters,
+    model_folder,
     read_shape,
     shape_of,
 )
@@ -300,6 +302,17 @@ def test_a_damaged_model_is_named(tmp_path: Path, file: str) -> None:
     (tmp_path / file).write_bytes(b"{")
     with pytest.raises(ModelError, match=r"model\.name=.*damaged"):
         read_shape(ModelConfig(name=str(tmp_path)))
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[1]", '"text"', "null"])
+def test_a_configuration_of_another_form_is_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    check_kind(ModelConfig(name=str(tmp_path)))
+    with pytest.raises(ModelError, match=r"files in .* are damaged"):
+        read_shape(ModelConfig(name=str(tmp_path)))
+    (tmp_path / "adapter_config.json").write_text(content)
+    with pytest.raises(ModelError, match="the folder holds adapters for an unknown model and no model"):
+        model_folder(ModelConfig(name=str(tmp_path)))
 
 
 # Work

@@ -27,8 +27,10 @@ def check_kind(cfg: ModelConfig) -> None:
         return
     try:
         settings = json.loads((folder / "config.json").read_text())
-    except ValueError:
+    except (ValueError, RecursionError):
         return  # read_shape() reports the error
+    if not isinstance(settings, dict):
+        return  # as well
     architectures = [str(name) for name in settings.get("architectures") or ()]
     if not _suspicious(settings, architectures) or _brings_its_own(settings, cfg):
         return

@@ -126,7 +126,7 @@ def read_shape(cfg: ModelConfig) -> ModelShape | Unknown:
         settings = json.loads((folder / "config.json").read_text())
         shape = shape_of(settings, count_parameters(folder))
         return shape or Unknown(f"the config.json of model.name={cfg.name} does not name its sizes")
-    except (ValueError, KeyError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise ModelError(
             f"model.name={cfg.name}: the model cannot be loaded, files in {folder} are damaged ({error}); "
             "write another folder or name, or fetch it again"
@@ -159,7 +159,10 @@ def model_folder(cfg: ModelConfig) -> Path | None:
 
 def _only_adapters(name: str, folder: Path) -> str:
     merged = folder.parent / "merged"
-    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        base = "an unknown model"
     fix = f"model.name={merged}" if merged.is_dir() else "the folder of a merged model"
     return (
         f"model.name={name}: the folder holds adapters for {base} and no model; write {fix} instead "
