@@ -29,5 +29,9 @@ class TrainingStopped(UserError):
     """
 
 
+class RunFolderLost(TrainingStopped):
+    """The run folder, or a file in it, was deleted or moved while the run wrote to it."""
+
+
 class WorkersLost(TrainingStopped):
     """Rollout workers or reference processes failed too often. The trainer is intact and can be saved."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import errno
 import json
+import os
 import pickle
 import random
 import re
@@ -21,13 +22,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_grpo.checkpoints import checkpoint
+from torchrl_grpo.checkpoints import run_dir as run_folder
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.parsing import keys
 from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.config.values import AnswerFormat, Autocast, Backend, Dtype, OverlongPrompts
 from torchrl_grpo.data import Example
 from torchrl_grpo.envs.chat import check_length
-from torchrl_grpo.errors import CheckpointError, DataError
+from torchrl_grpo.errors import CheckpointError, DataError, RunFolderLost
 from torchrl_grpo.training.state import Counters, random_state, seed_everything, set_random_state
 
 
@@ -182,6 +184,56 @@ def test_leftovers_of_a_killed_process_are_ignored_and_cleaned(run_dir: Path) ->
     checkpoint.clean(run_dir / "never made")
 
 
+@pytest.mark.parametrize("name", [".writing-10", ".removing-5", "10", "10.set-aside"])
+@pytest.mark.parametrize("kind", ["file", "link", "broken link"])
+def test_a_file_or_link_in_the_place_of_a_folder_is_no_obstacle(run_dir: Path, name: str, kind: str) -> None:
+    save(run_dir, 5)
+    kept = shutil.copytree(run_dir / "checkpoints" / "5", run_dir / "elsewhere")
+    place = run_dir / "checkpoints" / name
+    if kind == "file":
+        place.touch()
+    else:
+        place.symlink_to(kept if kind == "link" else run_dir / "nowhere")
+    checkpoint.clean(run_dir)
+    save(run_dir, 10, keep=1)
+    assert checkpoint.find(run_dir, "auto").name == "10"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpoint.rename_checkpoints_after(run_dir, 5)
+    assert steps(run_dir) == ["10.set-aside"] and (kept / "trainer.pt").exists()
+
+
+def test_a_link_to_a_complete_checkpoint_is_no_leftover(run_dir: Path) -> None:
+    folder = save(run_dir, 5)
+    (run_dir / "checkpoints" / ".writing-7").symlink_to(folder)
+    shutil.copytree(folder, run_dir / "checkpoints" / ".writing-notes")
+    checkpoint.clean(run_dir)
+    assert steps(run_dir) == ["5"]
+
+
+@pytest.mark.parametrize("name", ["²", "٣", "1_0", "+7"])
+def test_only_plain_numbers_are_steps(run_dir: Path, name: str) -> None:
+    folder = save(run_dir, 5)
+    shutil.copytree(folder, folder.with_name(name))
+    assert checkpoint.find(run_dir, "auto").name == "5"
+    assert run_folder.complete_checkpoints(run_dir) == [folder]
+    with pytest.raises(CheckpointError, match="no complete checkpoint to resume from"):
+        run_folder.folder_to_resume(str(folder.with_name(name)), None)
+    save(run_dir, 10, keep=1)
+    assert steps(run_dir) == sorted(["10", name])
+
+
+@pytest.mark.parametrize("deleted", ["checkpoints", "checkpoints/.writing-10/model"])
+def test_a_folder_that_is_deleted_while_it_is_written_is_told(run_dir: Path, deleted: str) -> None:
+    def write(folder: Path) -> None:
+        write_model(folder)
+        shutil.rmtree(run_dir / deleted)
+
+    with pytest.raises(RunFolderLost, match=r"checkpoints/.writing-10 was deleted or moved while the run"):
+        checkpoint.save(run_dir, 10, cfg=Config(), write_model=write, state={}, keep=1)
+    assert save(run_dir, 10).is_dir()
+
+
 def test_a_kill_while_an_old_one_is_removed_leaves_no_half_checkpoint(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +290,25 @@ def replace_manifest(text: str) -> Any:
     return lambda folder: (folder / "manifest.json").write_text(text)
 
 
+def remove(path: Path) -> Path:
+    path.unlink()
+    return path
+
+
+def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest["files"])
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def forget_the_model(folder: Path) -> None:
+    rewrite_manifest(folder, lambda files: [files.pop(name) for name in [*files] if "model/" in name])
+
+
+def list_a_long_name(folder: Path) -> None:
+    rewrite_manifest(folder, lambda files: files.update({"x" * 300: {"bytes": 1, "crc32": 0}}))
+
+
 DAMAGES = {
     "truncated": (truncate, r"model/model.safetensors has 5119 bytes instead of 5120"),
     "flipped byte": (flip, "trainer.pt has another checksum"),
@@ -250,6 +321,16 @@ DAMAGES = {
         replace_manifest('{"files": {"trainer.pt": {}}}'),
         "manifest.json cannot be read",
     ),
+    "deep manifest": (replace_manifest("[" * 100_000), "manifest.json cannot be read"),
+    "no files in the manifest": (replace_manifest('{"files": {}}'), "does not list config.yaml"),
+    "part of the files in the manifest": (forget_the_model, "does not list model"),
+    "missing model": (lambda folder: shutil.rmtree(folder / "model"), "model is missing"),
+    "manifest that blocks": (
+        lambda folder: os.mkfifo(remove(folder / "manifest.json")),
+        "manifest.json cannot be read .*not a regular file",
+    ),
+    "file that blocks": (lambda folder: os.mkfifo(remove(folder / "trainer.pt")), "trainer.pt is missing"),
+    "name that is too long": (list_a_long_name, "cannot be read .File name too long"),
     "manifest of bytes": (lambda f: (f / "manifest.json").write_bytes(b"\xff\xfe{}"), "cannot be read"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.errors import CheckpointError, ConfigError
+from torchrl_grpo.errors import CheckpointError, ConfigError, RunFolderLost
 from torchrl_grpo.observe import (
     MetricsWriter,
     Progress,
@@ -171,6 +172,63 @@ def test_resume_cuts_later_steps_and_a_torn_line(
 def test_resume_without_a_file_starts_one(tmp_path: Path) -> None:
     MetricsWriter(tmp_path, resume_step=3).write(4, {})
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [4]
+
+
+def test_a_resumed_run_names_the_steps_that_its_files_lack(tmp_path: Path) -> None:
+    metrics = MetricsWriter(tmp_path)
+    rollouts = RolloutWriter(tmp_path)
+    for step in range(7):
+        metrics.write(step, {"x": 1})
+    for step in (1, 3, 5):
+        rollouts.write(step, [ROW] * 4)
+    metrics.close()
+    rollouts.close()
+
+    def found(step: int) -> list[str | None]:
+        writers = MetricsWriter(tmp_path, step), RolloutWriter(tmp_path, step)
+        messages = [writers[0].missing(range(step + 1)), writers[1].missing(range(1, step + 1, 2))]
+        for writer in writers:
+            writer.close()
+        return messages
+
+    assert found(6) == [None, None]
+    lines = metrics.path.read_bytes().splitlines(keepends=True)
+    # The head of one file is lost, and the end of the other, in the middle of a line.
+    metrics.path.write_bytes(b"".join(lines[2:]))
+    rollouts.path.write_bytes(rollouts.path.read_bytes()[:-20])
+    lacks, end = "was cut or changed: it lacks lines of", ", and the run goes on without them"
+    assert found(6) == [
+        f"warning: {metrics.path} {lacks} 2 steps (0 to 1){end}",
+        f"warning: {rollouts.path} {lacks} step 5{end}",
+    ]
+    for path in (metrics.path, rollouts.path):
+        path.unlink()
+    messages = found(4)
+    assert [str(message).partition(" lines of ")[2].partition(",")[0] for message in messages] == [
+        "5 steps (0 to 4)",
+        "2 steps (1 to 3)",
+    ]
+    assert all("jsonl is missing: it lacks" in str(message) for message in messages)
+
+
+def test_what_is_written_is_looked_for(tmp_path: Path) -> None:
+    for writer in (MetricsWriter(tmp_path), RolloutWriter(tmp_path)):
+        writer.check()
+        writer.path.rename(tmp_path / "moved")
+        with pytest.raises(
+            RunFolderLost, match=f"{writer.path} was deleted or moved while the run wrote to it"
+        ):
+            writer.check()
+        writer.close()
+
+
+@pytest.mark.parametrize("step", [None, 3])
+@pytest.mark.parametrize("writer", [MetricsWriter, RolloutWriter])
+def test_a_file_of_another_kind_does_not_block(tmp_path: Path, step: int | None, writer: Any) -> None:
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(OSError, match="is not a regular file"):
+        writer(tmp_path, step)
 
 
 def test_resume_refuses_a_file_damaged_in_the_middle(tmp_path: Path) -> None:
@@ -476,6 +534,57 @@ def test_csv_logger_and_its_resume(tmp_path: Path) -> None:
     loggers.log_scalars({"reward/mean": 9}, 3)
     loggers.close()
     assert scalars.read_text() == "1,0.5\n2,1.0\n3,9.0\n"
+
+
+def csv_of_a_thousand_steps(tmp_path: Path) -> Path:
+    path = tmp_path / "csv" / tmp_path.name / "scalars" / "reward.csv"
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(f"{step},0.5\n" for step in range(1000)))
+    return path
+
+
+def csv_config() -> Config:
+    cfg = Config()
+    cfg.logging.backends = ["csv"]
+    return cfg
+
+
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_a_disk_that_fills_up_while_a_csv_file_is_cut_loses_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    path = csv_of_a_thousand_steps(tmp_path)
+    before = path.read_bytes()
+
+    def full(*given: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os if moment == "fsync" else Path, moment, full)
+        with pytest.raises(OSError, match=r"No space left on device: .*reward\.csv"):
+            build(csv_config(), tmp_path, resume_step=900)
+    assert [file.name for file in path.parent.iterdir()] == ["reward.csv"] and path.read_bytes() == before
+    build(csv_config(), tmp_path, resume_step=900).close()
+    assert path.read_text().splitlines()[-1] == "900,0.5"
+
+
+def test_a_csv_file_whose_process_is_killed_while_it_is_cut_loses_no_row(tmp_path: Path) -> None:
+    path = csv_of_a_thousand_steps(tmp_path)
+    before = path.read_bytes()
+    code = (
+        "import os, sys; from pathlib import Path; from torchrl_grpo.runtime.files import shared_files\n"
+        "os.fsync = lambda file: os.kill(os.getpid(), 9)\n"
+        "shared_files.replace(Path(sys.argv[1]), 'half')"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -9
+    assert path.read_bytes() == before
+
+
+def test_a_damaged_csv_file_is_one_line(tmp_path: Path) -> None:
+    path = csv_of_a_thousand_steps(tmp_path)
+    path.write_text("1,0.5\n<<<<\n2,0.5\n")
+    with pytest.raises(CheckpointError, match=r"reward.csv: a line does not begin with its step: '<<<<"):
+        build(csv_config(), tmp_path, resume_step=900)
 
 
 def test_tensorboard_logger_and_its_resume(tmp_path: Path) -> None:

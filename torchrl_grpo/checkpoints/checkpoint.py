@@ -25,16 +25,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torchrl_grpo.checkpoints.run_dir import MANIFEST, launch_command
+from torchrl_grpo.checkpoints.run_dir import MANIFEST, is_step, launch_command
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.resume import is_changeable_on_resume
-from torchrl_grpo.errors import CheckpointError
+from torchrl_grpo.errors import CheckpointError, RunFolderLost
 from torchrl_grpo.runtime.disk_full import is_disk_full_error
+from torchrl_grpo.runtime.files.shared_files import open_regular, read_regular
 
 _TMP_PREFIX = ".writing-"
 _REMOVING_PREFIX = ".removing-"
 _TRAINER = "trainer.pt"
 _CONFIG = "config.yaml"
+_MODEL = "model"
 
 
 def save(
@@ -66,36 +68,45 @@ def save(
 
     Raises:
         CheckpointError: the disk is full.
+        RunFolderLost: the folder was deleted meanwhile.
     """
     root = run_dir / "checkpoints"
     tmp_dir = root / f"{_TMP_PREFIX}{step}"
-    shutil.rmtree(tmp_dir, ignore_errors=True)
-    writers = {"model": write_model, **({"merged": write_merged} if write_merged is not None else {})}
-    with _cleanup_on_error(run_dir, tmp_dir):
+    _remove(tmp_dir)
+    writers = {_MODEL: write_model, **({"merged": write_merged} if write_merged is not None else {})}
+    folders = [tmp_dir / name for name in writers]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    with _cleanup_on_error(run_dir, tmp_dir, folders):
         _fill(tmp_dir, step, cfg, writers, state)
     target = root / str(step)
-    replaced = _rename_for_removal(target) if target.exists() else None
+    replaced = _rename_for_removal(target) if os.path.lexists(target) else None
     tmp_dir.rename(target)
     _flush(root)
     if replaced is not None:
-        shutil.rmtree(replaced)
+        _remove(replaced)
     # Count only up to this step: a later checkpoint, which a user may have copied here, must not displace the
     # one just written.
     for old in [folder for folder in _step_dirs(root) if int(folder.name) <= step][:-keep]:
-        shutil.rmtree(_rename_for_removal(old))
+        _remove(_rename_for_removal(old))
     return target
 
 
 @contextmanager
-def _cleanup_on_error(run_dir: Path, tmp_dir: Path) -> Iterator[None]:
+def _cleanup_on_error(run_dir: Path, tmp_dir: Path, folders: list[Path]) -> Iterator[None]:
     """Remove the partial checkpoint after an error.
 
     Raises:
         CheckpointError: the disk is full; the message says how to continue the run.
+        RunFolderLost: somebody else has removed it.
     """
     try:
         yield
     except Exception as error:
+        # Libraries report a missing folder in words of their own.
+        missing = error.filename if isinstance(error, FileNotFoundError) else None
+        if str(missing).startswith(str(tmp_dir)) or not all(folder.is_dir() for folder in folders):
+            raise RunFolderLost(f"{tmp_dir} was deleted or moved while the run wrote to it") from error
         written = sum(path.stat().st_size for path in tmp_dir.rglob("*") if path.is_file()) / 2**30
         free = shutil.disk_usage(run_dir).free / 2**30
         shutil.rmtree(tmp_dir, ignore_errors=True)
@@ -116,7 +127,6 @@ def _fill(
     from omegaconf import OmegaConf
 
     for name, write in writers.items():
-        (tmp_dir / name).mkdir(parents=True)
         write(tmp_dir / name)
     torch.save(state, tmp_dir / _TRAINER)
     OmegaConf.save(OmegaConf.create(asdict(cfg)), tmp_dir / _CONFIG)
@@ -136,14 +146,16 @@ def clean(run_dir: Path) -> None:
     """Clean up the temporary folders that a killed process left behind.
 
     A complete checkpoint gets its final name, unless a folder of that name exists. Every other temporary
-    folder is removed.
+    folder is removed, and so is a file or a link in its place.
     """
     for leftover in list((run_dir / "checkpoints").glob(".*-*")):
-        target = leftover.with_name(leftover.name.removeprefix(_TMP_PREFIX))
-        if target != leftover and not target.exists() and find_damage(leftover) is None:
+        name = leftover.name.removeprefix(_TMP_PREFIX)
+        target = leftover.with_name(name)
+        complete = is_step(name) and not leftover.is_symlink() and find_damage(leftover) is None
+        if complete and not os.path.lexists(target):
             leftover.rename(target)
         elif leftover.name.startswith((_TMP_PREFIX, _REMOVING_PREFIX)):
-            shutil.rmtree(leftover)
+            _remove(leftover)
 
 
 def rename_checkpoints_after(run_dir: Path, step: int) -> None:
@@ -155,8 +167,7 @@ def rename_checkpoints_after(run_dir: Path, step: int) -> None:
     for folder in _step_dirs(run_dir / "checkpoints"):
         if int(folder.name) > step:
             target = folder.with_name(f"{folder.name}.set-aside")
-            if target.exists():
-                shutil.rmtree(target)
+            _remove(target)
             folder.rename(target)
             warnings.warn(
                 f"{folder} is later than the step resumed and is kept as {target.name}", stacklevel=2
@@ -213,18 +224,28 @@ def find_damage(folder: Path, verify_checksums: bool = True) -> str | None:
         verify_checksums: whether to check every byte. If false, only the sizes of the files are checked.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads(read_regular(folder / MANIFEST))
         entries = [(name, entry["bytes"], entry["crc32"]) for name, entry in manifest["files"].items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"its {MANIFEST} cannot be read ({error!r})"
+    model = folder / _MODEL
+    if not model.is_dir():
+        return f"{_MODEL} is missing"
+    listed = {name.partition("/")[0] for name, _, _ in entries}
+    for part in (_CONFIG, _TRAINER, *([_MODEL] if any(model.iterdir()) else [])):
+        if part not in listed:
+            return f"its {MANIFEST} does not list {part}"
     for name, size, crc32 in entries:
         path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
-        if verify_checksums and _crc32(path) != crc32:
-            return f"{name} has another checksum than when it was written"
+        try:
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes instead of {size}"
+            if verify_checksums and _crc32(path) != crc32:
+                return f"{name} has another checksum than when it was written"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
     return None
 
 
@@ -279,15 +300,23 @@ def clone_tensors(state: Any) -> Any:
 
 
 def _step_dirs(root: Path) -> list[Path]:
-    found = [path for path in root.glob("*") if path.name.isdigit() and path.is_dir()]
+    found = [path for path in root.glob("*") if is_step(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name))
 
 
 def _rename_for_removal(folder: Path) -> Path:
     """Rename a folder before its removal, so that a kill leaves nothing that looks complete."""
     target = folder.with_name(f"{_REMOVING_PREFIX}{folder.name}")
-    shutil.rmtree(target, ignore_errors=True)
+    _remove(target)
     return folder.rename(target)
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder, or a file or link in its place, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _with_defaults(saved: Any, defaults: dict[str, Any]) -> dict[str, Any]:
@@ -312,7 +341,7 @@ def _differences(before: Any, now: Any, prefix: str = "") -> list[tuple[str, Any
 
 def _crc32(path: Path) -> int:
     value = 0
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         while block := file.read(1 << 22):
             value = zlib.crc32(block, value)
     return value

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +18,9 @@ from pathlib import Path
 import yaml
 
 from torchrl_grpo.config.keys import bad_value
-from torchrl_grpo.errors import CheckpointError, ConfigError
+from torchrl_grpo.errors import CheckpointError, ConfigError, UserError
 from torchrl_grpo.runtime.config_dir import config_dir
+from torchrl_grpo.runtime.files.shared_files import open_regular, read_regular
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
@@ -32,8 +34,46 @@ _OF_A_JOB = ("hydra.run.dir", "hydra.sweep.dir", "hydra.job.name", "hydra.output
 def complete_checkpoints(run_dir: Path) -> list[Path]:
     """Return the complete checkpoints of a run folder, oldest first."""
     manifests = run_dir.glob(f"checkpoints/*/{MANIFEST}")
-    found = [manifest.parent for manifest in manifests if manifest.parent.name.isdigit()]
+    found = [manifest.parent for manifest in manifests if is_step(manifest.parent.name)]
     return sorted(found, key=lambda folder: int(folder.name))
+
+
+def is_step(name: str) -> bool:
+    """Return whether the name of a folder is the number of a step."""
+    # isdigit() also holds for "²", which int() does not take.
+    return name.isascii() and name.isdigit()
+
+
+def explain(error: BaseException, run_dir: Path) -> ConfigError | None:
+    """Describe what the system said of a file of a run folder; None if the error is about something else."""
+    # A library may have raised an error of its own because of it.
+    found = error if isinstance(error, OSError) else error.__cause__
+    if isinstance(error, UserError) or not isinstance(found, OSError):
+        return None
+    folder = Path(os.path.abspath(run_dir))
+    for name in (found.filename, found.filename2):
+        path = Path(os.path.abspath(name)) if isinstance(name, str | Path) else None
+        if path is not None and (path == folder or path in folder.parents or folder in path.parents):
+            return ConfigError(
+                f"the run folder {run_dir} cannot be used: {path}: {found.strerror}; repair that, or write "
+                "hydra.run.dir=<another folder> for a new run instead"
+            )
+    return None
+
+
+@contextmanager
+def explained_errors(run_dir: Path) -> Iterator[None]:
+    """Turn errors of the system about the files of a run folder into ones that name it and a fix.
+
+    Raises:
+        ConfigError: such an error.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (explained := explain(error, run_dir)) is not None:
+            raise explained from error
+        raise
 
 
 def holds_run(folder: Path) -> bool:
@@ -79,6 +119,23 @@ def check_free(key: str, folder: Path) -> None:
             f"{key}={folder}: holds an earlier run, which is left as it is; "
             f"write resume={folder} to continue it, or {key}=<another folder> instead"
         )
+
+
+def check_kinds(folder: Path) -> None:
+    """Refuse a run folder with something that is neither a file nor a folder, as opening it could block.
+
+    Args:
+        folder: folder that the run will write to; it need not exist.
+
+    Raises:
+        ConfigError: there is a FIFO, a socket or a device.
+    """
+    for path in [*folder.glob("*"), *folder.glob(".hydra/*")]:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ConfigError(
+                f"the run folder {folder} cannot be used: {path} is neither a file nor a folder; remove it, "
+                "or write hydra.run.dir=<another folder> for a new run instead"
+            )
 
 
 def set_aside(folder: Path) -> None:
@@ -133,7 +190,7 @@ def launch_command(run_dir: Path) -> str:
     """Return the script and arguments that started a run, from Hydra's record; empty without a record."""
     record = run_dir / ".hydra"
     try:
-        hydra = yaml.safe_load((record / "hydra.yaml").read_text(encoding="utf-8"))["hydra"]
+        hydra = yaml.safe_load(read_regular(record / "hydra.yaml"))["hydra"]
         command = [f"{hydra['job']['name']}.py", f"--config-name={hydra['job']['config_name']}"]
         for one in hydra["runtime"]["config_sources"]:
             if one["provider"] == "command-line":
@@ -141,10 +198,10 @@ def launch_command(run_dir: Path) -> str:
             elif one["provider"] == "main" and Path(one["path"]) != config_dir():
                 command.append(f"--config-path={one['path']}")
         command += [word for word in hydra["overrides"]["hydra"] if word.partition("=")[0] not in _OF_A_JOB]
-        words = yaml.safe_load((record / "overrides.yaml").read_text(encoding="utf-8"))
+        words = yaml.safe_load(read_regular(record / "overrides.yaml"))
         command += [word for word in words if not word.startswith("resume=")]
         return shlex.join(command)
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError):
         # The result is part of other messages, so an incomplete record must not raise an error here.
         return ""
 
@@ -160,7 +217,7 @@ def claimed(run_dir: Path) -> Iterator[None]:
         ConfigError: another process is writing to it.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / LOCK).open("a") as file:
+    with os.fdopen(open_regular(run_dir / LOCK, os.O_WRONLY | os.O_CREAT), "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -239,7 +296,7 @@ def _run_of(path: Path) -> Path:
 def _checked(resume: str, run_dir: Path) -> Path:
     path = Path(resume)
     if resume != "auto" and path.parent.name == "checkpoints":
-        complete = path.name.isdigit() and (path / MANIFEST).is_file()
+        complete = is_step(path.name) and (path / MANIFEST).is_file()
     else:
         complete = bool(complete_checkpoints(run_dir))
     if not complete:

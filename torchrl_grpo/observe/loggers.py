@@ -19,7 +19,8 @@ from urllib.parse import urlparse
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import LoggingConfig
-from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.errors import CheckpointError, ConfigError
+from torchrl_grpo.runtime.files.shared_files import read_regular, replace
 
 if TYPE_CHECKING:
     from torchrl.record.loggers import Logger
@@ -122,10 +123,21 @@ def _csv(folder: Path, experiment: str, resume_step: int | None) -> Logger:
 
     if resume_step is not None:
         for path in (folder / experiment / "scalars").rglob("*.csv"):
-            rows = path.read_text().splitlines(keepends=True)
-            kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= resume_step]
-            path.write_text("".join(kept))
+            rows = read_regular(path).decode(errors="replace").splitlines(keepends=True)
+            replace(path, "".join(row for row in rows if _is_kept(path, row, resume_step)))
     return CSVLogger(exp_name=experiment, log_dir=str(folder))
+
+
+def _is_kept(path: Path, row: str, resume_step: int) -> bool:
+    if not row.endswith("\n"):
+        # A kill cut it off.
+        return False
+    step = row.partition(",")[0]
+    if not (step.isascii() and step.isdecimal()):
+        raise CheckpointError(
+            f"{path}: a line does not begin with its step: {row[:60]!r}; repair or remove it, then resume"
+        )
+    return int(step) <= resume_step
 
 
 def _tensorboard(folder: Path, experiment: str, resume_step: int | None) -> Logger:
@@ -149,7 +161,7 @@ def _wandb(folder: Path, experiment: str, logging: LoggingConfig, notes: list[st
     # A run folder keeps one W&B run across all resumptions.
     id_file = folder / "run_id"
     if not id_file.exists():
-        id_file.write_text(uuid.uuid4().hex[:12])
+        replace(id_file, uuid.uuid4().hex[:12])
     # Omit settings that are not given, so that W&B's environment variables apply.
     given = {"entity": logging.entity, "group": logging.group, "tags": logging.tags}
     options: dict[str, Any] = {name: value for name, value in given.items() if value}
@@ -159,7 +171,11 @@ def _wandb(folder: Path, experiment: str, logging: LoggingConfig, notes: list[st
             f"W&B has no key and records offline; upload with `wandb sync {folder}/wandb/offline-run-*`."
         )
     return WandbLogger(
-        exp_name=experiment, save_dir=folder, id=id_file.read_text(), project=logging.project, **options
+        exp_name=experiment,
+        save_dir=folder,
+        id=read_regular(id_file).decode(),
+        project=logging.project,
+        **options,
     )
 
 

@@ -12,11 +12,13 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchrl_grpo.errors import CheckpointError, ConfigError
+from torchrl_grpo.errors import CheckpointError, ConfigError, RunFolderLost
+from torchrl_grpo.runtime.files.shared_files import open_regular
 
 METRICS = "metrics.jsonl"
 ROLLOUTS = "rollouts.jsonl"
@@ -66,21 +68,24 @@ class _Lines:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.last_step: int | None = None
+        # Number of lines of each step that a resumed run keeps.
+        self.kept: Counter[int] = Counter()
+        self._existed = path.exists()
         if resume_step is not None:
             self._cut(resume_step)
-        elif path.exists() and path.stat().st_size:
+        elif self._existed and path.stat().st_size:
             raise ConfigError(
                 f"{path} already holds a run. Write resume=auto to continue it, or give the new run a "
                 "folder of its own with hydra.run.dir=FOLDER."
             )
-        self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file: int | None = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def _cut(self, resume_step: int) -> None:
         """Truncate the file before the first step after ``resume_step``, or before a partial last line."""
-        if not self.path.exists():
+        if not self._existed:
             return
         keep = 0
-        with self.path.open("rb") as file:
+        with os.fdopen(open_regular(self.path), "rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     break
@@ -93,8 +98,27 @@ class _Lines:
                 if int(match[1]) > resume_step:
                     break
                 self.last_step = int(match[1])
+                self.kept[self.last_step] += 1
                 keep += len(line)
         os.truncate(self.path, keep)
+
+    def missing(self, expected: Iterable[int], count: int) -> str | None:
+        """Describe the steps that have fewer than ``count`` lines after a resumption; None without one."""
+        steps = [step for step in expected if self.kept[step] < count]
+        if not steps:
+            return None
+        span = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps ({steps[0]} to {steps[-1]})"
+        how = "was cut or changed" if self._existed else "is missing"
+        return f"warning: {self.path} {how}: it lacks lines of {span}, and the run goes on without them"
+
+    def check(self) -> None:
+        """Make sure that what is written is found.
+
+        Raises:
+            RunFolderLost: the file was deleted or moved.
+        """
+        if not self.path.exists():
+            raise RunFolderLost(f"{self.path} was deleted or moved while the run wrote to it")
 
     def append(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append the rows in one write, each with its step first."""
@@ -141,6 +165,18 @@ class MetricsWriter:
         """Step of the last line; None if there is no line."""
         return self._lines.last_step
 
+    def missing(self, expected: Iterable[int]) -> str | None:
+        """Describe which of the expected steps have no line after a resumption; None if all have one."""
+        return self._lines.missing(expected, 1)
+
+    def check(self) -> None:
+        """Make sure that what is written is found.
+
+        Raises:
+            RunFolderLost: the file was deleted or moved.
+        """
+        self._lines.check()
+
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the line of one step.
 
@@ -177,6 +213,17 @@ class RolloutWriter:
     def __init__(self, run_dir: str | os.PathLike[str], resume_step: int | None = None) -> None:
         self._lines = _Lines(Path(run_dir) / ROLLOUTS, resume_step)
         self.path = self._lines.path
+
+    def check(self) -> None:
+        """See :meth:`MetricsWriter.check`."""
+        self._lines.check()
+
+    def missing(self, expected: Iterable[int]) -> str | None:
+        """Describe which of the expected steps lack lines after a resumption; None if none does.
+
+        Every round has the same number of responses.
+        """
+        return self._lines.missing(expected, max(self._lines.kept.values(), default=1))
 
     def write(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append the responses of a round, under the first step that trains on it.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from torchrl_grpo.observe.metrics import METRICS, ROLLOUTS, jsonable, read_jsonl
+from torchrl_grpo.runtime.files.shared_files import replace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,9 +93,7 @@ def summary(
     folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / SUMMARY
-    aside = folder / f".{SUMMARY}.{os.getpid()}"
-    aside.write_text(json.dumps(jsonable(entries), indent=2, allow_nan=False) + "\n")
-    os.replace(aside, path)
+    replace(path, json.dumps(jsonable(entries), indent=2, allow_nan=False) + "\n")
     text = closing_words(folder, entries) + ("" if any_signal or steps == 0 else f"\n{NO_SIGNAL}")
     print(text, file=sys.stdout if stream is None else stream, flush=True)
     return path
@@ -105,8 +104,8 @@ def of_ended_run(run_dir: Path, step: int) -> dict[str, Any] | None:
     path = run_dir / SUMMARY
     try:
         entries = json.loads(path.read_text()) if path.is_file() else None
-    except ValueError:
-        # The file is incomplete. The run continues from its checkpoint and writes the file again.
+    except (ValueError, RecursionError):
+        # The file is incomplete or damaged. The run continues from its checkpoint and writes the file again.
         return None
     return entries if isinstance(entries, dict) and entries.get("steps") == step else None
 

@@ -247,7 +247,7 @@ def _build(
     if resume_from is not None and not job.is_evaluation:
         state.load_state_dict(ranks.call_all(Learner.resume, learner, resume_from))
     # This truncates the output files to the resumed step, so it comes after everything that can fail.
-    outputs = _open_outputs(job, schedule, exit_stack, progress)
+    outputs = _open_outputs(job, schedule, state, exit_stack, progress)
     return Session(job.cfg, schedule, state=state, outputs=outputs, exit_stack=exit_stack.pop_all())
 
 
@@ -274,7 +274,9 @@ def _fit_prompts(
     return problems
 
 
-def _open_outputs(job: Job, schedule: RunSchedule, exit_stack: ExitStack, progress: Progress) -> Outputs:
+def _open_outputs(
+    job: Job, schedule: RunSchedule, state: SessionState, exit_stack: ExitStack, progress: Progress
+) -> Outputs:
     cfg, run_dir = job.cfg, job.run_dir
     step = None if job.resume_from is None or job.is_evaluation else int(job.resume_from.name)
     if step is not None:
@@ -291,9 +293,11 @@ def _open_outputs(job: Job, schedule: RunSchedule, exit_stack: ExitStack, progre
     if step is not None:
         end = "; it has already ended" if schedule.is_finished(step) else ""
         progress.note(f"resumed {run_dir} after step {step} of {schedule.total_steps}{end}")
-    for note in chosen.notes:
+    outputs = Outputs(run_dir, metrics, rollouts, chosen, progress)
+    lost = [] if step is None else outputs.lost_lines(step, schedule, state)
+    for note in (*lost, *chosen.notes):
         progress.note(note)
-    return Outputs(run_dir, metrics, rollouts, chosen, progress)
+    return outputs
 
 
 def build_reference(

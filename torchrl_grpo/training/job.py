@@ -12,15 +12,15 @@ import tempfile
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo import data, rewards
 from torchrl_grpo.checkpoints import checkpoint
-from torchrl_grpo.checkpoints.run_dir import claimed
+from torchrl_grpo.checkpoints.run_dir import claimed, explained_errors
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.values import ZERO_STAGES
-from torchrl_grpo.errors import CheckpointError, TrainingStopped, WorkersLost
+from torchrl_grpo.errors import CheckpointError, RunFolderLost, TrainingStopped, WorkersLost
 from torchrl_grpo.planning import preflight, resolve
 from torchrl_grpo.planning.cores import PASSIVE_WAIT_ENV
 from torchrl_grpo.planning.plan import Plan
@@ -30,6 +30,9 @@ from torchrl_grpo.runtime.disk_full import is_disk_full_error
 from torchrl_grpo.runtime.files import compile_cache
 from torchrl_grpo.runtime.interrupts import STOP_SIGNAL, StopRequested
 from torchrl_grpo.runtime.optional_packages import quiet_unused
+
+if TYPE_CHECKING:
+    from torchrl_grpo.training.session import Session
 
 
 def run(cfg: Config, run_dir: Path) -> dict[str, Any]:
@@ -122,7 +125,7 @@ def _claim_and_train(cfg: Config, run_dir: Path, asynchronous: bool) -> dict[str
     # A new run loads its data before it locks its folder, so it leaves no lock if the data cannot be read. A
     # resumed run first compares its configuration with that of the checkpoint.
     problems = data.load(cfg) if cfg.resume is None else None
-    with claimed(run_dir):
+    with explained_errors(run_dir), claimed(run_dir):
         resume_from = None
         if cfg.resume is not None:
             checkpoint.clean(run_dir)
@@ -218,9 +221,12 @@ def _train(
                 except CheckpointError as error:
                     raise CheckpointError(f"{lost}; and {error}") from lost
                 raise
+        session.outputs.check()
         last = read_jsonl(run_dir / METRICS)[-1]
         extras, seconds = session.summary_entries(), session.state.seconds()
         peak_memory_gib = session.state.peak_memory_gib()
+    except RunFolderLost as lost:
+        raise TrainingStopped(f"{lost}; {_save_again(session)}") from lost
     finally:
         ranks.release()
         session.close()
@@ -239,6 +245,14 @@ def _train(
         stream=screen.out(),
     )
     return dict(json.loads(path.read_text()))
+
+
+def _save_again(session: Session) -> str:
+    """Save what was trained in a run whose folder was deleted, and describe where."""
+    if session.counters.step == 0:
+        return "nothing was trained yet, so start the run again"
+    saved = session.save()
+    return f"what was trained is now in {saved}: {checkpoint.how_to_continue(session.outputs.run_dir)}"
 
 
 def _prepare_process(cfg: Config | None, plan: Plan | None) -> None:

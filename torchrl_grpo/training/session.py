@@ -52,8 +52,34 @@ class Outputs:
     loggers: Loggers
     progress: Progress
 
+    def lost_lines(self, step: int, schedule: RunSchedule, state: SessionState) -> list[str]:
+        """Describe what the files of a run that is resumed after ``step`` lack."""
+        evaluated = state.counters.accuracy_before is not None
+        # The run may have ended before it wrote the metrics of its last step, which the checkpoint then has.
+        steps = range(0 if evaluated else 1, step if state.unlogged else step + 1)
+        rounds = range(1, step + 1, schedule.steps_per_round)
+        found = [self.metrics.missing(steps)]
+        if self.rollouts is not None:
+            found.append(self.rollouts.missing(rounds))
+        return [message for message in found if message is not None]
+
+    def check(self) -> None:
+        """Make sure that what is written is found.
+
+        Raises:
+            RunFolderLost: a file was deleted or moved.
+        """
+        self.metrics.check()
+        if self.rollouts is not None:
+            self.rollouts.check()
+
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of one step everywhere."""
+        """Write the metrics of one step everywhere.
+
+        Raises:
+            RunFolderLost: a file was deleted or moved. Nothing is written then.
+        """
+        self.check()
         self.metrics.write(step, metrics)
         self.loggers.log_scalars(metrics, step)
         self.progress.update(
@@ -207,8 +233,8 @@ class Session:
 
     def log(self, metrics: dict[str, float]) -> None:
         """Write the metrics of the current step everywhere."""
-        self.state.unlogged = {}
         self.outputs.write(self.counters.step, metrics)
+        self.state.unlogged = {}
 
     def write_rollouts(self, round_: Round) -> None:
         """Write every response of a round, under the first of the steps that train on the round."""

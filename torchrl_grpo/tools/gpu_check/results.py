@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from torchrl_grpo.planning.plan import aligned
+from torchrl_grpo.runtime.files.shared_files import replace
 
 # Longest reason in the table; the file has the whole one.
 _REASON = 100
@@ -43,9 +44,7 @@ class Result:
 
 def write(path: Path, results: Sequence[Result]) -> None:
     """Write the results so far; a reader never sees half of a file."""
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps([asdict(one) for one in results], indent=1) + "\n")
-    aside.rename(path)
+    replace(path, json.dumps([asdict(one) for one in results], indent=1) + "\n")
 
 
 def line(result: Result) -> str:
