@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -102,6 +105,69 @@ def test_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
     BEHAVE["do"] = stop
     assert call() == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_terminated_run_ends_like_an_interrupted_one(capsys: pytest.CaptureFixture[str]) -> None:
+    BEHAVE["do"] = lambda cfg, run_dir: signal.raise_signal(signal.SIGTERM)
+    assert call() == 143
+    assert capsys.readouterr().err == "terminated\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["hydra.run.dir=/proc/nothing/run"], "run folder /proc/nothing/run .* No such file or directory"),
+        (["hydra.run.dir=/proc/version/run"], "run folder /proc/version/run .* Not a directory"),
+        (["hydra.run.dir=logged"], "run folder logged .*/logged/grpo.log: Is a directory"),
+        ([], "run folder outputs/.* (Not a directory|File exists)"),
+        (["resume=earlier"], r"run folder earlier .*/earlier/.hydra.*: (Not a directory|File exists)"),
+        (["resume=earlier", "dry_run=true"], r"run folder earlier .*checkpoints: Permission denied"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_one_line(
+    words: list[str],
+    said: str,
+    workplace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (workplace / "outputs").touch()
+    (workplace / "logged" / "grpo.log").mkdir(parents=True)
+    write_run(workplace / "earlier", 5)
+    (workplace / "earlier" / ".hydra").touch()
+    if "dry_run=true" in words:
+
+        def refuse(folder: Path, pattern: str) -> Iterator[Path]:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder / "checkpoints"))
+
+        monkeypatch.setattr(Path, "glob", refuse)
+    assert call(*words) == 2
+    message = capsys.readouterr().err
+    assert re.fullmatch(f"error: the {said}; repair that, or write .* instead\n", message), message
+    assert SEEN == []
+
+
+@pytest.mark.parametrize("name", ["grpo.log", ".hydra/config.yaml", "summary.json"])
+@pytest.mark.parametrize("words", [("hydra.run.dir=run",), ("resume=run",)])
+def test_a_run_folder_with_something_that_blocks_is_refused(
+    name: str, words: tuple[str, ...], workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workplace / "run" / ".hydra").mkdir(parents=True)
+    if "resume=run" in words:
+        write_run(workplace / "run", 5)
+    os.mkfifo(workplace / "run" / name)
+    assert call(*words) == 2
+    assert f"run folder run cannot be used: run/{name} is neither a file nor" in capsys.readouterr().err
+
+
+def test_a_folder_that_a_run_cannot_write_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(cfg: Config, run_dir: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(run_dir / "metrics.jsonl"))
+
+    BEHAVE["do"] = refused
+    assert call() == 2
+    assert re.search(r"error: the run folder .*/metrics.jsonl: Permission denied; ", capsys.readouterr().err)
 
 
 def test_sweep_runs_every_combination(workplace: Path) -> None:

@@ -29,7 +29,14 @@ from torchrl_grpo.errors import ConfigError, UserError
 from torchrl_grpo.models import kind, shape
 from torchrl_grpo.planning import resolve
 from torchrl_grpo.runtime import hardware, rank_env
-from torchrl_grpo.runtime.interrupts import StopRequested, stop_signal_blocked
+from torchrl_grpo.runtime.files.closed_output import quiet_end
+from torchrl_grpo.runtime.interrupts import (
+    StopRequested,
+    Terminated,
+    ignore_terminations,
+    raise_terminations,
+    stop_signal_blocked,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -37,11 +44,12 @@ if TYPE_CHECKING:
     from torchrl_grpo.cli.compose import Job
 
 USER_ERROR_CODE = 2
-INTERRUPTED_CODE = launch.INTERRUPTED_CODE
+INTERRUPTED_CODE, TERMINATED_CODE = launch.INTERRUPTED_CODE, launch.TERMINATED_CODE
 # A run that was asked to stop has saved itself and can go on. EX_TEMPFAIL of sysexits.h says "try again".
 STOPPED_CODE = os.EX_TEMPFAIL
 
 
+@quiet_end()
 def main(
     run: str,
     config_name: str,
@@ -64,14 +72,15 @@ def main(
         method: what the script learns from, for ``--help``.
 
     Raises:
-        SystemExit: with code 2 for a user error, 130 for an interrupt, 75 if the run was asked to stop.
+        SystemExit: with code 2 for a user error, 130 for an interrupt, 143 for SIGTERM, 75 if the run was
+            asked to stop, 141 if nobody reads the output.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     # Imports and composition allocate much and free little. Garbage collection would take 7 % of their time.
     gc.disable()
     command: _Command | None = None
     try:
-        with stop_signal_blocked():
+        with raise_terminations(), stop_signal_blocked():
             command = _Command(run, config_name, config_dir, words, check, asynchronous, method)
             command.execute()
     except UserError as error:
@@ -82,6 +91,9 @@ def main(
             return
         _report(error)
         raise SystemExit(USER_ERROR_CODE) from None
+    except Terminated:
+        sys.stderr.write("terminated\n")
+        raise SystemExit(TERMINATED_CODE) from None
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         raise SystemExit(INTERRUPTED_CODE) from None
@@ -142,6 +154,8 @@ class _Command:
         self.config_name = (self.args.config_name or config_name).removesuffix(".yaml")
         self.sweep = self.args.multirun or "hydra.mode=MULTIRUN" in self.args.overrides
         self.reported: list[UserError] = []
+        # Folder that the command reads or writes, for errors of the system; None before it is known.
+        self.run_folder: Path | None = None
 
     def execute(self) -> None:
         """Run the action that the command line selects."""
@@ -156,7 +170,13 @@ class _Command:
                 pass
             self._hydra([*self._flags(), *self._overrides()])
         else:
-            self._train()
+            try:
+                self._train()
+            except Exception as error:
+                explained = run_dir.explain(error, self.run_folder) if self.run_folder else None
+                if explained is None:
+                    raise
+                raise explained from error
 
     def _overrides(self) -> list[str]:
         from torchrl_grpo.cli.compose import open_free_form
@@ -267,8 +287,9 @@ class _Command:
         """Serve each job as a training rank other than rank 0, which alone writes the run's files."""
         self.follows = True
         gc.enable()
-        # A launcher interrupts all ranks. Rank 0 handles the interrupt and then releases this rank.
+        # A launcher signals all ranks. Rank 0 handles the signal and then releases this rank.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ignore_terminations()
         module, _, _ = self.run.partition(":")
         for _ in configs:
             vars(importlib.import_module(module))["follow"]()
@@ -308,7 +329,10 @@ class _Command:
                 "write resume=multirun/DATE/TIME/JOB without --multirun instead"
             )
         chosen = job.run_dir if self._chosen("hydra.run.dir") else None
-        return run_dir.folder_to_resume(cfg.resume, chosen)
+        self.run_folder = chosen or Path(cfg.resume)
+        found = run_dir.folder_to_resume(cfg.resume, chosen)
+        self.run_folder = found
+        return found
 
     def _chosen(self, key: str) -> bool:
         return any(word.lstrip("+").startswith(f"{key}=") for word in self.args.overrides)
@@ -317,17 +341,21 @@ class _Command:
         """Choose the run folder; return overrides that set it, and a function that undoes a failed start."""
         key = "hydra.sweep.dir" if self.sweep else "hydra.run.dir"
         folder = job.sweep_dir if self.sweep else job.run_dir
+        self.run_folder = folder
         for cfg in configs:
             if (resumed := self._to_resume(cfg, job)) is not None:
+                run_dir.check_kinds(resumed)
                 record = run_dir.ResumeRecord(resumed)
                 words = [f"{key}={quote(str(resumed))}", f"hydra.output_subdir={record.name}"]
                 return words, record.undo
             if cfg.resume is not None:
                 # resume=auto_or_new without a checkpoint: the job sees a new run.
+                self.run_folder = folder
                 run_dir.set_aside(folder)
                 return ["resume=null"], lambda: None
         if self._chosen(key):
             run_dir.check_free(key, folder)
+            run_dir.check_kinds(folder)
             return [], lambda: None
         created = run_dir.new_folder(folder)
         return [f"{key}={quote(str(created))}"], lambda: run_dir.remove_if_unused(created)

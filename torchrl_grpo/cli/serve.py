@@ -22,11 +22,13 @@ from torchrl_grpo.config.checks.engine import LOOPBACK
 from torchrl_grpo.config.values import KEY_VARIABLE, SERVER_BACKENDS, SGLANG_KEY_VARIABLE, Backend
 from torchrl_grpo.errors import ConfigError, UserError
 from torchrl_grpo.runtime.config_dir import config_dir
+from torchrl_grpo.runtime.files.closed_output import quiet_end
 
 if TYPE_CHECKING:
     from torchrl_grpo.inference.servers.kinds import ServerKind
 
 
+@quiet_end()
 def main(argv: Sequence[str] | None = None) -> None:
     """Start a server in place of this process.
 

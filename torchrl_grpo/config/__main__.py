@@ -77,8 +77,12 @@ def _scalar(value: Any) -> str:
 def main() -> None:
     """Write the files into the repository's ``config/``."""
     folder = Path(__file__).resolve().parents[2] / "config"
-    for name, text in files().items():
-        (folder / name).write_text(text, encoding="utf-8")
+    try:
+        for name, text in files().items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        message = f"error: {error.filename} cannot be written ({error.strerror}); run this in a checkout"
+        raise SystemExit(message) from None
 
 
 if __name__ == "__main__":

@@ -31,10 +31,12 @@ from torchrl_grpo.data.rows.sources import Row, read_file
 from torchrl_grpo.errors import ConfigError, DataError, UserError
 from torchrl_grpo.rewards.registry import build_reward_set, check_weights
 from torchrl_grpo.rewards.types import ResponseScore
+from torchrl_grpo.runtime.files.closed_output import quiet_end
 
 _BATCH = 64
 
 
+@quiet_end()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 

@@ -85,6 +85,9 @@ def libraries_to_log(path: Path | None = None) -> Iterator[None]:
             _show_records(_screen, stack)
             _show_warnings(_screen, stack)
             yield
+    except BrokenPipeError:
+        # Nobody reads what is printed.
+        raise
     except Exception:
         if path.exists() and path.stat().st_size > before:
             sys.stderr.write(f"libraries printed more to {path}\n")

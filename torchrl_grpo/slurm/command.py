@@ -17,6 +17,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import TrainMethod
 from torchrl_grpo.errors import ConfigError, UserError
 from torchrl_grpo.runtime.config_dir import config_dir
+from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.slurm import layout
 from torchrl_grpo.slurm.layout import Layout
 from torchrl_grpo.slurm.options import SlurmOptions
@@ -46,6 +47,7 @@ SCRIPTS = {
 }
 
 
+@quiet_end()
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the batch script, or the mistake; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)

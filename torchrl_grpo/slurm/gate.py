@@ -18,6 +18,7 @@ from torchrl_grpo.cli.main import USER_ERROR_CODE
 from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.errors import ConfigError, UserError
 from torchrl_grpo.planning.plan import counted
+from torchrl_grpo.runtime.files.closed_output import quiet_end
 
 # Seconds between two attempts to reach a port that nobody listens at yet.
 _RETRY_S = 0.5
@@ -110,6 +111,7 @@ async def _until_port_is_open(address: str) -> None:
             return
 
 
+@quiet_end()
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     try:

@@ -6,6 +6,8 @@ import contextlib
 import json
 import sys
 import sysconfig
+import tempfile
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from subprocess import STDOUT, Popen
@@ -25,6 +27,17 @@ def started(folder: Path, overrides: Sequence[str], script: str = "grpo.py") -> 
     command = [sys.executable, str(program(script)), *overrides, f"hydra.run.dir={folder}", *resume]
     with _output(folder).open("wb") as output:
         yield Popen(command, stdout=output, stderr=STDOUT)
+
+
+def work_folder(parser: ArgumentParser, chosen: Path | None, prefix: str) -> Path:
+    """Return the folder that ``--folder`` names, or a new one; end with a message if it cannot be written."""
+    folder = chosen or Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder.resolve()
+    except OSError as error:
+        parser.error(f"--folder {folder}: cannot be written ({error.strerror}); name another folder")
 
 
 def check(folder: Path, process: Popen[bytes]) -> None:

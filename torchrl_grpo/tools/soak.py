@@ -21,7 +21,6 @@ import json
 import random
 import shutil
 import subprocess
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -29,8 +28,9 @@ from pathlib import Path
 
 import psutil
 
+from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.runtime.shared_memory import abandoned
-from torchrl_grpo.tools.processes import check, has_checkpoint, newest_step, started
+from torchrl_grpo.tools.processes import check, has_checkpoint, newest_step, started, work_folder
 
 DEFAULTS = (
     "--config-name=grpo_quickstart",
@@ -157,6 +157,7 @@ def soak(overrides: Sequence[str], kills: int, seed: int, folder: Path, longest_
     return all(findings.values())
 
 
+@quiet_end()
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -175,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"of the configuration, after those of the check itself: {' '.join(DEFAULTS)}",
     )
     args = parser.parse_args(argv)
-    folder = args.folder or Path(tempfile.mkdtemp(prefix="soak-"))
+    folder = work_folder(parser, args.folder, "soak-")
     holds = soak([*DEFAULTS, *args.overrides], args.kills, args.seed, folder, args.longest)
     if args.folder is None and holds:
         shutil.rmtree(folder)

@@ -15,13 +15,13 @@ import json
 import random
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchrl_grpo.tools.processes import check, has_checkpoint, newest_step, started
+from torchrl_grpo.runtime.files.closed_output import quiet_end
+from torchrl_grpo.tools.processes import check, has_checkpoint, newest_step, started, work_folder
 
 # Metrics that depend on a clock or the operating system. All others must be equal.
 MEASURED = ("time/", "throughput/", "memory/")
@@ -167,6 +167,7 @@ def verify(overrides: Sequence[str], kills: int, seed: int, folder: Path) -> boo
     return equal and done == kills
 
 
+@quiet_end()
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -184,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.kills < 1:
         parser.error(f"--kills {args.kills}: write at least 1")
-    folder = args.folder or Path(tempfile.mkdtemp(prefix="verify-resume-"))
+    folder = work_folder(parser, args.folder, "verify-resume-")
     equal = verify([*DEFAULTS, *args.overrides], args.kills, args.seed, folder)
     if args.folder is None and equal:
         shutil.rmtree(folder)

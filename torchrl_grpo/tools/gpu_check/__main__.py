@@ -11,19 +11,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from torchrl_grpo.errors import UserError
 from torchrl_grpo.runtime import hardware
+from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.tools.gpu_check.results import Result, Status, line, table, write
 from torchrl_grpo.tools.gpu_check.stages import STAGES, Context, Stage
+from torchrl_grpo.tools.processes import work_folder
 
 RESULTS = "gpu_check.json"
 
 
+@quiet_end()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code: 0 if no stage failed, else 1."""
     parser = argparse.ArgumentParser(
@@ -41,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     if asked.kernel is not None:
         return _run_kernel(*asked.kernel)
-    folder = (asked.folder or Path(tempfile.mkdtemp(prefix="gpu-check-"))).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = work_folder(parser, asked.folder, "gpu-check-")
     try:
         gpus = len(hardware.present().gpus)
         context = Context(folder, _model(asked.model, gpus, folder), gpus, asked.overrides, asked.limit)
