@@ -16,7 +16,7 @@ BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHON
 COMMANDS = {
     "help": [GRPO, "--help"],
     "configuration": [GRPO, "--cfg", "job"],
-    "mistake": [GRPO, "trian.seed=1"],
+    "mistake": [GRPO, "train.sed=1"],
     "grpo-async": [str(ROOT / "sota-implementations/grpo/grpo-async.py"), "--help"],
     "sft": [str(ROOT / "sota-implementations/sft/sft.py"), "--help"],
     "serve": ["-c", "from torchrl_grpo.cli.serve import main; main(['--help'])"],

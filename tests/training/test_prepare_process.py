@@ -67,7 +67,7 @@ def allocator_of_a_server(folder: Path) -> str:
     written = folder / "written"
     code = f"import os; open({str(written)!r}, 'w').write(os.environ.get({CONF!r}, 'nothing'))"
     process = ServerProcess(
-        VLLM, Launch([sys.executable, "-c", code], {}, "FOLDER"), environment={}, log=None
+        VLLM, Launch([sys.executable, "-c", code], {}, ("FOLDER",)), environment={}, log=None
     )
     with pytest.raises(ModelError, match="ended with code 0"):
         process.wait_until_ready(60)
