@@ -217,3 +217,12 @@ def smollm2_dir() -> Path:
     from torchrl_grpo.models.smollm2 import prepare
 
     return prepare()
+
+
+@pytest.fixture
+def float64() -> object:
+    """Everything that the test computes is in float64: it asserts equality up to ``rounding.EXACT``."""
+    import rounding  # which imports torch
+
+    with rounding.float64():
+        yield

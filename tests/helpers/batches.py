@@ -18,6 +18,8 @@ from torchrl_grpo.objectives.build import build_objective
 from torchrl_grpo.objectives.loss import GroupPolicyLoss
 
 VOCAB = 61
+# Also where ``rounding.float64`` makes ``torch.float32`` the name of another format.
+FLOAT32 = torch.float32
 # The pad token is the end token, as in SmolLM2: whoever masks by id fails.
 PAD = END = 2
 
@@ -70,12 +72,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(family: str = "llama", seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A random float32 model in evaluation mode; the caller's random numbers stay as they were."""
+    """A random model in evaluation mode, in PyTorch's default format.
+
+    The weights are the same in each format, and the caller's random numbers stay as they were.
+    """
     kind, settings = FAMILIES[family]
     config = AutoConfig.for_model(kind, **{**settings, **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=FLOAT32).eval()
+    return model.to(torch.get_default_dtype())
 
 
 def compiler_backend(backend: Any) -> Any:
@@ -100,16 +106,23 @@ def ragged_masks(P: int, G: int, L: int, T: int, generator: torch.Generator) -> 
 
 
 def make_batch(P: int = 4, G: int = 4, L: int = 7, T: int = 6, seed: int = 0, kl: bool = True) -> TensorDict:
-    """Random groups as they come out of the buffer; end tokens stand in the middle of prompts, too."""
+    """Random groups as they come out of the buffer, the same in each format.
+
+    End tokens stand in the middle of prompts, too.
+    """
     g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, dtype=FLOAT32).to(torch.get_default_dtype())
+
     prompt_mask, mask = ragged_masks(P, G, L, T, g)
     prompt = torch.randint(0, VOCAB, (P, L), generator=g).masked_fill(~prompt_mask, PAD)
     response = torch.randint(0, VOCAB, (P, G, T), generator=g).masked_fill(~mask, PAD)
     zero = torch.zeros(())
     # About what a small random model gives a random token, so that ratios fall on both sides of the clip.
-    log_probs = torch.where(mask, -4.5 + 1.5 * torch.randn(P, G, T, generator=g), zero)
-    reference = torch.where(mask, -4.5 + 1.5 * torch.randn(P, G, T, generator=g), zero)
-    rewards = torch.randn(P, G, 1, generator=g)
+    log_probs = torch.where(mask, -4.5 + 1.5 * normal(P, G, T), zero)
+    reference = torch.where(mask, -4.5 + 1.5 * normal(P, G, T), zero)
+    rewards = normal(P, G, 1)
     return TensorDict(
         {
             "tokens": TensorDict({"prompt": prompt, "response": response}, [P]),
@@ -117,7 +130,7 @@ def make_batch(P: int = 4, G: int = 4, L: int = 7, T: int = 6, seed: int = 0, kl
             "log_probs": TensorDict({"response": log_probs, **({"reference": reference} if kl else {})}, [P]),
             "next": TensorDict({"reward": rewards, "reward_parts": rewards.clone()}, [P]),
             "truncated": torch.zeros(P, G, 1, dtype=torch.bool),
-            "advantage": torch.randn(P, G, 1, generator=g),
+            "advantage": normal(P, G, 1),
             "policy_version": torch.zeros(P, G, dtype=torch.int64),
             "group_id": torch.arange(P)[:, None].expand(P, G).clone(),
         },

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from batches import FLOAT32
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB = 97
@@ -187,13 +188,24 @@ RECOMPUTED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def build(kind: str, settings: dict[str, Any]) -> PreTrainedModel:
-    """A random float32 model in evaluation mode whose norms and biases do something, too."""
+    """A random model in evaluation mode and PyTorch's default format, whose norms and biases do something."""
     common = {k: v for k, v in _COMMON.items() if kind not in _OTHER_NAMES or k not in _OWN_NAMES}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = AutoConfig.for_model(kind, **{**common, **settings})
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=FLOAT32).eval()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_((0.1 if parameter.ndim < 2 else 0.05) * torch.randn(parameter.shape))
+                noise = torch.randn(parameter.shape, dtype=FLOAT32)
+                parameter.add_((0.1 if parameter.ndim < 2 else 0.05) * noise)
+    return in_default_format(model)
+
+
+def in_default_format(model: Any) -> PreTrainedModel:
+    """Convert to PyTorch's default format; products of several experts at a time do not know float64."""
+    model = model.to(torch.get_default_dtype())
+    if model.dtype == torch.float64:
+        for module in model.modules():
+            if hasattr(module, "config") and hasattr(module.config, "_experts_implementation"):
+                module.config._experts_implementation = "eager"
     return model

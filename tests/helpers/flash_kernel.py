@@ -1,7 +1,7 @@
 """A stand-in for flash-attention's kernel for variable lengths, which exists for GPUs only.
 
-It has the arguments of PyTorch's operators and refuses what they refuse, but it takes float32 as well. One
-sequence at a time, it computes in float64 with a mask that is written out. Its backward pass
+It has the arguments of PyTorch's operators and refuses what they refuse, but it takes float32 and float64 as
+well. One sequence at a time, it computes in float64 with a mask that is written out. Its backward pass
 uses the output and the log-sum-exp that it is given, as the kernel does, and does not compute them anew.
 """
 
@@ -38,7 +38,7 @@ def forward(
     """``aten::_flash_attention_forward``, with cumulative lengths and without dropout."""
     assert not dropout and not return_debug_mask and not any(x is not None for x in others.values())
     out = torch.full_like(query, torch.nan)
-    lse = torch.full((query.shape[1], query.shape[0]), torch.nan, dtype=torch.float32)
+    lse = torch.full((query.shape[1], query.shape[0]), torch.nan, dtype=_lse_dtype(query))
     for queries, keys, scores in _scores(
         (query, key, value), (query_starts, key_starts), (most_queries, most_keys), causal, scale,
         (window_size_left, window_size_right),
@@ -74,7 +74,7 @@ def backward(
     assert not dropout and state.dtype == torch.uint64
     assert gradient.dtype == out.dtype == query.dtype and gradient.shape == out.shape == query.shape
     # The kernel reads these by number of heads and tokens, whatever their strides are.
-    assert lse.dtype == torch.float32 and lse.is_contiguous() and lse.shape == query.shape[1::-1]
+    assert lse.dtype == _lse_dtype(query) and lse.is_contiguous() and lse.shape == query.shape[1::-1]
     by_query, by_key, by_value = (torch.zeros(x.shape, dtype=torch.float64) for x in (query, key, value))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     shared = query.shape[1] // key.shape[1]
@@ -134,6 +134,10 @@ def _scores(
         shown = _by_head(key[keys]).repeat_interleave(query.shape[1] // key.shape[1], 0)
         scores = factor * _by_head(query[queries]) @ shown.mT
         yield queries, keys, scores.masked_fill(hidden, -torch.inf)
+
+
+def _lse_dtype(query: Tensor) -> torch.dtype:
+    return torch.promote_types(query.dtype, torch.float32)
 
 
 def _by_head(rows: Tensor) -> Tensor:

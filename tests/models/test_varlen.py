@@ -13,6 +13,7 @@ import pytest
 import torch
 from batches import gradients, inputs, make_batch, make_model
 from pretended_cuda import PretendedCuda
+from rounding import EXACT
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -52,18 +53,19 @@ def scored(
 def assert_equal(model: PreTrainedModel, batch: TensorDict) -> None:
     expected, right = scored(model, batch, use_varlen=False)
     found, ours = scored(model, batch, use_varlen=True)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, expected, **EXACT)
     for name, gradient in right.items():
-        scale = max(1.0, float(gradient.abs().max()))
-        assert float((ours[name] - gradient).abs().max()) <= 1e-5 * scale, name
+        torch.testing.assert_close(ours[name], gradient, **EXACT, msg=name)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 def test_it_equals_attention_with_masks(name: str) -> None:
     model = make_model(name) if name in FAMILIES else families.build(*families.FAMILIES[name][:2])
     assert_equal(model, make_batch(P=4, G=3, L=9, T=8))
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("window", [1, 2, 4, 9, 16, 17])
 def test_windows_of_any_size(window: int) -> None:
     model = make_model("mistral_sliding", sliding_window=window, num_hidden_layers=1)
@@ -74,6 +76,7 @@ def test_windows_of_any_size(window: int) -> None:
     assert (layout.window(window) is None) == (window == 17)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("family", ["llama", "mistral_sliding"])
 def test_responses_of_one_token_or_none(family: str) -> None:
     """They give no token to the row: some of a group, all of one, or all of all."""
@@ -84,6 +87,7 @@ def test_responses_of_one_token_or_none(family: str) -> None:
         assert_equal(make_model(family), batch)
 
 
+@pytest.mark.usefixtures("float64")
 def test_a_group_of_one_prompt_token() -> None:
     batch = make_batch(P=3, G=2, L=1)
     assert_equal(make_model(), batch)
@@ -101,14 +105,15 @@ def test_under_autocast_it_errs_as_masks_do(family: str) -> None:
     assert 0 < errors[0][0] < 1.5 * errors[1][0] and 0 < errors[0][1] < 1.5 * errors[1][1]
 
 
+@pytest.mark.usefixtures("float64")
 def test_with_gradient_checkpointing() -> None:
     model, batch = make_model("gemma3"), make_batch()
     expected, right = scored(model, batch, use_varlen=True)
     prepare_for_training(model, TrainModelConfig(gradient_checkpointing=True))
     found, ours = scored(model, batch, use_varlen=True)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, expected, **EXACT)
     for name, gradient in right.items():
-        torch.testing.assert_close(ours[name], gradient, msg=name)
+        torch.testing.assert_close(ours[name], gradient, **EXACT, msg=name)
 
 
 def test_a_layer_keeps_nothing_twice() -> None:
@@ -230,8 +235,9 @@ def test_a_kernel_with_wrong_numbers_is_not_used(fault: str, monkeypatch: pytest
     assert not scorer.varlen
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("window", [None, 70])
 def test_the_trial_measures_rounding(window: int | None) -> None:
     model = make_model("qwen3")
-    assert varlen_choice.kernel_error(model, torch.float32, window) < 1e-6
+    assert varlen_choice.kernel_error(model, torch.float64, window) < 1e-9
     assert 1e-3 < varlen_choice.kernel_error(model, torch.bfloat16, window) < 4e-3
