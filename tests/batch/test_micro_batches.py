@@ -10,6 +10,7 @@ import torch
 from batches import gradients, make_batch, make_model, make_objective
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounding import EQUAL, EXACT
 from tensordict import TensorDict
 
 from torchrl_grpo.batch.micro_batches import MicroBatch, TokenBudget, first_fit_decreasing, split_evenly
@@ -100,6 +101,7 @@ def test_a_sequence_over_the_budget_is_an_error_that_says_how_many_tokens_it_has
     assert len(pieces_of(batch, TokenBudget(13, True, print))) == 2
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("tokens", [15, 30, 60])
 def test_the_budget_changes_no_gradient(tokens: int) -> None:
     batch, model = make_batch(P=4, G=4), make_model()
@@ -119,9 +121,9 @@ def test_the_budget_changes_no_gradient(tokens: int) -> None:
         found.append((sum(values), len(values), gradients(model)))
     (whole, one, expected), (summed, many, gradient) = found
     assert one == 1 and many > 1
-    assert summed == pytest.approx(whole, rel=1e-5)
+    assert summed == pytest.approx(whole, **EQUAL)
     for name in expected:
-        torch.testing.assert_close(gradient[name], expected[name], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(gradient[name], expected[name], **EXACT)
 
 
 class Memory:
@@ -205,10 +207,11 @@ def test_another_error_is_not_taken_for_a_lack_of_memory() -> None:
         )
 
 
+@pytest.mark.usefixtures("float64")
 def test_scores_come_out_in_their_own_places() -> None:
     batch, scorer = make_batch(P=6, G=4, kl=False), TokenScorer(make_model())
     whole = LogProbScorer(scorer, "reference", TokenBudget(10**6, True, print)).inv(batch.clone())
     pieces = LogProbScorer(scorer, "reference", TokenBudget(16, True, print)).inv(batch.clone())
     expected = whole["log_probs", "reference"]
-    torch.testing.assert_close(pieces["log_probs", "reference"], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(pieces["log_probs", "reference"], expected, **EXACT)
     assert expected[batch["masks", "response"]].lt(0).all()

@@ -14,10 +14,10 @@ from torchrl_grpo.models import lora
 
 
 def adapted(
-    family: str = "llama", moved: float = 0.1, dtype: torch.dtype = torch.float32, **settings: Any
+    family: str = "llama", moved: float = 0.1, dtype: torch.dtype | None = None, **settings: Any
 ) -> PreTrainedModel:
     """A model with adapters of rank 4; with ``moved``, after training, as it were."""
-    model = make_model(family).to(dtype)
+    model = make_model(family).to(dtype or torch.get_default_dtype())
     lora.add_adapters(model, LoraConfig(**{"rank": 4, "alpha": 12.0, **settings}), seed=5)
     move(model, moved)
     return model

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from batches import make_model
+from rounding import float64
 from torch import Tensor
 
 from torchrl_grpo.distributed.rank_engine import RankEngine
@@ -111,6 +112,8 @@ def main(output: Path) -> None:
     published = shared.publish(named_weights(new), 3, probe)
     found = {"published": published, "version": shared.policy_version, **ask(shared)}
     found |= ask(alone, ", alone")
+    with float64():
+        found |= ask(Noting(make_model("llama")), ", exact")
     shared.sleep()
     shared.wake()
     shared.load_weights(named_weights(new))

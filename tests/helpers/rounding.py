@@ -14,17 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 # Results of tiny models in float64 differ by 1e-13 at most. For assert_close, and the same for pytest.approx.
-EXACT = {"rtol": 1e-9, "atol": 1e-9}
-EQUAL = {"rel": 1e-9, "abs": 1e-9}
+EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
+EQUAL: dict[str, Any] = {"rel": 1e-9, "abs": 1e-9}
 # Errors of two computations in one format are of the same size, and those of a small tensor within 3 times.
 FACTOR = 10.0
-ROUNDED = torch.finfo(torch.float32).eps / 2
 
 
 @contextmanager
@@ -46,6 +46,12 @@ def float64() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def relative_error(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """The error of all tensors together, as a share of their size."""
+    errors, sizes = _norms(found, exact)
+    return math.hypot(*errors.values()) / math.hypot(*sizes.values())
+
+
 def assert_rounds_alike(
     found: Mapping[str, Tensor], plain: Mapping[str, Tensor], exact: Mapping[str, Tensor]
 ) -> None:
@@ -60,11 +66,17 @@ def assert_rounds_alike(
         exact: the same in float64.
     """
     assert found.keys() == plain.keys() == exact.keys()
-    errors = {name: float((plain[name].double() - right).norm()) for name, right in exact.items()}
-    sizes = {name: float(right.double().norm()) for name, right in exact.items()}
-    share = math.hypot(*errors.values()) / math.hypot(*sizes.values())
+    share = max(relative_error(plain, exact), torch.finfo(torch.float32).eps / 2)
     assert share < 0.1, "the plain computation is wrong"
-    for name, right in exact.items():
-        allowed = FACTOR * max(errors[name], share * sizes[name], ROUNDED * sizes[name])
-        error = float((found[name].double() - right).norm())
+    errors, sizes = _norms(plain, exact)
+    for name, error in _norms(found, exact)[0].items():
+        allowed = FACTOR * max(errors[name], share * sizes[name])
         assert error <= allowed, f"{name} is off by {error:.2e}, and rounding explains {allowed:.2e}"
+
+
+def _norms(
+    found: Mapping[str, Tensor], exact: Mapping[str, Tensor]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The error and the size of each tensor."""
+    errors = {name: float((found[name].double() - right).norm()) for name, right in exact.items()}
+    return errors, {name: float(right.double().norm()) for name, right in exact.items()}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from batches import END, PAD, make_model
+from rounding import EQUAL, EXACT
 from transformers import PreTrainedModel
 
 from torchrl_grpo.errors import ModelError
@@ -32,6 +33,7 @@ def sampling(**changes: Any) -> Sampling:
     )
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_greedy_equals_hugging_face_generate(family: str) -> None:
     model = make_model(family)
@@ -44,6 +46,7 @@ def test_greedy_equals_hugging_face_generate(family: str) -> None:
         assert completion.token_ids == expected[0, len(prompt) :].tolist()
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_log_probs_are_those_of_a_full_forward_pass(family: str, temperature: float) -> None:
@@ -55,7 +58,7 @@ def test_log_probs_are_those_of_a_full_forward_pass(family: str, temperature: fl
             logits = model(input_ids=torch.tensor([prompt + completion.token_ids])).logits[0]
             log_p = torch.log_softmax(logits / (temperature or 1.0), -1)[len(prompt) - 1 : -1]
             expected = log_p.gather(-1, torch.tensor(completion.token_ids)[:, None]).squeeze(-1)
-            assert completion.log_probs == pytest.approx(expected.tolist(), abs=2e-5)
+            assert completion.log_probs == pytest.approx(expected.tolist(), **EQUAL)
 
 
 @pytest.mark.parametrize("seeded", [True, False])
@@ -163,6 +166,7 @@ def test_an_end_token_in_the_last_place_is_a_stop() -> None:
     assert (completion.token_ids, completion.finish_reason) == ([11, 12, END], "stop")
 
 
+@pytest.mark.usefixtures("float64")
 def test_next_tokens_are_the_likeliest_at_temperature_one() -> None:
     model = make_model()
     result = make_engine(model).next_tokens(Probe(PROMPTS, top_k=5))
@@ -171,7 +175,7 @@ def test_next_tokens_are_the_likeliest_at_temperature_one() -> None:
     for row, prompt in enumerate(PROMPTS):
         top = torch.log_softmax(model(input_ids=torch.tensor([prompt])).logits[0, -1], -1).topk(5)
         assert result.token_ids[row].tolist() == top.indices.tolist()
-        torch.testing.assert_close(result.log_probs[row], top.values, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(result.log_probs[row], top.values, **EXACT)
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from batches import make_batch, make_model
 from pretended_cuda import PretendedCuda
+from rounding import EXACT, assert_rounds_alike
 from torch import Tensor
 
 from torchrl_grpo.models.scoring import attention
@@ -52,30 +53,31 @@ def gradients(out: Tensor, wanted: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad((out.double() * weights).sum(), wanted))
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("scaling", [None, 0.3])
 @pytest.mark.parametrize(("T", "S", "causal"), [(5, 9, False), (1, 4, False), (7, 7, True)])
 @pytest.mark.parametrize("block_elements", [1, 2 * HEADS // KEY_HEADS * 5 * 9, 2**20])
 def test_results_and_gradients_are_those_of_a_loop(
     T: int, S: int, causal: bool, scaling: float | None, block_elements: int
 ) -> None:
-    tensors, seen = inputs(T, S, torch.float32)
-    ours = [x.detach().requires_grad_(True) for x in tensors]
-    theirs = [x.detach().double().requires_grad_(True) for x in tensors]
+    tensors, seen = inputs(T, S, torch.float64)
+    ours, theirs = ([x.detach().requires_grad_(True) for x in tensors] for _ in range(2))
     mask = None if causal else seen[:, None]
     found = attention.attend(*ours, mask, scaling, block_elements)
     expected = by_hand(*theirs, seen, 1 / math.sqrt(D) if scaling is None else scaling)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, expected, **EXACT)
     for mine, right in zip(gradients(found, ours), gradients(expected, theirs), strict=True):
-        torch.testing.assert_close(mine.double(), right, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(mine, right, **EXACT)
 
 
+@pytest.mark.usefixtures("float64")
 def test_a_mask_without_rows_is_for_all_of_them() -> None:
-    tensors, _ = inputs(6, 6, torch.float32)
+    tensors, _ = inputs(6, 6, torch.float64)
     window = (torch.arange(6)[:, None] - torch.arange(6)).abs() < 2
     found = attention.attend(*tensors, window)
-    torch.testing.assert_close(found, attention.attend(*tensors, window.expand(3, 1, 6, 6)), rtol=0, atol=0)
-    expected = by_hand(*(x.double() for x in tensors), window.expand(3, 6, 6), 1 / math.sqrt(D))
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, attention.attend(*tensors, window.expand(3, 1, 6, 6)), **EXACT)
+    expected = by_hand(*tensors, window.expand(3, 6, 6), 1 / math.sqrt(D))
+    torch.testing.assert_close(found, expected, **EXACT)
 
 
 @pytest.mark.parametrize("case", ["plain", "alike", "much alike", "peaked", "sink"])
@@ -106,9 +108,10 @@ def test_in_bfloat16_it_errs_no_more_than_the_library(case: str) -> None:
     )
     for mine, its, true in zip(found, library, right, strict=True):
         error, bound = ((x.double() - true).norm() / true.norm() for x in (mine, its))
-        # Measured: 1.12 times at most, for the gradient of queries, whose keys are rounded about their mean
-        # once more; 0.02 times and 3e-5 times where all keys are alike, and the library's is off by 91 times.
-        assert error < 1.2 * bound and error < 0.01, (error, bound)
+        # The library's kernel is another one on each processor. Ours is off by up to 1.12 times as much, for
+        # the gradient of queries, whose keys are rounded about their mean once more; by 0.02 times and 3e-5
+        # times where all keys are alike, and the library's is off by 91 times its size.
+        assert error < 2 * bound and error < 0.01, (error, bound)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
@@ -126,16 +129,17 @@ def test_every_query_in_a_row_of_groups_sees_a_key_padding_too(window: int | Non
             assert mask.any(-1).all()
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("keys", [9, 16])
 def test_a_summand_hides_what_a_mask_hides(keys: int) -> None:
-    (query, key, value), seen = inputs(5, keys, torch.float32, E=D)
-    summand = additive(seen[:, None], torch.float32)
+    (query, key, value), seen = inputs(5, keys, torch.float64, E=D)
+    summand = additive(seen[:, None], torch.float64)
     assert summand.shape == (3, 1, 5, keys) and all(stride % 8 == 0 for stride in summand.stride()[:-1])
     found, expected = (
         F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
         for mask in (summand, seen[:, None])
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, expected, **EXACT)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral_sliding"])
@@ -174,8 +178,9 @@ def test_keys_that_nobody_sees_change_no_result() -> None:
     tensors, seen = inputs(5, 9, torch.bfloat16)
     more = [tensors[0], *(torch.cat([x, 100 * x[:, :, :3]], 2) for x in tensors[1:])]
     hides = torch.cat([seen, torch.zeros(3, 5, 3, dtype=torch.bool)], -1)
-    found, expected = attention.attend(*more, hides[:, None]), attention.attend(*tensors, seen[:, None])
-    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-3)
+    found, without = attention.attend(*more, hides[:, None]), attention.attend(*tensors, seen[:, None])
+    exact = by_hand(*(x.double() for x in tensors), seen, D**-0.5)
+    assert_rounds_alike({"out": found}, {"out": without}, {"out": exact})
 
 
 def test_what_is_kept_for_the_backward_pass_is_what_came_in() -> None:

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from families import FAMILIES, PLAIN, RECOMPUTED, SHARED, VOCAB, build
+from rounding import EXACT
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,8 +21,6 @@ from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 pytestmark = pytest.mark.slow
 
 TEMPERATURE = 0.7
-# Norms whose inverse root is taken of nearly nothing, in linear attention, cost some digits of float32.
-ROUGH = ("qwen3-next", "gemma4")
 
 CASES = [(name, False) for name in FAMILIES] + [(name, True) for name in RECOMPUTED]
 
@@ -38,18 +37,14 @@ def ragged() -> tuple[list[list[int]], list[list[list[int]]]]:
     return [*prompts, prompts[1]], [[words(n) for n in row] for row in lengths]
 
 
-def exact(model: PreTrainedModel, slopes: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Log-probabilities, entropies and gradients, one sequence at a time through a float64 forward."""
-    model = copy.deepcopy(model).double()
-    for module in model.modules():
-        if hasattr(module, "config") and hasattr(module.config, "_experts_implementation"):
-            # Products of several experts at a time do not know float64.
-            module.config._experts_implementation = "eager"
+def one_by_one(model: PreTrainedModel, slopes: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Log-probabilities, entropies and gradients, one sequence at a time through the model's own forward."""
+    model = copy.deepcopy(model)
     found, entropies = [], []
     prompts, responses = ragged()
     for prompt, response in ((p, r) for p, row in zip(prompts, responses, strict=True) for r in row if r):
         logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0]
-        log_probs = (logits[len(prompt) - 1 : -1].double() / TEMPERATURE).log_softmax(-1)
+        log_probs = (logits[len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
         found.append(log_probs.gather(1, torch.tensor(response)[:, None])[:, 0])
         entropies.append(-(log_probs.exp() * log_probs).sum(-1))
     scores, entropy = torch.cat(found), torch.cat(entropies)
@@ -58,9 +53,10 @@ def exact(model: PreTrainedModel, slopes: Tensor) -> tuple[Tensor, Tensor, dict[
 
 
 def gradients(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    return [(n, p.grad.double()) for n, p in model.named_parameters() if p.grad is not None]
+    return [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(("name", "recompute"), CASES, ids=[f"{n}{' again' * r}" for n, r in CASES])
 @pytest.mark.filterwarnings("ignore:.*prompts are run once per response")
 def test_log_probabilities_and_gradients_are_exact_or_the_model_is_refused(
@@ -69,8 +65,8 @@ def test_log_probabilities_and_gradients_are_exact_or_the_model_is_refused(
     kind, settings, outcome = (RECOMPUTED if recompute else FAMILIES)[name]
     model = build(kind, settings)
     prompts, responses = ragged()
-    slopes = torch.randn(75, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    expected, entropy, right = exact(model, slopes)
+    slopes = torch.randn(75, generator=torch.Generator().manual_seed(5))
+    expected, entropy, right = one_by_one(model, slopes)
     try:
         prepare_for_training(model, TrainModelConfig(gradient_checkpointing=recompute))
         shared = shares_prefix(model)
@@ -84,18 +80,17 @@ def test_log_probabilities_and_gradients_are_exact_or_the_model_is_refused(
     )
     scorer = TokenScorer(model, TEMPERATURE, None, shared, block_elements=1000, entropy_gradient=True)
     scores = scorer(prompt, prompt_mask, response, mask)
-    found, its_entropy = scores.log_probs[mask].double(), scores.entropy[mask].double()
+    found, its_entropy = scores.log_probs[mask], scores.entropy[mask]
     (found * slopes + 0.3 * its_entropy).sum().backward()
     found, its_entropy = found.detach(), its_entropy.detach()
-    digits = 10 if name in ROUGH else 1
-    assert float((found - expected).abs().max()) < digits * 1e-5
-    assert float((its_entropy - entropy).abs().max()) < digits * 1e-5
+    torch.testing.assert_close(found, expected, **EXACT)
+    torch.testing.assert_close(its_entropy, entropy, **EXACT)
     # By size, over all parameters; one that no token reaches has none.
     nothing, ours = torch.zeros(()), dict(gradients(model))
     names = {*ours, *right}
     off = sum(float((ours.get(n, nothing) - right.get(n, nothing)).square().sum()) for n in names)
     size = sum(float(gradient.square().sum()) for gradient in right.values())
-    assert (off / size) ** 0.5 < digits * 1e-5
+    assert (off / size) ** 0.5 < EXACT["rtol"]
 
 
 def test_there_are_many() -> None:

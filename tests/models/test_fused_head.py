@@ -13,6 +13,7 @@ import pytest
 import torch
 from batches import make_batch, make_model
 from pretended_cuda import PretendedCuda
+from rounding import EXACT
 from torch import Tensor
 
 from torchrl_grpo.config import Config
@@ -25,6 +26,7 @@ from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 KEYS = (("tokens", "prompt"), ("masks", "prompt"), ("tokens", "response"), ("masks", "response"))
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
@@ -34,7 +36,7 @@ def test_it_computes_what_blocks_compute_with_gradients(
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(700, 24, generator=g), torch.randn(301, 24, generator=g)
     targets, slopes = torch.randint(0, 301, (700,), generator=g), torch.randn(2, 700, generator=g)
-    options = HeadOptions(temperature, entropy_gradient=entropy_gradient, scale=scale)
+    options = HeadOptions(temperature, None, torch.float64, entropy_gradient, scale)
     found = []
     for score in (
         lambda h, w: score_tokens(h, targets, w, None, options, 5000),
@@ -47,7 +49,7 @@ def test_it_computes_what_blocks_compute_with_gradients(
         (slopes[0] * log_probs + slopes[1] * entropy).sum().backward()
         found.append([log_probs.detach(), entropy.detach(), *(leaf.grad for leaf in leaves)])
     for blocks, fused in zip(*found, strict=True):
-        torch.testing.assert_close(fused, blocks, atol=2e-5 * float(1 + blocks.abs().max()), rtol=1e-5)
+        torch.testing.assert_close(fused, blocks, **EXACT)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +87,7 @@ def numbers(scorer: TokenScorer) -> list[Tensor]:
     return [*(value.detach() for value in found), *(p.grad for p in scorer.parameters())]
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 @pytest.mark.parametrize("bonus", [False, True])
 def test_a_scorer_with_it_gives_the_numbers_of_one_without(
@@ -98,7 +101,7 @@ def test_a_scorer_with_it_gives_the_numbers_of_one_without(
     assert fused.fused_head and not plain.fused_head
     assert all(p.grad is None for p in fused.parameters()), "the trial leaves nothing behind"
     for ours, theirs in zip(numbers(fused), numbers(plain), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-5 * float(1 + theirs.abs().max()), rtol=1e-4)
+        torch.testing.assert_close(ours, theirs, **EXACT)
 
 
 def test_responses_of_no_token_are_no_error_with_it() -> None:

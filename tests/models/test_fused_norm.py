@@ -6,6 +6,7 @@ import pytest
 import torch
 from batches import make_batch, make_model
 from pretended_cuda import PretendedCuda
+from rounding import EXACT
 from torch import Tensor, nn
 
 from torchrl_grpo.models.scoring.fused_norm import fuse_norms
@@ -31,6 +32,7 @@ def numbers(fuses: bool, family: str) -> tuple[list[Tensor], int, int]:
         return [log_probs.detach(), *gradients], fused, machine.launches
 
 
+@pytest.mark.usefixtures("float64")
 # Two layers with two norms each and the last norm. Qwen3 has norms of queries and keys, too.
 @pytest.mark.parametrize(("family", "norms"), [("llama", 5), ("qwen3", 9)])
 def test_fused_norms_give_the_same_numbers_with_fewer_kernels(family: str, norms: int) -> None:
@@ -38,7 +40,7 @@ def test_fused_norms_give_the_same_numbers_with_fewer_kernels(family: str, norms
     fused, count, fewer = numbers(True, family)
     assert (none, count) == (0, norms)
     for one, other in zip(plain, fused, strict=True):
-        torch.testing.assert_close(other, one, atol=2e-5 * float(1 + one.abs().max()), rtol=1e-4)
+        torch.testing.assert_close(other, one, **EXACT)
     assert kernels - fewer >= 10 * norms
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from adapters import adapted, by_formula, move
 from batches import FAMILIES, gradients, inputs, make_batch, make_model, no_budget
+from rounding import EXACT
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchrl_grpo.config.schema import LoraConfig, TrainModelConfig
@@ -84,6 +85,7 @@ def test_an_unknown_layer_is_named_with_those_there_are(family: str, wrong: str,
 # What they compute
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("family", SOME)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.filterwarnings("ignore:.*prompts are run once per response")
@@ -99,7 +101,7 @@ def test_scores_and_gradients_are_those_of_the_merged_model(family: str, checkpo
         for name, tensor in by_formula(model).items():
             own[name].copy_(tensor)
     expected = TokenScorer(whole, shares_prefix=False)(*inputs(batch)).log_probs
-    torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(scores, expected, **EXACT)
     (expected * weight).sum().backward()
     found, wanted = gradients(model), gradients(whole)
     layers = lora.adapted_layers(model)
@@ -109,10 +111,9 @@ def test_scores_and_gradients_are_those_of_the_merged_model(family: str, checkpo
         D = wanted[f"{name}.weight"]
         D = D.T if family == "gpt2" else D
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-        scale = max(1.0, float(D.abs().max()))
         for part, by_hand in (("B", 3.0 * D @ a.T), ("A", 3.0 * b.T @ D)):
-            gap = (found[f"{name}.lora_{part}.default.weight"] - by_hand).abs().max().detach()
-            assert float(gap) < 1e-3 * scale, (name, part)
+            gradient = found[f"{name}.lora_{part}.default.weight"]
+            torch.testing.assert_close(gradient, by_hand.detach(), **EXACT, msg=f"{name} {part}")
     assert all(p.grad is None for name, p in model.named_parameters() if not lora.is_adapter(name))
 
 
@@ -150,6 +151,7 @@ def test_operations_count_no_gradient_of_frozen_matrices() -> None:
 # What is published
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("family", SOME)
 def test_merged_weights_are_the_formula_and_leave_the_model_alone(family: str) -> None:
     model = adapted(family)
@@ -157,7 +159,7 @@ def test_merged_weights_are_the_formula_and_leave_the_model_alone(family: str) -
     merged, expected = dict(lora.merged_weights(model)), by_formula(model)
     assert list(merged) == list(dict(make_model(family).named_parameters()))
     for name, tensor in merged.items():
-        torch.testing.assert_close(tensor.double(), expected[name].double(), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(tensor, expected[name], **EXACT)
         assert not tensor.requires_grad
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     # Deterministic: the checksum of one listing is compared with another's.
@@ -175,6 +177,7 @@ def test_one_merged_matrix_is_made_at_a_time() -> None:
 # The reference below
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 def test_without_its_adapters_the_model_is_its_base(family: str, shared: bool) -> None:
@@ -190,7 +193,7 @@ def test_without_its_adapters_the_model_is_its_base(family: str, shared: bool) -
         with_adapters = TokenScorer(model, 0.7, shares_prefix=shared)(*inputs(batch)).log_probs
         expected = base(*inputs(batch)).log_probs
     found = off.inv(batch.clone())["log_probs", "reference"]
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(found, expected, **EXACT)
     assert float((with_adapters - expected).abs().max()) > 0.1
     with torch.no_grad():
         again = TokenScorer(model, 0.7, shares_prefix=shared)(*inputs(batch)).log_probs

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from batches import END, FAMILIES, inputs, make_batch, make_model
+from rounding import EXACT
 from tiny_model import build_tiny_model
 from torch import nn
 from transformers import (
@@ -206,6 +207,7 @@ def test_autocast_does_what_it_is_told() -> None:
         assert (a @ a).dtype == torch.float32
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.filterwarnings("ignore:.*prompts are run once per response")
@@ -221,7 +223,7 @@ def test_a_prepared_model_has_no_dropout(family: str, checkpointing: bool) -> No
     assert model.is_gradient_checkpointing == checkpointing
     for _ in range(2):
         scores = TokenScorer(model)(*inputs(batch))
-        torch.testing.assert_close(scores.log_probs, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(scores.log_probs, expected, **EXACT)
 
 
 def test_of_a_model_that_takes_images_too_only_what_text_goes_through_is_trained() -> None:
@@ -256,6 +258,7 @@ class Hidden(nn.Module):
         return nn.functional.dropout(hidden, 0.5, self.training)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.filterwarnings("ignore:.*prompts are run once per response")
 def test_dropout_that_is_kept_as_a_number_is_switched_off_and_what_cannot_be_is_refused() -> None:
     settings = {"vocab_size": 61, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2}
@@ -271,12 +274,12 @@ def test_dropout_that_is_kept_as_a_number_is_switched_off_and_what_cannot_be_is_
     expected = TokenScorer(model)(*inputs(batch)).log_probs
     prepare_for_training(model, TrainModelConfig(gradient_checkpointing=True))
     assert any(layer.training for layer in model.model.decoder.layers), "nothing would be recomputed"
-    torch.testing.assert_close(TokenScorer(model)(*inputs(batch)).log_probs, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(TokenScorer(model)(*inputs(batch)).log_probs, expected, **EXACT)
     hidden = make_model()
     hidden.model.norm = nn.Sequential(hidden.model.norm, Hidden()).eval()
     expected = TokenScorer(hidden)(*inputs(batch)).log_probs
     prepare_for_training(hidden, TrainModelConfig(gradient_checkpointing=True))
-    torch.testing.assert_close(TokenScorer(hidden)(*inputs(batch)).log_probs, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(TokenScorer(hidden)(*inputs(batch)).log_probs, expected, **EXACT)
     # What is recomputed has to be in training mode itself.
     noisy = make_model()
     noisy.model.layers[1].register_forward_hook(
@@ -305,13 +308,14 @@ def test_a_model_with_more_than_a_matrix_behind_its_backbone_is_refused() -> Non
         prepare_for_training(model, TrainModelConfig())
 
 
+@pytest.mark.usefixtures("float64")
 def test_attention_is_what_was_asked_for_or_the_fallback_is_said() -> None:
     model, batch = make_model(), make_batch(P=2, G=2)
     expected = TokenScorer(model, shares_prefix=False)(*inputs(batch)).log_probs
     prepare_for_training(model, TrainModelConfig(shared_prefix=False, attn_implementation=Attention("eager")))
     assert model.config._attn_implementation == "eager"
     found = TokenScorer(model, shares_prefix=False)(*inputs(batch)).log_probs
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, expected, **EXACT)
     with pytest.warns(UserWarning, match=r"=flash_attention_2 cannot be used \(.*\); eager is used instead"):
         prepare_for_training(model, TrainModelConfig(attn_implementation=Attention("flash_attention_2")))
     torch.testing.assert_close(

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from batches import FAMILIES, inputs, make_batch, make_model
+from batches import FAMILIES, FLOAT32, inputs, make_batch, make_model
+from families import in_default_format
+from rounding import EXACT
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -36,11 +38,11 @@ def build(kind: str, **settings: Any) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = AutoConfig.for_model(kind, **settings)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=FLOAT32).eval()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(0.05 * torch.randn(parameter.shape))
-    return model
+                parameter.add_(0.05 * torch.randn(parameter.shape, dtype=FLOAT32))
+    return in_default_format(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -148,6 +150,7 @@ NOISY: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("kind", NOISY)
 def test_gradient_checkpointing_switches_no_noise_on(kind: str) -> None:
     model, batch = build(kind, **NOISY[kind]), make_batch(P=2, G=3)
@@ -158,7 +161,7 @@ def test_gradient_checkpointing_switches_no_noise_on(kind: str) -> None:
     model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
     for shared in (False, True, True):
         log_probs = TokenScorer(model, shares_prefix=shared)(*inputs(batch)).log_probs
-        torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(log_probs, expected, **EXACT)
     log_probs.sum().backward()
     assert len(calls) == 4, "the layer was not run again"
 

@@ -11,6 +11,7 @@ from batches import FixedScorer, gradients, inputs, make_batch, make_model, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective_by_hand import k_by_hand
+from rounding import EQUAL, EXACT
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -62,6 +63,7 @@ def total_of(terms: TensorDict) -> Tensor:
     return total
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("kl_coef,kind", [(0.0, "k3"), (0.3, "k1"), (0.3, "k2"), (0.05, "k3")])
 @pytest.mark.parametrize("low,high", [(0.2, 0.2), (0.2, 0.28), (0.0, 0.0), (1.0, 5.0)])
 def test_loss_and_its_gradient_by_token_equal_the_double_loop(
@@ -80,15 +82,16 @@ def test_loss_and_its_gradient_by_token_equal_the_double_loop(
     leaf = new.double().clone().requires_grad_()
     expected, metrics = loss_by_hand(leaf, batch, low, high, kl_coef, kind)
     (gradient,) = torch.autograd.grad(expected, leaf)
-    assert float(total_of(terms).detach()) == pytest.approx(float(expected.detach()), abs=1e-5)
-    torch.testing.assert_close(scorer.log_probs.grad, gradient.float(), atol=1e-6, rtol=1e-5)
+    assert float(total_of(terms).detach()) == pytest.approx(float(expected.detach()), **EQUAL)
+    torch.testing.assert_close(scorer.log_probs.grad, gradient, **EXACT)
     for name, value in metrics.items():
-        assert float(terms[name]) == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        assert float(terms[name]) == pytest.approx(value, **EQUAL), name
     assert float(terms["entropy"]) == pytest.approx(0.25)
     if low == 0.2:
         assert 0 < metrics["clip_fraction"] < 1, "the clip was not tested"
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("kl_coef,kind", [(0.0, "k3"), (0.1, "k1"), (0.1, "k3")])
 def test_parameter_gradients_of_a_model_equal_the_double_loop(kl_coef: float, kind: str) -> None:
     model, batch = make_model(), make_batch(P=3, G=3)
@@ -110,8 +113,7 @@ def test_parameter_gradients_of_a_model_equal_the_double_loop(kl_coef: float, ki
         torch.testing.assert_close(
             found[name],
             gradient,
-            atol=1e-5,
-            rtol=1e-4,
+            **EXACT,
             msg=lambda m, n=name: f"{n}: {m}",  # type: ignore[misc]
         )
 
@@ -149,6 +151,7 @@ def run_in_pieces(
     return sums, gradients(model)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("pieces", [2, 4, 8, 16])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "plain"])
 def test_micro_batches_add_up_to_the_whole_batch(pieces: int, shared: bool) -> None:
@@ -160,25 +163,25 @@ def test_micro_batches_add_up_to_the_whole_batch(pieces: int, shared: bool) -> N
     sums, found = run_in_pieces(loss, model, batch, pieces)
     assert whole.keys() == sums.keys() and {"kl_ref", "loss_kl", "clip_fraction"} <= whole.keys()
     for name, value in whole.items():
-        assert sums[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        assert sums[name] == pytest.approx(value, **EQUAL), name
     for name, gradient in expected.items():
-        assert float((found[name] - gradient).abs().max()) <= 1e-5 * max(1.0, float(gradient.abs().max())), (
-            name
-        )
+        torch.testing.assert_close(found[name], gradient, **EXACT, msg=name)
     assert max(float(g.abs().max()) for g in expected.values()) > 0.01, "nothing was compared"
 
 
+@pytest.mark.usefixtures("float64")
 def test_shared_prefix_and_plain_agree_in_loss_and_gradient() -> None:
     model = make_model()
     batch = near(model, make_batch(P=3, G=4))
     shared, one = run_in_pieces(make_loss(model, True), model, batch, 1)
     plain, other = run_in_pieces(make_loss(model, False), model, batch, 1)
     for name in shared:
-        assert shared[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-5), name
+        assert shared[name] == pytest.approx(plain[name], **EQUAL), name
     for name in one:
-        torch.testing.assert_close(one[name], other[name], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(one[name], other[name], **EXACT)
 
 
+@pytest.mark.usefixtures("float64")
 def test_the_amount_of_padding_changes_nothing() -> None:
     model = make_model()
     batch = near(model, make_batch(P=3, G=4))
@@ -186,9 +189,9 @@ def test_the_amount_of_padding_changes_nothing() -> None:
     narrow, one = run_in_pieces(loss, model, batch, 1)
     wide, other = run_in_pieces(loss, model, widen(batch, 6, 9), 1)
     for name in narrow:
-        assert wide[name] == pytest.approx(narrow[name], rel=1e-5, abs=1e-6), name
+        assert wide[name] == pytest.approx(narrow[name], **EQUAL), name
     for name in one:
-        torch.testing.assert_close(one[name], other[name], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(one[name], other[name], **EXACT)
 
 
 @pytest.mark.parametrize("junk", [1e30, math.inf, math.nan])
@@ -275,6 +278,7 @@ def test_unknown_names_are_refused() -> None:
         group_advantage(torch.zeros(1, 2), "sigma", 0.0)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("std,divisor", [("population", 4), ("unbiased", 3), ("none", None)])
 def test_advantage_by_the_formula(std: str, divisor: int | None) -> None:
     rewards = [[0.0, 1.0, 1.0, 0.0], [2.0, 2.0, 2.0, 3.5]]
@@ -284,7 +288,7 @@ def test_advantage_by_the_formula(std: str, divisor: int | None) -> None:
         scale = 1.0
         if divisor is not None:
             scale = math.sqrt(sum((r - mean) ** 2 for r in row) / divisor) + 1e-4
-        assert advantages == pytest.approx([(r - mean) / scale for r in row], rel=1e-5)
+        assert advantages == pytest.approx([(r - mean) / scale for r in row], **EQUAL)
 
 
 @pytest.mark.parametrize("std", ["population", "unbiased", "none"])
@@ -359,6 +363,7 @@ def test_advantages_follow_their_samples_and_centre_on_zero(
     )
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_kl_in_the_reward_is_summed_over_the_response(kind: str) -> None:
     batch = make_batch(P=2, G=3)
@@ -376,7 +381,7 @@ def test_kl_in_the_reward_is_summed_over_the_response(kind: str) -> None:
         FixedScorer(log_probs), advantage_std="population", kl_coef=0.2, kl_estimator=kind, kl_in="reward"
     )
     written = advantage.inv(batch)
-    torch.testing.assert_close(written["advantage"].squeeze(-1), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(written["advantage"].squeeze(-1), expected, **EXACT)
     assert written["advantage"].dtype == torch.float32
     # The reward that is logged stays the reward.
     torch.testing.assert_close(written["next", "reward"], batch["next", "reward"])

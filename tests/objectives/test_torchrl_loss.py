@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from batches import gradients, inputs, make_batch, make_model, make_objective
+from rounding import EQUAL, EXACT
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from tiny_model import build_tiny_model
@@ -53,14 +54,13 @@ def backward(model: PreTrainedModel, loss: Callable[[], Tensor]) -> tuple[float,
 
 
 def assert_same(one: tuple[float, dict[str, Tensor]], other: tuple[float, dict[str, Tensor]]) -> None:
-    assert one[0] == pytest.approx(other[0], abs=1e-5)
+    assert one[0] == pytest.approx(other[0], **EQUAL)
     assert max(float(g.abs().max()) for g in other[1].values()) > 1e-3, "nothing was compared"
     for name, gradient in other[1].items():
         torch.testing.assert_close(
             one[1][name],
             gradient,
-            atol=1e-5,
-            rtol=1e-3,
+            **EXACT,
             msg=lambda m, n=name: f"{n}: {m}",  # type: ignore[misc]
         )
 
@@ -148,6 +148,7 @@ def test_the_stateful_network_of_the_loss_is_the_actor(model: PreTrainedModel) -
     assert GroupPolicyLoss(actor).get_stateful_net("actor_network") is actor
 
 
+@pytest.mark.usefixtures("float64")
 def test_an_actor_is_enough_for_a_loss(model: PreTrainedModel, batch: TensorDict) -> None:
     expected = make_objective(TokenScorer(model))[0](batch)
     assert_equal_terms(GroupPolicyLoss(TokenScorer(model))(batch), expected)
@@ -158,12 +159,13 @@ def test_an_actor_is_enough_for_a_loss(model: PreTrainedModel, batch: TensorDict
 def assert_equal_terms(found: TensorDict, expected: TensorDict) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert float(found[name].detach()) == pytest.approx(float(value.detach()), abs=1e-5), name
+        assert float(found[name].detach()) == pytest.approx(float(value.detach()), **EQUAL), name
 
 
 # --- calls and keys --------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("keys", [{}, {"kl_coef": 0.1, "entropy_coef": 0.01}, {"proximal": "trainer"}])
 def test_tensors_by_position_and_by_name_give_the_terms_of_the_batch(
     model: PreTrainedModel, batch: TensorDict, keys: Any
@@ -182,6 +184,7 @@ def test_tensors_by_position_and_by_name_give_the_terms_of_the_batch(
     assert_same(backward(model, lambda: added(loss(**by_name))), direct)
 
 
+@pytest.mark.usefixtures("float64")
 def test_keys_can_be_renamed(model: PreTrainedModel, batch: TensorDict) -> None:
     loss, _ = make_objective(TokenScorer(model), kl_coef=0.1)
     expected = loss(batch)
@@ -216,6 +219,7 @@ def test_out_keys_are_written_and_can_be_selected_and_reset(
 # --- TorchRL's modules as the actor ----------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("keys", [{}, {"kl_coef": 0.1, "aggregation": "sequence"}, {"entropy_coef": 0.01}])
 def test_a_tensordict_module_is_an_actor(model: PreTrainedModel, batch: TensorDict, keys: Any) -> None:
     scorer = TokenScorer(model)
@@ -229,7 +233,7 @@ def test_a_tensordict_module_is_an_actor(model: PreTrainedModel, batch: TensorDi
     assert torch.equal(batch["log_probs", "response"], sampled)
     by_position = loss(*(batch[key] for key in loss.in_keys))
     first = by_position[0] if isinstance(by_position, tuple) else by_position
-    assert float(first.detach()) == pytest.approx(float(direct(batch)["loss_objective"].detach()), abs=1e-6)
+    assert float(first.detach()) == pytest.approx(float(direct(batch)["loss_objective"].detach()), **EQUAL)
 
 
 def test_a_module_reads_what_it_asks_for_and_its_padding_does_not_matter(batch: TensorDict) -> None:
@@ -290,6 +294,7 @@ def wrapper(*arguments: Any, **options: Any) -> Any:
     return TransformersWrapper(*arguments, **options)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("pad_output", [True, False])
 @pytest.mark.parametrize("keys", [{}, {"kl_coef": 0.1, "ratio": "sequence"}])
 def test_the_wrapper_of_torchrl_is_an_actor(
@@ -307,7 +312,7 @@ def test_the_wrapper_of_torchrl_is_an_actor(
     assert {id(p) for p in loss.parameters()} == {id(p) for p in model.parameters()}
     by_position = loss(*(batch[key] for key in loss.in_keys))
     first = by_position[0] if isinstance(by_position, tuple) else by_position
-    assert float(first.detach()) == pytest.approx(float(expected["loss_objective"].detach()), abs=1e-5)
+    assert float(first.detach()) == pytest.approx(float(expected["loss_objective"].detach()), **EQUAL)
 
 
 @pytest.mark.parametrize("options", [{"input_mode": "text"}, {"input_mode": "history"}])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from batches import PAD, make_batch, make_model, make_objective, no_budget
+from rounding import EXACT
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs.transforms import Transform
 
@@ -190,6 +191,7 @@ class CountingTransform(Transform):
         return tensordict
 
 
+@pytest.mark.usefixtures("float64")
 def test_write_transforms_run_in_the_order_given_once_a_round() -> None:
     model = make_model()
     scorer, groups = TokenScorer(model), make_batch(P=8, G=3, kl=False)
@@ -202,11 +204,11 @@ def test_write_transforms_run_in_the_order_given_once_a_round() -> None:
     with torch.no_grad():
         reference = scorer(*(groups[k] for k in _SCORED)).log_probs
     held = buffer.contents()
-    torch.testing.assert_close(held["log_probs", "reference"], reference, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(held["log_probs", "reference"], reference, **EXACT)
     # The penalty is in the advantage, so the reference was there before it.
     penalty = ((groups["log_probs", "response"] - reference) * groups["masks", "response"]).sum(-1)
     expected = group_advantage(groups["next", "reward"].squeeze(-1) - 0.3 * penalty, "unbiased", 1e-4)
-    torch.testing.assert_close(held["advantage"].squeeze(-1), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(held["advantage"].squeeze(-1), expected, **EXACT)
     without = group_advantage(groups["next", "reward"].squeeze(-1), "unbiased", 1e-4)
     assert float((expected - without).abs().max()) > 0.1
     buffer.sample()
@@ -217,6 +219,7 @@ def test_write_transforms_run_in_the_order_given_once_a_round() -> None:
 _SCORED = (("tokens", "prompt"), ("masks", "prompt"), ("tokens", "response"), ("masks", "response"))
 
 
+@pytest.mark.usefixtures("float64")
 def test_a_scorer_writes_its_own_models_log_probabilities_and_nobody_elses() -> None:
     model, groups = make_model(), make_batch(P=3, G=2)
     before = groups["log_probs", "response"].clone()
@@ -224,11 +227,12 @@ def test_a_scorer_writes_its_own_models_log_probabilities_and_nobody_elses() -> 
     written = LogProbScorer(scorer, "proximal", no_budget()).inv(groups)
     with torch.no_grad():
         expected = scorer(*(groups[k] for k in _SCORED)).log_probs
-    torch.testing.assert_close(written["log_probs", "proximal"], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(written["log_probs", "proximal"], expected, **EXACT)
     assert torch.equal(written["log_probs", "response"], before)
     assert float((expected - before).abs().max()) > 0.1
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("share", [0.25, 1.0])
 def test_mixing_moves_every_weight_by_its_share(share: float) -> None:
     reference, policy = make_model(seed=0), make_model(seed=1)
@@ -240,9 +244,10 @@ def test_mixing_moves_every_weight_by_its_share(share: float) -> None:
     )
     for model in (reference, copied):
         for old, new, other in zip(before, model.parameters(), policy.parameters(), strict=True):
-            torch.testing.assert_close(new, (1 - share) * old + share * other)
+            torch.testing.assert_close(new, (1 - share) * old + share * other, **EXACT)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("copies", [2, 3, 7])
 def test_copies_of_a_model_score_a_share_of_the_groups_each(copies: int) -> None:
     groups = make_batch(P=5, G=3, seed=1)
@@ -258,9 +263,7 @@ def test_copies_of_a_model_score_a_share_of_the_groups_each(copies: int) -> None
 
     first, *others = ((Counting(copy.deepcopy(model)), TokenBudget(30, True, print)) for _ in range(copies))
     together = LogProbScorer(first[0], "reference", first[1], others=others).inv(groups.clone())
-    torch.testing.assert_close(
-        together["log_probs", "reference"], alone["log_probs", "reference"], atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(together["log_probs", "reference"], alone["log_probs", "reference"], **EXACT)
     assert len(rows) == min(copies, 5)
 
 

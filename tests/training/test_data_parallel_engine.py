@@ -8,11 +8,15 @@ import pytest
 import torch
 from engine_program import ASKS, PROMPTS
 from rank_runs import in_ranks
+from rounding import assert_rounds_alike
+
+from torchrl_grpo.inference.protocol import Completion
 
 pytestmark = pytest.mark.slow
 
 # Which divide no round here evenly; commands with two are in tests/distributed/test_ranks.py.
 COUNT = 3
+ENGINES = ("", ", alone", ", exact")
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +27,22 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return measured
 
 
+def log_probs_of(completions: list[Completion]) -> dict[str, torch.Tensor]:
+    return {str(number): torch.tensor(one.log_probs) for number, one in enumerate(completions)}
+
+
 @pytest.mark.parametrize("name", ASKS)
 def test_ranks_generate_what_one_engine_does(found: dict[str, Any], name: str) -> None:
-    ours, alone = found[name], found[f"{name}, alone"]
-    assert len(ours) == len(ASKS[name][0])
-    for group, expected in zip(ours, alone, strict=True):
-        for one, other in zip(group, expected, strict=True):
-            assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
-            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+    ours, alone, exact = ([one for group in found[name + end] for one in group] for end in ENGINES)
+    assert len(found[name]) == len(ASKS[name][0])
+    for one, other in zip(ours, alone, strict=True):
+        assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
+    assert_rounds_alike(
+        *(
+            {str(n): torch.tensor(one.log_probs) for n, one in enumerate(found)}
+            for found in (ours, alone, exact)
+        )
+    )
 
 
 def test_each_prompt_is_one_ranks_and_no_rank_waits(found: dict[str, Any]) -> None:
@@ -46,10 +58,13 @@ def test_each_prompt_is_one_ranks_and_no_rank_waits(found: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("when", ["published", "next, woken"])
 def test_all_ranks_answer_with_the_published_weights(found: dict[str, Any], when: str) -> None:
-    ours, alone = found[when], found["next, alone"]
+    ours, alone, exact = found[when], found["next, alone"], found["next, exact"]
     assert found["version"] == 3
     assert ours.token_ids.tolist() == alone.token_ids.tolist() * COUNT
-    torch.testing.assert_close(ours.log_probs, alone.log_probs.repeat(COUNT, 1), atol=1e-5, rtol=0)
+    assert_rounds_alike(
+        {"next": ours.log_probs},
+        *({"next": one.log_probs.repeat(COUNT, 1)} for one in (alone, exact)),
+    )
 
 
 def test_a_rank_that_does_not_take_weights_is_named(found: dict[str, Any]) -> None:
