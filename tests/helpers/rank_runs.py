@@ -17,6 +17,7 @@ import pytest
 import torch
 from forked import run_script
 from rank_program import measure
+from rounding import FACTOR, assert_rounds_alike, float64, relative_error
 
 from torchrl_grpo.distributed.ranks import Ranks
 
@@ -30,17 +31,29 @@ def in_ranks(count: int, output: Path, kinds: Sequence[str], program: str = "ran
 
 @functools.cache
 def measured_alone(case: str) -> dict[str, Any]:
-    return measure(case, "ddp", Ranks(on_cpu=True))
+    """What one process finds, in one thread as ranks are, since threads may change the order of sums."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return measure(case, "ddp", Ranks(on_cpu=True))
+    finally:
+        torch.set_num_threads(threads)
 
 
-def check_same_numbers(found: dict[str, Any], alone: dict[str, Any]) -> None:
-    """What several ranks found is what one process did, to 1e-5."""
-    assert found["sums"] == pytest.approx(alone["sums"], rel=1e-5, abs=1e-6)
+@functools.cache
+def measured_exactly(case: str) -> dict[str, Any]:
+    with float64():
+        return measure(case, "ddp", Ranks(on_cpu=True))
+
+
+def check_same_numbers(found: dict[str, Any], case: str) -> None:
+    """What several ranks found is what one process did, to rounding."""
+    alone, exact = measured_alone(case), measured_exactly(case)
+    # Sums cancel, so what they are off by is no share of theirs.
+    allowed = FACTOR * relative_error(alone["gradients"], exact["gradients"])
+    assert found["sums"] == pytest.approx(alone["sums"], rel=allowed, abs=allowed)
     for part in ("gradients", "weights"):
-        assert found[part].keys() == alone[part].keys()
-        for name, expected in alone[part].items():
-            difference = (found[part][name] - expected).abs().max()
-            assert difference <= 1e-5 * expected.abs().max(), (part, name, float(difference))
+        assert_rounds_alike(found[part], alone[part], exact[part])
     assert any(gradient.abs().max() > 1e-3 for gradient in alone["gradients"].values())
     for ours, expected in zip(found["metrics"], alone["metrics"], strict=True):
         assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5)
@@ -60,10 +73,10 @@ def check_same_state(found: dict[str, Any], alone: dict[str, Any]) -> None:
 
 def check_rounds_alike(found: dict[str, Any], alone: dict[str, Any], exact: dict[str, Any]) -> None:
     """In bfloat16 ranks are as near to the float32 numbers as one process in bfloat16 is."""
-    theirs, ours = (_distance(one["gradients"], exact["gradients"]) for one in (alone, found))
-    assert 0 < ours < 2 * theirs < 0.3, (ours, theirs)
-    # Between the two steps a ratio on the other side of the clip may make more of it than the gradient shows.
-    assert _distance(found["weights"], exact["weights"]) < 5e-3
+    for part in ("gradients", "weights"):
+        theirs, ours = (_distance(one[part], exact[part]) for one in (alone, found))
+        # Between the two steps a ratio may be on the other side of the clip.
+        assert 0 < ours < 2 * theirs < 0.3, (part, ours, theirs)
     for name, value in exact["sums"].items():
         assert found["sums"][name] == pytest.approx(value, rel=0.1, abs=0.05), name
 
@@ -131,6 +144,8 @@ def words(sums: Path, model: Path, folder: Path, *more: str) -> list[str]:
         "inference_model.max_model_len=200",
         "inference_model.max_new_tokens=6",
         "optimizer.lr=1e-3",
+        # The first steps of Adam follow a gradient's sign, also where it is rounding; not with this eps.
+        "optimizer.eps=1e-2",
         "train.total_dialog_turns=160",
         "train.checkpoint_frequency=5",
         "checkpoint.keep=9",
