@@ -19,7 +19,11 @@ from torchrl_grpo.training.job import run
 
 @pytest.fixture
 def config(
-    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number_format: str
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number_format: str,
+    request: pytest.FixtureRequest,
 ) -> Config:
     """Four rounds of four groups of four on a file of sums, in one of two number formats."""
     # Drawing takes as long as training; tests/observe and tests/runs/test_integration.py look at the picture.
@@ -41,6 +45,10 @@ def config(
     cfg.inference_model.backend = Backend("transformers")
     cfg.inference_model.max_model_len, cfg.inference_model.max_new_tokens = 200, 6
     cfg.optimizer.lr = 1e-2
+    if request.node.get_closest_marker("float32") is not None:
+        # The first steps of Adam follow a gradient's sign, also where it is rounding; not with this eps. Two
+        # runs that round otherwise would soon sample other tokens.
+        cfg.optimizer.eps = 1e-2
     cfg.train.total_dialog_turns = 64
     cfg.train.checkpoint_frequency = 0
     cfg.eval.num_problems, cfg.eval.frequency = 6, 2

@@ -26,15 +26,13 @@ def test_the_first_step_has_no_divergence(
 ) -> None:
     # Whatever auto would choose by the machine.
     monkeypatch.setattr(precision, "has_fast_bfloat16", lambda device: fast)
-    first = train(
-        "run",
-        policy__kl_coef=0.1,
-        ref_model__dtype="auto",
-        train_model__autocast=autocast,
-        train__total_dialog_turns=16,
-    )[1]
+    settings = {"policy__kl_coef": 0.1, "train_model__autocast": autocast, "train__total_dialog_turns": 16}
+    alike, rounded = (
+        train(dtype, ref_model__dtype=dtype, **settings)[1]["kl/reference"] for dtype in ("auto", "bfloat16")
+    )
     # The reference scores other batches than the trainer, and products of other shapes may round otherwise.
-    assert abs(first["kl/reference"]) < 1e-9
+    # That is far less than where a reference holds and computes everything in bfloat16.
+    assert abs(alike) < rounded / 10
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

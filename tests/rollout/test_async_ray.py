@@ -251,7 +251,8 @@ def test_a_killed_worker_and_a_killed_reference_are_replaced_on_a_running_cluste
     assert {"workers/tokens_per_s_0", "workers/tokens_per_s_1"} <= metrics[-1].keys()
     divergences = [line["kl/reference"] for line in metrics if line["step"] > 0]
     # Nothing but rounding while the policy is still the reference; after the kill it has moved away from it.
-    assert len(divergences) == 10 and 0 <= divergences[0] < 1e-12 < 1e-8 < min(divergences[6:])
+    # The estimate is half the square of a difference, and 1e-4 nats may be rounding.
+    assert len(divergences) == 10 and 0 <= divergences[0] < 1e-8 < min(divergences[6:])
     # The cluster is somebody else's: it must still be there.
     assert len(two_nodes.list_all_nodes()) == 2
     assert all(node.live_processes() for node in two_nodes.list_all_nodes())

@@ -138,9 +138,9 @@ def test_two_ranks_follow_one(talk: Config, train: Runner, repo_root: Path, tmp_
         "env.max_turns=4 env.num_envs=4 env.repeats=4 env.answer_format=plain",
         "inference_model.max_model_len=640 inference_model.max_new_tokens=80",
         "inference_model.dtype=float32",
-        "inference_model.backend=transformers train_model.autocast='no' optimizer.lr=0.001 eval.frequency=2",
-        "eval.num_problems=6 train.total_dialog_turns=64 train_model.num_devices=2",
-        "train.checkpoint_frequency=0",
+        "inference_model.backend=transformers train_model.autocast='no' optimizer.lr=0.001",
+        "optimizer.eps=0.01 eval.frequency=2 eval.num_problems=6 train.total_dialog_turns=64",
+        "train.checkpoint_frequency=0 train_model.num_devices=2",
     ]
     words = [word.replace("'", '"') for flag in flags for word in flag.split(" ")]
     done = run_script([grpo_script(repo_root), *words], ranks=2)

@@ -117,6 +117,7 @@ def test_two_ranks_follow_one(sft: Config, train: Runner, repo_root: Path, tmp_p
         *("inference_model.backend=transformers", "inference_model.dtype=float32"),
         *("inference_model.max_model_len=200", "inference_model.max_new_tokens=20"),
         *('train_model.autocast="no"', "optimizer.lr=0.01", "optimizer.weight_decay=0.0"),
+        "optimizer.eps=0.01",
         *("eval.num_problems=6", "eval.frequency=2", "train.total_dialog_turns=16"),
         *("train.checkpoint_frequency=0", "train_model.num_devices=2", "--config-name=grpo_gsm8k"),
     ]

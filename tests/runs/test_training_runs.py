@@ -136,7 +136,7 @@ def test_a_run_goes_on_in_other_number_formats(train: Runner, tmp_path: Path) ->
             train_model__autocast=autocast,
             inference_model__dtype="bfloat16",
         )
-        assert rounded[-1]["publish/logprob_diff_mean"] > 1e-3 and rounded[-1]["step"] == exact[-1]["step"]
+        assert rounded[-1]["publish/logprob_diff_mean"] > 1e-4 and rounded[-1]["step"] == exact[-1]["step"]
 
 
 @pytest.mark.parametrize("settings", [{}, {"train__optim_batch_size": 4}], ids=["a step a round", "four"])
@@ -267,13 +267,22 @@ def test_an_interrupt_that_a_library_swallows_ends_the_run_after_the_step(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def rounding_of(line: dict[str, Any]) -> float:
+    """The divergence that rounding explains, in either number format.
+
+    The estimate is about half the square of a difference of log-probabilities. Engine and trainer differ by
+    as much as two computations do, or by the 1e-3 nats that the verification of weights allows float32.
+    """
+    return max(float(line["publish/logprob_diff_mean"]), 1e-3) ** 2
+
+
 def test_the_reference_follows_the_policy_when_told_to(train: Runner) -> None:
     kept = train("kept", policy__kl_coef=0.1, optimizer__lr=1e-3)
     copied = train("copied", ref_model__refresh_frequency=1)
     assert kept[1:3] != copied[1:3]
     # The reference is the policy that the round is sampled from, so at the first step they are one.
-    assert all(line["kl/reference"] == pytest.approx(0.0, abs=1e-6) for line in copied[1:])
-    assert kept[-1]["kl/reference"] > 1e-6
+    assert all(abs(line["kl/reference"]) <= rounding_of(line) for line in copied[1:])
+    assert kept[-1]["kl/reference"] > rounding_of(kept[-1])
 
 
 @pytest.mark.float32
@@ -316,8 +325,8 @@ def test_kl_to_the_reference_starts_at_zero_and_grows(train: Runner, where: str)
         policy__kl_estimator="k3",
         inference_model__temperature=0.7,
     )
-    assert lines[1]["kl/reference"] == pytest.approx(0.0, abs=1e-6)
-    assert lines[-1]["kl/reference"] > 1e-6
+    assert abs(lines[1]["kl/reference"]) <= rounding_of(lines[1])
+    assert lines[-1]["kl/reference"] > rounding_of(lines[1])
     if where == "loss":
         assert lines[-1]["loss/total"] == pytest.approx(lines[-1]["loss/objective"] + lines[-1]["loss/kl"])
 
