@@ -13,7 +13,7 @@ import pytest
 import torch
 from batches import gradients, inputs, make_batch, make_model
 from pretended_cuda import PretendedCuda
-from rounding import EXACT
+from rounding import EXACT, assert_rounds_alike
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -96,13 +96,15 @@ def test_a_group_of_one_prompt_token() -> None:
 @pytest.mark.parametrize("family", ["qwen2", "mistral_sliding"])
 def test_under_autocast_it_errs_as_masks_do(family: str) -> None:
     model, batch = make_model(family), make_batch(G=6)
-    exact, right = scored(model, batch, use_varlen=False)
-    errors = []
-    for use_varlen in (True, False):
-        found, ours = scored(model, batch, use_varlen, torch.bfloat16)
-        off = sum(float((ours[name] - right[name]).square().sum()) for name in right)
-        errors.append((float((found - exact).norm()), off**0.5))
-    assert 0 < errors[0][0] < 1.5 * errors[1][0] and 0 < errors[0][1] < 1.5 * errors[1][1]
+    exact, plain, ours = (
+        {"log-probabilities": log_probs, **found}
+        for log_probs, found in (
+            scored(model, batch, use_varlen=False),
+            scored(model, batch, use_varlen=False, autocast=torch.bfloat16),
+            scored(model, batch, use_varlen=True, autocast=torch.bfloat16),
+        )
+    )
+    assert_rounds_alike(ours, plain, exact)
 
 
 @pytest.mark.usefixtures("float64")
