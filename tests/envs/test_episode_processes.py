@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from process_ends import alive, error_in_time, wait_for_end
 
 from torchrl_grpo.envs.episodes.processes import (
     CallError,
@@ -103,37 +102,6 @@ def call(episode: EpisodeProcess, tool: str, limit_s: float = 60.0, **arguments:
     return episode.call({"do": "tool", "tool": f"my_tools.py:{tool}", "arguments": arguments}, limit_s)
 
 
-def alive(number: int) -> bool:
-    try:
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_for_end(number: int) -> None:
-    end = time.monotonic() + 20
-    while alive(number):
-        assert time.monotonic() < end, "a process is left"
-        os.sched_yield()
-
-
-def in_time(job: Callable[[], Any]) -> BaseException | None:
-    """Return the error of a call of a fraction of a second; with much patience for a busy machine."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            job()
-        except Exception as error:  # noqa: BLE001  the test looks at it
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(20)
-    assert not thread.is_alive()
-    return errors[0] if errors else None
-
-
 def test_a_tool_cannot_answer_for_the_next_call(make: Callable[[], EpisodeHost]) -> None:
     episode = make().start_episode()
     assert call(episode, "forge", text="first") == "first"
@@ -147,18 +115,18 @@ def test_a_call_ends_within_its_limit_whatever_the_processes_do(
     host = make()
     text = "x" * size
     assert call(host.start_episode(), "size", text=text) == str(size)
-    error = in_time(lambda: call(host.start_episode(), "flood", 0.5, text=text))
+    error = error_in_time(lambda: call(host.start_episode(), "flood", 0.5, text=text))
     assert isinstance(error, CallError)
-    error = in_time(lambda: call(host.start_episode(), "leave", 30.0, text=text))
+    error = error_in_time(lambda: call(host.start_episode(), "leave", 30.0, text=text))
     assert isinstance(error, CallError) and not isinstance(error, CallTimeout)
     os.killpg(host._process.pid, signal.SIGSTOP)
     for _ in range(3):
-        error = in_time(lambda: call(host.start_episode(), "size", 0.2, text=text))
+        error = error_in_time(lambda: call(host.start_episode(), "size", 0.2, text=text))
         assert isinstance(error, CallTimeout)
     os.killpg(host._process.pid, signal.SIGCONT)
     assert call(host.start_episode(), "size", text=text) == str(size)
     os.killpg(host._process.pid, signal.SIGSTOP)
-    assert in_time(host.close) is None
+    assert error_in_time(host.close) is None
 
 
 def test_what_a_module_started_when_it_was_imported_ends_with_the_host(
@@ -168,7 +136,7 @@ def test_what_a_module_started_when_it_was_imported_ends_with_the_host(
     helper = int(call(host.start_episode(), "helpers"))
     assert alive(helper)
     assert int(call(host.start_episode(), "helpers")) == helper
-    assert in_time(host.close) is None
+    assert error_in_time(host.close) is None
     wait_for_end(helper)
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from process_ends import alive, wait_for_end
 
 from torchrl_grpo.data.episode import EpisodeText
 from torchrl_grpo.data.example import Example
@@ -189,20 +188,6 @@ def ask(runner: EpisodeRunner, name: str, **arguments: Any) -> str:
     return str(message["content"])
 
 
-def alive(number: int) -> bool:
-    try:
-        return Path(f"/proc/{number}/stat").read_text().split(")")[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_for_end(numbers: list[int]) -> None:
-    end = time.monotonic() + 20
-    while any(alive(number) for number in numbers):
-        assert time.monotonic() < end, "a process of an episode is left"
-        os.sched_yield()
-
-
 def test_results_reach_the_model(make: MakeRunner) -> None:
     runner = make()
     assert ask(runner, "echo", text="a b\n'c'") == "a b\n'c'"
@@ -266,7 +251,7 @@ def test_what_a_tool_has_started_ends_with_its_episode(make: MakeRunner, tmp_pat
     numbers = [int(number) for number in (tmp_path / "numbers").read_text().split()]
     assert all(alive(number) for number in numbers)
     runner.close()
-    wait_for_end(numbers)
+    wait_for_end(*numbers)
 
 
 def test_what_the_module_of_a_tool_has_started_serves_all_episodes(make: MakeRunner, tmp_path: Path) -> None:
@@ -274,7 +259,7 @@ def test_what_the_module_of_a_tool_has_started_serves_all_episodes(make: MakeRun
     number = int(ask(first, "service"))
     ask(first, "fork", path=str(tmp_path / "numbers"))
     first.close()
-    wait_for_end([int(one) for one in (tmp_path / "numbers").read_text().split()])
+    wait_for_end(*[int(one) for one in (tmp_path / "numbers").read_text().split()])
     assert ask(second, "service") == str(number) and alive(number)
 
 
@@ -290,7 +275,7 @@ def test_everything_ends_with_the_host(file: Path, tmp_path: Path) -> None:
     options = RunnerOptions({tool.name: tool for tool in tools}, None, False, host, 20.0, 100)
     assert ask(EpisodeRunner(options, EXAMPLE), "fork", path=str(tmp_path / "numbers")) == "forked"
     host.close()
-    wait_for_end([int(number) for number in (tmp_path / "numbers").read_text().split()])
+    wait_for_end(*[int(number) for number in (tmp_path / "numbers").read_text().split()])
 
 
 def test_a_host_that_has_ended_stops_the_run(file: Path) -> None:

@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from process_ends import alive, error_in_time, wait_for_end
 
 from torchrl_grpo.runtime.json_channel import (
     ChannelBroken,
@@ -96,27 +95,6 @@ def channel(process: SupervisedProcess) -> JsonChannel:
     return made
 
 
-def alive(number: int) -> bool:
-    try:
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_for_end(numbers: list[int]) -> None:
-    end = time.monotonic() + 20
-    while any(alive(number) for number in numbers):
-        assert time.monotonic() < end, "a process is left"
-        os.sched_yield()
-
-
-def returns(job: threading.Thread) -> bool:
-    """Whether a call of two tenths of a second returns; with much patience for a busy machine."""
-    job.start()
-    job.join(20)
-    return not job.is_alive()
-
-
 @pytest.mark.parametrize("size", [10, 65_536, 10_000_000])
 def test_a_request_of_any_size_arrives(channel: JsonChannel, size: int) -> None:
     assert channel.ask({"do": "size", "text": "x" * size}, 60.0) == size
@@ -146,20 +124,13 @@ def test_an_error_and_an_end_are_told_apart(channel: JsonChannel, process: Super
 def test_no_call_takes_longer_than_its_limit(
     channel: JsonChannel, process: SupervisedProcess, how: str, size: int
 ) -> None:
-    errors: list[Exception] = []
-
-    def call() -> None:
-        try:
-            channel.ask({"do": how, "text": "x" * size}, 0.2)
-        except (ChannelTimeout, ChannelBroken) as error:
-            errors.append(error)
-
     if how == "stopped":
         os.killpg(process.process.pid, signal.SIGSTOP)
     if how == "never reads":
         assert channel.ask({"do": how}, 60.0) == how
-    assert returns(threading.Thread(target=call, daemon=True)) and errors
-    assert returns(threading.Thread(target=process.end, daemon=True))
+    error = error_in_time(lambda: channel.ask({"do": how, "text": "x" * size}, 0.2))
+    assert isinstance(error, ChannelTimeout | ChannelBroken)
+    assert error_in_time(process.end) is None
     assert process.process.returncode is not None
 
 
@@ -167,14 +138,14 @@ def test_everything_ends_with_the_process(channel: JsonChannel, process: Supervi
     numbers = channel.ask({"do": "start"}, 60.0)
     assert len(numbers) == 3 and all(alive(number) for number in numbers)
     process.end()
-    wait_for_end(numbers)
+    wait_for_end(*numbers)
 
 
 def test_everything_ends_when_the_module_does(channel: JsonChannel, process: SupervisedProcess) -> None:
     numbers = channel.ask({"do": "start"}, 60.0)
     with pytest.raises(ChannelClosed):
         channel.ask({"do": "exit"}, 60.0)
-    wait_for_end(numbers)
+    wait_for_end(*numbers)
 
 
 def test_everything_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
@@ -200,6 +171,6 @@ time.sleep(600)
             assert len(numbers) == 4
             os.kill(parent.pid, signal.SIGKILL)
             parent.wait()
-            wait_for_end(numbers)
+            wait_for_end(*numbers)
         finally:
             os.killpg(parent.pid, signal.SIGKILL)
