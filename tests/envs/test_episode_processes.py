@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_ends import alive, error_in_time, wait_for_end
+from process_ends import alive, child_of, error_in_time, wait_for_end
 
 from torchrl_grpo.envs.episodes.processes import (
     CallError,
@@ -119,13 +119,13 @@ def test_a_call_ends_within_its_limit_whatever_the_processes_do(
     assert isinstance(error, CallError)
     error = error_in_time(lambda: call(host.start_episode(), "leave", 30.0, text=text))
     assert isinstance(error, CallError) and not isinstance(error, CallTimeout)
-    os.killpg(host._process.pid, signal.SIGSTOP)
+    os.kill(child_of(host._process.pid), signal.SIGSTOP)
     for _ in range(3):
         error = error_in_time(lambda: call(host.start_episode(), "size", 0.2, text=text))
         assert isinstance(error, CallTimeout)
-    os.killpg(host._process.pid, signal.SIGCONT)
+    os.kill(child_of(host._process.pid), signal.SIGCONT)
     assert call(host.start_episode(), "size", text=text) == str(size)
-    os.killpg(host._process.pid, signal.SIGSTOP)
+    os.kill(child_of(host._process.pid), signal.SIGSTOP)
     assert error_in_time(host.close) is None
 
 
@@ -144,9 +144,7 @@ def test_a_killed_host_stops_the_run_and_leaves_nothing(make: Callable[[], Episo
     host = make()
     episode = host.start_episode()
     helper = int(call(episode, "helpers"))
-    children = Path(f"/proc/{host._process.pid}/task/{host._process.pid}/children").read_text().split()
-    (child,) = [int(number) for number in children]
-    os.kill(child, signal.SIGKILL)
+    os.kill(child_of(host._process.pid), signal.SIGKILL)
     host._process.wait(20)
     with pytest.raises(TrainingStopped, match="resume=auto"):
         call(episode, "helpers")

@@ -21,6 +21,12 @@ def alive(number: int) -> bool:
         return False
 
 
+def child_of(number: int) -> int:
+    """Return the only child of a process: of a supervisor, the module's process."""
+    (child,) = Path(f"/proc/{number}/task/{number}/children").read_text().split()
+    return int(child)
+
+
 def wait_for_end(*numbers: int) -> None:
     """Wait until processes have ended."""
     end = time.monotonic() + _PATIENCE_S

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_ends import error_in_time
+import sympy
+from process_ends import child_of, error_in_time
 
 from torchrl_grpo.config.schema import RewardConfig
 from torchrl_grpo.data import reasoning_gym as tasks
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.rows import codec
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.rewards.sandbox import no_code
+from torchrl_grpo.rewards.sandbox import gym_job, no_code
 from torchrl_grpo.rewards.sandbox.math_verify import MathVerifyReward
 from torchrl_grpo.rewards.sandbox.pool import JobError, JobFailed, JobTimeout, WorkerPool, judge_isolation
 from torchrl_grpo.rewards.sandbox.worker import Isolation
@@ -100,6 +101,12 @@ def test_a_broken_verdict_is_an_error_and_the_worker_goes_on(pool: WorkerPool, c
     assert run(pool, "value = 4") == 4.0
 
 
+def test_an_error_writes_no_lines_of_its_own_to_the_log(pool: WorkerPool) -> None:
+    with pytest.raises(JobFailed) as raised:
+        run(pool, "raise ValueError('\\x1b[31m\\nTraining stopped')")
+    assert "Training stopped" in str(raised.value) and str(raised.value).isprintable()
+
+
 def test_an_answer_that_never_ends_does_not_cost_the_worker() -> None:
     pool = WorkerPool("jobs:run_code", size=1, timeout_s=0.5, isolation=Isolation.sandbox)
     try:
@@ -124,7 +131,7 @@ def test_a_judge_that_is_stopped_returns_and_is_replaced() -> None:
     try:
         pool.wait_until_started()
         (worker,) = pool._all
-        os.killpg(worker._process.pid, signal.SIGSTOP)
+        os.kill(child_of(worker._process.pid), signal.SIGSTOP)
         error = error_in_time(lambda: run(pool, "x = " + "1" * 1_000_000))
         assert isinstance(error, JobTimeout)
         assert run(pool, "value = 2") == 2.0 and worker not in pool._all
@@ -133,27 +140,69 @@ def test_a_judge_that_is_stopped_returns_and_is_replaced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "allowed"),
+    "text",
+    ["Integer (2 )*Symbol ('x')**Rational (1 ,2 )", "-x/2 + C", "Add(Integer(1), x, evaluate=False)",
+     "sin(pi)/2 - factorial(3)", "Lt(x, Float('1.5'), evaluate=False)", "(x, Integer(2))"],
+)  # fmt: skip
+def test_expressions_of_the_parser_are_evaluated(text: str) -> None:
+    variables = {"x": sympy.Symbol("x"), "C": sympy.Symbol("C")}
+    assert no_code.is_expression(compile(text, "<string>", "eval"), variables)
+
+
+@pytest.mark.parametrize(
+    "text",
     [
-        ("Integer (2 )*Symbol ('x')**Rational (1 ,2 )", True),
-        ("[['A', 'B'], (1, 2), {3: 4.5}][0][1]", True),
-        ("sin(pi)/2 if True else -max(1, 2)", True),
-        ("__import__('os').system('true')", False),
-        ("().__class__.__base__.__subclasses__()", False),
-        ("x.y", False),
-        ("getattr(x, 'y')", False),
-        ("[x for x in (lambda: 1)()]", False),
-        ("(x := 1)", False),
-        ("f'{x.__class__}'", False),
-        ("eval('1')", False),
-        ("open('file')", False),
-        ("vars()", False),
-        ("breakpoint()", False),
-        ("sorted([2, 1], key=lambda x: 0)", False),
+        "__import__('os').system('true')",
+        "().__class__.__base__.__subclasses__()",
+        "x.y",
+        "getattr(x, 'y')",
+        "(lambda: 1)()",
+        "[y for y in x]",
+        "(x := 1)",
+        "f'{x.__class__}'",
+        "open('file')",
+        "d['__builtins__']",
+        "parse_expr('True', global_dict=d)",
+        "Function('f', __eq__=Tuple)(1)",
+        "Function('f', **{'_' + '_eq_' + '_': Tuple})(1)",
+        "symbols('x', cls=Function)",
+        "Symbol('x', cls=Symbol)",
+        "sympify('x')",
+        "S('x')",
+        "Integral(x, x)",
+        "integrate(x, x)",
+        "oracle_answer",
+        "d",
     ],
 )
-def test_code_that_does_more_than_to_build_a_value_is_told(text: str, allowed: bool) -> None:
-    assert no_code.builds_a_value(compile(text, "<string>", "eval")) == allowed
+def test_code_that_is_no_expression_is_told(text: str) -> None:
+    variables = {"x": sympy.Symbol("x"), "d": {}}
+    assert not no_code.is_expression(compile(text, "<string>", "eval"), variables)
+    if text[0].isalpha():
+        assert not no_code.is_value(compile(text, "<string>", "eval"))
+
+
+def test_values_are_evaluated() -> None:
+    assert no_code.is_value(compile("[['A', -1], (1.5, 2), {3: None}, True]", "<string>", "eval"))
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [
+        (r"\frac{x^2-1}{x-1}", "x+1"),
+        (r"\frac{a^3-b^3}{a-b}", "a^2+ab+b^2"),
+        (r"\binom{n}{2}", r"\frac{n(n-1)}{2}"),
+        (r"\frac{\sin 2x}{2}", r"\sin x\cos x"),
+        ("y=2x+3", "2x-y+3=0"),
+        ("2x+3y+4z=6", "4x+6y+8z=12"),
+        (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"),
+    ],
+)
+def test_code_that_sympy_writes_for_itself_is_no_code_of_an_answer(
+    math_verify: MathVerifyReward, truth: str, answer: str
+) -> None:
+    example = Example("x", [{"role": "user", "content": "q"}], {"answer": truth})
+    assert math_verify(f"<answer>{answer}</answer>", example) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -168,6 +217,18 @@ def test_answers_that_are_only_numbers_are_told(text: str, only_numbers: bool) -
     assert no_code.is_numbers(text) == only_numbers
 
 
+@pytest.fixture(scope="module")
+def math_verify() -> Iterator[MathVerifyReward]:
+    made = MathVerifyReward(20.0, 1)
+    yield made
+    made.close()
+
+
+# Tasks whose scorers evaluate the answer.
+EVALUATING = (
+    "countdown", "puzzle24", "polynomial_multiplication", "simple_integration", "intermediate_integration",
+    "string_insertion", "n_queens", "spiral_matrix", "binary_matrix",
+)  # fmt: skip
 INJECTIONS = [
     "__import__('os').system('touch {file}')",
     "open('{file}', 'w').close()",
@@ -179,6 +240,16 @@ INJECTIONS = [
     "sympify(\"__import__('pathlib').Path('{file}').touch()\")",
     "S('__imp'+'ort__(\"os\").system(\"touch {file}\")')",
     "type('x', (int,), {{'__eq__': lambda s, o: True, '__float__': lambda s: 1.0}})(1)",
+    "[parse_expr('True', global_dict=d), d['__builtins__']['getattr'](d['__builtins__']['__import__']('os'), "
+    "'write')(3, b'{{\"value\": 1.0}}\\n')]",
+    "parse_expr(\"[parse_expr('True', global_dict=d), d['__builtins__']['getattr'](d['__builtins__']"
+    "['__import__']('os'), 'write')(3, b'{{\\\"value\\\": 1.0}}')]\", {{'d': {{}}}})",
+    "Function('f', __eq__=Tuple)(1)",
+    "S(\"Function('f', __eq__=Tuple)(1)\")",
+    "oracle_answer",
+    "[oracle_answer]",
+    "[[oracle_answer]]",
+    "[[valid_solutions[0]]]",
 ]
 
 
@@ -213,28 +284,38 @@ def test_code_in_an_answer_changes_no_task_of_reasoning_gym(tmp_path: Path) -> N
             for text in INJECTIONS:
                 answer = text.format(file=file, module=scorer.__module__, scorer=scorer.__name__)
                 value = judge(answer)
-                # Some tasks pay for any answer, and one fully for any that does not say True.
-                assert isinstance(value, str) or value <= max(0.5, inert), f"{name} pays for {answer}"
+                # Some tasks pay for any answer, and one fully for any that does not say True. Others pay by
+                # the letters that are right.
+                bound = 0.05 if name in EVALUATING else max(0.5, inert)
+                assert isinstance(value, str) or value <= bound, f"{name} pays for {answer}"
             assert (judge(right), judge(wrong)) == before, name
             assert not file.exists(), name
     finally:
         pool.close()
 
 
-def test_math_verify_runs_no_code(tmp_path: Path) -> None:
+@pytest.mark.parametrize("truth", ["7919", r"\frac{x^2-1}{x-1}"])
+def test_math_verify_runs_no_code(tmp_path: Path, math_verify: MathVerifyReward, truth: str) -> None:
     file = tmp_path / "of-an-answer"
-    reward = MathVerifyReward(20.0, 1)
-    example = Example("x", [{"role": "user", "content": "q"}], {"answer": "7919"})
+    example = Example("x", [{"role": "user", "content": "q"}], {"answer": truth})
     texts = [text.format(file=file, module="sympy", scorer="Integer") for text in INJECTIONS]
     texts += [f"${texts[0]}$", f"\\boxed{{{texts[0]}}}", f"\\text{{{texts[0]}}}", f"\\[{texts[0]}\\]"]
-    try:
-        for text in texts:
-            assert reward(f"<answer>{text}</answer>", example) == 0.0, text
-            assert reward(text, example) == 0.0, text
-        assert reward("<answer>7919</answer>", example) == 1.0
-    finally:
-        reward.close()
+    for text in texts:
+        assert math_verify(f"<answer>{text}</answer>", example) == 0.0, text
+        assert math_verify(text, example) == 0.0, text
+    assert math_verify(f"<answer>{truth}</answer>", example) == 1.0
     assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    "answer", ["0xa4 # 66 34 98 54 6", "len('aaaa')+len('')*(66+34)", "0x18", "2**4", "1 if 2 else 3"]
+)
+def test_games_take_arithmetic_alone(answer: str) -> None:
+    for task in ("countdown", "puzzle24"):
+        entry = tasks.make(task, {}, 1, 1)[0]
+        truth = {"task": task, "args": {}, "entry": codec.encode(entry)}
+        assert gym_job.run({"answer": answer, "truth": truth}) == 0.0
+        assert gym_job.run({"answer": str(entry["answer"]), "truth": truth}) == 1.0
 
 
 def test_a_machine_without_a_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

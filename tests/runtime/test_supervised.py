@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process_ends import alive, error_in_time, wait_for_end
+from process_ends import alive, child_of, error_in_time, wait_for_end
 
 from torchrl_grpo.runtime.json_channel import (
     ChannelBroken,
@@ -38,18 +38,23 @@ for text in lines:
     elif value == "forge":
         own.sendall(b'{"value": "forged"}\\n{"id": "ready", "value": "forged"}\\n[1]\\n')
         answer += b'{"id": "0123456789abcdef", "value": "forged"}\\n'
-    elif value == "garbage":
-        answer = b"no JSON\\n"
-    elif value == "deep":
-        answer = b"[" * 100_000 + b"\\n"
-    elif value == "digits":
-        answer = b'{"id": ' + b"1" * 10_000 + b"}\\n"
+    elif value in ("garbage", "deep", "digits"):
+        long = {"garbage": b"no JSON", "deep": b"[" * 100_000, "digits": b"1" * 10_000 + b"}"}[value]
+        answer = json.dumps({"id": request["id"]}).encode()[:-1] + b', "value": ' + long + b"\\n"
     elif value == "flood":
         while True:
             own.sendall(b"x" * 65_536)
     elif value == "lines":
         while True:
             own.sendall(b'{"id": "0"}\\n' * 1_000)
+    elif value == "long lines":
+        long = b'{"id": "0", "x": [' + b"[]," * 1_000_000 + b"0]}\\n"
+        while True:
+            own.sendall(long)
+    elif value == "stops its group":
+        os.killpg(0, 19)
+    elif value == "ends its group":
+        os.killpg(0, 15)
     elif value == "raise":
         answer = json.dumps({"id": request["id"], "error": "KeyError: 1"}).encode() + b"\\n"
     elif value == "exit":
@@ -120,12 +125,12 @@ def test_an_error_and_an_end_are_told_apart(channel: JsonChannel, process: Super
 
 
 @pytest.mark.parametrize("size", [10, 200_000, 10_000_000])
-@pytest.mark.parametrize("how", ["stopped", "never reads", "flood", "lines"])
+@pytest.mark.parametrize("how", ["stopped", "never reads", "flood", "lines", "long lines"])
 def test_no_call_takes_longer_than_its_limit(
     channel: JsonChannel, process: SupervisedProcess, how: str, size: int
 ) -> None:
     if how == "stopped":
-        os.killpg(process.process.pid, signal.SIGSTOP)
+        os.kill(child_of(process.process.pid), signal.SIGSTOP)
     if how == "never reads":
         assert channel.ask({"do": how}, 60.0) == how
     error = error_in_time(lambda: channel.ask({"do": how, "text": "x" * size}, 0.2))
@@ -139,6 +144,30 @@ def test_everything_ends_with_the_process(channel: JsonChannel, process: Supervi
     assert len(numbers) == 3 and all(alive(number) for number in numbers)
     process.end()
     wait_for_end(*numbers)
+
+
+@pytest.mark.parametrize("how", ["stops its group", "ends its group"])
+def test_a_signal_to_the_group_of_the_module_does_not_reach_the_supervisor(
+    channel: JsonChannel, process: SupervisedProcess, how: str
+) -> None:
+    numbers = channel.ask({"do": "start"}, 60.0)
+    with pytest.raises((ChannelTimeout, ChannelClosed)):
+        channel.ask({"do": how}, 0.2)
+    process.end()
+    wait_for_end(*numbers)
+
+
+def test_a_fork_that_keeps_the_pipe_open_does_not_keep_the_supervisor(
+    channel: JsonChannel, process: SupervisedProcess
+) -> None:
+    numbers = channel.ask({"do": "start"}, 60.0)
+    assert process.process.stdin is not None
+    kept = os.dup(process.process.stdin.fileno())
+    try:
+        process.end()
+        wait_for_end(*numbers, process.process.pid)
+    finally:
+        os.close(kept)
 
 
 def test_everything_ends_when_the_module_does(channel: JsonChannel, process: SupervisedProcess) -> None:

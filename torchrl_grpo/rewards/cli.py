@@ -137,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeout", type=float, default=5.0, metavar="S", help="as reward.timeout_s (default 5)"
     )
+    parser.add_argument("--no-sandbox", action="store_true", help="as reward.sandbox=false")
     parser.add_argument(
         "--workers", type=int, default=1, help="number of completions scored in parallel (default 1)"
     )
@@ -166,6 +167,7 @@ def _config(args: argparse.Namespace) -> Config:
         on_error=args.on_error,
         timeout_s=args.timeout,
         workers=args.workers,
+        sandbox=not args.no_sandbox,
     )
     return Config(env=env, reward=reward)
 

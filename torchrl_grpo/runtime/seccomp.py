@@ -23,7 +23,7 @@ futex 202 98, pread64 17 67, pwrite64 18 68, readv 19 65, writev 20 66, preadv 2
 sendfile 40 71, copy_file_range 326 285, ftruncate 77 46, statfs 137 43, fstatfs 138 44, access 21 -,
 faccessat 269 48, faccessat2 439 439, getcwd 79 17, umask 95 166, chdir 80 49, fchdir 81 50,
 getdents64 217 61, getdents 78 -, readlink 89 -, readlinkat 267 78, rename 82 -, renameat 264 38,
-renameat2 316 276, rmdir 84 -, unlink 87 -, unlinkat 263 35, dup 32 23, dup2 33 -, dup3 292 24,
+rmdir 84 -, unlink 87 -, unlinkat 263 35, dup 32 23, dup2 33 -, dup3 292 24,
 close_range 436 436, pipe 22 -, pipe2 293 59, recvfrom 45 207, sendto 44 206, poll 7 -, ppoll 271 73,
 select 23 -, pselect6 270 72, eventfd 284 -, eventfd2 290 19, epoll_create 213 -, epoll_create1 291 20,
 epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, epoll_pwait2 441 441, rt_sigaction 13 134,

@@ -5,8 +5,9 @@
 The module may run code of the user. That code may start processes, also in sessions of their own, which would
 outlive it and keep memory, files and ports. So a small process, the supervisor, is between this one and the
 module's. It runs nothing else, and on Linux it becomes the parent of every process that the module leaves
-behind. When the module's process ends, when the parent closes ``PIPE``, or when the parent is gone however
-it ended, the supervisor kills all of them, and ends with the exit code of the module's process.
+behind. When the module's process ends, when the parent closes ``PIPE`` or sends SIGTERM, or when the parent
+is gone however it ended, the supervisor kills all of them, and ends with the exit code of the module's
+process.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class SupervisedProcess:
 
     Attributes:
         socket: this end of the socket.
-        process: the supervisor. It leads a process group, which the module's process belongs to.
+        process: the supervisor. The module's process leads a group of its own.
     """
 
     def __init__(
@@ -66,22 +67,27 @@ class SupervisedProcess:
                 start_new_session=True,  # only the parent handles Ctrl-C
             )
 
-    def end(self) -> int:
-        """End the process and everything that it has started. It may be called twice.
-
-        Returns:
-            The exit code: that of the module's process, 128 and its number for a signal.
-        """
+    def begin_to_end(self) -> None:
+        """Let the supervisor end the process and everything that it has started. This does not wait."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         if self.process.poll() is None:
-            # Somebody may have stopped it.
-            os.kill(self.process.pid, signal.SIGCONT)
+            # A process that this one has forked may keep the pipe open. Somebody may have stopped it.
+            self.process.send_signal(signal.SIGTERM)
+            self.process.send_signal(signal.SIGCONT)
+
+    def end(self) -> int | None:
+        """End the process and everything that it has started. It may be called twice.
+
+        Returns:
+            The exit code: that of the module's process, 128 and its number for a signal; None if the
+            supervisor is still at it, for example because much memory takes long to be freed.
+        """
+        self.begin_to_end()
         try:
             return self.process.wait(_END_LIMIT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            return self.process.wait()
+            return None
 
 
 def die_with_parent() -> None:
@@ -108,45 +114,50 @@ def own_children() -> set[int]:
         return set()
 
 
-def main(parent: int, number: int, module: str, arguments: Sequence[str]) -> int | None:
-    """Start the module in a child process and supervise it.
+def main(parent: int, number: int, module: str, arguments: Sequence[str]) -> None:
+    """Start the module in a child process and supervise it. Only the child returns, when the module has run.
 
     Args:
         parent: process id of the parent.
         number: file descriptor of the module's socket.
         module: name of the module.
         arguments: its further arguments.
-
-    Returns:
-        The exit code of the supervisor; None in the child, when the module has run.
     """
     adopt_orphans()
     # What the module prints goes to the log of the run.
     os.dup2(2, 1)
-    wake = _wake_on_children()
+    wake, wakes = _wake_on_signals()
     child = os.fork()
     if child:
         os.close(number)
-        return _supervise(child, parent, wake)
+        # At once: while Python takes itself apart, SIGTERM has no handler.
+        os._exit(_supervise(child, parent, wake))
     die_with_parent()
+    # A signal to its group must not reach the supervisor.
+    os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for signal_number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(signal_number, signal.SIG_DFL)
+    os.close(wake)
+    os.close(wakes)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
     sys.stdout = sys.stderr
     os.set_inheritable(number, False)
     sys.argv = [module, str(number), *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
-    return None
 
 
-def _wake_on_children() -> int:
-    """Return a file that can be read whenever a child has ended."""
+def _wake_on_signals() -> tuple[int, int]:
+    """Return the ends of a pipe that has the number of each SIGCHLD and SIGTERM."""
     wake, wakes = os.pipe()
     for end in (wake, wakes):
         os.set_blocking(end, False)
     signal.set_wakeup_fd(wakes)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    return wake
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    return wake, wakes
 
 
 def _supervise(child: int, parent: int, wake: int) -> int:
@@ -159,14 +170,16 @@ def _supervise(child: int, parent: int, wake: int) -> int:
         selector.register(wake, selectors.EVENT_READ)
         while status is None and os.getppid() == parent:
             ready = {key.fd for key, _ in selector.select()}
+            signals = b""
             with contextlib.suppress(BlockingIOError):
-                os.read(wake, 4_096)
+                signals = os.read(wake, 4_096)
             status = _reap(child)
-            if ready != {wake}:
+            if ready != {wake} or signal.SIGTERM in signals:
                 break
     while True:
         for process in own_children() | ({child} if status is None else set()):
-            with contextlib.suppress(ProcessLookupError):
+            # A process that has become another user's is not this one's to end.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         try:
             # What a child leaves behind is a child of this process when it has ended.
@@ -191,4 +204,4 @@ def _reap(child: int) -> int | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])

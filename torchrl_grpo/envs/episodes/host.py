@@ -91,7 +91,7 @@ class Host:
             # Before it is reaped, after which the number may be another's.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(child, signal.SIGKILL)
         self._reap()
 
@@ -101,7 +101,7 @@ class Host:
                 self._children = {name: number for name, number in self._children.items() if number != child}
         for orphan in own_children() - set(self._children.values()) - self._kept:
             # A process that an episode moved out of its process group.
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(orphan, signal.SIGKILL)
 
 

@@ -56,8 +56,9 @@ class EpisodeHost:
         self._supervised = SupervisedProcess("torchrl_grpo.envs.episodes.host")
         self._process = self._supervised.process
         self._control = self._supervised.socket
-        # Commands are sent by several threads.
+        # Commands are sent by several threads. A host that is stopped for a while takes none.
         self._lock = threading.Lock()
+        self._unsent: list[bytes] = []
         self._numbers = itertools.count(1)
         self._closed = False
         try:
@@ -86,6 +87,7 @@ class EpisodeHost:
             raise CallError(f"no process can be started: {error}") from error
         try:
             with theirs, self._lock:
+                self._send_rest()
                 socket.send_fds(self._control, [f"E{number}\n".encode()], [theirs.fileno()])
         except BlockingIOError as error:
             ours.close()
@@ -98,7 +100,13 @@ class EpisodeHost:
     def kill(self, number: int) -> None:
         """End the episode with this number and all that it started. It may have ended already."""
         with self._lock, contextlib.suppress(OSError):
-            self._control.sendall(f"K{number}\n".encode())
+            self._unsent.append(f"K{number}\n".encode())
+            self._send_rest()
+
+    def _send_rest(self) -> None:
+        while self._unsent:
+            self._control.sendall(self._unsent[0])
+            del self._unsent[0]
 
     def check_alive(self) -> None:
         """Check that the host can start further episodes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any
 
@@ -12,6 +13,10 @@ from torchrl_grpo.data.rows import codec
 
 # A worker scores so many answers at its start, but for no longer than this.
 _LEARNING_ANSWERS, _LEARNING_S = 16, 1.0
+
+# Their scorers look for the given numbers anywhere in the text, comments and quotes included.
+_ARITHMETIC_GAMES = ("countdown", "puzzle24")
+_ARITHMETIC = re.compile(r"(?:[0-9+\-/().\s]|\*(?!\*))*")
 
 _scorers: dict[str, Any] = {}
 
@@ -42,6 +47,8 @@ def run(payload: dict[str, Any]) -> float:
         Result of the task's ``score_answer``, in [0, 1].
     """
     truth = payload["truth"]
+    if truth["task"] in _ARITHMETIC_GAMES and not _ARITHMETIC.fullmatch(payload["answer"]):
+        return 0.0
     scorer = _scorer(truth["task"], truth["args"])
     return float(scorer.score_answer(payload["answer"], codec.decode(truth["entry"])))
 

@@ -26,6 +26,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torchrl_grpo.rewards.sandbox import no_code
@@ -148,7 +149,8 @@ def _checked(content: bytes) -> dict[str, Any]:
         if isinstance(value, float) and math.isfinite(value):
             return {"value": value}
         if "error" in verdict:
-            return {"error": str(verdict["error"])}
+            # Without line breaks and control characters, because it goes to the log.
+            return {"error": ascii(str(verdict["error"]))[1:-1]}
     return {"error": "the judge's process wrote something that is no verdict"}
 
 
@@ -161,6 +163,9 @@ def _judge(function: Callable[[Any], float], own: socket.socket, sandboxed: bool
         os.dup2(own.fileno(), _SOCKET)
         os.closerange(_SOCKET + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         supervised.die_with_parent()
+        # If the memory runs out, this process goes first.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
         # A collection would copy the memory of all that has been imported.
         gc.disable()
         if sandboxed:

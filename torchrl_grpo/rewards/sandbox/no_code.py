@@ -1,36 +1,39 @@
-"""Refuse to run text that does more than to build a value.
+"""Let judges evaluate values and expressions, and no other code.
 
-Judges call ``eval`` on an answer, or on what sympy's parser makes of it: ``Integer(2)*Symbol('x')``. Such
-code names functions and calls them. It has no reason to read attributes, to import, to assign, to define
-functions, or to call those built-in functions that reach the interpreter. Code that does could change the
-judge, and so its own verdict.
+Some scorers of ``reasoning_gym`` call ``eval`` on an answer that should be a list. sympy's parser calls it on
+what it makes of an answer: ``Integer(2)*Symbol('x')``. Code that does more could change the judge, and so its
+own verdict, or read the truth from the judge's variables.
 
-Python reports each piece of code to an audit hook before it runs. A judge's library and the code that an
-answer has brought are told apart by who calls ``eval``.
+Python reports each piece of code to an audit hook before it runs. An answer's code is told from that of
+libraries by who calls ``eval``: sympy runs code that it has written itself, too.
 """
 
 from __future__ import annotations
 
-import builtins
 import dis
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import Any
 
-# Libraries that evaluate answers. Others compile code of their own, such as that of a named tuple.
-_JUDGES = ("reasoning_gym", "sympy", "math_verify", "latex2sympy2_extended")
-# Parts of the names of instructions. They exist in Python 3.11 to 3.13.
-_FORBIDDEN = ("ATTR", "METHOD", "IMPORT", "MAKE_FUNCTION", "BUILD_CLASS", "STORE_", "DELETE_", "SUPER")
-_HARMLESS = {
-    "abs", "bool", "complex", "dict", "divmod", "float", "frozenset", "int", "len", "list", "max", "min",
-    "pow", "range", "round", "set", "sorted", "str", "sum", "tuple",
-}  # fmt: skip
-_REACHING = frozenset(vars(builtins)) - _HARMLESS
+_PARSER = "sympy.parsing.sympy_parser"
+# The parser runs this to fill the names that an expression may use.
+_PARSER_IMPORT = compile("from sympy import *", "<string>", "exec")
+# What an expression may name, besides the variables of the task.
+_NAMES = frozenset({
+    "Symbol", "Integer", "Float", "Rational", "Add", "Mul", "Pow", "Eq", "Ne", "Lt", "Le", "Gt", "Ge",
+    "factorial", "sqrt", "cbrt", "root", "exp", "log", "ln", "sin", "cos", "tan", "cot", "sec", "csc",
+    "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "Abs", "abs", "floor",
+    "ceiling", "Min", "Max", "pi", "E", "I", "oo",
+})  # fmt: skip
+# What it may do: load names and constants, call, compute and compare. Python 3.11 to 3.13.
+_INSTRUCTIONS = frozenset({
+    "RESUME", "CACHE", "NOP", "EXTENDED_ARG", "PUSH_NULL", "POP_TOP", "COPY", "SWAP", "LOAD_NAME",
+    "LOAD_CONST", "PRECALL", "CALL", "KW_NAMES", "CALL_KW", "BINARY_OP", "UNARY_NEGATIVE",
+    "UNARY_POSITIVE", "CALL_INTRINSIC_1", "COMPARE_OP", "BUILD_TUPLE", "RETURN_VALUE", "RETURN_CONST",
+})  # fmt: skip
 _NUMBERS = re.compile(r"[-+]?[0-9]{1,9}(?:\.[0-9]{1,9})?(?:[ ,\n]+[-+]?[0-9]{1,9}(?:\.[0-9]{1,9})?)*+")
-# sympy's parser runs this to fill the names that an expression may use.
-_OF_PARSER = compile("from sympy import *", "<string>", "exec").co_code
 
 
 def is_numbers(answer: str) -> bool:
@@ -39,26 +42,32 @@ def is_numbers(answer: str) -> bool:
 
 
 def forbid(refuse: Callable[[], Any]) -> None:
-    """Call ``refuse`` when code of an answer is about to run that does more than to build a value.
+    """Call ``refuse`` when an answer is about to run code that is neither a value nor an expression.
 
     Args:
         refuse: function that ends this process. The hook cannot be removed.
     """
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "exec" and _is_of_answer(arguments[0]) and not builds_a_value(arguments[0]):
+        code = arguments[0] if event == "exec" else None
+        if not isinstance(code, CodeType) or not _is_text(code):
+            return
+        # This function, and then what called eval or exec.
+        caller = sys._getframe(1)
+        module = str(caller.f_globals.get("__name__", ""))
+        if _is_text(caller.f_code):
+            allowed = False
+        elif module == _PARSER:
+            allowed = is_expression(code, caller.f_locals.get("local_dict") or {})
+        elif module.partition(".")[0] == "reasoning_gym":
+            allowed = is_value(code)
+        else:
+            # A library runs code of its own, such as that of a named tuple.
+            allowed = True
+        if not allowed:
             refuse()
 
     sys.addaudithook(watch)
-
-
-def _is_of_answer(code: Any) -> bool:
-    if not isinstance(code, CodeType) or not _is_text(code):
-        return False
-    # This function, the hook, and then what called eval or exec.
-    caller = sys._getframe(2)
-    library = str(caller.f_globals.get("__name__", "")).partition(".")[0]
-    return library in _JUDGES or _is_text(caller.f_code)
 
 
 def _is_text(code: CodeType) -> bool:
@@ -66,11 +75,26 @@ def _is_text(code: CodeType) -> bool:
     return code.co_filename.startswith("<") and not code.co_filename.startswith("<frozen ")
 
 
-def builds_a_value(code: CodeType) -> bool:
-    """Whether code does nothing but name values and call functions that reach nothing."""
-    if code.co_code == _OF_PARSER and code.co_names == ("sympy",):
+def is_value(code: CodeType) -> bool:
+    """Whether code is made of literals: it names nothing."""
+    return not code.co_names
+
+
+def is_expression(code: CodeType, variables: Mapping[str, object]) -> bool:
+    """Whether code is a mathematical expression as sympy's parser writes it.
+
+    Args:
+        code: the code.
+        variables: what the judge has told the parser to take for some names. An expression may name the
+            symbols among it.
+    """
+    if code.co_code == _PARSER_IMPORT.co_code and code.co_names == _PARSER_IMPORT.co_names:
         return True
-    if any(name.startswith("_") or name in _REACHING for name in code.co_names):
-        return False
-    names = [instruction.opname for instruction in dis.get_instructions(code)]
-    return not any(part in name for name in names for part in _FORBIDDEN)
+    symbols = {name for name, value in variables.items() if type(value).__name__ in ("Symbol", "Dummy")}
+    # The names of the keywords of a call are a constant.
+    keywords = [constant for constant in code.co_consts if isinstance(constant, tuple | frozenset)]
+    return (
+        _NAMES.union(symbols).issuperset(code.co_names)
+        and all(names == ("evaluate",) for names in keywords)
+        and _INSTRUCTIONS.issuperset(instruction.opname for instruction in dis.get_instructions(code))
+    )

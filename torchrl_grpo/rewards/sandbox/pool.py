@@ -56,8 +56,8 @@ def judge_isolation(cfg: RewardConfig, name: str) -> Isolation:
     if (why := sandbox.why_unavailable()) is not None:
         raise ConfigError(
             f"reward.sandbox=true: the reward {name} may evaluate what the model writes, and this machine "
-            f"cannot run it safely: {why}. Use another reward, or write reward.sandbox=false to let such "
-            "text do whatever your user may do"
+            f"cannot run it safely: {why}. Use another reward, or write reward.sandbox=false (--no-sandbox "
+            "for stored completions) to let such text do whatever your user may do"
         )
     return Isolation.sandbox
 
@@ -147,11 +147,15 @@ class _Worker:
             raise JobError(f"the worker process of {self._label} was killed, because {error}") from error
         except ChannelClosed as error:
             code = self.stop()
+            known = "not known yet" if code is None else str(code)
             raise JobError(
-                f"the worker process of {self._label} exited unexpectedly (exit code {code})"
+                f"the worker process of {self._label} exited unexpectedly (exit code {known})"
             ) from error
 
-    def stop(self) -> int:
+    def begin_to_stop(self) -> None:
+        self._supervised.begin_to_end()
+
+    def stop(self) -> int | None:
         with self._stopping:
             # The socket stays open, because another thread may wait on it. It wakes when the process is gone.
             return self._supervised.end()
@@ -244,6 +248,8 @@ class WorkerPool:
         with self._lock:
             self._closed = True
             workers, self._all = self._all, set()
+        for worker in workers:
+            worker.begin_to_stop()
         for worker in workers:
             worker.stop()
 

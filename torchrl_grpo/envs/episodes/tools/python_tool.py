@@ -57,13 +57,13 @@ class _Memory:
                 raise PythonFailed(f"the memory was in use for {limit_s:g} s, and the code was not run")
             self._running += 1
             # There may be room for more than one.
-            self._changed.notify()
+            self._changed.notify_all()
         try:
             yield
         finally:
             with self._changed:
                 self._running -= 1
-                self._changed.notify()
+                self._changed.notify_all()
 
     def _has_room(self) -> bool:
         free = (available_gib() or 0.0) * 2**30
