@@ -180,6 +180,45 @@ def test_what_is_worked_out_earns(answer: str, truth: str) -> None:
         ("x != 5", "5"),
         (r"5\pi", "5"),
         ("-5", "5"),
+        ("72²", "72"),
+        ("72³", "72"),
+        ("72⁻¹", "72"),
+        ("(72)²", "72"),
+        ("I think the answer is 72².", "72"),
+        ("negative 72", "72"),
+        ("minus 72", "72"),
+        (r"\text{minus }72", "72"),
+        ("I think it is minus 72", "72"),
+        ("I think it is negative 72.", "72"),
+        ("x minus 5", "-5"),
+        ("10 minus 5", "-5"),
+        ("negative -5", "-5"),
+        ("--72", "72"),
+        ("sqrt(72)", "72"),
+        ("So the answer is sqrt(72)", "72"),
+        ("log(72)", "72"),
+        ("72 pi", "72"),
+        ("half of 72", "72"),
+        ("I think it is half of 72", "72"),
+        ("It is twice $72$", "72"),
+        ("double 72", "72"),
+        ("72 dozen", "72"),
+        ("72 hundred", "72"),
+        ("72 thousand", "72"),
+        ("72 million", "72"),
+        ("It is about 72 million in total", "72"),
+        ("The answer is $72$ million.", "72"),
+        # Around units and in emphasis.
+        (r"48 \text{ cm} \cdot 24 \text{ cm}", "1152"),
+        (r"48 \cdot \text{cm } 24", "48"),
+        (r"48 \frac{m}{24}", "2"),
+        (r"72 \frac{km}{2h}", "72"),
+        (r"72 \frac{km}{2h}", "36"),
+        (r"\operatorname{round}(72)", "72"),
+        ("*48*24*", "24"),
+        ("*48* *24*", "24"),
+        ("48 *24* 3", "24"),
+        ("_48_24_", "24"),
         # Units in the truth make no difference.
         ("144/2", "72 cm"),
         ("48 24", r"72\text{ cm}"),
@@ -237,6 +276,32 @@ def test_a_number_must_be_written_out(answer: str, truth: str) -> None:
         ("In April she sold $\\boxed{48}$. With the clips of May it is $\\boxed{72}$.", "72"),
         ("It is $x$, and \\boxed{255} is only a part. The final answer is $72$. I hope it is correct.", "72"),
         ("The temperature is -5 degrees", "-5"),
+        ("minus 5", "-5"),
+        ("x = minus 5", "-5"),
+        ("negative 5", "-5"),
+        ("The temperature is negative 5 degrees", "-5"),
+        (r"-\frac{-1}{2}", "1/2"),
+        ("72 N·m", "72"),
+        (r"72 N\cdot m", "72"),
+        ("72 kg·m/s", "72"),
+        (r"72\ \text{kg}\cdot\text{m/s}^2", "72"),
+        (r"72 \frac{\text{m}}{\text{s}}", "72"),
+        (r"72\,\frac{km}{h}", "72"),
+        (r"72\ \mathrm{\frac{m}{s^{2}}}", "72"),
+        (r"{\bf 72}", "72"),
+        (r"72 \rm cm", "72"),
+        (r"72 \operatorname{cm}", "72"),
+        (r"\therefore 72", "72"),
+        (r"\textdollar 72", "72"),
+        (r"72\cent", "72"),
+        ("*72*", "72"),
+        ("***72***", "72"),
+        ("_72_", "72"),
+        ("*72* clips", "72"),
+        ("n = 72 (n ≥ 0)", "72"),
+        ("72 hundred-dollar bills", "72"),
+        ("Half of 144 is 72", "72"),
+        (r"72\text{ million dollars}", r"72\text{ million}"),
         ("72", "72 cm"),
         ("72 cm", r"72\text{ cm}"),
     ],
@@ -282,8 +347,8 @@ def test_other_truths_are_compared_as_expressions(answer: str, truth: str, value
 
 NUMBER = re.compile(r"[0-9](?:[0-9,]*[0-9])?(?:\.[0-9]+)?")
 SEPARATORS = [" ", ", ", "; ", "\n", " and ", " or ", " & ", "~", r"\,", r"\ ", r"\quad ", r" \text{ } "]
-SEPARATORS += ["+", " * ", r" \times ", r" \cdot ", " - ", " plus ", "$ $"]
-AROUND = ["{}", r"\boxed{{{}}}", "${}$"]
+SEPARATORS += ["+", " * ", r" \times ", r" \cdot ", " - ", " plus ", "$ $", "* *", r" cm\cdot ", r"\cdot cm "]
+AROUND = ["{}", r"\boxed{{{}}}", "${}$", "*{}*"]
 
 
 def gsm8k(folder: Path | None) -> list[tuple[str, str]]:
@@ -299,6 +364,7 @@ def side_by_side(found: tuple[str, ...]) -> Iterator[str]:
     yield "".join(f"({number})" for number in found)
     yield "".join(f"{{{number}}}" for number in found)
     yield rf"\{{{','.join(found)}\}}"
+    yield rf"{found[0]} \frac{{cm}}{{{found[1]}}}"
     yield ", ".join(f"{name}={number}" for name, number in zip("xyz", found, strict=False))
     yield " ".join(found).translate({ord(str(digit)): chr(0xFF10 + digit) for digit in range(10)})
 

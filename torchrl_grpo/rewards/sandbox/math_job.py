@@ -39,8 +39,10 @@ _JOINT = (
     r"(?:[ \t$~\\,;!&|*+×·÷-]|\\(?:cdot|times|div|over|pm|q?quad|text\s*\{[^{}]*\}))*"
     r"(?:(?:and|or|plus|minus|times)[ \t$~\\]*)?"
 )
-_JOINED_BEFORE = re.compile(rf"[0-9]{_JOINT}\Z")
+_JOINED_BEFORE = re.compile(rf"[0-9]{_JOINT}\Z|\b(?:[Mm]inus|[Nn]egative)[ \t$~\\({{]*\Z")
 _JOINED_AFTER = re.compile(rf"\^|{_JOINT}[0-9]")
+# A unit if the truth has it. In an answer to another truth it changes the number.
+_SCALE = re.compile(r"[0-9][ ~\\]*\\(?:text\w*|mbox)\s*\{\s*(dozen|hundred|thousand|[mb]illion)\b")
 # Notation that the parser does not know, or misreads: it takes 1 1/2 for (1 + 1)/2.
 _MIXED = re.compile(r"(?<![0-9.,/])([0-9]+) +([0-9]+)/([0-9]+)(?![0-9/])")
 _ROOT = re.compile(r"√\s*([0-9]+|[A-Za-z])")
@@ -91,6 +93,9 @@ def run(payload: dict[str, str]) -> float:
     text, truth_text = payload["answer"], payload["truth"]
     if text.split() == truth_text.split() != []:
         return 1.0
+    scale = _SCALE.search(truth_text)
+    if scale:
+        text, truth_text = text.replace(scale[1], ""), truth_text.replace(scale[1], "")
     number = written.of_truth(truth_text)
     truth: list[Any] = []
     if number is None:
@@ -133,7 +138,7 @@ def _taken(text: str) -> str:
     """Return the source text of the expression that math_verify takes from a text; empty if there is none.
 
     It is the last box, or else the rightmost match of the patterns with the highest priority. Matches
-    without digits and numbers that are joined to another one are not taken.
+    without digits and numbers that are joined to another one, or changed by a word, are not taken.
     """
     for priority, patterns in sorted(_PATTERNS.items()):
         if priority > 0 and _BOX.search(text):
@@ -146,8 +151,10 @@ def _taken(text: str) -> str:
                 spans.append((start, end))
         if spans:
             start, end = max(spans, key=lambda span: (span[1], -span[0]))
-            joined = _JOINED_BEFORE.search(text[max(0, start - 50) : start]) or _JOINED_AFTER.match(text, end)
-            return "" if joined else text[start:end]
+            before = text[max(0, start - 50) : start]
+            joined = _JOINED_BEFORE.search(before) or _JOINED_AFTER.match(text, end)
+            changed = written.CHANGES_NEXT.search(before) or written.CHANGES_PREVIOUS.match(text, end)
+            return "" if joined or changed else text[start:end]
     return ""
 
 

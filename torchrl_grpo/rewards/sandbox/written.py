@@ -4,7 +4,7 @@ A parser of mathematics accepts all texts with the right value, even work left u
 ``\gcd(144, 72)``, or ``48 24``, which it adds like a mixed number. Here the number itself must be in the
 text, with a unit, words or LaTeX around it. Of a chain of equations (``x = 4 * 8 = 32``) the last side that
 is a number counts. Several numbers (``48, 24``, ``1 or 72``) are no answer, and neither is a quotient that is
-a whole number (``144/2``).
+a whole number (``144/2``). Nor is a number beside a word that changes it (``half of 144``, ``6 dozen``).
 
 Numbers are written as in :mod:`~torchrl_grpo.rewards.numbers`, or as ``1 000``, ``1000,99``, ``3:4`` or
 ``3 \times 10^5``.
@@ -23,19 +23,24 @@ _MAX_CHARS = 200
 
 _RUN = r"(?:[0-9][0-9.,]*+|(?<!\.)\.[0-9][0-9.,]*+)"
 _ARGUMENT = rf"[ ]*(?:\{{[ ]*([-+]?{_RUN})[ ]*\}}|([0-9]))"
+_LETTER = r"[^\W\d_]"
+_UNIT = rf" *\{{[ {{]*({_LETTER}(?:{_LETTER}| )*)[ }}]*\}}"
 #: Notation and what replaces it, in this order.
 _NOTATION: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     # A calculation as in GSM8K's solutions, and a tag.
     (r"<<[^<>]*>>|</?[a-z]+>", " "),
     (r" *\{ *, *\} *|,\\! *", ","),
-    (r"\\[,;:! ]|~|\\q?quad(?![A-Za-z])|\\\\\s*\Z|\*\*|__|`|[^\S\n]", " "),
+    (r"\\[,;:! ]|~|\\q?quad(?![A-Za-z])|\\\\\s*\Z|\*{2,3}|_{2,3}|`|[^\S\n]", " "),
     (r"\\(?:left|right|displaystyle|boxed|fbox|(?:text|math|mbox)[a-z]*(?=\s*\{))(?![A-Za-z])", " "),
+    (r"\\(?:rm|bf|it|bm|boldsymbol|therefore|textdollar|cent)(?![A-Za-z])", " "),
+    # A condition, as in n = 72 (n > 0).
+    (r"\( *[A-Za-z] *(?:[<>]=?|[≤≥≠]|\\[gl]eq?|\\neq?) *0 *\)", " "),
     (r"\\(?=[$%#&])", ""),
     (r"([-+]) ?\$ ?(?=[0-9.])", r"\1"),
     (r"\\[()\[\]]|\$", " "),
     (r"\^ ?\{? ?\\circ ?\}?|\\degree(?![A-Za-z])", "°"),
     # The power of a unit, as in m^2.
-    (r"([A-Za-z]\}?) ?(?:\^ ?\{? ?-?[1-4](?![0-9]) ?\}?|[²³])", r"\1"),
+    (r"([A-Za-z]\}?) ?(?:\^ ?(?:-?[1-4](?![0-9])|\{ ?-?[1-4] ?\})|[²³])", r"\1"),
     # 10^1 is left, because 7.2 * 10^1 is work undone.
     (
         r"(?<![0-9.,])(?:([1-9](?:\.[0-9]+)?) *(?:[*×·x]|\\times|\\cdot) *)?10 *\^ *\{? *"
@@ -44,7 +49,13 @@ _NOTATION: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     ),
     (r" *\\(?:over|div)(?![A-Za-z]) *", "/"),
     (rf" *\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}", lambda m: f" {m[1] or m[2]}/{m[3] or m[4]} "),
+    # Units, as in kg·m and \frac{m}{s}.
+    (rf"({_LETTER}[ }}]*)(?:[·⋅]|\\cdot(?![A-Za-z]))(?=[ {{]*{_LETTER})", r"\1 "),
+    (rf" *\\[dtc]?frac{_UNIT}{_UNIT}", r" \1/\2 "),
     (r" +", " "),
+    (r"(?<=[0-9]) ?\\operatorname(?= ?\{)", " "),
+    # Emphasis. It is two spaces for the same reason as brackets.
+    (r"(?<!\S)([*_])(?! )([^*_\n]+)(?<! )\1(?!\w)", r"  \2  "),
     (
         r"(?<![0-9.,(\[{])(?:[0-9]+,(?:[0-9]{1,2}|[0-9]{4,})|(?:0|[0-9]{4,}),[0-9]+)(?![.,]?[0-9])",
         lambda m: m[0].replace(",", "."),
@@ -52,6 +63,9 @@ _NOTATION: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     # Two spaces, because the numbers in "2(1/2)" and "1(000)" are not parts of one number.
     (r"\\?[()\[\]{}]", "  "),
     (r"(?<![0-9.,/])[0-9]{1,3}(?: [0-9]{3})+(?!,?[0-9]| ?/)", lambda m: m[0].replace(" ", "")),
+    # The space makes "x minus 5" a subtraction.
+    (r"\b[Mm]inus +(?=[-+.]?[0-9])", "- "),
+    (r"\b[Nn]egative +(?=[-+.]?[0-9])", "-"),
 ]
 _REWRITE = [(re.compile(pattern), replacement) for pattern, replacement in _NOTATION]
 _DIGIT = re.compile("[0-9]")
@@ -63,15 +77,25 @@ _WORDS = (
     r"(?:[^0-9+*^=≠≤≥<>|\\√±×·÷&_∞α-λν-ω/-]|/(?=[ ]?[^\W\d_])|&(?=[^\W\d_])"
     r"|(?:(?<![^\s])[0-9]+)?-(?=[^\W\d_]{2}))*"
 )
+#: What changes the number after it, and what changes the number before it.
+CHANGES_NEXT = re.compile(
+    r"\b(?:half|twice|double|triple|dozen|root|(?:third|quarter) of|sqrt|log|ln|exp|sin|cos|tan)"
+    r"(?: of)?[ \t$~\\({]*\Z",
+    re.IGNORECASE,
+)
+CHANGES_PREVIOUS = re.compile(
+    r"[ \t$~\\)}]*(?:[²³¹⁰-ⁿ]|(?:pi|dozen|hundred|thousand|[mb]illion|squared|cubed|minus|plus)\b(?!-))",
+    re.IGNORECASE,
+)
 _SIDE = re.compile(
     rf"""
-    (?P<before>{_WORDS}?) (?<![^\W_]) (?P<sign>(?:[-+]\s*)*)
+    (?P<before>{_WORDS}?) (?<![^\W_]) (?P<sign>(?:[-+](?![-+])\s*)*)
     (?P<number>(?P<mixed>[0-9]+[ ][0-9]+[ ]?/[ ]?[0-9]+)
              | {_RUN}(?:[eE][-+]?[0-9]{{1,3}})?(?:\s*[/:÷]\s*-?{_RUN})?)
     (?![ ]*!)                                                               # 5! is a factorial
     (?![ ]?(?:[eijknqruvwxyzXYZ]|[abcxyz]{{2,3}})(?![^\W\d_]))              # 5x is a product
     (?P<percent>[ ]?(?:%|percent|pct))?
-    {_WORDS}
+    (?P<after>{_WORDS})
     """,
     re.VERBOSE,
 )
@@ -153,6 +177,8 @@ def _number(side: str) -> Written | None:
     match = _SIDE.fullmatch(side)
     if match is None or (" " in match["sign"] and match["before"].strip()):
         return None  # x - 5
+    if CHANGES_NEXT.search(match["before"]) or CHANGES_PREVIOUS.match(match["after"]):
+        return None
     number = match["number"]
     parts = [number] if match["mixed"] else re.split("[/:÷]", number)
     values = [value for value in map(numbers.only, parts) if value is not None]
