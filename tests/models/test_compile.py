@@ -78,8 +78,14 @@ def test_what_the_compiler_writes_has_the_same_numbers_and_works_under_mixed_pre
     prepare_for_training(model, TrainModelConfig())
     mixed = TokenScorer(model, autocast_dtype=torch.bfloat16)
     plain = numbers(model, mixed, 1)
-    # What is compared first are the numbers without mixed precision.
-    compare("llama", model, TokenScorer(model), compiled_for=mixed)
+    try:
+        # What is compared first are the numbers without mixed precision.
+        compare("llama", model, TokenScorer(model), compiled_for=mixed)
+    except UserWarning as refusal:
+        # For some processors torch writes code that is wrong or cannot be built. A run then does without it.
+        assert "LlamaForCausalLM is not compiled" in str(refusal)
+        assert all(torch.equal(after, plain[name]) for name, after in numbers(model, mixed, 1).items())
+        return
     found = numbers(model, mixed, 1)
     assert found["log-probabilities"].dtype == torch.float32
     assert_rounds_alike(found, plain, exact_numbers("llama", 1))
