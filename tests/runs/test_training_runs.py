@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import math
+import os
 import signal
 import warnings
 from pathlib import Path
@@ -388,10 +390,18 @@ def test_compiled_layers_train_to_the_same_numbers(train: Runner) -> None:
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
 
 
-def test_a_full_disk_stops_the_run_with_one_clear_message(config: Config, tmp_path: Path) -> None:
+def test_a_full_disk_stops_the_run_with_one_clear_message(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "rollouts.jsonl").symlink_to("/dev/full")
+    real = os.write
+
+    def write(file: int, block: bytes | memoryview) -> int:
+        if Path(f"/proc/self/fd/{file}").readlink().name == "rollouts.jsonl":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(file, block)
+
+    monkeypatch.setattr(os, "write", write)
     with pytest.raises(
         TrainingStopped, match=r"No space left on device: .*rollouts.jsonl.*make room"
     ) as raised:
