@@ -197,6 +197,29 @@ def test_an_address_where_nothing_answers_is_one_clear_message() -> None:
         ray_pool._connect(cfg, 1, [])
 
 
+def test_ray_leaves_terminations_to_the_run() -> None:
+    """Ray sets handlers when it starts, and takes away any handler when it ends, also one of the run."""
+    code = """if True:
+        import signal
+        from torchrl_grpo.config import Config
+        from torchrl_grpo.rollout.workers import ray_pool
+        from torchrl_grpo.runtime.interrupts import Terminated, raise_terminations
+
+        with raise_terminations():
+            ray_pool._connect(Config(), 1, [])
+            for leave in (lambda: None, ray_pool._disconnect):
+                leave()
+                try:
+                    signal.raise_signal(signal.SIGTERM)
+                except Terminated:
+                    print("terminated")
+        signal.raise_signal(signal.SIGTERM)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.count("terminated\n") == 2, done.stderr
+    assert done.returncode == -signal.SIGTERM
+
+
 def in_cluster(name: str) -> list[psutil.Process]:
     """Processes of this name below this process, which has started the cluster's nodes."""
     found = []

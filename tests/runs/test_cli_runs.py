@@ -108,10 +108,20 @@ def test_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_terminated_run_ends_like_an_interrupted_one(capsys: pytest.CaptureFixture[str]) -> None:
-    BEHAVE["do"] = lambda cfg, run_dir: signal.raise_signal(signal.SIGTERM)
-    assert call() == 143
+    def terminate(cfg: Config, run_dir: Path) -> None:
+        # The signal would end this process and its tests.
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        signal.raise_signal(signal.SIGTERM)
+
+    BEHAVE["do"] = terminate
+    # A library of an earlier test may have set a handler, or taken one away without Python's notice.
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        assert call() == 143
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert capsys.readouterr().err == "terminated\n"
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import threading
 
@@ -131,6 +132,28 @@ def test_a_library_does_not_take_the_termination_away() -> None:
             terminate()
         ignore_terminations()
         terminate()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_handler_that_is_taken_away_outside_python_is_restored() -> None:
+    # As Ray does when it shuts down.
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    with raise_terminations():
+        with pytest.raises(RuntimeError), keep_termination_handler():
+            libc.signal(signal.SIGTERM, None)
+            raise RuntimeError
+        with open("/proc/self/status") as status:
+            (caught,) = (int(line.split()[1], 16) for line in status if line.startswith("SigCgt"))
+        # Otherwise, the signal would end this process.
+        assert caught >> (signal.SIGTERM - 1) & 1
+        with pytest.raises(Terminated):
+            terminate()
+
+
+def test_a_library_leaves_no_handler_where_there_was_none() -> None:
+    with keep_termination_handler():
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

@@ -113,11 +113,14 @@ def ignore_terminations() -> None:
 
 @contextmanager
 def keep_termination_handler() -> Iterator[None]:
-    """Restore the handler of SIGTERM after a library has replaced it, if it is one of Python's."""
+    """Restore what SIGTERM does after a library has replaced it, also one that Python does not know of."""
     before = signal.getsignal(signal.SIGTERM)
-    yield
-    if callable(before) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)
+    try:
+        yield
+    finally:
+        # Python cannot restore a handler that was not set from Python, which is None.
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -237,7 +237,7 @@ class RayPool:
         if self._group is not None:
             remove_placement_group(self._group)
         if self._owns_ray:
-            ray.shutdown()
+            _disconnect()
 
 
 def _total(resources: dict[str, float], name: str) -> str:
@@ -282,6 +282,12 @@ def _connect(cfg: Config, count: int, gpus: Sequence[int]) -> None:
             f"ray.address={address}: no Ray cluster answers there ({str(error).splitlines()[0]}); start one "
             "with `ray start --head`, or write ray.address=null to start one for this run"
         ) from error
+
+
+def _disconnect() -> None:
+    # Ray resets SIGTERM to the system's default without Python's notice, so it would end the run at once.
+    with keep_termination_handler():
+        ray.shutdown()
 
 
 def _check_reachable(address: str) -> None:
