@@ -9,8 +9,8 @@ Some judges evaluate what a model wrote: sympy's parser and several scorers of `
 * Text that does more than to build a value is not run, and its answer is worth 0
   (:mod:`torchrl_grpo.rewards.sandbox.no_code`).
 
-The copy for the next answer is made before the answer comes. The process that forks has one thread and no
-GPU.
+The copy for the next answer is made while the one before is judged. The process that forks has one thread
+and no GPU.
 """
 
 from __future__ import annotations
@@ -75,12 +75,17 @@ class Copies:
         except OSError as error:
             return {"error": f"no process can be started: {error}"}
         assert self._next is not None
+        (copy, own), self._next = self._next, None
         try:
-            return _checked(_exchange(self._next[1], json.dumps(payload).encode() + b"\n", end))
+            rest = _send(own, json.dumps(payload).encode() + b"\n")
+            # While this copy judges. Without a process for the next one, the next call says so.
+            with contextlib.suppress(OSError):
+                self.make_ready()
+            return _checked(_exchange(own, rest, end))
         except TimeoutError:
             return {"timeout": True}
         finally:
-            self.discard()
+            self._end(copy, own)
 
     def make_ready(self) -> None:
         """Make a copy for the next answer, if there is none.
@@ -102,22 +107,32 @@ class Copies:
     def discard(self) -> None:
         """Kill the copy, if there is one."""
         if self._next is not None:
-            copy, own = self._next
-            self._next = None
-            own.close()
-            os.kill(copy, signal.SIGKILL)
-            self._ending.add(copy)
+            (copy, own), self._next = self._next, None
+            self._end(copy, own)
+
+    def _end(self, copy: int, own: socket.socket) -> None:
+        own.close()
+        os.kill(copy, signal.SIGKILL)
+        self._ending.add(copy)
 
 
-def _exchange(own: socket.socket, request: bytes, end: float) -> bytes:
-    """Send a request, and return the first line of the reply, as far as it comes.
+def _send(own: socket.socket, request: bytes) -> memoryview:
+    """Send what goes at once, and return the rest."""
+    rest = memoryview(request)
+    with contextlib.suppress(OSError):  # the exchange that follows meets the same error
+        rest = rest[own.send(rest) :]
+    return rest
+
+
+def _exchange(own: socket.socket, rest: memoryview, end: float) -> bytes:
+    """Send the rest of a request, and return the first line of the reply, as far as it comes.
 
     Raises:
         TimeoutError: it does not come in time.
     """
-    content, rest = b"", memoryview(request)
+    content = b""
     with selectors.DefaultSelector() as selector:
-        selector.register(own, selectors.EVENT_WRITE)
+        selector.register(own, selectors.EVENT_WRITE if rest else selectors.EVENT_READ)
         while len(content) <= _MOST_BYTES and b"\n" not in content:
             left = end - time.monotonic()
             if left <= 0 or not selector.select(left):
