@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from batches import make_batch, make_model, make_objective
 from families import FAMILIES, build
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchrl_grpo.distributed import gathering
 from torchrl_grpo.distributed.gathering import as_gathered, layers_of
+from torchrl_grpo.distributed.parallelism import distribute
 from torchrl_grpo.models.scoring import trial
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.models.shape import shape_of
@@ -128,3 +133,36 @@ def test_one_rank_that_could_not_decides_for_all(monkeypatch: pytest.MonkeyPatch
 def test_without_autocast_everything_is_gathered_in_float32() -> None:
     scorer = TokenScorer(build(*FAMILIES["llama"][:2]), shares_prefix=False)
     assert not any(layer.in_16_bits or layer.norms for layer in layers_of(scorer, CPU))
+
+
+def test_shards_leave_inputs_on_the_cpu_where_their_lengths_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 moves inputs to a GPU, and a scorer that fetches them waits for it in every micro-batch."""
+    real, asked = _fsdp_state._to_kwargs, []
+
+    def to_gpu(args: Any, kwargs: Any, device: torch.device, side_stream: bool) -> Any:
+        asked.append(device)
+        # What was moved here cannot be read on the CPU again.
+        return real(args, kwargs, torch.device("meta"), side_stream)
+
+    monkeypatch.setattr(_fsdp_state, "_to_kwargs", to_gpu)
+    batch = make_batch()
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        scorer = TokenScorer(make_model())
+        network: Any = distribute(scorer, "fsdp2", 2, CPU)
+        loss, _ = make_objective(scorer)
+        loss.set_network(network)
+        loss(batch)["loss_objective"].backward()
+        # From here on FSDP2 takes its device for a GPU.
+        network._get_fsdp_state()._device = torch.device("cuda")
+        loss(batch)["loss_objective"].backward()
+        scores = network(
+            prompt=batch["tokens", "prompt"],
+            prompt_mask=batch["masks", "prompt"],
+            response=batch["tokens", "response"],
+            response_mask=batch["masks", "response"],
+        )
+        assert scores.log_probs.shape == batch["masks", "response"].shape
+    finally:
+        dist.destroy_process_group()
+    assert len(asked) == 2

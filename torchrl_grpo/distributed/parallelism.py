@@ -8,9 +8,10 @@ the head's ``forward`` runs, which a chunked loss never calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,9 @@ from torchrl_grpo.distributed.deepspeed import ZeroNetwork, gathered
 from torchrl_grpo.distributed.gathering import layers_of
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.models.shards import in_zero_shards
+
+# Positional and named arguments of a call.
+_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def distribute(scorer: TokenScorer, kind: str, ranks: int, device: torch.device) -> nn.Module:
@@ -66,7 +70,23 @@ def distribute(scorer: TokenScorer, kind: str, ranks: int, device: torch.device)
     # Embedding, last norm and head: gathered for the whole of a forward pass, which uses the head.
     fully_shard(scorer, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     register_fsdp_forward_method(scorer, "next_token_log_probs")
+    # The first hook runs before FSDP2's own, and the last one after it.
+    scorer.register_forward_pre_hook(_hide_inputs, prepend=True, with_kwargs=True)
+    scorer.register_forward_pre_hook(_show_inputs, with_kwargs=True)
     return scorer
+
+
+def _hide_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
+    """Put the inputs into a function, which FSDP2 does not look into.
+
+    FSDP2 moves the inputs of the outermost module to the GPU. The scorer reads their lengths on the CPU, so
+    it would wait for the GPU in every micro-batch to get them back.
+    """
+    return (lambda: (args, kwargs),), {}
+
+
+def _show_inputs(module: nn.Module, args: tuple[Callable[[], _Inputs]], kwargs: dict[str, Any]) -> _Inputs:
+    return args[0]()
 
 
 def _in_16_bits(dtype: torch.dtype | None) -> MixedPrecisionPolicy:

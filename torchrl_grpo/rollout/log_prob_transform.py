@@ -19,7 +19,9 @@ from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 
 
 def score_piece(network: nn.Module, piece: TensorDictBase) -> Tensor:
-    """Log-probabilities ``[P, G, T]`` of the sampled tokens of a micro-batch, on the CPU; 0 for others.
+    """Log-probabilities ``[P, G, T]`` of the sampled tokens of a micro-batch, 0 for others.
+
+    They are on the model's device. Copy them after the last micro-batch, because a copy waits for the GPU.
 
     Args:
         network: a :class:`TokenScorer`, or what several ranks call in its place.
@@ -32,7 +34,7 @@ def score_piece(network: nn.Module, piece: TensorDictBase) -> Tensor:
         piece["masks", "response"],
         sampled_mask(piece),
     )
-    log_probs: Tensor = scores.log_probs.cpu()
+    log_probs: Tensor = scores.log_probs
     return log_probs
 
 
@@ -97,13 +99,12 @@ class LogProbScorer(LogProbWriter):
         # Gradients are switched off for a thread, not for the process.
         @torch.no_grad()
         def work(scorer: TokenScorer, budget: TokenBudget, rows: Sequence[int]) -> None:
-            def write(micro: MicroBatch) -> None:
-                found = score_piece(scorer, micro.select(groups))
-                written[list(micro.rows), micro.samples, : found.shape[-1]] = found
+            def score(micro: MicroBatch) -> tuple[MicroBatch, Tensor]:
+                return micro, score_piece(scorer, micro.select(groups))
 
-            # An attempt that is repeated writes over what the last one left.
             share = [MicroBatch(tuple(rows), slice(None))] if rows else []
-            budget.run(groups, write, undo=lambda: None, pieces=share)
+            for micro, found in budget.run(groups, score, undo=lambda: None, pieces=share):
+                written[list(micro.rows), micro.samples, : found.shape[-1]] = found.cpu()
 
         shares = partition_balanced(self.budget.costs(groups), len(self.scorers))
         scorers, budgets = zip(*self.scorers, strict=True)

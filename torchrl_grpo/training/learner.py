@@ -233,12 +233,13 @@ class Learner:
         dummy = MicroBatch((0,), slice(0, 1))
         log_probs = torch.zeros(groups["masks", "response"].shape)
         with reshard_after(self.network), self.budget.explain_oom():
-            for number in range(self.ranks.all_reduce_max(len(pieces))):
-                real = number < len(pieces)
-                micro = pieces[number] if real else dummy
-                scores = score_piece(self.network, micro.select(groups))
-                if real:
-                    log_probs[list(micro.rows), micro.samples, : scores.shape[-1]] = scores
+            passes = self.ranks.all_reduce_max(len(pieces))
+            scores = [
+                score_piece(self.network, micro.select(groups))
+                for micro in [*pieces, *[dummy] * (passes - len(pieces))]
+            ]
+            for micro, found in zip(pieces, scores, strict=False):
+                log_probs[list(micro.rows), micro.samples, : found.shape[-1]] = found.cpu()
         # One rank computed each response; the others hold zeros for it.
         return torch.stack(self.ranks.gather(log_probs)).sum(0)
 
