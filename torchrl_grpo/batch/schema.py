@@ -13,8 +13,8 @@ key                            shape           dtype    meaning
 ("log_probs", "response")      [P, G, T]       float32  of the engine, at the sampling temperature
 ("log_probs", "reference")     [P, G, T]       float32  of the reference model; only if a KL needs it
 ("log_probs", "proximal")      [P, G, T]       float32  of the trainer; only with policy.proximal=trainer
-("next", "reward")             [P, G, 1]       float32  weighted sum of the rewards
-("next", "reward_parts")       [P, G, K]       float32  the K rewards before weighting, in the order in which
+("next", "reward")             [P, G, 1]       float64  weighted sum of the rewards
+("next", "reward_parts")       [P, G, K]       float64  the K rewards before weighting, in the order in which
                                                         reward.weights lists them; without their components
 "truncated"                    [P, G, 1]       bool     True if the length bound ended the response
 "advantage"                    [P, G, 1]       float32  written when the batch enters the buffer

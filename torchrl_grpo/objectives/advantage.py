@@ -1,4 +1,8 @@
-"""Group-relative advantages, computed once when a round enters the replay buffer."""
+"""Group-relative advantages, computed once when a round enters the replay buffer.
+
+Everything is computed in float64. In float32 a penalty would be rounded to the digits of a large reward
+before the mean of the group is subtracted.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,8 @@ from torchrl_grpo.objectives.maxent import listwise_weights
 # Tolerance for the difference of two rewards, in units of the machine epsilon. A weighted sum that is shifted
 # and scaled is rounded four times, each time by at most half an epsilon, and two such errors add up.
 _ROUNDING = 4.0
+# Models and functions that give rewards compute in float32 at least.
+_EPSILON = torch.finfo(torch.float32).eps
 
 
 def shape_rewards(rewards: Tensor, shift: float, scale: float, clip: float | None) -> Tensor:
@@ -43,7 +49,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
 
 
 def group_advantage(
-    rewards: Tensor, std_mode: str, eps: float, leave_one_out: bool = False, offset: float = 0.0
+    rewards: Tensor, std_mode: str, eps: float, leave_one_out: bool = False, rounding: Tensor | None = None
 ) -> Tensor:
     """``A_i = (r_i - b_i) / (s + eps)`` within each group (GRPO, arXiv 2402.03300, sec. 4.1.2).
 
@@ -57,26 +63,27 @@ def group_advantage(
             not divide (Dr. GRPO, 2503.20783, sec. 3.2).
         eps: number added to the standard deviation.
         leave_one_out: whether the baseline is the mean of the other rewards.
-        offset: see :func:`is_constant`.
+        rounding: see :func:`is_constant`.
 
     Returns:
-        Advantages ``[P, G]``. They are exactly zero for a group of equal rewards, see :func:`is_constant`.
+        Advantages ``[P, G]``, in the format of ``rewards``. They are exactly zero for a group of equal
+        rewards, see :func:`is_constant`.
 
     Raises:
         ValueError: ``std_mode`` is unknown.
     """
-    samples = rewards.shape[-1]
-    centered = rewards - rewards.mean(-1, keepdim=True)
+    samples, values = rewards.shape[-1], rewards.double()
+    centered = values - values.mean(-1, keepdim=True)
     if leave_one_out:
         centered = centered * samples / (samples - 1)
     if std_mode == "batch":
-        centered = centered / (rewards.std() + eps)
+        centered = centered / (values.std() + eps)
     elif std_mode in ("population", "unbiased"):
-        centered = centered / (rewards.std(-1, keepdim=True, correction=int(std_mode == "unbiased")) + eps)
+        centered = centered / (values.std(-1, keepdim=True, correction=int(std_mode == "unbiased")) + eps)
     elif std_mode != "none":
         raise ValueError(f"advantage std {std_mode!r} must be population, unbiased, batch or none")
     # Equal floats can differ from their mean in the last bit, and a tiny std would magnify that difference.
-    return centered.masked_fill(is_constant(rewards, offset)[:, None], 0.0)
+    return centered.masked_fill(is_constant(rewards, rounding)[:, None], 0.0).to(rewards.dtype)
 
 
 def decoupled_advantage(
@@ -85,7 +92,7 @@ def decoupled_advantage(
     std_mode: str,
     eps: float,
     leave_one_out: bool,
-    offset: float = 0.0,
+    roundings: Tensor | None = None,
 ) -> Tensor:
     """Normalize each reward within its group, and divide their weighted sum by its spread over the round.
 
@@ -97,40 +104,54 @@ def decoupled_advantage(
         std_mode: see :func:`group_advantage`.
         eps: see :func:`group_advantage`.
         leave_one_out: see :func:`group_advantage`.
-        offset: offset of each reward, see :func:`is_constant`.
+        roundings: ``[P, K]``, for each reward the ``rounding`` of :func:`is_constant`.
 
     Returns:
-        Advantages ``[P, G]``. They are zero if all sums of the round are equal. A sum no larger than its
-        rounding error counts as zero.
+        Advantages ``[P, G]``, in the format of ``rewards``. They are zero if all sums of the round are
+        equal. A sum no larger than its rounding error counts as zero.
     """
-    total = torch.zeros_like(rewards[..., 0])
+    total = torch.zeros_like(rewards[..., 0], dtype=torch.double)
     magnitude = torch.zeros_like(total)
-    for reward, weight in zip(rewards.unbind(-1), weights, strict=True):
-        term = weight * group_advantage(reward, std_mode, eps, leave_one_out, offset)
+    roundings = rounding_error(rewards.mT) if roundings is None else roundings
+    for number, weight in enumerate(weights):
+        one = rewards[..., number], std_mode, eps, leave_one_out, roundings[:, number]
+        term = weight * group_advantage(*one).double()
         total += term
         magnitude += term.abs()
     # Rewards that cancel out leave a rounding error, which an equally small standard deviation would magnify.
-    total = total.masked_fill(total.abs() <= _ROUNDING * torch.finfo(total.dtype).eps * magnitude, 0.0)
+    total = total.masked_fill(total.abs() <= _ROUNDING * _EPSILON * magnitude, 0.0)
     # The groups' means are zero already. Centering over the batch would only add rounding errors.
-    return total / (total.std() + eps) if total.any() else total
+    return (total / (total.std() + eps) if total.any() else total).to(rewards.dtype)
 
 
-def is_constant(rewards: Tensor, offset: float = 0.0) -> Tensor:
+def rounding_error(rewards: Tensor, epsilon: float | None = None) -> Tensor:
+    """Return how far apart equal rewards of a group may be, because each was rounded.
+
+    Args:
+        rewards: ``[..., G]``.
+        epsilon: machine epsilon of the format in which they were computed; None is that of ``rewards``.
+
+    Returns:
+        ``[...]``, relative to the group's largest absolute reward.
+    """
+    epsilon = torch.finfo(rewards.dtype).eps if epsilon is None else epsilon
+    return _ROUNDING * epsilon * rewards.abs().amax(-1)
+
+
+def is_constant(rewards: Tensor, rounding: Tensor | None = None) -> Tensor:
     """Find groups whose rewards are equal up to rounding.
 
-    For example, 0.1 + 0.2 and 0.3 are the same reward. The tolerance is relative to the group's largest
-    absolute reward plus ``offset``.
+    For example, 0.1 + 0.2 and 0.3 are the same reward.
 
     Args:
         rewards: ``[P, G]``.
-        offset: constant part of each reward (``policy.reward_shift`` times ``policy.reward_scale``). Adding
-            it rounds relative to it, so the tolerance includes it even if the sum is near 0.
+        rounding: ``[P]``, largest difference of equal rewards; None is :func:`rounding_error`.
 
     Returns:
         ``[P]`` bool, True for groups of equal rewards.
     """
     spread = rewards.amax(-1) - rewards.amin(-1)
-    rounding = _ROUNDING * torch.finfo(rewards.dtype).eps * (rewards.abs().amax(-1) + abs(offset))
+    rounding = rounding_error(rewards) if rounding is None else rounding
     return (spread.isfinite() & (spread <= rounding)) | (rewards == rewards[:, :1]).all(-1)
 
 
@@ -173,12 +194,12 @@ class GroupAdvantage(Transform):
         if self.cfg.advantage_estimator == "reward":
             return self._shape_rewards(tensordict["next", "reward"]).eq(0).flatten(1).all(1)
         if self.cfg.reward_combination == "together":
-            return is_constant(self._shape_rewards(tensordict["next", "reward"].squeeze(-1)), self._offset)
-        parts = self._shape_rewards(tensordict["next", "reward_parts"]).unbind(-1)
+            return self._is_constant(tensordict["next", "reward"].squeeze(-1))
+        parts = tensordict["next", "reward_parts"].unbind(-1)
         weighted_parts = [
             part for part, weight in zip(parts, self.reward_weights, strict=True) if weight != 0
         ]
-        return torch.stack([is_constant(part, self._offset) for part in weighted_parts]).all(0)
+        return torch.stack([self._is_constant(part) for part in weighted_parts]).all(0)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         cfg, mask = self.cfg, sampled_mask(tensordict)
@@ -188,26 +209,36 @@ class GroupAdvantage(Transform):
         if cfg.reward_combination == "apart":
             advantage = self._decoupled(tensordict, penalty)
         else:
-            rewards = self._shape_rewards(tensordict["next", "reward"].squeeze(-1)) + penalty
-            advantage = self._from_sum(tensordict, rewards)
+            advantage = self._from_sum(tensordict, penalty)
         loss_mask = mask
         if cfg.overlong == "mask":
             loss_mask = loss_mask & ~tensordict["truncated"]
         if cfg.constant_groups != "keep":
             loss_mask = loss_mask & ~self.no_signal_mask(tensordict)[:, None, None]
         tensordict.set(("masks", "loss"), loss_mask)
-        return tensordict.set("advantage", advantage.unsqueeze(-1))
+        return tensordict.set("advantage", advantage.to(torch.float32).unsqueeze(-1))
 
     def _shape_rewards(self, rewards: Tensor) -> Tensor:
-        return shape_rewards(rewards, self.cfg.reward_shift, self.cfg.reward_scale, self.cfg.reward_clip)
+        cfg = self.cfg
+        return shape_rewards(rewards.double(), cfg.reward_shift, cfg.reward_scale, cfg.reward_clip)
 
-    @property
-    def _offset(self) -> float:
-        """The constant that :meth:`_shape_rewards` adds."""
-        return self.cfg.reward_shift * self.cfg.reward_scale
+    def _rounding(self, rewards: Tensor) -> Tensor:
+        """Return the rounding error ``[P]`` of shaped rewards ``[P, G]``; shaping adds none."""
+        return rounding_error(rewards.double(), _EPSILON) * self.cfg.reward_scale
+
+    def _is_constant(self, rewards: Tensor) -> Tensor:
+        return is_constant(self._shape_rewards(rewards), self._rounding(rewards))
+
+    def _penalized(self, rewards: Tensor, penalty: Tensor) -> tuple[Tensor, Tensor]:
+        """Return shaped rewards ``[P, G]`` with their penalty, and their rounding error ``[P]``."""
+        shaped, equal = self._shape_rewards(rewards), self._is_constant(rewards)
+        # Rewards that differ by rounding only are the same, so penalties alone distinguish the responses.
+        shaped = torch.where(equal[:, None], shaped[:, :1], shaped)
+        rounding = self._rounding(rewards).masked_fill(equal, 0.0)
+        return shaped + penalty, rounding + rounding_error(penalty, _EPSILON)
 
     def _overlong(self, tensordict: TensorDictBase) -> Tensor:
-        lengths = tensordict["masks", "response"].sum(-1).to(tensordict["next", "reward"].dtype)
+        lengths = tensordict["masks", "response"].sum(-1).double()
         if self.cfg.overlong != "penalise":
             return torch.zeros_like(lengths)
         # DAPO's own ratio: 4,096 of 20,480 tokens.
@@ -217,37 +248,40 @@ class GroupAdvantage(Transform):
 
     def _divergence(self, tensordict: TensorDictBase) -> Tensor:
         """Return the KL to the reference, summed over each response: ``[P, G]``, nats."""
-        per_token = kl_estimate(
-            tensordict["log_probs", "response"], tensordict["log_probs", "reference"], self.cfg.kl_estimator
-        )
+        log_probs = (tensordict["log_probs", name].double() for name in ("response", "reference"))
+        per_token = kl_estimate(*log_probs, self.cfg.kl_estimator)
         return per_token.masked_fill(~sampled_mask(tensordict), 0.0).sum(-1)
 
-    def _from_sum(self, tensordict: TensorDictBase, rewards: Tensor) -> Tensor:
+    def _from_sum(self, tensordict: TensorDictBase, penalty: Tensor) -> Tensor:
         cfg = self.cfg
+        rewards, rounding = self._penalized(tensordict["next", "reward"].squeeze(-1), penalty)
         if cfg.advantage_estimator == "maxent":
             return self._maxent(tensordict, rewards)
         if cfg.advantage_estimator == "reward":
             return rewards
         leave_one_out = cfg.advantage_estimator == "leave_one_out"
-        return group_advantage(rewards, cfg.advantage_std, cfg.advantage_eps, leave_one_out, self._offset)
+        return group_advantage(rewards, cfg.advantage_std, cfg.advantage_eps, leave_one_out, rounding)
 
     def _decoupled(self, tensordict: TensorDictBase, penalty: Tensor) -> Tensor:
         cfg = self.cfg
+        none = torch.zeros_like(penalty)
+        parts = [self._penalized(part, none) for part in tensordict["next", "reward_parts"].unbind(-1)]
         # Penalties are a separate reward of weight 1.
-        rewards = torch.cat(
-            [self._shape_rewards(tensordict["next", "reward_parts"]), penalty.unsqueeze(-1)], -1
-        )
-        weights = (*self.reward_weights, 1.0)
-        leave_one_out = cfg.advantage_estimator == "leave_one_out"
+        rewards, roundings = zip(*parts, (penalty, rounding_error(penalty, _EPSILON)), strict=True)
         return decoupled_advantage(
-            rewards, weights, cfg.advantage_std, cfg.advantage_eps, leave_one_out, self._offset
+            torch.stack(rewards, -1),
+            (*self.reward_weights, 1.0),
+            cfg.advantage_std,
+            cfg.advantage_eps,
+            cfg.advantage_estimator == "leave_one_out",
+            torch.stack(roundings, -1),
         )
 
     def _maxent(self, tensordict: TensorDictBase, rewards: Tensor) -> Tensor:
         cfg, mask = self.cfg, sampled_mask(tensordict)
-        ref_log_probs = torch.zeros(rewards.shape)
+        ref_log_probs = torch.zeros_like(rewards)
         if self.kl.in_use:
-            ref_log_probs = tensordict["log_probs", "reference"].masked_fill(~mask, 0.0).sum(-1)
+            ref_log_probs = tensordict["log_probs", "reference"].double().masked_fill(~mask, 0.0).sum(-1)
             if cfg.length_normalize_ref:
                 ref_log_probs = ref_log_probs / mask.sum(-1).clamp(min=1)
         weights = listwise_weights(

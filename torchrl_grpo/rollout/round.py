@@ -121,8 +121,8 @@ def build_round(
             ]
             for siblings in responses
         ],
-        torch.tensor([one.total for one in scores]).view(*shape, 1),
-        torch.tensor(rewards).view(*shape, -1),
+        torch.tensor([one.total for one in scores], dtype=torch.float64).view(*shape, 1),
+        torch.tensor(rewards, dtype=torch.float64).view(*shape, -1),
         torch.tensor([scored.group.group_id for scored in groups])[:, None].repeat(1, shape[1]),
         [[one.versions for one in siblings] for siblings in responses],
         pad_token_id,
@@ -178,7 +178,8 @@ def pass_rates(round_: Round, reward: str) -> dict[int, float]:
     """
     P, G = round_.groups["group_id"].shape
     numbers = round_.groups["group_id"][:, 0].tolist()
-    totals = round_.groups["next", "reward"].flatten().tolist()
+    # In float32 0.7 + 0.2 + 0.1 is 1.
+    totals = round_.groups["next", "reward"].float().flatten().tolist()
     right = [
         parts.get(reward, total) >= 1.0 for parts, total in zip(round_.rewards_by_name, totals, strict=True)
     ]

@@ -166,7 +166,7 @@ def record_round(run: Session, round_: Round) -> dict[str, float]:
     metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(correction=0)),
-        "reward/constant_groups": float(is_constant(rewards.squeeze(-1)).float().mean()),
+        "reward/constant_groups": float(is_constant(rewards.squeeze(-1).float()).float().mean()),
         "reward/errors": round_.error_count,
         "advantage/abs_mean": float(groups["advantage"].abs().mean()),
         **_lengths(groups),
