@@ -111,7 +111,9 @@ class PolicyConfig:
     )
     kl_estimator: KLEstimator = key(
         KLEstimator.k3,
-        "Estimator of the KL divergence from samples: k1, k2 or k3.",
+        "Estimator of the KL divergence to the reference from samples: k1, k2 or k3. For the gradient of "
+        "KL(policy || reference), take k2 with kl_in=loss or k1 with kl_in=reward. k3 with kl_in=loss has "
+        "the gradient of KL(reference || policy).",
     )
     kl_in: KLIn = key(
         KLIn.loss,

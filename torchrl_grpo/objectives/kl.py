@@ -1,11 +1,22 @@
-"""Monte-Carlo estimators of KL(policy || reference) from one sample per token.
+"""Estimators of KL(policy || reference) from one sample per token.
 
 With ``d = log ref - log policy`` at a token drawn from the policy (Schulman, "Approximating KL
 divergence", 2020; k3 is also GRPO's, arXiv 2402.03300, eq. 4):
 
-    k1 = -d            unbiased, high variance, may be negative
-    k2 = d^2 / 2       biased, low variance
-    k3 = e^d - 1 - d   unbiased, low variance, never negative
+    k1 = -d            high variance, may be negative
+    k2 = d^2 / 2       low variance
+    k3 = e^d - 1 - d   low variance, never negative
+
+k1 and k3 are unbiased, which is said of their values. The gradient depends on where the estimate counts. Over
+tokens of the policy, its expectation is
+
+==========  ===========  ===============  ===================================
+estimator   value        in the loss      in the reward
+==========  ===========  ===============  ===================================
+k1          KL(pi, ref)  0                that of KL(pi, ref)
+k2          no KL        of KL(pi, ref)   of no KL
+k3          KL(pi, ref)  of KL(ref, pi)   of KL(pi, ref) minus KL(ref, pi)
+==========  ===========  ===============  ===================================
 """
 
 from __future__ import annotations

@@ -48,7 +48,9 @@ def check_policy(cfg: Config) -> None:
         raise bad_value("policy.reward_combination", "apart", wrong, "policy.reward_combination=together")
     if policy.kl_in == "loss" and needs_reference(policy) and policy.kl_estimator == "k1":
         wrong = "in the loss its gradient is zero on average, so it would only add noise"
-        raise bad_value("policy.kl_estimator", "k1", wrong, "policy.kl_estimator=k3, or policy.kl_in=reward")
+        raise bad_value(
+            "policy.kl_estimator", "k1", wrong, "policy.kl_estimator=k2 or k3, or policy.kl_in=reward"
+        )
     if policy.dual_clip is not None and policy.surrogate != "clip":
         wrong = f"surrogate {policy.surrogate} has no such bound"
         raise bad_value("policy.dual_clip", policy.dual_clip, wrong, "policy.dual_clip=null")
