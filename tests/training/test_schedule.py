@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
 
-from torchrl_grpo.config import Config
+from torchrl_grpo.config import Config, parse
+from torchrl_grpo.config.checks import schedule as checks
+from torchrl_grpo.config.derived import with_total_turns
+from torchrl_grpo.config.values import LRSchedule
+from torchrl_grpo.training.optimizer_step import learning_rate_factor
 from torchrl_grpo.training.schedule import RunSchedule
 
 SCHEDULE = RunSchedule(steps_per_round=2, total_steps=12, publish_every=2)
@@ -75,3 +81,65 @@ def test_the_reference_is_refreshed_at_its_interval_and_never_for_zero() -> None
 
 def test_a_run_ends_with_its_last_step() -> None:
     assert steps(SCHEDULE.is_finished, end=13) == [12, 13]
+
+
+# 16 steps of 64 responses, two of them a round.
+SHORT = "env.num_envs=16 train.optim_batch_size=64 train.total_dialog_turns=1024"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", []),
+        ("optimizer.warmup_steps=14 optimizer.schedule=cosine", []),
+        (
+            "optimizer.warmup_steps=16",
+            [
+                "optimizer.warmup_steps=16: the run has 16 optimizer steps, so the learning rate ends at "
+                "9.41e-06 and never reaches optimizer.lr=1e-05; write optimizer.warmup_steps=1 or "
+                "train.total_dialog_turns=1152 instead"
+            ],
+        ),
+        ("optimizer.warmup_steps=15 optimizer.schedule=constant", []),
+        (
+            "optimizer.warmup_steps=15 optimizer.schedule=linear",
+            [
+                "optimizer.schedule=linear: the run has 16 optimizer steps, and optimizer.warmup_steps=15, so "
+                "the learning rate never falls; write optimizer.warmup_steps=1 or "
+                "train.total_dialog_turns=1152 instead"
+            ],
+        ),
+        ("policy.kl_coef=0.1 ref_model.refresh_frequency=14", []),
+        ("policy.kl_coef=0.1 ref_model.refresh_frequency=15", ["ref_model.refresh_frequency=15: "]),
+        ("train.weight_update_frequency=14", []),
+        ("train.weight_update_frequency=16", ["train.weight_update_frequency=16: "]),
+        ("policy.kl_coef=0.1 policy.kl_target=0.1 policy.kl_horizon=1024", []),
+        ("policy.kl_coef=0.1 policy.kl_target=0.1", ["policy.kl_horizon=10000: "]),
+        ("env.shuffle=false env.order_by=level", ["env.order_by=level: the run draws 128 of 200 problems"]),
+    ],
+)
+def test_schedules_that_the_run_is_too_short_for_are_told(words: str, said: list[str]) -> None:
+    told = checks.unreached(read(f"{SHORT} optimizer.lr=1e-5 {words}"), problems=200)
+    assert len(told) == len(said) and all(map(str.startswith, told, said)), told
+    for sentence in told:
+        # As a user would: each of the alternatives.
+        for fix in sentence.partition("; write ")[2].removesuffix(" instead").split(" or "):
+            again = with_total_turns(read(f"{SHORT} optimizer.lr=1e-5 {words} {fix}"), 200)
+            assert checks.unreached(again, problems=200) == []
+
+
+def test_a_rate_is_reached_if_nothing_is_told() -> None:
+    for warmup, steps, kind in itertools.product(range(6), range(1, 6), LRSchedule):
+        cfg = read(
+            f"optimizer.warmup_steps={warmup} optimizer.schedule={kind} optimizer.min_lr_ratio=0.1 "
+            f"train.total_dialog_turns={steps * 64}"
+        )
+        factors = [learning_rate_factor(step, steps, cfg.optimizer) for step in range(steps)]
+        falls = kind == "constant" or factors[-1] < 1 or steps == 1
+        assert (checks.unreached(cfg) == []) == (max(factors) == 1.0 and falls), cfg.optimizer
+
+
+def read(words: str) -> Config:
+    node = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist(words.split()))
+    assert isinstance(node, DictConfig)
+    return parse(node)

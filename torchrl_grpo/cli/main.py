@@ -21,8 +21,8 @@ from torchrl_grpo.checkpoints import run_dir
 from torchrl_grpo.cli.arguments import read_arguments
 from torchrl_grpo.cli.help import help_text, primary_configs
 from torchrl_grpo.cli.quoting import quote
-from torchrl_grpo.config import Config, parse
-from torchrl_grpo.config.checks import check_installed
+from torchrl_grpo.config import Config, derived, parse
+from torchrl_grpo.config.checks import check_installed, schedule
 from torchrl_grpo.config.values import TrainMethod
 from torchrl_grpo.distributed import launch
 from torchrl_grpo.errors import ConfigError, UserError
@@ -309,16 +309,19 @@ class _Command:
             nothing = ", where it has ended: nothing is left to do" if ended else ""
             sys.stdout.write(f"resumes {folder} after step {found.name}{nothing}\n")
         preflight.report(cfg, self.asynchronous)
+        problems: int | None = None
         if cfg.train.num_epochs is not None:
             from torchrl_grpo import data
-            from torchrl_grpo.config import derived
 
+            problems = len(data.load(cfg).train)
             dropped = (
                 ", minus the prompts that are dropped for their length"
                 if cfg.env.overlong_prompts == "drop"
                 else ""
             )
-            sys.stdout.write(f"{derived.describe_length(cfg, len(data.load(cfg).train))}{dropped}\n")
+            sys.stdout.write(f"{derived.describe_length(cfg, problems)}{dropped}\n")
+        for sentence in schedule.unreached(derived.with_total_turns(cfg, problems or 0), problems):
+            sys.stderr.write(f"warning: {sentence}\n")
 
     def _to_resume(self, cfg: Config, job: Job) -> Path | None:
         if cfg.resume is None:

@@ -18,6 +18,8 @@ from torchrl_grpo import data, rewards
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.checkpoints.run_dir import claimed, explained_errors
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.checks import schedule
+from torchrl_grpo.config.derived import with_total_turns
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.values import ZERO_STAGES
 from torchrl_grpo.errors import CheckpointError, RunFolderLost, TrainingStopped, WorkersLost
@@ -133,6 +135,8 @@ def _claim_and_train(cfg: Config, run_dir: Path, asynchronous: bool) -> dict[str
             checkpoint.check_same_run(resume_from, cfg)
         problems = problems or data.load(cfg)
         plan = preflight.announce(cfg, asynchronous)
+        for sentence in schedule.unreached(with_total_turns(cfg, len(problems.train)), len(problems.train)):
+            sys.stderr.write(f"warning: {sentence}\n")
         return _prepare_and_train(cfg, run_dir, problems, resume_from=resume_from, plan=plan)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchrl_grpo.config.allocation import shares_devices
-from torchrl_grpo.config.derived import num_devices, optim_batch_size, steps_per_round
+from torchrl_grpo.config.derived import num_devices, optim_batch_size, rounds, steps_per_round, total_turns
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.schema import Config, InferenceModelConfig, TrainModelConfig
 from torchrl_grpo.config.values import TrainMethod
@@ -146,6 +146,59 @@ def check_sleep(cfg: Config) -> None:
             f"each round of {steps} optimizer steps",
             f"train.weight_update_frequency={steps} or inference_model.sleep=false",
         )
+
+
+def unreached(cfg: Config, problems: int | None = None) -> list[str]:
+    """Return a sentence for each schedule that the run is too short for.
+
+    They are no errors, because a trial of a few steps has the schedules of the run that it tries.
+
+    Args:
+        cfg: configuration from :func:`~torchrl_grpo.config.derived.with_total_turns`.
+        problems: number of problems to train on; None if unknown.
+    """
+    per_round, drawn = steps_per_round(cfg), rounds(cfg) * cfg.env.num_envs
+    total = rounds(cfg) * per_round
+    run = f"the run has {total} optimizer step{'' if total == 1 else 's'}"
+    found: list[tuple[str, object, str, str]] = []
+
+    def turns(steps: int) -> str:
+        needed = -(-steps // per_round) * cfg.env.num_envs * cfg.env.repeats
+        return f"train.total_dialog_turns={needed}"
+
+    warmup, lr, decays = cfg.optimizer.warmup_steps, cfg.optimizer.lr, cfg.optimizer.schedule != "constant"
+    if warmup >= total:
+        highest = f"the learning rate ends at {lr * total / (warmup + 1):.3g}"
+        wrong = f"{run}, so {highest} and never reaches optimizer.lr={lr:g}"
+        good = f"optimizer.warmup_steps={total // 10} or {turns(warmup + 1 + decays)}"
+        found.append(("optimizer.warmup_steps", warmup, wrong, good))
+    elif decays and warmup == total - 1 > 0:
+        wrong = f"{run}, and optimizer.warmup_steps={warmup}, so the learning rate never falls"
+        good = f"optimizer.warmup_steps={total // 10} or {turns(warmup + 2)}"
+        found.append(("optimizer.schedule", cfg.optimizer.schedule, wrong, good))
+    refresh = cfg.ref_model.refresh_frequency
+    if refresh > total - per_round:
+        wrong = f"{run}, so no round is scored with a refreshed reference"
+        good = f"ref_model.refresh_frequency={max(1, total // 10)} or {turns(refresh + per_round)}"
+        found.append(("ref_model.refresh_frequency", refresh, wrong, good))
+    publish = cfg.train.weight_update_frequency
+    if publish is not None and publish > total - per_round > 0 and cfg.train.method == TrainMethod.grpo:
+        wrong = f"{run}, so every round is generated with the first weights"
+        good = f"train.weight_update_frequency={per_round} or {turns(publish + per_round)}"
+        found.append(("train.weight_update_frequency", publish, wrong, good))
+    horizon, responses = cfg.policy.kl_horizon, total_turns(cfg) * cfg.train.epochs
+    if cfg.policy.kl_target is not None and horizon > responses:
+        wrong = (
+            f"the run trains on {responses} responses, so policy.kl_target={cfg.policy.kl_target:g} changes "
+            "the coefficient by less than about a fifth"
+        )
+        good = f"policy.kl_horizon={max(optim_batch_size(cfg), responses // 10)}"
+        found.append(("policy.kl_horizon", horizon, wrong, good))
+    if cfg.env.order_by is not None and problems is not None and drawn < problems:
+        wrong = f"the run draws {drawn} of {problems} problems, so it never reaches the last of them"
+        good = "train.total_dialog_turns=null train.num_epochs=1"
+        found.append(("env.order_by", cfg.env.order_by, wrong, good))
+    return [f"{key}={show(value)}: {wrong}; write {good} instead" for key, value, wrong, good in found]
 
 
 def _check_rounds(cfg: Config, age: int, allowed: str) -> None:
