@@ -31,6 +31,24 @@ say() {
     echo "$(date '+%F %T') attempt $attempt: $*"
 }
 
+# The limit may be that of the partition, or one that sbatch was given: [DAYS-]HOURS:MINUTES:SECONDS.
+limit=$(scontrol show job -o "$SLURM_JOB_ID" | sed -n 's/.* TimeLimit=\([^ ]*\).*/\1/p')
+if [[ "$limit" =~ ^(([0-9]+)-)?([0-9]+):([0-9]+):([0-9]+)$ ]]; then
+    limit_s=$((10#${BASH_REMATCH[2]:-0} * 86400 + 10#${BASH_REMATCH[3]} * 3600))
+    limit_s=$((limit_s + 10#${BASH_REMATCH[4]} * 60 + 10#${BASH_REMATCH[5]}))
+    if (( limit_s <= 660 )); then
+        say "the time limit of $limit leaves no time to train: the run saves itself 600 seconds" \
+            "before it, and Slurm may be a minute early; give --time to python -m torchrl_grpo.slurm"
+        exit 2
+    fi
+fi
+
+# The step of the newest checkpoint; empty without one.
+newest() {
+    find "$run/checkpoints" -maxdepth 1 -printf '%f\n' 2> /dev/null | grep -xE '[0-9]+' | sort -n | tail -n 1
+}
+before=$(newest || true)
+
 stopping=0 current="" watchers=()
 
 # Run a function of this script as a step, with a log of its own: step NAME SRUN_OPTION... FUNCTION
@@ -92,6 +110,17 @@ run_step trainer --nodes=1 --ntasks=1 --ntasks-per-node=1 trainer || code=$?
 
 # The run has saved itself, or was asked to before it had begun.
 if (( code == 75 || (stopping && code >= 128) )); then
+    # It must not go on like this for ever.
+    idle=0
+    if [[ "$(newest || true)" == "$before" ]]; then
+        idle=$(( $(cat "$job/idle" 2> /dev/null || echo 0) + 1 ))
+    fi
+    echo "$idle" > "$job/idle"
+    if (( idle >= 3 )); then
+        say "3 attempts in a row have saved nothing, so the job ends; make the script again" \
+            "with a larger --time or a smaller --signal-seconds"
+        exit 1
+    fi
     say "the job goes back into the queue"
     scontrol requeue "$SLURM_JOB_ID"
     exit 0

@@ -17,6 +17,7 @@ _PROGRAMS = {
 case "$1 $2" in
   "show hostnames") printf '%s\\n' ${NODES//,/ } ;;
   "show node") echo "NodeName=$4 Arch=x86_64 NodeAddr=$4.cluster NodeHostName=$4 Port=6818" ;;
+  "show job") echo "JobId=$4 JobName=grpo TimeLimit=$LIMIT TimeMin=N/A" ;;
   *) echo "scontrol $*" >> "$NOTES" ;;
 esac""",
     # A server is up after a moment, and lasts.
@@ -88,6 +89,7 @@ class FakeSlurm:
             "NOTES": str(self._notes),
             "STEPS": str(self._steps),
             "NODES": nodes,
+            "LIMIT": "1-00:00:00",
             "SERVERS": " ".join(map(str, range(servers))),
             "UP": str(folder / "up"),
             "FAULT": fault,

@@ -12,6 +12,7 @@ import pytest
 from fake_slurm import FakeSlurm
 
 from torchrl_grpo.errors import UserError
+from torchrl_grpo.slurm import command
 from torchrl_grpo.slurm.command import main, script_for
 
 SERVERS = ["--nodes=2", "inference_model.backend=vllm_server", "inference_model.num_devices=2"]
@@ -84,7 +85,7 @@ def test_the_trainer_waits_for_the_servers_and_ends_them(tmp_path: Path) -> None
     gate, _, trainer = fake.notes[fake.notes.index("step trainer on node1") - 1 :][:3]
     port = 20000 + 7 * 64
     addresses = [f"http://node{2 + n // 2}.cluster:{port + n}" for n in range(4)]
-    assert gate == f"gate -m torchrl_grpo.slurm.gate --timeout=1800 {' '.join(addresses)}"
+    assert gate == f"gate -P -m torchrl_grpo.slurm.gate --timeout=1800 {' '.join(addresses)}"
     assert f"inference_model.servers=[{','.join(addresses)}]" in trainer
     assert "engine_args" not in trainer, "a run with a list of servers refuses them"
     assert "step server on node2,node3" in fake.notes
@@ -112,7 +113,7 @@ def test_ray_has_a_head_workers_and_the_trainer_joins(tmp_path: Path) -> None:
     assert "step ray-head on node1" in fake.notes and "step ray-worker on node2,node3" in fake.notes
     (head,) = [line for line in fake.notes if "--head" in line]
     assert head.startswith("ray 2,3 start --head "), "the trainer's GPUs are not Ray's"
-    assert f"gate -m torchrl_grpo.slurm.gate --timeout=1800 --ray={address} --nodes=3" in fake.notes
+    assert f"gate -P -m torchrl_grpo.slurm.gate --timeout=1800 --ray={address} --nodes=3" in fake.notes
     (trainer,) = [line for line in fake.notes if line.startswith("trainer ")]
     assert trainer.startswith("trainer 0,1,2,3 ")
     # Three nodes of four GPUs, less the trainer's two.
@@ -155,6 +156,55 @@ def test_a_step_that_fails_ends_the_job(fault: str, code: int, tmp_path: Path) -
         assert "server has ended, and the job needs it; see its log in" in output
 
 
+@pytest.mark.parametrize("limit", ["00:05:00", "00:11:00", "0-00:11:00"])
+def test_a_job_whose_limit_leaves_no_time_to_train_ends(limit: str, tmp_path: Path) -> None:
+    fake = FakeSlurm(tmp_path)
+    text = script_for([])
+    output = fake.finish(fake.start(text, LIMIT=limit), 2)
+    assert fake.notes == [] and f"the time limit of {limit} leaves no time to train" in output
+    run(fake, text, LIMIT={"00:05:00": "00:12:00", "00:11:00": "UNLIMITED"}.get(limit, "1-00:00:00"))
+    assert any(line.startswith("trainer") for line in fake.notes)
+
+
+def test_a_job_that_saves_nothing_does_not_go_on_for_ever(tmp_path: Path) -> None:
+    fake = FakeSlurm(tmp_path, lasts=True)
+    checkpoints = tmp_path / "outputs/slurm/7/run/checkpoints"
+
+    def attempt(code: int) -> str:
+        process = fake.start(script_for([]))
+        assert fake.begun.read_text() == "begun\n"
+        process.send_signal(signal.SIGUSR1)
+        return fake.finish(process, code)
+
+    for _ in range(2):
+        attempt(0)
+    # A checkpoint is progress, and the count begins again.
+    (checkpoints / "3").mkdir(parents=True)
+    process = fake.start(script_for([]))
+    assert fake.begun.read_text() == "begun\n"
+    (checkpoints / "12").mkdir()
+    process.send_signal(signal.SIGUSR1)
+    fake.finish(process, 0)
+    for _ in range(2):
+        attempt(0)
+    assert fake.notes.count("scontrol requeue 7") == 5
+    assert "3 attempts in a row have saved nothing" in attempt(1)
+    assert fake.notes.count("scontrol requeue 7") == 5
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("5", 100), ("00:05:00", 100), ("0-0:5", 100), ("10", 200), ("10:30", 210), ("3", 60), ("30", 600),
+        ("1:00:00", 600), ("0-1", 600), ("2-12", 600), ("0", 600), ("UNLIMITED", 600), ("infinite", 600),
+    ],
+)  # fmt: skip
+def test_a_short_job_saves_itself_later(time: str, seconds: int) -> None:
+    options = command._slurm_options(command._parser().parse_args([f"--time={time}"]))
+    options.check()
+    assert f"#SBATCH --signal=B:USR1@{seconds}" in options.header()
+
+
 def test_a_setup_line_that_fails_ends_the_job(tmp_path: Path) -> None:
     fake = FakeSlurm(tmp_path)
     run(fake, script_for(["--setup=false"]), 1)
@@ -171,6 +221,11 @@ MISTAKES = {
     "--sbatch=--no-requeue": "--sbatch=--no-requeue: the script needs a value of its own",
     "--folder=a'b": "--folder=a'b: must be a plain path",
     "--signal-seconds=70000": "--signal-seconds=70000: Slurm takes at most 65535",
+    "--time=1": "--time=1: the run saves itself .* write --time=3",
+    "--time=2:00": "--time=2:00: the run saves itself",
+    "--time=11 --signal-seconds=600": "no time is left to train; write --time=12",
+    "--time=0-0:10:00 --signal-seconds=600": "--time=0-0:10:00: .* --signal-seconds=600",
+    "--time=5m": "--time=5m: is no time limit of Slurm; write 90",
     "--script=ppo": "invalid choice: 'ppo'",
     "resume=auto": "resume=auto: the batch script sets resume",
     "hydra.run.dir=x": "hydra.run.dir=x: the batch script sets hydra.run.dir",

@@ -20,7 +20,7 @@ from torchrl_grpo.runtime.config_dir import config_dir
 from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.slurm import layout
 from torchrl_grpo.slurm.layout import Layout
-from torchrl_grpo.slurm.options import SlurmOptions
+from torchrl_grpo.slurm.options import USUAL_SIGNAL_S, SlurmOptions
 from torchrl_grpo.slurm.script import FOLDER_TRANSFER, Run, batch_script, uses_job_folder
 
 # Keys that the batch script sets.
@@ -205,9 +205,9 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--signal-seconds",
         type=int,
-        default=600,
         metavar="S",
-        help="seconds before the time limit at which the run saves itself (default: 600)",
+        help=f"seconds before the time limit at which the run saves itself (default: {USUAL_SIGNAL_S}, or a "
+        "third of a shorter --time)",
     )
     add(
         "--start-seconds",

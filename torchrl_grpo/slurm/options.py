@@ -19,6 +19,12 @@ _SET = {
     "signal": "--signal-seconds",
     "job-name": "--job-name",
 }
+# Seconds before the time limit at which a run saves itself, if there is time for that.
+USUAL_SIGNAL_S = 600
+# Slurm sends a signal up to this much too early, in seconds. A time limit is a number of minutes.
+EARLY_S = 60
+# Time limits of sbatch without one.
+_UNLIMITED = ("infinite", "unlimited", "-1")
 # Options of sbatch that the script itself needs to have a certain value.
 _OWN = ("ntasks", "ntasks-per-node", "requeue", "no-requeue", "open-mode", "array")
 
@@ -35,7 +41,8 @@ class SlurmOptions:
         time: time limit, as sbatch takes it; None for that of the partition.
         partition, account, qos, mail_user, mail_type: as sbatch takes them, or None.
         job_name: name of the job.
-        signal_seconds: seconds before the time limit at which the run is asked to save itself.
+        signal_seconds: seconds before the time limit at which the run is asked to save itself; None for
+            ``USUAL_SIGNAL_S``, or a third of a short time limit.
         extra: further options of sbatch, one a line, e.g. ``--exclusive``.
         setup: lines of shell that set up the environment.
         folder: folder for the folders of jobs, which all nodes see.
@@ -53,7 +60,7 @@ class SlurmOptions:
     mail_user: str | None
     mail_type: str
     job_name: str
-    signal_seconds: int
+    signal_seconds: int | None
     extra: Sequence[str]
     setup: Sequence[str]
     folder: str
@@ -63,6 +70,14 @@ class SlurmOptions:
     def gpus(self) -> int:
         """The number of GPUs of each node."""
         return int(self.gpus_per_node.rpartition(":")[2])
+
+    @property
+    def signal_s(self) -> int:
+        """Seconds before the time limit at which the run is asked to save itself."""
+        if self.signal_seconds is not None:
+            return self.signal_seconds
+        limit = None if self.time is None else seconds_of(self.time)
+        return USUAL_SIGNAL_S if limit is None else min(USUAL_SIGNAL_S, max(EARLY_S, limit // 3))
 
     def check(self) -> None:
         """Check the values.
@@ -80,8 +95,17 @@ class SlurmOptions:
         ):
             if value is not None and value < least:
                 raise _bad(option, value, f"must be at least {least}", str(least))
-        if self.signal_seconds > 65535:
+        if self.signal_s > 65535:
             raise _bad("--signal-seconds", self.signal_seconds, "Slurm takes at most 65535", "3600")
+        limit = None if self.time is None else seconds_of(self.time)
+        if limit is not None and limit <= self.signal_s + EARLY_S:
+            # The job would save itself at once, go back into the queue, and never train.
+            wrong = (
+                f"the run saves itself --signal-seconds={self.signal_s} before it, and Slurm may be "
+                f"{EARLY_S} seconds early, so no time is left to train"
+            )
+            least = -(-(self.signal_s + EARLY_S) // 60) + 1
+            raise _bad("--time", self.time, wrong, f"--time={least} or more")
         if re.search(r"['\"$`\\\n%]", self.folder) or not self.folder:
             raise _bad("--folder", self.folder, "must be a plain path", "outputs/slurm")
         for line in self.extra:
@@ -119,7 +143,7 @@ class SlurmOptions:
             "mail-user": self.mail_user,
             "mail-type": self.mail_type if self.mail_user else None,
             # To the shell of this script alone, which knows which step has to save itself.
-            "signal": f"B:USR1@{self.signal_seconds}",
+            "signal": f"B:USR1@{self.signal_s}",
         }
         lines = [f"--{name}={value}" for name, value in values.items() if value is not None]
         # A job that begins again goes on in the same file.
@@ -128,3 +152,24 @@ class SlurmOptions:
 
 def _bad(option: str, value: object, wrong: str, instead: str) -> ConfigError:
     return ConfigError(f"{option}={value}: {wrong}; write {instead} instead")
+
+
+def seconds_of(time: str) -> int | None:
+    """Return a time limit of sbatch in seconds; None if it is unlimited.
+
+    Raises:
+        ConfigError: it has none of the forms that sbatch takes.
+    """
+    if time.lower() in _UNLIMITED:
+        return None
+    found = re.fullmatch(r"(?:(\d+)-(?=\d))?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if found is None:
+        raise _bad("--time", time, "is no time limit of Slurm", "90 (minutes), 24:00:00 or 2-12")
+    days, *parts = found.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    # Behind days, and of three numbers, the first counts hours. Otherwise it counts minutes.
+    if days is None and len(numbers) < 3:
+        numbers.insert(0, 0)
+    hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    # Slurm takes 0 for no limit.
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds or None

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from torchrl_grpo.cli.main import STOPPED_CODE
 from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.slurm.layout import Layout
-from torchrl_grpo.slurm.options import SlurmOptions
+from torchrl_grpo.slurm.options import EARLY_S, SlurmOptions
 
+# Attempts in a row that may save nothing. A job may be preempted as soon as it has begun.
+_IDLE_ATTEMPTS = 3
 FOLDER_TRANSFER = "inference_model.weight_transfer=folder"
 
 
@@ -47,11 +49,15 @@ def batch_script(run: Run, options: SlurmOptions, layout: Layout) -> str:
         "",
         *options.setup,
         *([""] if options.setup else []),
-        _COMMON.format(folder=options.folder if options.folder.startswith("/") else f"$PWD/{options.folder}"),
+        _COMMON.format(
+            folder=options.folder if options.folder.startswith("/") else f"$PWD/{options.folder}",
+            signal=options.signal_s,
+            least=options.signal_s + EARLY_S,
+        ),
         *(_PORT.splitlines() if layout.nodes > 1 else []),
         *_steps(run, options, layout),
         "",
-        _END.format(stopped=STOPPED_CODE),
+        _END.format(stopped=STOPPED_CODE, idle=_IDLE_ATTEMPTS),
     ]
     return "\n".join(lines)
 
@@ -68,6 +74,24 @@ export run="$job/run"
 say() {{
     echo "$(date '+%F %T') attempt $attempt: $*"
 }}
+
+# The limit may be that of the partition, or one that sbatch was given: [DAYS-]HOURS:MINUTES:SECONDS.
+limit=$(scontrol show job -o "$SLURM_JOB_ID" | sed -n 's/.* TimeLimit=\\([^ ]*\\).*/\\1/p')
+if [[ "$limit" =~ ^(([0-9]+)-)?([0-9]+):([0-9]+):([0-9]+)$ ]]; then
+    limit_s=$((10#${{BASH_REMATCH[2]:-0}} * 86400 + 10#${{BASH_REMATCH[3]}} * 3600))
+    limit_s=$((limit_s + 10#${{BASH_REMATCH[4]}} * 60 + 10#${{BASH_REMATCH[5]}}))
+    if (( limit_s <= {least} )); then
+        say "the time limit of $limit leaves no time to train: the run saves itself {signal} seconds" \\
+            "before it, and Slurm may be a minute early; give --time to python -m torchrl_grpo.slurm"
+        exit 2
+    fi
+fi
+
+# The step of the newest checkpoint; empty without one.
+newest() {{
+    find "$run/checkpoints" -maxdepth 1 -printf '%f\\n' 2> /dev/null | grep -xE '[0-9]+' | sort -n | tail -n 1
+}}
+before=$(newest || true)
 
 stopping=0 current="" watchers=()
 
@@ -145,6 +169,17 @@ only_gpus() {
 _END = """\
 # The run has saved itself, or was asked to before it had begun.
 if (( code == {stopped} || (stopping && code >= 128) )); then
+    # It must not go on like this for ever.
+    idle=0
+    if [[ "$(newest || true)" == "$before" ]]; then
+        idle=$(( $(cat "$job/idle" 2> /dev/null || echo 0) + 1 ))
+    fi
+    echo "$idle" > "$job/idle"
+    if (( idle >= {idle} )); then
+        say "{idle} attempts in a row have saved nothing, so the job ends; make the script again" \\
+            "with a larger --time or a smaller --signal-seconds"
+        exit 1
+    fi
     say "the job goes back into the queue"
     scontrol requeue "$SLURM_JOB_ID"
     exit 0
@@ -234,7 +269,7 @@ def _on_ray(run: Run, options: SlurmOptions, layout: Layout) -> list[str]:
             "ray_worker",
             [
                 _IGNORE_USR1,
-                f'python -m torchrl_grpo.slurm.gate --timeout={options.start_seconds} --ray="$address"',
+                f'python -P -m torchrl_grpo.slurm.gate --timeout={options.start_seconds} --ray="$address"',
                 *_command("ray", ["start", *ray], ['--address="$address"']),
             ],
         ),
@@ -265,7 +300,7 @@ def _gate_and_trainer(more: Sequence[str]) -> list[str]:
 
 
 def _gate(options: SlurmOptions, what: str) -> list[str]:
-    return [f"exec python -m torchrl_grpo.slurm.gate --timeout={options.start_seconds} {what}"]
+    return [f"exec python -P -m torchrl_grpo.slurm.gate --timeout={options.start_seconds} {what}"]
 
 
 def _trainer(run: Run, more: Sequence[str]) -> list[str]:
