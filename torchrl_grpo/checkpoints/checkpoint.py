@@ -19,7 +19,7 @@ import os
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -90,6 +90,37 @@ def save(
     for old in [folder for folder in _step_dirs(root) if int(folder.name) <= step][:-keep]:
         _remove(_rename_for_removal(old))
     return target
+
+
+def try_out(run_dir: Path, writers: Mapping[str, Callable[[Path], None]], least_bytes: int) -> None:
+    """Try whether a checkpoint can be written, before the run trains. Nothing of it remains.
+
+    Args:
+        run_dir: folder of the run.
+        writers: functions that write into a folder of this name what :func:`save` will, without weights.
+        least_bytes: size that a checkpoint has at least.
+
+    Raises:
+        CheckpointError: the disk has no room for one.
+        Exception: whatever a function raises.
+    """
+    root = run_dir / "checkpoints"
+    is_new, trial = not root.exists(), root / f"{_TMP_PREFIX}trial"
+    _remove(trial)
+    try:
+        for name, write in writers.items():
+            (trial / name).mkdir(parents=True)
+            write(trial / name)
+    finally:
+        shutil.rmtree(trial, ignore_errors=True)
+        if is_new and root.is_dir():
+            root.rmdir()
+    free = shutil.disk_usage(run_dir).free
+    if free < least_bytes:
+        raise CheckpointError(
+            f"{run_dir}: a checkpoint of this run takes at least {least_bytes / 2**30:.2f} GiB, and "
+            f"{free / 2**30:.2f} GiB are free there; make room, or write hydra.run.dir=<a folder elsewhere>"
+        )
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -142,7 +143,7 @@ def load_model(
                 use_safetensors=True,
                 **options,
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, ImportError, StrictDataclassError) as error:
             raise _cannot_load("model", cfg, error) from error
         return model.eval()
 

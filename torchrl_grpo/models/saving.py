@@ -10,9 +10,11 @@ from typing import Protocol
 
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 
+from torchrl_grpo.errors import ModelError
 from torchrl_grpo.models import lora
 
 
@@ -38,25 +40,89 @@ def save(
         lora.save_adapters(model, folder)
     else:
         whole = None if weights in (None, model) else {n: p.cpu() for n, p in weights.named_parameters()}
-        model.save_pretrained(folder, state_dict=whole)
+        _save_model(model, folder, whole)
     tokenizer.save_pretrained(folder)
     _open_to_all(folder)
+
+
+def _save_model(model: PreTrainedModel, folder: Path, state: dict[str, Tensor] | None) -> None:
+    """Save a model with its generation config as that was read. Transformers loads more than it saves."""
+    found = model.generation_config
+    if found is None:
+        model.save_pretrained(folder, state_dict=state)
+        return
+    model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(folder, state_dict=state)
+    finally:
+        model.generation_config = found
+    _save_generation_config(model, folder)
+
+
+def _save_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    if model.generation_config is not None:
+        model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
 
 
 def save_merged(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save the merged float32 model of ``model`` and its adapters. This needs memory for a copy of it."""
     state = {name: tensor.float().cpu() for name, tensor in lora.merged_weights(model)}
     save_torch_state_dict(state, folder)
+    _save_merged_parts(model, tokenizer, folder)
+    _open_to_all(folder)
+
+
+def _save_merged_parts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save all of a merged model but its weights."""
     # Not model.save_pretrained(), which would write the dtype and the quantization of the base model.
     config = copy.deepcopy(model.config)
     config.dtype, config.architectures = "float32", [type(model).__name__]
     if "quantization_config" in config.to_dict():
         del config.quantization_config
     config.save_pretrained(folder)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
+    _save_generation_config(model, folder)
     tokenizer.save_pretrained(folder)
-    _open_to_all(folder)
+
+
+def try_out(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    trust_remote_code: bool,
+    merged: bool = False,
+) -> None:
+    """Save and load all but the weights of a model, so that a run does not fail at its first checkpoint.
+
+    Args:
+        model: model to save later; adapters are saved as they are.
+        tokenizer: tokenizer of the model.
+        folder: empty folder.
+        trust_remote_code: whether code that comes with the model may run.
+        merged: whether :func:`save_merged` will be called, and not :func:`save`.
+
+    Raises:
+        ModelError: something cannot be saved, or not be loaded again.
+    """
+    try:
+        if merged:
+            _save_merged_parts(model, tokenizer, folder)
+        elif lora.adapted_layers(model):
+            lora.save_adapters(model, folder)
+            tokenizer.save_pretrained(folder)
+        else:
+            _save_model(model, folder, {})
+            tokenizer.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            # About the disk, and not about the model.
+            raise
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"{model.name_or_path}: what is trained could not be saved, because of a file of this model "
+            f"({first_line}); correct a copy of the model, and write model.name=<its folder>"
+        ) from error
 
 
 def _open_to_all(folder: Path) -> None:

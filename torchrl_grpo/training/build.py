@@ -63,7 +63,7 @@ from torchrl_grpo.training.evaluator import Evaluator
 from torchrl_grpo.training.learner import Learner, LearnerSpec
 from torchrl_grpo.training.rounding_check import rounding_check_dtype
 from torchrl_grpo.training.schedule import RunSchedule
-from torchrl_grpo.training.session import Outputs, Session
+from torchrl_grpo.training.session import Outputs, Session, try_out_checkpoint
 from torchrl_grpo.training.state import Parts, SessionState, seed_everything
 from torchrl_grpo.weight_sync.probe import probe_length, probe_prompts
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
@@ -184,6 +184,8 @@ def _build(
         # The other ranks build their learners from the same specification.
         ranks.broadcast_object((spec, plan, screen.log_file()))
         learner = Learner(spec, torch.device(plan.train_device), ranks=ranks, notify=messages)
+    if not job.is_evaluation:
+        try_out_checkpoint(job.cfg, job.run_dir, learner.model, tokenizer)
     engine_source = EngineSource(
         weights=initial_weights,
         model=base_model,

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
 from torchrl_grpo.inference.protocol import Engine
-from torchrl_grpo.models import saving
+from torchrl_grpo.models import lora, saving
 from torchrl_grpo.observe.loggers import Loggers
 from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
 from torchrl_grpo.observe.progress import Progress
@@ -90,6 +92,27 @@ class Outputs:
             kl=metrics.get("kl/reference", metrics.get("kl/sampling_policy")),
             tokens_per_s=metrics.get("throughput/generated_tokens_per_s"),
         )
+
+
+def try_out_checkpoint(
+    cfg: Config, run_dir: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Try whether a run can write its checkpoints, before anything else is started.
+
+    Raises:
+        ModelError: files of the model cannot be saved.
+        CheckpointError: the disk has no room for a checkpoint.
+    """
+    merged, has_adapters = cfg.checkpoint.export_merged, bool(lora.adapted_layers(model))
+    named = dict(model.named_parameters())
+    try_part = partial(saving.try_out, model, tokenizer, trust_remote_code=cfg.model.trust_remote_code)
+    writers = {"model": try_part, **({"merged": partial(try_part, merged=True)} if merged else {})}
+    least = sum(p.nbytes for name, p in named.items() if not has_adapters or lora.is_adapter(name))
+    # Two averages of the optimizer, in float32 as the merged model.
+    least += 8 * sum(p.numel() for p in named.values() if p.requires_grad)
+    if merged:
+        least += 4 * sum(p.numel() for name, p in named.items() if not lora.is_adapter(name))
+    checkpoint.try_out(run_dir, writers, least)
 
 
 class Session:
