@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from torchrl_grpo.inference.pieces import Assembler
 from torchrl_grpo.inference.servers import weight_files
-from torchrl_grpo.inference.servers.weight_files import Bucket, read_bucket, whole_tensors
+from torchrl_grpo.inference.servers.weight_files import Bucket, divide, read_bucket, whole_tensors
 from torchrl_grpo.inference.servers.weight_folder import FolderWeights, read_file
 from torchrl_grpo.inference.servers.weight_stream import Segments, StreamReader, TransferEnded, WeightStream
 
@@ -189,3 +191,28 @@ def test_files_in_a_folder_are_read_again_until_they_are_whole(
         read_file(buckets[1])
     del version
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("free_mib", "room_mib"), [(10_000, 32), (128, 32), (64, 16), (1, 0.25)])
+def test_the_files_leave_half_of_small_shared_memory(
+    free_mib: int, room_mib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = free_mib * 2**20
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=total))
+    reserved: list[int] = []
+
+    def reserve(file: int, start: int, size: int) -> None:
+        reserved.append(size)
+        assert sum(reserved) <= total / 2
+        os.truncate(file, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    halves = Segments(tmp_path)
+    pieces = next(divide([("w", torch.ones(100, 50))], halves.room))
+    assert [halves.write(slot, pieces).entries[0][0] for slot in range(2)] == ["w", "w"]
+    assert reserved == [room_mib * 2**20] * 2
+    # Not what is left now counts: the files are there.
+    total = 0
+    halves.write(0, pieces)
+    assert len(reserved) == 2
+    halves.close()

@@ -10,6 +10,7 @@ when the trainer next waits for something: :meth:`WeightStream.send_until` runs 
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.channels.types import Halves, Opening, nothing_to_do
 from torchrl_grpo.inference.servers.weight_files import Bucket, Folder, Segment, divide, whole_tensors
 
+# Least size of one file in bytes. A larger row needs more.
+_LEAST_ROOM = 2**16
 # Longest time between a broken connection and the notice that the server has exited, in seconds.
 _EXIT_NOTICE_S = 30.0
 
@@ -47,6 +50,8 @@ class Segments:
     def __init__(self, parent: Path) -> None:
         self._folder = Folder(parent)
         self._files: dict[int, Segment] = {}
+        # Set at the first pass, when all servers have taken what they need.
+        self._room = 0
 
     # See :class:`Halves`: servers may read in different passes, they must see the files of this machine, and
     # the CPU copies weights on both ends.
@@ -56,8 +61,11 @@ class Segments:
 
     @property
     def room(self) -> int:
-        """Size of one file in bytes."""
-        return weight_files.BUCKET_BYTES // 2
+        """Size of one file in bytes. The two together take at most half of the room that is left there."""
+        if not self._room:
+            free = shutil.disk_usage(self._folder.path).free
+            self._room = min(weight_files.BUCKET_BYTES // 2, max(_LEAST_ROOM, free // 4))
+        return self._room
 
     def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:
         """See :meth:`Halves.admit`. Does nothing: a server itself reports whether it sees the folder."""
