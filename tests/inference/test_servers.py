@@ -540,7 +540,34 @@ def test_nothing_is_answered_without_the_key(
 ) -> None:
     headers = [] if header is None else [(b"authorization", header.encode())]
     sent = ask(guarded, {"type": "http", "path": path, "method": method, "headers": headers})
+    if (path, method) == ("/health", "GET"):
+        # The application answers it, see the next test.
+        assert sent[0]["type"] == "passed"
+        return
     assert sent[0]["type"] == "http.response.start" and sent[0]["status"] == 401
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize("status", [200, 503])
+def test_whether_a_server_is_healthy_needs_no_key_and_has_no_content(
+    status: int, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"5"), (b"x-model", b"mine")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"model"})
+
+    health = {"type": "http", "path": "/health", "method": method}
+    start, body = ask(RequireKey(inner), health)
+    assert start["status"] == status and start["headers"] == [(b"content-length", b"0")]
+    assert body == {"type": "http.response.body", "body": b""}
+    for other in ("/health/", "/health/x", "//health", "/health_generate", "/Health"):
+        assert ask(RequireKey(inner), {**health, "path": other})[0]["status"] == 401
+    # With the key, all of it.
+    headers = [(b"authorization", b"Bearer secret")]
+    assert ask(RequireKey(inner), {**health, "headers": headers})[1]["body"] == b"model"
 
 
 def test_the_key_opens(guarded: RequireKey) -> None:

@@ -3,6 +3,8 @@
 vLLM's own check covers a few prefixes only. Routes that pause the server, load weights or call a method of
 the worker lie outside them. SGLang's own check leaves out the routes that tell of its health, and takes the
 key from the command line, which other users of the machine see.
+
+Only ``/health`` is open, for programs that watch whether the server is up. Without the key it has no content.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from typing import Any
 from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.inference.servers.asgi import App, Receive, Scope, Send, send_json
 from torchrl_grpo.inference.servers.lifetime import READY_VARIABLE
+
+# Says whether the server is up, by its status.
+_OPEN = "/health"
 
 
 class RequireKey:
@@ -37,11 +42,13 @@ class RequireKey:
         self._digest = _digest(key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with status 401."""
+        """Pass a request on, or answer it with status 401. The status of ``/health`` needs no key."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, _announcing(send))
         elif self._is_allowed(scope):
             await self._app(scope, receive, send)
+        elif scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and scope["path"] == _OPEN:
+            await self._app(scope, receive, _without_content(send))
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
@@ -52,6 +59,16 @@ class RequireKey:
         scheme, _, key = found.partition(b" ")
         # Digests are compared, so that the time taken tells nothing about the key.
         return scheme.lower() == b"bearer" and secrets.compare_digest(_digest(key), self._digest)
+
+
+def _without_content(send: Send) -> Send:
+    """Return ``send``, but leave out the body and every header of the application."""
+
+    async def bare(message: MutableMapping[str, Any]) -> None:
+        empty = {"headers": [(b"content-length", b"0")]} if "status" in message else {"body": b""}
+        await send({**message, **empty})
+
+    return bare
 
 
 def _announcing(send: Send) -> Send:
