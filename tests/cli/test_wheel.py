@@ -33,7 +33,7 @@ def wheel(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(repo_root / name, copy)
-    for name in ("torchrl_grpo", "config", "tests"):
+    for name in ("torchrl_grpo", "config", "docs", "tests"):
         shutil.copytree(repo_root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     words = [
         "wheel",
@@ -75,14 +75,15 @@ def _command(
     return done, Path(done.stderr.partition("\n")[0])
 
 
-def test_the_wheel_holds_the_package_and_the_yaml_files_alone(wheel: Path, repo_root: Path) -> None:
+def test_the_wheel_holds_the_package_the_yaml_files_and_a_page_alone(wheel: Path, repo_root: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
     info = "torchrl_grpo-0.1.0.dist-info/"
     package = {str(path.relative_to(repo_root)) for path in (repo_root / "torchrl_grpo").rglob("*.py")}
     config = repo_root / "config"
     yaml = {f"torchrl_grpo/config/yaml/{path.relative_to(config)}" for path in config.rglob("*.yaml")}
-    assert {name for name in names if not name.startswith(info)} == package | yaml | {"torchrl_grpo/py.typed"}
+    more = {"torchrl_grpo/py.typed", "torchrl_grpo/config/pages/coming_from.md"}
+    assert {name for name in names if not name.startswith(info)} == package | yaml | more
     assert f"{info}licenses/LICENSE" in names
 
 
@@ -125,6 +126,11 @@ def test_an_installed_command_reports_a_mistake_in_one_line(installed: Path, tmp
     assert done.returncode == 2
     yaml = installed / "torchrl_grpo" / "config" / "yaml"
     assert f"error: --config-name=grpo_none: {yaml} has no such configuration" in done.stderr
+
+
+def test_an_installed_command_knows_the_names_of_other_systems(installed: Path, tmp_path: Path) -> None:
+    done, _ = _command(installed, tmp_path, "grpo", "--learning_rate", "1e-5")
+    assert done.returncode == 2 and "write optimizer.lr=1e-5 instead" in done.stderr
 
 
 def test_a_checkout_reads_its_own_folder(repo_root: Path) -> None:

@@ -17,7 +17,6 @@ from omegaconf import DictConfig, OmegaConf
 from torchrl_grpo import rewards
 from torchrl_grpo.cli.compose import composer, open_free_form
 from torchrl_grpo.config import Config, parse
-from torchrl_grpo.config import keys as config_keys
 from torchrl_grpo.config.__main__ import files
 from torchrl_grpo.config.builtin import DATASETS, ENVIRONMENTS, REWARDS, TOOLS, load_built_in
 from torchrl_grpo.config.checks import whole as checks
@@ -290,11 +289,6 @@ def test_parser_leaves_its_node_as_it_was() -> None:
 )
 def test_nearest_key(key: str, meant: str | None) -> None:
     assert keys().nearest(key) == meant
-
-
-def test_what_others_call_a_key_leads_to_one_that_exists() -> None:
-    assert all(keys().knows(name) for name in config_keys.ALSO_CALLED.values())
-    assert not any(keys().knows(name) for name in config_keys.ALSO_CALLED)
 
 
 def test_a_missing_package_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

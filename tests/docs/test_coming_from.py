@@ -1,8 +1,12 @@
-"""docs/coming_from.md names keys that exist, and has a row for each key of the other systems."""
+"""docs/coming_from.md names keys that exist, and has a row for each key of the other systems.
+
+Messages about unknown keys, options and arguments read its tables.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from collections import Counter
 from pathlib import Path
@@ -10,12 +14,27 @@ from typing import NamedTuple
 
 import pytest
 
+from torchrl_grpo import GRPOTrainer
+from torchrl_grpo.cli.arguments import read_arguments
+from torchrl_grpo.config import elsewhere
 from torchrl_grpo.config.parsing import keys
+from torchrl_grpo.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "coming_from.md").read_text()
 # Section -> the least number of rows of its table.
-ROWS = {"TRL": 84, "verl": 42, "AReaL": 76, "MaxEnt-GRPO": 80, "TorchRL": 63}
+ROWS = {
+    "TRL": 84,
+    "verl": 42,
+    "AReaL": 76,
+    "OpenRLHF": 60,
+    "NeMo-RL": 62,
+    "prime-rl": 30,
+    "MaxEnt-GRPO": 80,
+    "TorchRL": 63,
+    "Other names": 25,
+    elsewhere.ARGUMENTS: 12,
+}
 # Arguments that TRL's configuration inherits, and those of its trainer.
 INHERITED = {
     "per_device_train_batch_size",
@@ -53,6 +72,7 @@ INHERITED = {
 }
 
 sections = pytest.mark.parametrize("section", ROWS)
+OURS = set(inspect.signature(GRPOTrainer).parameters) - {"unknown"}
 
 
 class Row(NamedTuple):
@@ -93,7 +113,8 @@ def exists(word: str) -> bool:
 def test_every_key_of_ours_exists(section: str) -> None:
     for row in rows(section):
         for word in codes(row.ours):
-            assert exists(word), f"{row.theirs}: there is no key {word}"
+            known = word in OURS if section == elsewhere.ARGUMENTS else exists(word)
+            assert known, f"{row.theirs}: there is no key {word}"
 
 
 def test_a_key_that_does_not_exist_would_be_seen() -> None:
@@ -105,9 +126,11 @@ def test_a_key_that_does_not_exist_would_be_seen() -> None:
 @sections
 def test_a_section_introduces_a_table_of_many_rows(section: str) -> None:
     introduction = PAGE.partition(f"\n## {section}\n")[2].partition("\n|")[0]
-    assert "`" in introduction and len(introduction.split()) > 20
+    if section != "Other names":
+        assert "`" in introduction and len(introduction.split()) > 20
     assert len(rows(section)) >= ROWS[section]
-    assert f"## {section}\n{introduction}\n| their key | our key | what differs |\n" in PAGE
+    kind = "argument" if section == elsewhere.ARGUMENTS else "key"
+    assert f"## {section}\n{introduction}\n| their {kind} | our {kind} | what differs |\n" in PAGE
 
 
 @sections
@@ -141,3 +164,84 @@ def test_every_field_of_trls_configuration_has_a_row() -> None:
     own = {field.name for field in dataclasses.fields(trl.GRPOConfig)} - inherited
     assert len(own) > 60
     assert not own - {key for row in rows("TRL") for key in row.theirs}
+
+
+# -- messages
+
+
+def first_rows(arguments: bool) -> dict[str, Row]:
+    """Name of another system -> the first row that has it."""
+    found: dict[str, Row] = {}
+    for section in ROWS:
+        for row in rows(section) if (section == elsewhere.ARGUMENTS) is arguments else ():
+            for name in row.theirs:
+                found.setdefault(name.replace(": ", "."), row)
+    return found
+
+
+def test_every_name_of_the_tables_leads_to_its_row_as_a_key() -> None:
+    names = {name: row for name, row in first_rows(False).items() if not keys().knows(name)}
+    assert len(names) > 400
+    for name, row in names.items():
+        said = str(keys().unknown(name, f"{name}=1"))
+        expected = codes(row.ours)
+        assert all(word in said for word in expected), f"{name}: {said}"
+        assert expected or "write nothing in its place" in said, f"{name}: {said}"
+
+
+def test_every_name_of_the_tables_leads_to_its_row_as_an_option() -> None:
+    for number, (name, row) in enumerate(first_rows(False).items()):
+        # A parser takes milliseconds to make, so each name is tried in one of three ways.
+        words = ([f"--{name}=1"], [f"--{name.replace('_', '-')}", "1"], [f"--{name}"])[number % 3]
+        with pytest.raises(ConfigError) as raised:
+            read_arguments([*words, "seed=1"])
+        said = str(raised.value)
+        assert words[0] in said and "without dashes" in said
+        expected = [] if keys().knows(name) else codes(row.ours)
+        assert all(word in said for word in expected), f"{name}: {said}"
+
+
+def test_every_name_of_the_tables_leads_to_its_row_as_an_argument() -> None:
+    rows_of_arguments = first_rows(True)
+    for name, row in {**first_rows(False), **rows_of_arguments}.items():
+        if not name.isidentifier() or name in OURS or name in keys().sections:
+            continue
+        with pytest.raises(ConfigError, match=f"GRPOTrainer has no such argument: {name}: ") as raised:
+            GRPOTrainer(**{name: 1})
+        assert all(word in str(raised.value) for word in codes(row.ours)), raised.value
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("report_to=wandb", "write logging.backends=[wandb] instead"),
+        ("bf16=true", "write train_model.autocast=bf16 instead"),
+        ("lr_scheduler_type=cosine", "write optimizer.schedule=cosine instead"),
+        ("vllm_mode=server", "write inference_model.backend=vllm_server instead"),
+        ("learning_rate=2e-5", "write optimizer.lr=2e-5 instead"),
+        ("filter_overlong_prompts=True", "write env.overlong_prompts=drop instead"),
+        # The meaning differs, so the value is not carried over.
+        (
+            "max_prompt_length=512",
+            "write inference_model.max_model_len instead. Prompt and response together",
+        ),
+        ("eval_dataset=x", "write env.eval_data_path or env.eval_split instead"),
+        ("train_dataset.batch_size=4", "write env.num_envs instead"),
+        # A part of a long name.
+        ("rollout.n=4", "write env.repeats=4 instead"),
+        ("train.eval_steps=4", "eval.frequency"),
+        # A page of the documentation, and no link.
+        ("scheduler.type=slurm", "(docs/slurm.md)"),
+    ],
+)
+def test_a_value_is_carried_over_where_it_means_the_same(written: str, meant: str) -> None:
+    said = str(keys().unknown(written.partition("=")[0], written))
+    assert meant in said and "`" not in said and "](" not in said
+
+
+def test_a_key_written_as_an_option_is_a_key() -> None:
+    for words in (["--optimizer.lr", "1e-5"], ["--optimizer.lr=1e-5"], ["--lr", "1e-5"]):
+        with pytest.raises(ConfigError, match=r"write optimizer\.lr=1e-5 instead"):
+            read_arguments(words)
+    with pytest.raises(ConfigError, match="--no-such-option; write only options that --help lists"):
+        read_arguments(["--no-such-option", "seed=1"])

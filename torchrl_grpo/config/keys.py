@@ -14,6 +14,7 @@ from copy import deepcopy
 from enum import EnumType
 from typing import Any
 
+from torchrl_grpo.config import elsewhere
 from torchrl_grpo.errors import ConfigError
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Any: "a value"}
@@ -71,45 +72,6 @@ def bad_value(key: str, value: Any, wrong: str, instead: str) -> ConfigError:
     return ConfigError(f"{key}={show(value)}: {wrong}; write {instead} instead")
 
 
-# Name of a key in other libraries -> the key here.
-ALSO_CALLED = {
-    "learning_rate": "optimizer.lr",
-    "group_size": "env.repeats",
-    "num_generations": "env.repeats",
-    "beta": "policy.kl_coef",
-    "epsilon": "policy.clip_epsilon",
-    "epsilon_high": "policy.clip_epsilon_high",
-    "max_completion_length": "inference_model.max_new_tokens",
-    "max_num_batched_tokens": "inference_model.engine_args.max_num_batched_tokens",
-    "max_tokens": "inference_model.max_new_tokens",
-    "batch_size": "train.optim_batch_size",
-    "num_train_epochs": "train.num_epochs",
-    "total_train_epochs": "train.num_epochs",
-    "total_epochs": "train.num_epochs",
-    "temperature": "inference_model.temperature",
-    "eval_steps": "eval.frequency",
-    "save_steps": "train.checkpoint_frequency",
-    "test_freq": "eval.frequency",
-    "save_freq": "train.checkpoint_frequency",
-    "split": "env.train_split",
-    "filter_overlong_prompts": "env.overlong_prompts",
-    "truncation": "env.overlong_prompts",
-    "wandb_entity": "logging.entity",
-    "wandb_project": "logging.project",
-    "run_name": "logging.experiment",
-}
-# Value as other libraries write it, with the key here -> the value here.
-ALSO_WRITTEN = {
-    "env.overlong_prompts=true": "drop",
-    "env.overlong_prompts=True": "drop",
-    "env.overlong_prompts=false": "error",
-    "env.overlong_prompts=False": "error",
-    "env.overlong_prompts=left": "truncate_left",
-    "env.overlong_prompts=right": "truncate_right",
-    "env.overlong_prompts=middle": "truncate_middle",
-}
-
-
 class KeyBook:
     """The keys of one dataclass schema.
 
@@ -162,7 +124,24 @@ class KeyBook:
         return list(hint.__members__) if isinstance(hint, EnumType) else []
 
     def nearest(self, key: str) -> str | None:
-        """Return the existing key that a misspelled ``key`` most likely means, or None."""
+        """Return the existing key that ``key`` most likely means, or None.
+
+        It is misspelled, or the name of another system.
+        """
+        row = self._elsewhere(key)
+        return self._misspelled(key) if row is None else next(iter(row.ours), None)
+
+    def _elsewhere(self, key: str) -> elsewhere.Counterpart | None:
+        """Return what other systems call ``key``, unless it is a close misspelling of a key here."""
+        if (row := elsewhere.find(key)) is not None:
+            return row
+        section, _, last = key.rpartition(".")
+        own = [known.rpartition(".")[2] for known in self.leaves if known.startswith(f"{section}.")]
+        row = elsewhere.find_part(key)
+        # Inside of a section here, a close misspelling takes precedence, and this over a weak similarity.
+        return None if difflib.get_close_matches(last, own if section else [], n=1, cutoff=0.85) else row
+
+    def _misspelled(self, key: str) -> str | None:
         section, _, last = key.rpartition(".")
         if not section and (groups := difflib.get_close_matches(key, self.sections, n=1, cutoff=0.75)):
             return groups[0]
@@ -171,13 +150,8 @@ class KeyBook:
             own = {
                 known.rpartition(".")[2]: known for known in self.leaves if known.startswith(f"{section}.")
             }
-            # A close misspelling takes precedence over another library's name, which takes precedence over
-            # a weaker similarity.
-            cutoff = 0.85 if last in ALSO_CALLED else 0.65
-            if mine := difflib.get_close_matches(last, own, n=1, cutoff=cutoff):
+            if mine := difflib.get_close_matches(last, own, n=1, cutoff=0.65):
                 return own[mine[0]]
-        if last in ALSO_CALLED:
-            return ALSO_CALLED[last]
         same_name = [known for known in self.leaves if known.rsplit(".", 1)[-1] == last]
         candidates = same_name or ([] if section in self.sections else list(self.leaves))
         close = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0 if same_name else 0.6)
@@ -232,15 +206,22 @@ class KeyBook:
         Returns:
             The error, not raised yet.
         """
-        match = self.nearest(key)
-        value = shown.split("=", 1)[1] if "=" in shown else "..."
-        value = ALSO_WRITTEN.get(f"{match}={value}", value)
-        fix = (
-            f"write {match}={value} instead"
-            if match
-            else "write one of the keys that --cfg job lists instead"
-        )
-        return ConfigError(f"{shown}: there is no key {key}; {fix}")
+        value = shown.split("=", 1)[1] if "=" in shown else None
+        return ConfigError(f"{shown}: there is no key {key}; {self.advice(key, value)}")
+
+    def advice(self, key: str, value: str | None) -> str:
+        """Return what to write in place of a key that does not exist.
+
+        Args:
+            key: dotted key.
+            value: value that the user gave; None for none.
+        """
+        if (row := self._elsewhere(key)) is not None:
+            return row.advice(key, value, self.choices(row.ours[0]) if row.ours else ())
+        match = self._misspelled(key)
+        if match is None:
+            return "write one of the keys that --cfg job lists instead"
+        return f"write {match}={'...' if value is None else elsewhere.written(match, value)} instead"
 
     def wrong_type(self, key: str, shown: str) -> ConfigError:
         """Build the error for a value of the wrong type.
@@ -261,7 +242,9 @@ class KeyBook:
         if choices := self.choices(key):
             value = shown.partition("=")[2]
             close = difflib.get_close_matches(value, choices, n=1)
-            example = ALSO_WRITTEN.get(f"{key}={value}", close[0] if close else example)
+            example = close[0] if close else example
+            if elsewhere.written(key, value) != value:
+                example = elsewhere.written(key, value)
         return ConfigError(
             f"{shown}: must be {self.describe(key)}; write for example {key}={example} instead"
         )
