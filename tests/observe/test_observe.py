@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
 import math
 import os
+import re
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,7 @@ from torchrl_grpo.observe import (
     plot,
     read_jsonl,
     summary,
+    wandb_login,
     wilson,
 )
 from torchrl_grpo.observe.report import SUMMARY, of_ended_run
@@ -635,6 +641,101 @@ def test_wandb_records_offline_without_a_key(tmp_path: Path, monkeypatch: pytest
     for command_glob in [note.split("`")[1].removeprefix("wandb sync ") for note in loggers.notes]:
         parent, pattern = command_glob.rsplit("/", 1)
         assert list(Path(parent).glob(pattern)), command_glob
+
+
+def wandb_server(answer: str, wait: float = 0.0) -> Iterator[str]:
+    """A server that answers every request alike, after a while."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def respond(self) -> None:
+            time.sleep(wait)
+            self.send_response(int(answer))
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET = do_POST = respond
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("mode", [None, "online"])
+@pytest.mark.parametrize(
+    "fault", ["nobody listens", "no such host", "it hangs", "it is down", "its proxy is down"]
+)
+def test_wandb_records_offline_if_its_server_cannot_be_reached(
+    fault: str, mode: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("WANDB_MODE", mode)
+    monkeypatch.setattr(wandb_login, "_LIMIT_S", 0.5)
+    with contextlib.ExitStack() as stack:
+        serving = contextlib.contextmanager(wandb_server)
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        url, why = nobody, "Connection refused"
+        if fault == "no such host":
+            url, why = "https://no.such.invalid", ""
+        elif fault == "it hangs":
+            url, why = stack.enter_context(serving("200", wait=1.0)), "timed out|no answer within 0.5 s"
+        elif fault == "it is down":
+            url, why = stack.enter_context(serving("503")), "HTTP status 503"
+        elif fault == "its proxy is down":
+            monkeypatch.setenv("http_proxy", nobody)
+            url = "http://wandb.invalid"
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        loggers = build(config("wandb"), tmp_path)
+        loggers.log_scalars({"reward/mean": 0.5}, 1)
+        loggers.close()
+    (note,) = loggers.notes
+    assert re.search(
+        rf"^W&B cannot reach {url} \(.*({why}).*\) and records offline; upload with `wandb sync ", note
+    )
+    assert list((tmp_path / "wandb").rglob("offline-run-*"))
+
+
+def test_wandb_records_offline_if_its_server_refuses_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    # It remembers the mode of other tests.
+    wandb.teardown()
+    with contextlib.contextmanager(wandb_server)("401") as url:
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        loggers = build(config("wandb"), tmp_path)
+        loggers.log_scalars({"reward/mean": 0.5}, 1)
+        loggers.close()
+    (note,) = loggers.notes
+    assert re.search(r"^W&B cannot use its server \(.+\) and records offline; upload with `wandb sync ", note)
+    assert list((tmp_path / "wandb").rglob("offline-run-*"))
+
+
+def test_a_server_of_wandb_that_answers_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    for answer in ("200", "404", "401"):
+        with contextlib.contextmanager(wandb_server)(answer) as url:
+            monkeypatch.setenv("WANDB_BASE_URL", url)
+            monkeypatch.delenv("WANDB_MODE", raising=False)
+            assert wandb_login.offline_reason() is None
+    # It is not asked where the user has decided.
+    for mode in ("offline", "disabled", "dryrun"):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        assert wandb_login.offline_reason() is None
 
 
 @pytest.mark.parametrize(

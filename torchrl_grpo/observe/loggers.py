@@ -9,17 +9,17 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-import netrc
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlparse
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import LoggingConfig
 from torchrl_grpo.errors import CheckpointError, ConfigError
+from torchrl_grpo.observe import wandb_login
 from torchrl_grpo.runtime.files.shared_files import read_regular, replace
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _NEEDS = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb"}
 """Backend to the package it needs beyond TorchRL."""
+# Seconds that W&B's server has to start a run.
+_WANDB_START_S = 30
 
 
 class Loggers:
@@ -155,7 +157,9 @@ def _tensorboard(folder: Path, experiment: str, resume_step: int | None) -> Logg
 
 
 def _wandb(folder: Path, experiment: str, logging: LoggingConfig, notes: list[str]) -> Logger:
+    import wandb
     from torchrl.record.loggers import WandbLogger
+    from wandb.errors import Error
 
     folder.mkdir(parents=True, exist_ok=True)
     # A run folder keeps one W&B run across all resumptions.
@@ -165,35 +169,26 @@ def _wandb(folder: Path, experiment: str, logging: LoggingConfig, notes: list[st
     # Omit settings that are not given, so that W&B's environment variables apply.
     given = {"entity": logging.entity, "group": logging.group, "tags": logging.tags}
     options: dict[str, Any] = {name: value for name, value in given.items() if value}
-    if "WANDB_MODE" not in os.environ and not _wandb_key():
-        options["mode"] = "offline"
-        notes.append(
-            f"W&B has no key and records offline; upload with `wandb sync {folder}/wandb/offline-run-*`."
-        )
-    return WandbLogger(
+    make = partial(
+        WandbLogger,
         exp_name=experiment,
         save_dir=folder,
         id=read_regular(id_file).decode(),
         project=logging.project,
         **options,
     )
-
-
-def _wandb_key() -> bool:
-    """Return whether W&B finds a login in the environment or in the netrc file, without asking."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    path = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
-    if not path.exists():
-        return False
-    try:
-        return netrc.netrc(str(path)).authenticators(host) is not None
-    except netrc.NetrcParseError as error:
-        raise ConfigError(
-            f"{path} cannot be read ({error}), so it is unknown whether W&B has a key: fix the "
-            "file, or set WANDB_MODE=offline."
-        ) from error
+    why = wandb_login.offline_reason()
+    if why is None:
+        try:
+            limit = float(os.environ.get("WANDB_INIT_TIMEOUT", _WANDB_START_S))
+            return make(settings=wandb.Settings(init_timeout=limit))
+        except Error as error:
+            why = f"cannot use its server ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
+            # Otherwise it takes the run for one that it already has.
+            wandb.teardown()
+    logger = make(mode="offline")
+    notes.append(f"W&B {why} and records offline; upload with `wandb sync {folder}/wandb/offline-run-*`.")
+    return logger
 
 
 def _flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, int | float | str | bool]:
