@@ -22,6 +22,7 @@ from aiohttp import web
 from torchrl_grpo.inference.pieces import Assembler
 from torchrl_grpo.inference.protocol import Completion, Probe, Request
 from torchrl_grpo.inference.servers.kinds import SGLANG, VLLM, ServerKind
+from torchrl_grpo.inference.servers.model_identity import describe
 from torchrl_grpo.inference.servers.sglang import loader
 from torchrl_grpo.inference.servers.sglang.messages import LOADER
 from torchrl_grpo.inference.servers.weight_files import Bucket, read_bucket
@@ -223,6 +224,7 @@ class FakeServer:
             result = {"dtype": dtype, "head_dtypes": [dtype], "max_model_len": self.max_model_len}
             result |= {"logprobs_mode": "processed_logprobs", "sees_file": Path(given["file"]).exists()}
             result |= {"identity": str(id(self)), "ranks": self.ranks, "gpu": ""}
+            result["model"] = describe(engine.model.name_or_path, given["tensors"])
         elif body["method"] == "grpo_load":
             engine.update(self._assembler.take(read_bucket(Bucket.from_json(given["bucket"]))))
         elif body["method"] == "grpo_locate_weights":
@@ -259,7 +261,12 @@ class FakeSGLang(FakeServer):
         self._session_is_open = False
         self._model: _LoadedModel | None = None
         loader._server_args = lambda: SimpleNamespace(
-            enable_fp32_lm_head=False, context_length=self.max_model_len, tp_size=self.ranks, pp_size=1
+            enable_fp32_lm_head=False,
+            context_length=self.max_model_len,
+            tp_size=self.ranks,
+            pp_size=1,
+            model_path=self.engine.model.name_or_path,
+            trust_remote_code=False,
         )
         super().__init__(*given, **named)
 

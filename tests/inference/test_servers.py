@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,11 @@ import pytest
 import torch
 from fake_server import FakeServer, FakeSGLang, make_engine
 from publishers import make_publisher
+from tiny_model import build_tiny_model
+from transformers import AutoModelForCausalLM
 
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.schema import ModelConfig
 from torchrl_grpo.errors import ConfigError, ModelError, TrainingStopped
 from torchrl_grpo.inference.checksums import compute_checksums
 from torchrl_grpo.inference.protocol import Probe, Request, Sampling
@@ -34,6 +39,7 @@ from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequiremen
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.kinds import VLLM
 from torchrl_grpo.inference.servers.launch import Launch
+from torchrl_grpo.inference.servers.model_identity import describe
 from torchrl_grpo.inference.servers.process import ServerProcess
 from torchrl_grpo.inference.servers.require_key import RequireKey
 from torchrl_grpo.inference.servers.sglang import loader, seeds
@@ -48,6 +54,9 @@ from torchrl_grpo.inference.servers.weight_files import (
 )
 from torchrl_grpo.inference.servers.weight_folder import BucketReader, FolderWeights
 from torchrl_grpo.inference.vllm_arguments import as_flags, vllm_arguments
+from torchrl_grpo.models import saving
+from torchrl_grpo.models.loading import load_tokenizer
+from torchrl_grpo.models.prepare import prepare_for_training
 from torchrl_grpo.runtime.files import shared_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,10 +76,16 @@ def server(
 
 
 def connect(
-    server: FakeServer, tmp_path: Path, *, timeout_s: float = 20.0, key: str = "secret"
+    server: FakeServer,
+    tmp_path: Path,
+    *,
+    timeout_s: float = 20.0,
+    key: str = "secret",
+    model: dict[str, Any] | None = None,
 ) -> ServerEngine:
     connection = ServerConnection(server.address, key, timeout_s, server.kind.key_variable)
-    return ServerEngine(connection, server.kind.api, wanted=WANTED, folder=tmp_path, timeout_s=timeout_s)
+    wanted = replace(WANTED, model=model)
+    return ServerEngine(connection, server.kind.api, wanted=wanted, folder=tmp_path, timeout_s=timeout_s)
 
 
 @pytest.fixture
@@ -292,6 +307,83 @@ def test_a_server_that_computes_otherwise_is_refused(
     with pytest.raises(ConfigError, match=says):
         ServerEngine(connection, server.kind.api, wanted=wanted, folder=tmp_path, timeout_s=20.0)
     connection.close()
+
+
+def another_model(model: Path, folder: Path, what: str) -> Path:
+    """Write a model that differs from ``model`` in what ``what`` says."""
+    if what == "weights":
+        return build_tiny_model(folder, seed=1)
+    found = AutoModelForCausalLM.from_pretrained(model)
+    for name, value in json.loads(what).items():
+        setattr(found.config, name, value)
+        if name == "eos_token_id":
+            found.generation_config.eos_token_id = value
+    made = AutoModelForCausalLM.from_config(found.config)
+    if found.config.hidden_size == 32:
+        made.load_state_dict(found.state_dict(), strict=False)
+    made.generation_config = found.generation_config
+    made.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ('{"hidden_size": 64}', "hidden_size is 64 there and 32 here"),
+        ('{"num_hidden_layers": 3}', "num_hidden_layers is 3 there and 2 here"),
+        ('{"tie_word_embeddings": false}', "tie_word_embeddings is False there and True here"),
+        (
+            '{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}',
+            "head_dim is 64 there and 32 here",
+        ),
+        ('{"rms_norm_eps": 0.01}', "rms_norm_eps is 0.01 there and 1e-06 here"),
+        ('{"eos_token_id": [0, 2]}', r"responses end with the tokens \[0, 2\] there and \[2\] here"),
+        ("weights", "all sizes are equal, and its weights have nothing to do with these"),
+    ],
+)
+def test_a_server_with_another_model_is_refused_and_lives_on(
+    what: str,
+    says: str,
+    server: FakeServer,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = another_model(tiny_model_dir, tmp_path / "other", what)
+    monkeypatch.setattr(server.engine.model, "name_or_path", str(other))
+    before = compute_checksums(server.engine.model.named_parameters(), torch.float32)
+    with pytest.raises(
+        ConfigError, match=f"was started with another model, {other}, than this run .*: {says}; start"
+    ):
+        connect(server, tmp_path, model=describe(str(tiny_model_dir)))
+    assert compute_checksums(server.engine.model.named_parameters(), torch.float32) == before
+    connect(server, tmp_path, model=describe(str(other))).close()
+
+
+def test_a_server_with_weights_of_the_same_model_is_accepted(
+    server: FakeServer, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = describe(str(tiny_model_dir))
+    assert len(ours["tensors"]) >= 4 and ours["config"]["hidden_size"] == 32
+    # An earlier run has trained for long, which does not count.
+    first = connect(server, tmp_path, model=ours)
+    first.load_weights((name, 3 - one) for name, one in make_engine(tiny_model_dir).model.named_parameters())
+    first.close()
+    connect(server, tmp_path, model=ours).close()
+    # It was started with a checkpoint, as this project writes them.
+    trained = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    tokenizer = load_tokenizer(str(tiny_model_dir), ModelConfig(name=str(tiny_model_dir)))
+    prepare_for_training(trained, Config().train_model)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
+    (tmp_path / "checkpoint").mkdir()
+    saving.save(trained.bfloat16(), tokenizer, tmp_path / "checkpoint")
+    monkeypatch.setattr(server.engine.model, "name_or_path", str(tmp_path / "checkpoint"))
+    connect(server, tmp_path, model=ours).close()
+    # Its files lie where only its own loader finds them.
+    monkeypatch.setattr(server.engine.model, "name_or_path", "s3://bucket/model")
+    connect(server, tmp_path, model=ours).close()
 
 
 def test_a_server_that_does_not_see_the_folder_is_refused(

@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,20 @@ import pytest
 import torch
 from publishers import make_publisher
 from server_faults import assert_faults_are_found
+from tiny_model import build_tiny_model
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from transformers import AutoModelForCausalLM
 from vllm_arguments import ON_A_CPU
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import KEY_VARIABLE, Backend
+from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.protocol import Request, Sampling
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequirements
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.kinds import VLLM
+from torchrl_grpo.inference.servers.model_identity import describe
 from torchrl_grpo.inference.servers.process import ServerProcess
 from torchrl_grpo.inference.servers.vllm.command import vllm_launch
 from torchrl_grpo.inference.servers.weight_files import WeightFiles
@@ -179,6 +183,8 @@ def test_every_route_asks_for_the_key(engine: ServerEngine, process: ServerProce
             for path in ("/metrics", "/openapi.json", "/docs"):
                 async with stranger.get(f"http://server{path}") as answer:
                     found[path] = answer.status
+            async with stranger.get("http://server/health") as answer:
+                assert await answer.read() == b""
         return found
 
     found = connection._run(ask_all())
@@ -189,7 +195,22 @@ def test_every_route_asks_for_the_key(engine: ServerEngine, process: ServerProce
         "get /health",
     } <= found.keys()
     assert len(found) > 20
+    # Whether it is up, which has no content.
+    assert found.pop("get /health") == 200
     assert set(found.values()) == {401}, {route: status for route, status in found.items() if status != 401}
+
+
+def test_a_server_with_another_model_is_refused_and_serves_its_own(
+    process: ServerProcess, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    def connect(model: Path) -> ServerEngine:
+        connection = ServerConnection(process.address, process.key, 60)
+        wanted = replace(WANTED, model=describe(str(model)))
+        return ServerEngine(connection, VLLM.api, wanted=wanted, folder=tmp_path, timeout_s=60)
+
+    with pytest.raises(ConfigError, match=r"another model, .*tiny, than this run .*: all sizes are equal"):
+        connect(build_tiny_model(tmp_path / "other", seed=1))
+    connect(tiny_model_dir).close()
 
 
 def test_a_killed_server_is_lost_and_leaves_nothing_behind(

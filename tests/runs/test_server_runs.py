@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_server import FakeServer, FakeSGLang, make_engine
+from tiny_model import build_tiny_model
 from tiny_runs import Runner, config  # noqa: F401  fixtures
 from tiny_runs import train as train_in_process  # noqa: F401
 
@@ -21,7 +23,7 @@ from torchrl_grpo.errors import ConfigError, WorkersLost
 from torchrl_grpo.inference.servers.sglang import loader
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.rollout import build
-from torchrl_grpo.rollout.workers import dispatcher
+from torchrl_grpo.rollout.workers import dispatcher, server_pool
 from torchrl_grpo.tools.verify_resume import read, unmeasured
 from torchrl_grpo.training.job import run, run_async
 
@@ -189,13 +191,34 @@ def test_a_server_that_stays_away_ends_the_run_with_a_checkpoint(
 
 
 def test_a_server_that_is_not_there_is_named(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(build, "START_LIMIT_S", 0.5)
+    monkeypatch.setattr(server_pool, "_SILENT_S", 0.1)
     config.collector.timeout_s = 0.5
     config.inference_model.backend = Backend("vllm_server")
     config.inference_model.servers = [f"unix:{tmp_path}/nobody"]
     with pytest.raises(
-        ConfigError, match=r"no server answered at unix:.*/nobody .* start one there with grpo-"
+        ConfigError, match=r"no server answered at unix:.*/nobody .* start one there with grpo-serve --uds /"
     ):
         run(config, tmp_path / "run")
+    waits = f"no server answers at unix:{tmp_path}/nobody; waiting for up to 0.0075 minutes: start one there"
+    assert waits in capsys.readouterr().err
+
+
+def test_a_run_with_another_model_than_its_server_is_refused(
+    config: Config, servers: Servers, tmp_path: Path
+) -> None:
+    on(servers, config, 1)
+    config.model.name = str(build_tiny_model(tmp_path / "other", seed=1))
+    with pytest.raises(
+        ConfigError, match=r"was started with another model, .*tiny, .*start it with grpo-serve"
+    ):
+        run(config, tmp_path / "refused")
+    # It lives on, and serves its own model: also that of a run that is resumed.
+    config.model.name = str(servers.model)
+    config.train.checkpoint_frequency = 1
+    run(config, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/4")
+    run(replace(config, resume=str(tmp_path / "run")), tmp_path / "run")
+    assert len(read(tmp_path / "run/metrics.jsonl")) == 5

@@ -38,6 +38,14 @@ def err() -> TextIO:
     return sys.stderr if _screen is None else _screen.err
 
 
+def say(text: str) -> None:
+    """Print a line for the user, from any thread, above a line of progress."""
+    stream = err()
+    clear = "\r\x1b[K" if stream.isatty() else ""
+    stream.write(f"{clear}{text}\n")
+    stream.flush()
+
+
 def logs_to_file() -> bool:
     """Whether the output of libraries now goes to a file instead of the screen."""
     return _screen is not None
@@ -180,8 +188,7 @@ def _show_warnings(screen: _Screen, stack: ExitStack) -> None:
         if frame is None or frame.f_globals["__name__"].partition(".")[0] != "torchrl_grpo":
             show(message, category, filename, lineno, file, line)
             return
-        clear = "\r\x1b[K" if screen.err.isatty() else ""
-        screen.err.write(f"{clear}warning: {message}\n")
+        say(f"warning: {message}")
 
     warnings.showwarning = show_ours
     stack.callback(setattr, warnings, "showwarning", show)

@@ -33,6 +33,7 @@ from torchrl_grpo.inference.servers.api import ServerApi
 from torchrl_grpo.inference.servers.carriers import BucketSource
 from torchrl_grpo.inference.servers.channels.types import INTERRUPTED, Opening
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
+from torchrl_grpo.inference.servers.model_identity import difference
 from torchrl_grpo.inference.servers.weight_files import Bucket, WeightFiles
 from torchrl_grpo.inference.servers.weight_stream import TransferPostponed
 from torchrl_grpo.inference.vllm_arguments import name_of
@@ -56,12 +57,15 @@ class ServerRequirements:
         head_dtype: dtype of the output head's products; None for ``dtype``.
         max_model_len: longest prompt and response together.
         end_token_ids: tokens that end a response, for servers that need them in each request.
+        model: description of the run's model, to be compared with that of the server's; None for a server
+            that the run has started.
     """
 
     dtype: torch.dtype
     head_dtype: torch.dtype | None
     max_model_len: int
     end_token_ids: tuple[int, ...] = ()
+    model: Mapping[str, Any] | None = None
 
 
 class ServerEngine(SteppingEngine):
@@ -76,7 +80,8 @@ class ServerEngine(SteppingEngine):
         needs_folder: whether the server must see the folder.
 
     Raises:
-        ConfigError: the server refuses the key, computes otherwise than wanted, or does not see the folder.
+        ConfigError: the server refuses the key, has another model, computes otherwise than wanted, or does
+            not see the folder.
         ServerLost: the server does not answer.
 
     Attributes:
@@ -115,7 +120,8 @@ class ServerEngine(SteppingEngine):
         # An earlier run may have ended in the middle of an update, and left requests behind.
         api.abort_all(connection)
         with tempfile.NamedTemporaryFile(prefix="torchrl-grpo-", dir=folder) as seen:
-            described, *others = self._call("grpo_describe", file=seen.name)
+            names = None if wanted.model is None else list(wanted.model["tensors"])
+            described, *others = self._call("grpo_describe", file=seen.name, tensors=names)
         api.resume(connection)
         self.identity: str = described["identity"]
         self.gpus: tuple[str, ...] = tuple(rank["gpu"] for rank in (described, *others))
@@ -331,6 +337,12 @@ def _check_described(
     dtype = name_of(wanted.dtype)
     start = f"inference_model.servers: the server at {address}"
     again = "start it with grpo-serve and the arguments of this run"
+    # First, because the other checks advise to change keys of the run.
+    if wanted.model is not None and (other := difference(wanted.model, found["model"])) is not None:
+        raise ConfigError(
+            f"{start} was started with another model, {found['model']['source']}, than this run "
+            f"({wanted.model['source']}): {other}; {again}, or write its model.name here"
+        )
     if found["dtype"] != dtype:
         raise ConfigError(
             f"{start} computes in {found['dtype']}, and the run publishes weights in {dtype}; write "

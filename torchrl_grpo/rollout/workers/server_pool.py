@@ -6,6 +6,7 @@ own: those that the pool starts, or those that ``inference_model.servers`` names
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import resource
@@ -15,11 +16,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.checks.engine import LOOPBACK
 from torchrl_grpo.envs.episodes.build import with_episodes
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.servers.carriers import Carrier, CopyCarrier, FolderCarrier, StreamCarrier
@@ -29,6 +32,7 @@ from torchrl_grpo.inference.servers.channels.nccl import SentHalves
 from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequirements
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.kinds import ServerKind, server_kind
+from torchrl_grpo.inference.servers.model_identity import describe
 from torchrl_grpo.inference.servers.process import ServerProcess
 from torchrl_grpo.inference.servers.weight_stream import StreamReader, WeightStream
 from torchrl_grpo.models.precision import resolve_dtype, resolve_head
@@ -39,6 +43,8 @@ from torchrl_grpo.runtime import screen
 
 # Seconds within which all servers join the process group (NCCL) that sends weights.
 _JOIN_S = 60.0
+# Seconds without an answer after which a run says that it waits for a server.
+_SILENT_S = 3.0
 # Seconds that servers get to end in good order at the end of a run.
 _PATIENCE_S = 5.0
 
@@ -153,21 +159,13 @@ class _Member:
             if self._ended:
                 raise InterruptedError("the worker was ended while it started")
             self._connection = ServerConnection(address, key, timeout_s, spec.kind.key_variable)
-        try:
-            # A server that the run started reports that it is ready a moment before it listens.
-            self._connection.wait_until_up(spec.start_limit_s)
-        except ServerLost as error:
-            if not spec.addresses:
-                raise
-            raise ConfigError(
-                f"inference_model.servers: {error}; start one there with grpo-serve, or write "
-                "inference_model.servers=auto"
-            ) from error
+        self._wait_until_up(self._connection)
         wanted = ServerRequirements(
             resolve_dtype(options.dtype, spec.device),
             resolve_head(options.head_dtype),
             options.max_model_len,
             tuple(spec.eos_token_ids),
+            self._pool.model,
         )
         engine = ServerEngine(
             self._connection,
@@ -188,6 +186,29 @@ class _Member:
             options.temperature,
             time.perf_counter,
         )
+
+    def _wait_until_up(self, connection: ServerConnection) -> None:
+        spec = self._pool.spec
+        if not spec.addresses:
+            # A server that the run started reports that it is ready a moment before it listens.
+            connection.wait_until_up(spec.start_limit_s)
+            return
+        silent_s = min(_SILENT_S, spec.start_limit_s)
+        with contextlib.suppress(ServerLost):
+            connection.wait_until_up(silent_s)
+            return
+        if self._ended:
+            raise InterruptedError("the worker was ended while it started")
+        fix = f"start one there with grpo-serve {_listening_at(connection.address)} and this run's arguments"
+        minutes = f"{spec.start_limit_s / 60:.3g} minutes"
+        screen.say(f"no server answers at {connection.address}; waiting for up to {minutes}: {fix}")
+        try:
+            connection.wait_until_up(spec.start_limit_s - silent_s)
+        except ServerLost as error:
+            raise ConfigError(
+                f"inference_model.servers: no server answered at {connection.address} within {minutes}; "
+                f"{fix}, or write inference_model.servers=auto"
+            ) from error
 
     def _start_server(self) -> ServerProcess:
         spec = self._pool.spec
@@ -232,6 +253,12 @@ class ServerPool:
         self._identities = [""] * count
         self._claiming = threading.Lock()
         self.carrier = self._make_carrier()
+        # Description of the run's model, for servers that somebody else has started.
+        self.model = (
+            describe(spec.source, trust_remote_code=spec.cfg.model.trust_remote_code)
+            if spec.addresses
+            else None
+        )
         # Each response holds a descriptor until it is complete, and many systems allow 1,024 by default.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -307,3 +334,12 @@ class ServerPool:
         for member in members:
             member.join()
         self.carrier.close()
+
+
+def _listening_at(address: str) -> str:
+    """Return the options with which ``grpo-serve`` listens at an address."""
+    parts = urlsplit(address)
+    if parts.scheme == "unix":
+        return f"--uds {parts.path}"
+    here = parts.hostname in LOOPBACK
+    return f"{'' if here else '--host 0.0.0.0 '}--port {parts.port or 80}"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_grpo.inference.pieces import Assembler
+from torchrl_grpo.inference.servers.model_identity import describe
 from torchrl_grpo.inference.servers.sglang.messages import ANSWER_PREFIX
 from torchrl_grpo.inference.servers.sglang.weights import SGLangWeights
 from torchrl_grpo.inference.servers.weight_files import Bucket
@@ -65,7 +66,7 @@ class Methods:
                 return None
         raise ValueError(f"there is no method {method}")
 
-    def _describe(self, file: str) -> dict[str, Any]:
+    def _describe(self, file: str, tensors: list[str] | None = None) -> dict[str, Any]:
         given = _server_args()
         self._reader = BucketReader()
         dtype = name_of(self._weights.dtype)
@@ -82,6 +83,9 @@ class Methods:
             # Weights do not reach it through GPUs.
             "gpu": "",
             "identity": f"{id(self)} of {os.getpid()} on {_BOOT.read_text().strip()}",
+            "model": None
+            if tensors is None
+            else describe(given.model_path, tensors, trust_remote_code=given.trust_remote_code),
         }
 
 

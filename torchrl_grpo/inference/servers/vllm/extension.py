@@ -16,6 +16,7 @@ from torchrl_grpo.inference.servers.channels.buffers import gpu_name
 from torchrl_grpo.inference.servers.channels.groups import NotTogether
 from torchrl_grpo.inference.servers.channels.receivers import open_receiver, receive
 from torchrl_grpo.inference.servers.channels.types import INTERRUPTED, Receiver
+from torchrl_grpo.inference.servers.model_identity import describe
 from torchrl_grpo.inference.servers.weight_files import Bucket, read_bucket
 from torchrl_grpo.inference.servers.weight_folder import BucketReader
 from torchrl_grpo.inference.servers.weight_stream import half_of_the_threads
@@ -44,8 +45,8 @@ class WeightExtension:
     # Set while this process uses fewer threads. Closing it restores their number.
     _fewer_threads: ExitStack | None = None
 
-    def grpo_describe(self, file: str) -> dict[str, Any]:
-        """Return what the server computes with.
+    def grpo_describe(self, file: str, tensors: list[str] | None = None) -> dict[str, Any]:
+        """Return what the server computes with, and which model it was started with.
 
         It creates the object that records how vLLM processes weights, so it must be called before weights are
         loaded. If an earlier client was killed during an update, it ends that update, because a model in that
@@ -53,6 +54,7 @@ class WeightExtension:
 
         Args:
             file: a file of the client, in the folder through which weights travel.
+            tensors: names of the tensors that the client compares; None if it compares no model.
         """
         weights, config = self._vllm_weights(), vars(self)["model_config"]
         self._reader = BucketReader()
@@ -68,6 +70,9 @@ class WeightExtension:
             "ranks": weights.ranks,
             "gpu": gpu_name(vars(self)["device"]),
             "identity": f"{os.getpid()} on {_BOOT.read_text().strip()}",
+            "model": None
+            if tensors is None
+            else describe(config.model, tensors, trust_remote_code=config.trust_remote_code),
         }
 
     def grpo_sign_of_life(self) -> None:
