@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -60,12 +61,18 @@ def test_deepspeed_is_imported_without_a_word() -> None:
         ("accelerate launch grpo.py", 1),
         ("accelerate launch grpo.py --num_processes", 1),
         ("", 1),
+        ("accelerate launch --config_file FILE grpo.py", 4),
+        ("accelerate launch --config-file=FILE --num_processes 2 grpo.py", 2),
+        ("accelerate launch --config_file nowhere.yaml grpo.py", 1),
     ],
 )
 def test_a_launcher_that_started_too_few_is_spoken_of(
-    words: str, asked: int, monkeypatch: pytest.MonkeyPatch
+    words: str, asked: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(launch, "_parent_argv", words.split)
+    file = tmp_path / "cpus.yaml"
+    file.write_text("distributed_type: MULTI_CPU\nnum_processes: 4\n")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
+    monkeypatch.setattr(launch, "_parent_argv", words.replace("FILE", str(file)).split)
     assert launch.missing_ranks_warning() is None, "no launcher"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     said = launch.missing_ranks_warning()

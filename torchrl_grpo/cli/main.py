@@ -265,15 +265,17 @@ class _Command:
             configs.append(cfg)
         # Computed in a dry run too, because it checks that the jobs of a sweep can run together.
         ranks = launch.ranks_wanted(configs)
-        if any(cfg.dry_run for cfg in configs):
-            return
+        is_dry_run = any(cfg.dry_run for cfg in configs)
         if rank_env.rank() > 0:
-            self._follow(configs)
+            if not is_dry_run:
+                self._follow(configs)
             return
-        if ranks > 1 and not rank_env.launched():
+        if ranks > 1 and not rank_env.launched() and not is_dry_run:
             raise SystemExit(launch.launch(self.words, ranks))
-        if (warning := launch.missing_ranks_warning()) is not None:
-            sys.stderr.write(f"{warning}\n")
+        for line in launch.warnings():
+            sys.stderr.write(f"{line}\n")
+        if is_dry_run:
+            return
         extra, undo = self._folder(job, configs)
         name = Path(sys.argv[0]).stem or "grpo"
         overrides = [f"hydra.job.name={quote(name)}", *self._overrides(), *extra]

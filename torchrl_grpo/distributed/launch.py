@@ -15,9 +15,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import yaml
+
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import num_devices
 from torchrl_grpo.config.keys import bad_value
+from torchrl_grpo.planning import launcher
 from torchrl_grpo.planning.cores import allowed_cores
 from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.interrupts import (
@@ -64,11 +67,18 @@ def ranks_wanted(configs: Sequence[Config]) -> int:
     return counts[0]
 
 
+def warnings() -> list[str]:
+    """Return what to say about the launcher: processes that are missing, and settings that are not used."""
+    missing = missing_ranks_warning()
+    return [*([] if missing is None else [missing]), *launcher.notes()]
+
+
 def missing_ranks_warning() -> str | None:
     """Return a warning if a launcher should have started several ranks but started only this process.
 
     This detects ``accelerate launch --num_processes N`` on a machine without a GPU, which silently starts one
-    process. N is read from the command line of the parent process, because accelerate does not export it.
+    process. N is read from the command line of the parent process or from the file that it names, because
+    accelerate does not export it.
 
     Returns:
         The warning; None if there is nothing to warn about.
@@ -95,12 +105,22 @@ def _parent_argv() -> list[str]:
 
 
 def _requested_processes(argv: Sequence[str]) -> int:
-    """Return the value of ``--num_processes`` in a launcher's arguments; 1 if it is absent."""
+    """Return ``--num_processes`` of a launcher's arguments, else of its file; 1 if both lack it."""
+    given: dict[str, str] = {}
     for argument, following in itertools.pairwise([*argv, ""]):
         name, _, value = argument.partition("=")
-        if name.replace("-", "_") == "__num_processes" and (value or following).isdecimal():
-            return int(value or following)
-    return 1
+        if name.startswith("--"):
+            given.setdefault(name[2:].replace("-", "_"), value or following)
+    if "num_processes" in given:
+        return int(given["num_processes"]) if given["num_processes"].isdecimal() else 1
+    cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "accelerate/default_config.yaml"
+    file = Path(given.get("config_file", cache)).expanduser()
+    try:
+        found = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return 1
+    count = found.get("num_processes") if isinstance(found, dict) else None
+    return count if isinstance(count, int) else 1
 
 
 @raise_terminations()

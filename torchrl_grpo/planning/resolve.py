@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.keys import bad_value
 from torchrl_grpo.config.values import ZERO_STAGES, Parallelism
+from torchrl_grpo.planning import launcher
 from torchrl_grpo.runtime import hardware, rank_env
 
 # The models of ``model.name=auto``. All weights of the second train on one GPU of 24 GB.
@@ -17,11 +17,12 @@ _FILES = {"ddp": "multi_gpu", "fsdp2": "fsdp2", **{kind: kind for kind in ZERO_S
 
 
 def resolved(cfg: Config) -> Config:
-    """Return the configuration with the launcher's number of ranks and parallelism.
+    """Return the configuration with the launcher's number of ranks, parallelism and other settings.
 
     Raises:
         ConfigError: the configuration contradicts the launcher, or the model cannot be held in this way.
     """
+    cfg = launcher.with_settings(cfg)
     kind = parallelism(cfg)
     if not rank_env.launched():
         return cfg
@@ -46,7 +47,7 @@ def parallelism(cfg: Config) -> Parallelism:
         ConfigError: the launcher was configured for another parallelism, or the model does not support it.
     """
     asked = cfg.train_model.parallelism
-    told = _told_by_launcher(asked)
+    told = launcher.parallelism(asked)
     # "ddp" is also what a launcher without settings reports, so it contradicts nothing. A launcher that was
     # configured for FSDP or DeepSpeed must match.
     if asked not in ("auto", told) and told != "ddp":
@@ -74,27 +75,6 @@ def parallelism(cfg: Config) -> Parallelism:
             "train_model.parallelism=ddp, or config/accelerate/multi_gpu.yaml for the launcher",
         )
     return kind
-
-
-def _told_by_launcher(asked: Parallelism) -> Parallelism:
-    """Return the configuration of ``accelerate launch`` as a value of ``train_model.parallelism``.
-
-    Raises:
-        ConfigError: the launcher was configured for an unsupported stage of ZeRO.
-    """
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
-        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "none")
-        for kind, number in ZERO_STAGES.items():
-            if stage == str(number):
-                return Parallelism(kind)
-        raise bad_value(
-            "train_model.parallelism",
-            asked,
-            f"the launcher was configured for DeepSpeed with zero_stage {stage}; only 2 and 3 are run",
-            "--config_file config/accelerate/deepspeed_zero2.yaml for the launcher",
-        )
-    sharded = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
-    return Parallelism.fsdp2 if sharded else Parallelism.ddp
 
 
 def with_model(cfg: Config) -> Config:
