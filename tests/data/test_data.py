@@ -396,7 +396,7 @@ def test_answers_may_be_numbers(tmp_path: Path) -> None:
             "1e+300",
             "12345678901234567890",
         ]
-    for value in (True, float("nan"), None, [3]):
+    for value in (True, float("inf"), [3]):
         row = {"question": "q", "answer": value}
         path = str(write(tmp_path / "b.jsonl", [row]))
         with pytest.raises(DataError, match=r"column 'answer' is .* not a string"):
@@ -406,6 +406,39 @@ def test_answers_may_be_numbers(tmp_path: Path) -> None:
 
 
 # --- prompts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{}, {"question": "question", "answer": "answer", "solution": "solution"}])
+@pytest.mark.parametrize("null", [None, float("nan")])
+def test_a_null_answer_is_none(tmp_path: Path, fields: dict[str, str], null: float | None) -> None:
+    rows = [{"question": f"q{number}", "answer": null, "solution": None} for number in range(4)]
+    path = str(write(tmp_path / "a.jsonl", rows))
+    found = load(config("jsonl", num_problems=2, data_path=path, fields=fields))
+    assert all(one.truth == {} and one.solution == "" for one in (*found.train, *found.held_out))
+    # Some rows with an answer and some without are a mistake, in held-out rows too.
+    others = [{**row, "question": f"new {row['question']}"} for row in rows]
+    mixed = str(write(tmp_path / "b.jsonl", [*others, {"question": "new", "answer": "1", "solution": None}]))
+    for paths in ({"data_path": mixed}, {"data_path": path, "eval_data_path": mixed}):
+        with pytest.raises(
+            DataError, match="has no answer, and other rows have one; give every row an answer"
+        ):
+            load(config("jsonl", num_problems=9 if "eval_data_path" in paths else 1, fields=fields, **paths))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "row", "column"),
+    [
+        ("jsonl", {"question": None, "answer": "1"}, "question"),
+        ("gsm8k", {"question": "q", "answer": None}, "answer"),
+        ("math", {"problem": "q", "answer": None}, "answer"),
+    ],
+)
+def test_a_null_that_is_needed_is_named(
+    tmp_path: Path, dataset: str, row: dict[str, str | None], column: str
+) -> None:
+    path = str(write(tmp_path / "a.jsonl", [row]))
+    with pytest.raises(DataError, match=f"row 1 of .*: column '{column}' is null, not a string; fill it or"):
+        load(config(dataset, num_problems=0, data_path=path))
 
 
 def test_tags_are_asked_for_by_default_and_only_then() -> None:

@@ -32,11 +32,13 @@ def check_answers(found: problems.Problems) -> None:
     Raises:
         DataError: a row has no answer, and another has one.
     """
-    without = next((one for one in found.train if "answer" not in one.truth), None)
-    if without is not None and any("answer" in one.truth for one in found.train):
-        raise DataError(
-            f"jsonl: {without.id} has no answer, and other rows have one; give every row an answer, or none"
-        )
+    for part in (found.train, found.held_out):
+        without = next((one for one in part if "answer" not in one.truth), None)
+        if without is not None and any("answer" in one.truth for one in part):
+            raise DataError(
+                f"jsonl: {without.id} has no answer, and other rows have one; give every row an answer, or "
+                "none"
+            )
 
 
 def field_names(env: EnvConfig) -> dict[str, str]:
@@ -60,9 +62,10 @@ def field_names(env: EnvConfig) -> dict[str, str]:
 def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
     """Convert a row to an example; ``truth`` is ``{"answer": text}``, or empty.
 
-    Without ``env.fields.answer``, the column ``answer`` is read if there is one, and so is ``solution``.
-    ``env.fields.messages`` names a list of chat messages, which is the prompt as it is. A last message of the
-    assistant is the solution, and no part of the prompt. Without any solution, the answer is one.
+    Without ``env.fields.answer``, the column ``answer`` is read if there is one, and so is ``solution``. A
+    null answer or solution is none. ``env.fields.messages`` names a list of chat messages, which is the
+    prompt as it is. A last message of the assistant is the solution, and no part of the prompt. Without any
+    solution, the answer is one.
 
     Raises:
         ConfigError: ``env.fields`` has unknown keys.
@@ -73,16 +76,19 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
     truth = {}
     if "answer" in names or "answer" in row.values:
         column = names.get("answer", "answer")
-        truth["answer"] = columns.answer(fields.resolve(row, column, "env.fields.answer"), column, "jsonl")
+        found = fields.resolve(row, column, "env.fields.answer")
+        # Answers may be missing, so a null is none. Another column than the row has is a mistake.
+        if column not in found.values or not columns.is_missing(found.values[column]):
+            truth["answer"] = columns.answer(found, column, "jsonl")
     solution = _solution(row, env, names, truth)
     if "messages" in names:
         column = names["messages"]
-        found = fields.resolve(row, column, "env.fields.messages").values.get(column)
-        if isinstance(found, list) and len(found) > 1 and _is_message(found[-1], "assistant"):
-            *found, last = found
+        turns = fields.resolve(row, column, "env.fields.messages").values.get(column)
+        if isinstance(turns, list) and len(turns) > 1 and _is_message(turns[-1], "assistant"):
+            *turns, last = turns
             if "solution" not in names:
                 solution = last["content"]
-        chat = _messages(found, row, column)
+        chat = _messages(turns, row, column)
         start = [{"role": "system", "content": env.system_prompt}] if env.system_prompt is not None else []
         return Example(id, [*start, *chat], truth, solution=solution, question=problems.conversation(chat))
     column = names["question"]
@@ -96,7 +102,9 @@ def _solution(row: sources.Row, env: EnvConfig, names: dict[str, str], truth: di
     text = row.values.get("solution")
     if "solution" in names:
         column = names["solution"]
-        text = columns.text(fields.resolve(row, column, "env.fields.solution"), column, "jsonl")
+        found = fields.resolve(row, column, "env.fields.solution")
+        if column not in found.values or not columns.is_missing(found.values[column]):
+            text = columns.text(found, column, "jsonl")
     if not isinstance(text, str) or not text.strip():
         return prompts.solution(env, "", truth["answer"]) if "answer" in truth else ""
     if env.answer_format == "tags" and "<answer>" not in text and "answer" in truth:

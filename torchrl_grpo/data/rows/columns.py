@@ -8,6 +8,11 @@ from torchrl_grpo.data.rows.sources import Row
 from torchrl_grpo.errors import DataError
 
 
+def is_missing(value: object) -> bool:
+    """Whether a value stands for none: null, or the NaN with which a table of numbers writes null."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
 def text(row: Row, column: str, dataset: str) -> str:
     """Return the non-empty string in a column.
 
@@ -20,7 +25,7 @@ def text(row: Row, column: str, dataset: str) -> str:
         The string, unchanged.
 
     Raises:
-        DataError: the column is missing, is not a string, or holds only spaces.
+        DataError: the column is missing, is null, is not a string, or holds only spaces.
     """
     if column not in row.values:
         present = ", ".join(map(repr, row.values)) or "none"
@@ -30,6 +35,10 @@ def text(row: Row, column: str, dataset: str) -> str:
             "python -m torchrl_grpo.rewards: --dataset jsonl --field question=COLUMN)"
         )
     value = row.values[column]
+    if is_missing(value):
+        raise DataError(
+            f"{dataset}: {row.where}: column {column!r} is null, not a string; fill it or remove the row"
+        )
     if not isinstance(value, str):
         raise DataError(
             f"{dataset}: {row.where}: column {column!r} is {type(value).__name__} {str(value)[:80]!r}, "
