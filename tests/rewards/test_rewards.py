@@ -26,6 +26,7 @@ from torchrl_grpo.rewards import RewardSet, extract, numbers
 from torchrl_grpo.rewards.format import FormatReward
 from torchrl_grpo.rewards.gsm8k import Gsm8kReward, grade_answer
 from torchrl_grpo.rewards.reasoning_gym import ReasoningGymReward
+from torchrl_grpo.rewards.registry import unasked_tags
 from torchrl_grpo.rewards.sandbox.math_verify import MathVerifyReward
 from torchrl_grpo.rewards.sandbox.pool import JobError, JobFailed, JobTimeout, WorkerPool
 from torchrl_grpo.rewards.text import BareNumberReward, ExactMatchReward
@@ -639,6 +640,30 @@ def test_importing_the_rewards_loads_nothing_heavy() -> None:
 
 
 # --- graders ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "env", "weights", "warns"),
+    [
+        ("What is 3?", {}, {}, True),
+        ("What is 3? Write <answer>NUMBER</answer>.", {}, {}, False),
+        ("What is 3?", {"answer_format": AnswerFormat.plain}, {}, False),
+        # math_verify also reads what no tags surround.
+        ("What is 3?", {}, {"math_verify": 1.0}, False),
+        ("What is 3?", {}, {"math_verify": 1.0, "format": 0.1}, True),
+    ],
+)
+def test_tags_that_no_prompt_asks_for_are_spoken_of(
+    content: str, env: dict[str, Any], weights: dict[str, float], warns: bool
+) -> None:
+    cfg = config("jsonl", weights)
+    for name, value in env.items():
+        setattr(cfg.env, name, value)
+    example = Example("jsonl/train/1", [{"role": "user", "content": content}], {"answer": "3"})
+    said = unasked_tags(cfg, example)
+    assert (said is not None) is warns
+    if said is not None:
+        assert "jsonl/train/1" in said and "write env.answer_format=plain" in said
 
 
 def test_graders_say_what_they_measure() -> None:

@@ -16,6 +16,36 @@ from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet, close_a
 from torchrl_grpo.rewards.sandbox import user_reward
 from torchrl_grpo.rewards.types import Grader, Reward
 
+# Rewards that look for the answer, or for the format itself, as env.answer_format says.
+_READ_FORMAT = frozenset({"gsm8k", "format", "reasoning_gym", "bare_number", "closeness", "exact_match"})
+
+
+def unasked_tags(cfg: Config, example: Example) -> str | None:
+    """Return a warning if rewards look for ``<answer>`` tags that no message of a problem asks for.
+
+    Messages of the data set are the prompt as they are, and a template or a system prompt of the user's has
+    to ask for a format itself.
+
+    Args:
+        cfg: configuration.
+        example: any problem, with the messages of its prompt.
+    """
+    if cfg.env.answer_format != "tags":
+        return None
+    names = (
+        {name for name, weight in _weights(cfg).items() if weight} if cfg.train.method == "grpo" else set()
+    )
+    if cfg.eval.num_problems > 0:
+        names.add(eval_reward_name(cfg))
+    readers = sorted(names & _READ_FORMAT - cfg.reward.functions.keys())
+    if not readers or any("<answer>" in message["content"] for message in example.messages):
+        return None
+    return (
+        f"warning: the prompt of {example.id} does not ask for <answer> tags, and env.answer_format=tags "
+        f"lets {', '.join(readers)} look for the answer inside them; write env.answer_format=plain, or ask "
+        "for the tags in the messages or in env.system_prompt"
+    )
+
 
 def check_weights(cfg: Config) -> dict[str, float]:
     """Check and return the weights of a run. No worker process starts.

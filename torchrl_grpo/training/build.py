@@ -49,6 +49,7 @@ from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.planning.token_budget import with_budget
 from torchrl_grpo.rewards.graders import CountingGrader
+from torchrl_grpo.rewards.registry import unasked_tags
 from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet
 from torchrl_grpo.rollout.async_collector import AsyncCollector
 from torchrl_grpo.rollout.buffer import GroupBuffer
@@ -270,6 +271,7 @@ def _fit_prompts(
     tokenizer: PreTrainedTokenizerBase, notify: Callable[[str | None], None], cfg: Config, problems: Problems
 ) -> Problems:
     problems = with_prompts(cfg, problems, tokenizer)
+    notify(unasked_tags(cfg, problems.train[0]))
     problems, message = lengths.handle_overlong_prompts(problems, tokenizer, cfg)
     notify(message)
     notify(control_tokens(tokenizer).note_on(problems, with_solutions=cfg.train.method == "sft"))
