@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,15 @@ import torch
 from datasets import Dataset
 from forked import run_script
 from local_pool import LocalPool, collect_locally
-from script_objects import ROWS, Asking, shorter
+from safetensors.torch import load_file
+from script_objects import ROWS, Asking, Item, shorter
 
 from torchrl_grpo import GRPOTrainer
+from torchrl_grpo.api.launched import on_all_ranks
+from torchrl_grpo.api.rows import PassedDataset, PassedReward
 from torchrl_grpo.cli.compose import write_override
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.distributed import launch
 from torchrl_grpo.errors import ConfigError, DataError, UserError
 from torchrl_grpo.rollout import build
 from torchrl_grpo.tools.verify_resume import read, unmeasured
@@ -150,6 +158,54 @@ def test_a_dataset_with_rewards_of_its_own(make: Make) -> None:
     assert trainer.metrics()[0]["eval/accuracy"] == 7 / 8
 
 
+def test_rows_with_rewards_of_their_own(make: Make) -> None:
+    config = {"env.shuffle": False, "reward.timeout_s": 20}
+    rows: list[Any] = [Item(number) for number in range(8)]
+    trainer = make(config, train_dataset=rows, eval_dataset=[Item(9)], rewards=shorter)
+    trainer.train()
+    found = read(trainer.output_dir / "rollouts.jsonl")
+    assert "What is 0?" in found[0]["prompt"] and not any("errors" in row for row in found)
+    assert [row["rewards"]["get_reward"] for row in found[:8]] == [0.0] * 4 + [1.0] * 4
+    # Other rewards are added to that of the rows.
+    assert all("shorter" in row["rewards"] for row in found)
+    assert all(row["reward"] == pytest.approx(sum(row["rewards"].values())) for row in found)
+    assert trainer.metrics()[0]["eval/accuracy"] == 1.0
+
+
+def test_mappings_with_rewards_of_their_own() -> None:
+    rows = [{"question": "Say a.", "get_reward": lambda text: len(text)}, {"question": "Say b."}]
+    dataset = PassedDataset(rows[:1], None)
+    (row,) = dataset("train") or []
+    assert row == {"question": "Say a.", "_split": "train", "_index": 0}
+    assert PassedReward(dataset)("four", Example("1", [], columns=row)) == 4.0
+    with pytest.raises(DataError, match=r"train_dataset\[1\] has no get_reward"):
+        PassedDataset(rows, None)("train")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "weights", "grader"),
+    [
+        ({"train_dataset": Asking(0)}, {"get_reward": 1.0}, "get_reward"),
+        ({"train_dataset": Asking(0), "rewards": shorter}, {"get_reward": 1.0, "shorter": 1.0}, "get_reward"),
+        ({"train_dataset": ROWS, "eval_dataset": Asking(0)}, {"exact_match": 1.0}, "get_reward"),
+        (
+            {"train_dataset": ROWS, "eval_dataset": Asking(0), "rewards": shorter},
+            {"shorter": 1.0},
+            "get_reward",
+        ),
+        ({"train_dataset": Asking(0), "eval_dataset": ROWS}, {"get_reward": 1.0}, None),
+    ],
+)
+def test_rewards_of_data_sets_are_read_beside_others(
+    make: Make, arguments: dict[str, Any], weights: dict[str, float], grader: str | None
+) -> None:
+    cfg = make(**arguments).cfg
+    assert cfg.reward.weights == weights and cfg.eval.reward == grader
+    assert "get_reward" in cfg.reward.functions
+    changed = make({"eval.reward": "exact_match", "reward.weights": {"exact_match": 1.0}}, **arguments).cfg
+    assert changed.reward.weights == {"exact_match": 1.0} and changed.eval.reward == "exact_match"
+
+
 def test_a_hugging_face_dataset_and_a_chat_column(make: Make) -> None:
     chat = [
         {"messages": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in ROWS
@@ -205,7 +261,35 @@ def test_evaluation_resumption_and_saving(make: Make, tmp_path: Path) -> None:
         ({"tools": ["hammer"]}, r"env\.tools"),
         ({"config": {"resume": "auto"}}, r"config has 'resume'; write train\(resume=True\) instead"),
         ({"config": {"hydra.run.dir": "x"}}, r"'hydra\.run\.dir'; write output_dir instead"),
-        ({"config": {"train_model.num_devices": 2}}, r"num_devices=2: GRPOTrainer trains in one process"),
+        ({"config": {"train_model.num_devices": 2}}, r"num_devices=2: .* torchrun --nproc-per-node 2 SCRIPT"),
+        # Arguments of other trainers, and misspelled ones.
+        ({"use_vllm": True}, r"no such argument: use_vllm: write inference_model\.backend=vllm instead"),
+        ({"eval_steps": 10}, r"eval_steps: write eval\.frequency=10 instead"),
+        ({"args": object()}, r"args: write config instead. Keys and values of this project"),
+        ({"max_prompt_length": 9}, r"max_prompt_length: write inference_model\.max_model_len instead"),
+        (
+            {"reward_funcs": [shorter], "beta": 0.1},
+            r"reward_funcs: write rewards .*; beta: write policy\.kl_c",
+        ),
+        ({"reward": shorter}, "reward: write rewards instead"),
+        ({"train_datasets": ROWS}, r"train_datasets: write train_dataset=\.\.\. instead"),
+        ({"policy": "dapo"}, r"policy: it goes into config, as config=\{'policy': NAME\}"),
+        ({"learning_rate": 1e-5}, r"optimizer\.lr=1e-05 instead \(in config, as config=\{'optimizer\.lr'"),
+        ({"nothing_like_it": 1}, "nothing_like_it: write one of the keys"),
+        # What is no list of rows.
+        ({"train_dataset": iter(ROWS)}, r"train_dataset is list_iterator, which has no length .*islice"),
+        ({"train_dataset": ROWS, "eval_dataset": iter(ROWS)}, "eval_dataset is list_iterator"),
+        (
+            {"train_dataset": Dataset.from_list(ROWS).to_iterable_dataset()},
+            "is IterableDataset, which has no",
+        ),
+        ({"train_dataset": {"train": ROWS, "test": ROWS}}, "is dict with the parts 'train', 'test'"),
+        ({"train_dataset": Dataset.from_list(ROWS).to_pandas()}, r"is DataFrame.*to_dict"),
+        (
+            {"train_dataset": "rows.jsonl"},
+            r"'rows\.jsonl' is no data set; .*\"env\.data_path\": \"rows\.jsonl\"",
+        ),
+        ({"train_dataset": ["two plus two"]}, r"train_dataset\[0\] is str 'two plus two', not a mapping"),
     ],
 )
 def test_mistakes_name_the_argument(make: Make, arguments: dict[str, Any], says: str) -> None:
@@ -220,6 +304,99 @@ def test_a_mistake_leaves_no_folder(make: Make, tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.glob("outputs/*/*"))
     first, second = make(output_dir=None), make(output_dir=None)
     assert first.output_dir != second.output_dir and first.output_dir.is_dir()
+
+
+@pytest.mark.parametrize(("rank", "code"), [("0", 2), ("1", 0)])
+def test_a_mistake_under_a_launcher_is_one_line(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, code: int
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    for mistake in ({"config": {"env.num_envs": 0}}, {"use_vllm": True}, {"train_dataset": []}):
+        with pytest.raises(SystemExit) as ended:
+            make(**mistake)
+        # A rank that fails before rank 0 would have the launcher kill rank 0.
+        assert ended.value.code == code
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (3 if rank == "0" else 0) and all(line.startswith("error: ") for line in lines)
+
+
+def test_processes_that_accelerate_has_not_started_are_missed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setattr(
+        launch, "_parent_argv", lambda: ["accelerate", "launch", "--num_processes", "2", "x.py"]
+    )
+    assert on_all_ranks(lambda: "done") == "done"
+    assert "accelerate launch was asked for 2 processes and has started one" in capsys.readouterr().err
+
+
+SCRIPT = """
+import json, os, sys
+from torchrl_grpo import GRPOTrainer
+
+def bare(completion, example):
+    return float(completion.strip().isdigit()) + 0.1 * len(completion)
+
+folder, config = sys.argv[1], json.loads(sys.argv[2])
+rows = [{"question": f"{a} plus {b}", "answer": str(a + b)} for a in range(5) for b in range(5)]
+trainer = GRPOTrainer(sys.argv[3], rows, rewards=["exact_match", bare], config=config, output_dir=folder)
+summary = trainer.train()
+trainer.save(f"{folder}-model")
+steps = [line["step"] for line in trainer.metrics()]
+found = {"summary": summary, "evaluation": trainer.evaluate(), "steps": steps}
+with open(f"{folder}/rank{os.environ.get('RANK', 'alone')}.json", "w") as file:
+    json.dump(found, file)
+"""
+
+
+# The first steps of Adam follow a gradient's sign, also where it is rounding; not with this eps.
+OF_SCRIPT = {**SMALL, "train.num_threads": 1, "optimizer.lr": 1e-3, "optimizer.eps": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("script") / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(script: Path, tiny_model_dir: Path) -> Path:
+    """Run folder of the script in one process."""
+    folder = script.with_name("alone")
+    done = run_script([script, folder, json.dumps(OF_SCRIPT), tiny_model_dir])
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.float32
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "accelerate.commands.launch"])
+def test_a_script_that_a_launcher_starts_twice_trains_as_one_process(
+    repo_root: Path, tmp_path: Path, tiny_model_dir: Path, script: Path, alone: Path, launcher: str
+) -> None:
+    folder = tmp_path / "two"
+    how = {
+        "torch.distributed.run": ["--nproc-per-node", "2"],
+        "accelerate.commands.launch": ["--config_file", str(repo_root / "config/accelerate/multi_gpu.yaml")],
+    }[launcher]
+    words = [sys.executable, "-m", launcher, *how, script, folder, json.dumps(OF_SCRIPT), tiny_model_dir]
+    environment = {**os.environ, "PYTHONPATH": str(repo_root)}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    one, two = ([unmeasured(line) for line in read(place / "metrics.jsonl")] for place in (alone, folder))
+    assert len(one) == 3
+    for ours, expected in zip(two, one, strict=True):
+        assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    weights = [load_file(Path(f"{place}-model") / "model.safetensors") for place in (alone, folder)]
+    for name, expected in weights[0].items():
+        torch.testing.assert_close(weights[1][name], expected, rtol=1e-4, atol=1e-5)
+    # Methods return the same on every rank.
+    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second and first["summary"]["steps"] == 2 and first["steps"] == [0, 1, 2]
+    assert first["evaluation"]["eval/accuracy"] == one[-1]["eval/accuracy"]
 
 
 def test_what_cannot_leave_the_process_is_said(make: Make) -> None:

@@ -28,3 +28,18 @@ class Asking:
 
     def get_reward(self, index: int, completion: str) -> float:
         return float(self.start + index)
+
+
+class Item:
+    """A row that is an object, with a reward of its own and something that no column can hold."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.judge = object
+
+    @property
+    def question(self) -> str:
+        return f"What is {self.number}?"
+
+    def get_reward(self, completion: str) -> float:
+        return float(self.number)

@@ -1,27 +1,37 @@
-"""Data sets that are passed to a trainer: lists of mappings, Hugging Face data sets, and the like."""
+"""Data sets that are passed to a trainer: lists of rows, Hugging Face data sets, and the like.
+
+A row is a mapping of columns, or an object with them as attributes. A data set or its rows may compute their
+own reward: ``dataset.get_reward(index, completion)`` or ``row.get_reward(completion)``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.errors import DataError
+from torchrl_grpo.errors import ConfigError, DataError
 
 # Columns that say which row of which data set a problem is.
 SPLIT, INDEX = "_split", "_index"
+# Name of the reward of a data set, as a method and in the configuration.
+REWARD = "get_reward"
+# Columns that are read by these names, also where an object computes them.
+_READ = ("question", "messages", "prompt", "answer", "solution")
+# What a column of an object must be to be a column of the data set. The object keeps everything else.
+_PLAIN = (str, int, float, list, tuple, dict, type(None))
+_ARGUMENTS = {"train": "train_dataset", "test": "eval_dataset"}
 
 
 class Rows(Protocol):
-    """Rows by their number.
-
-    It may also have ``get_reward(index, completion) -> float``, which then is the reward.
-    """
+    """Rows by their number, mappings or objects."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Mapping[str, Any]:
-        """Return a row: its columns by name."""
+    def __getitem__(self, index: int, /) -> Any:
+        """Return a row."""
 
 
 class PassedDataset:
@@ -39,20 +49,23 @@ class PassedDataset:
         """Return the rows of a split.
 
         Raises:
-            DataError: a row is no mapping.
+            DataError: a row has no columns, or no reward where others have one.
         """
         rows = self.splits[split]
-        return None if rows is None else [_row(rows, index, split) for index in range(len(rows))]
+        if rows is None:
+            return None
+        rewarded = not hasattr(rows, REWARD) and rewards_itself(rows)
+        return [_row(rows, index, split, rewarded) for index in range(len(rows))]
 
 
 class PassedReward:
-    """The reward that a data set computes itself: ``get_reward(index, completion)``.
+    """The reward that a data set, or each of its rows, computes itself.
 
     Args:
         dataset: the data set.
     """
 
-    __name__ = "get_reward"
+    __name__ = REWARD
 
     def __init__(self, dataset: PassedDataset) -> None:
         self._dataset = dataset
@@ -60,25 +73,94 @@ class PassedReward:
     def __call__(self, completion: str, example: Example) -> float:
         """Return the reward of a completion."""
         rows: Any = self._dataset.splits[example.columns[SPLIT]]
-        return float(rows.get_reward(example.columns[INDEX], completion))
+        index = example.columns[INDEX]
+        if hasattr(rows, REWARD):
+            return float(rows.get_reward(index, completion))
+        own = _reward_of(rows[index])
+        assert own is not None, "rows without a reward are refused when they are read"
+        return float(own(completion))
 
 
-def _row(rows: Rows, index: int, split: str) -> dict[str, Any]:
-    row: object = rows[index]
-    if not isinstance(row, Mapping):
-        name = "train_dataset" if split == "train" else "eval_dataset"
-        raise DataError(
-            f"{name}[{index}] is {type(row).__name__} {row!r:.60}, not a mapping of columns; give rows such "
-            'as {"question": ..., "answer": ...}'
+def rewards_itself(rows: Rows) -> bool:
+    """Whether a data set or its first row computes the reward."""
+    return hasattr(rows, REWARD) or _reward_of(rows[0]) is not None
+
+
+def check_rows(rows: Any, name: str) -> None:
+    """Check that ``rows`` has a length and rows by number, and that the first row has columns.
+
+    Args:
+        rows: what was passed.
+        name: name of the argument.
+
+    Raises:
+        ConfigError: it is something else; the message says what to pass.
+        DataError: the first row has no columns.
+    """
+    kind = type(rows).__name__
+    if isinstance(rows, str | Path):
+        keys = '"env": "jsonl", "env.data_path"' if name == "train_dataset" else '"env.eval_data_path"'
+        raise ConfigError(f'{name}={str(rows)!r} is no data set; write config={{{keys}: "{rows}"}} instead')
+    if isinstance(rows, Mapping):
+        parts = ", ".join(map(repr, rows)) or "none"
+        raise ConfigError(f"{name} is {kind} with the parts {parts}; give one of them, e.g. data['train']")
+    if hasattr(rows, "iloc"):
+        raise ConfigError(f'{name} is {kind}, which is no list of rows; write {name}=data.to_dict("records")')
+    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+        raise ConfigError(
+            f"{name} is {kind}, which has no length or no rows by number, and a run chooses its problems "
+            f"before it starts; write {name}=list(itertools.islice(data, 10_000)), or as many as you need"
         )
-    return {**row, SPLIT: split, INDEX: index}
+    if len(rows) == 0:
+        raise ConfigError(f"{name} has no rows; give at least two")
+    _row(rows, 0, "train" if name == "train_dataset" else "test", rewarded=False)
 
 
-def fields_of(row: Mapping[str, Any]) -> dict[str, str]:
+def columns(row: object) -> dict[str, Any] | None:
+    """Return the columns of a row; None if it is neither a mapping nor an object with columns."""
+    if isinstance(row, Mapping):
+        return {name: value for name, value in row.items() if name != REWARD or not callable(value)}
+    if dataclasses.is_dataclass(row) and not isinstance(row, type):
+        names = [field.name for field in dataclasses.fields(row)]
+    elif hasattr(row, "_fields"):  # a named tuple
+        names = list(row._fields)
+    elif _reward_of(row) is not None:
+        names = [name for name in getattr(row, "__dict__", {}) if not name.startswith("_")]
+    else:
+        return None
+    names += [name for name in _READ if name not in names and hasattr(row, name)]
+    found = {name: getattr(row, name) for name in names}
+    return {name: value for name, value in found.items() if isinstance(value, _PLAIN)}
+
+
+def fields_of(row: object) -> dict[str, str]:
     """Return ``env.fields`` for rows that have the prompt in a column of another name than ``question``."""
-    if "question" in row:
+    found = columns(row) or {}
+    if "question" in found:
         return {}
     for column in ("messages", "prompt"):
-        if column in row:
-            return {"messages" if isinstance(row[column], list) else "question": column}
+        if column in found:
+            return {"messages" if isinstance(found[column], list) else "question": column}
     return {}
+
+
+def _reward_of(row: Any) -> Callable[[str], Any] | None:
+    own = row.get(REWARD) if isinstance(row, Mapping) else None
+    found = own if callable(own) else getattr(row, REWARD, None)
+    return found if callable(found) else None
+
+
+def _row(rows: Rows, index: int, split: str, rewarded: bool) -> dict[str, Any]:
+    row: object = rows[index]
+    found = columns(row)
+    if found is None:
+        raise DataError(
+            f"{_ARGUMENTS[split]}[{index}] is {type(row).__name__} {row!r:.60}, not a mapping of columns; "
+            'give rows such as {"question": ..., "answer": ...}'
+        )
+    if rewarded and _reward_of(row) is None:
+        raise DataError(
+            f"{_ARGUMENTS[split]}[{index}] has no {REWARD}, and the first row has one; give it to every row, "
+            "or to none"
+        )
+    return {**found, SPLIT: split, INDEX: index}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import shutil
@@ -9,16 +10,25 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
-from torchrl_grpo.api import objects
-from torchrl_grpo.api.rows import PassedDataset, PassedReward, Rows, fields_of
+from torchrl_grpo.api import arguments, objects
+from torchrl_grpo.api.launched import on_all_ranks, told_once
+from torchrl_grpo.api.rows import (
+    REWARD,
+    PassedDataset,
+    PassedReward,
+    Rows,
+    check_rows,
+    fields_of,
+    rewards_itself,
+)
 from torchrl_grpo.checkpoints import run_dir as run_folder
 from torchrl_grpo.cli.commands import check_job
 from torchrl_grpo.cli.compose import Composer, composer, write_override
 from torchrl_grpo.cli.main import resolve_job
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.builtin import REWARDS
+from torchrl_grpo.config.builtin import DATASETS, REWARDS
 from torchrl_grpo.config.checks import check_installed
 from torchrl_grpo.config.values import TrainMethod
 from torchrl_grpo.distributed import launch
@@ -41,29 +51,37 @@ class GRPOTrainer:
     Functions and classes may be defined anywhere, in a notebook too. They are sent to the processes that call
     them, so they must not hold open files or connections.
 
+    A launcher (``torchrun``, ``accelerate launch``) may start the script as several processes, the training
+    ranks. Each of them must make the same trainer and call the same methods. They return the same everywhere.
+
     Attributes:
         cfg: configuration of the run.
-        output_dir: folder of the run.
+        output_dir: folder of the run. Ranks other than the first know it after a run, unless it was given.
 
     Args:
         model: hub name or folder; None takes that of the configuration.
         train_dataset: problems: a list of mappings, a Hugging Face data set, or an object with ``__len__``
             and ``__getitem__``. The prompt is the column ``question``, ``prompt`` or ``messages``, and the
-            answer the column ``answer``; ``env.fields`` names others. If the object has
-            ``get_reward(index, completion)``, that is the reward, unless ``rewards`` are given, and a value
-            of 1 is a right answer. None takes the data set of the configuration.
-        eval_dataset: held-out problems; None takes some of ``train_dataset``.
-        rewards: reward functions, or names of built-in rewards. Each has weight 1, unless ``reward.weights``
-            gives others. See ``docs/tasks_and_rewards.md`` for the signatures.
+            answer the column ``answer``; ``env.fields`` names others. If the data set has
+            ``get_reward(index, completion)``, or its rows ``get_reward(completion)``, that is the reward
+            ``get_reward``. None takes the data set of the configuration.
+        eval_dataset: held-out problems; None takes some of ``train_dataset``. They are graded by their own
+            ``get_reward`` if they have it, where 1 is a right answer, unless ``eval.reward`` names another
+            reward.
+        rewards: reward functions, or names of built-in rewards. They are added to ``get_reward``. Each has
+            weight 1, unless ``reward.weights`` gives others. See ``docs/tasks_and_rewards.md`` for the
+            signatures.
         tools: functions that the model may call, or names of built-in tools.
         environment: class of an environment of several turns, or the name of a built-in one.
         config: keys and values, such as ``{"optimizer.lr": 2e-5}``. They win over the other arguments.
         config_name: primary configuration to start from.
         output_dir: folder of the run; None takes one below ``outputs`` that is named after the time.
         asynchronous: whether to sample and train at the same time, as ``grpo-async.py`` does.
+        unknown: no other argument exists; the error says what those of other systems are called here.
 
     Raises:
         UserError: a value is wrong; the message names it and a fix.
+        SystemExit: the same, under a launcher: the message is printed once.
     """
 
     def __init__(
@@ -79,49 +97,37 @@ class GRPOTrainer:
         config_name: str = "grpo_gsm8k",
         output_dir: str | Path | None = None,
         asynchronous: bool = False,
+        **unknown: Never,
     ) -> None:
         self._asynchronous = asynchronous
-        given: dict[str, Any] = {} if model is None else {"model.name": _model_name(model)}
-        passed: dict[str, Any] = {}
-        if train_dataset is not None:
-            if len(train_dataset) == 0:
-                raise ConfigError("train_dataset has no rows; give at least two")
-            passed["train_dataset"] = dataset = PassedDataset(train_dataset, eval_dataset)
-            given |= {
-                "env": "jsonl",
-                "env.dataset": _Passed("train_dataset"),
-                "env.fields": fields_of(train_dataset[0]),
-            }
-            if rewards is None and hasattr(train_dataset, "get_reward"):
-                rewards = PassedReward(dataset)
-                given["eval.reward"] = objects.label(rewards)
-        elif eval_dataset is not None:
-            raise ConfigError(
-                "eval_dataset is given without train_dataset; give both, or name them in config"
-            )
-        chosen = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards or ())
-        functions = _by_name(chosen, passed, "rewards", REWARDS)
-        if chosen:
-            given["reward.functions"] = {
-                name: one for name, one in functions.items() if isinstance(one, _Passed) or ":" in one
-            }
-            given["reward.weights"] = dict.fromkeys(functions, 1.0)
-        if tools:
-            given["env.tools"] = list(_by_name(tools, passed, "tools").values())
-        if environment is not None:
-            (given["env.environment"],) = _by_name([environment], passed, "environment").values()
-        for key in config or ():
-            if key.partition(".")[0] in _NOT_KEYS:
-                raise ConfigError(f"config has {key!r}; write {_NOT_KEYS[key.partition('.')[0]]} instead")
-        with composer(config_dir(), config_name) as tree:
-            # The folder is needed before the objects can be named.
+        with told_once():
+            if unknown:
+                raise arguments.unknown(unknown, list(inspect.signature(GRPOTrainer).parameters)[:-1])
+            given: dict[str, Any] = {} if model is None else {"model.name": _model_name(model)}
+            passed: dict[str, Any] = {}
+            given |= _of_data(train_dataset, eval_dataset, rewards, environment, passed)
+            if tools:
+                given["env.tools"] = list(_by_name(tools, passed, "tools").values())
+            if environment is not None:
+                (given["env.environment"],) = _by_name([environment], passed, "environment").values()
+            for key in config or ():
+                if (instead := _NOT_KEYS.get(key.partition(".")[0])) is not None:
+                    raise ConfigError(f"config has {key!r}; write {instead} instead")
+            self._create(passed, {**given, **(config or {})}, config_name, output_dir)
+
+    def _create(
+        self, passed: Mapping[str, Any], given: Mapping[str, Any], name: str, output_dir: str | Path | None
+    ) -> None:
+        with composer(config_dir(), name) as tree:
+            # The folder is needed before the objects can be named. Rank 0 alone creates it.
             planned = tree.compose([]).run_dir if output_dir is None else Path(output_dir)
-            self.output_dir = (run_folder.new_folder(planned) if output_dir is None else planned).resolve()
+            new = output_dir is None and rank_env.rank() == 0
+            self.output_dir = (run_folder.new_folder(planned) if new else planned).resolve()
             try:
                 self._objects = objects.PassedObjects(passed, self.output_dir)
-                self.cfg: Config = self._configure(tree, {**given, **(config or {})})
+                self.cfg: Config = self._configure(tree, given)
             except BaseException:
-                if output_dir is None:
+                if new:
                     run_folder.remove_if_unused(self.output_dir)
                 raise
 
@@ -136,10 +142,11 @@ class GRPOTrainer:
 
         cfg = resolve_job(tree.compose(overrides).node, check)
         check_installed(cfg)
-        if rank_env.launched() or launch.ranks_wanted([cfg]) > 1:
+        if not rank_env.launched() and (count := launch.ranks_wanted([cfg])) > 1:
             raise ConfigError(
-                f"train_model.num_devices={cfg.train_model.num_devices}: GRPOTrainer trains in one process; "
-                "start grpo.py for several training ranks, with rewards and data sets in a file"
+                f"train_model.num_devices={count}: a script is one process, unless a launcher starts it; "
+                f"start it with torchrun --nproc-per-node {count} SCRIPT.py, or with accelerate launch "
+                f"--multi_gpu --num_processes {count} SCRIPT.py"
             )
         return cfg
 
@@ -156,6 +163,11 @@ class GRPOTrainer:
         Raises:
             UserError: the data, checkpoint, model or training is invalid; the message names the fix.
         """
+        with told_once():
+            summary, self.output_dir = on_all_ranks(lambda: self._train(resume))
+        return summary
+
+    def _train(self, resume: bool) -> tuple[dict[str, Any], Path]:
         from torchrl_grpo.training import job
 
         cfg = self.cfg
@@ -168,7 +180,8 @@ class GRPOTrainer:
                 "train(resume=True) to continue it, or give another output_dir"
             )
         with self._ready():
-            return (job.run_async if self._asynchronous else job.run)(cfg, self.output_dir)
+            run = job.run_async if self._asynchronous else job.run
+            return run(cfg, self.output_dir), self.output_dir
 
     def evaluate(self) -> dict[str, float]:
         """Measure the held-out accuracy of the newest checkpoint, or of the model before training.
@@ -179,10 +192,15 @@ class GRPOTrainer:
         Raises:
             UserError: the data, checkpoint or model is invalid, or no problem is held out.
         """
+        with told_once():
+            metrics, self.output_dir = on_all_ranks(self._evaluate)
+        return metrics
+
+    def _evaluate(self) -> tuple[dict[str, float], Path]:
         from torchrl_grpo.training import job
 
         with self._ready():
-            return job.evaluate(self.cfg, self._newest())
+            return job.evaluate(self.cfg, self._newest()), self.output_dir
 
     def save(self, folder: str | Path) -> Path:
         """Copy the model of the newest checkpoint, in the format of ``from_pretrained``.
@@ -191,12 +209,18 @@ class GRPOTrainer:
             folder: folder to write. With adapters it has the adapters alone.
 
         Returns:
-            The folder.
+            The folder. Under a launcher only rank 0 writes it.
 
         Raises:
             ConfigError: there is no checkpoint yet, or the folder exists.
         """
-        newest, target = self._newest(), Path(folder)
+        if rank_env.rank() > 0:
+            return Path(folder)
+        with told_once():
+            return self._copied(Path(folder))
+
+    def _copied(self, target: Path) -> Path:
+        newest = self._newest()
         if newest is None:
             raise ConfigError(f"{self.output_dir} has no checkpoint to save; call train() first")
         if target.exists():
@@ -224,6 +248,46 @@ class GRPOTrainer:
 
 class _Passed(str):
     """Name of an object that was passed, until its place in a file is known."""
+
+
+def _of_data(
+    train_dataset: Rows | None,
+    eval_dataset: Rows | None,
+    rewards: Sequence[Named] | Named | None,
+    environment: Named | None,
+    passed: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the keys of data sets and rewards, and add Python objects to ``passed``."""
+    given: dict[str, Any] = {}
+    chosen = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards or ())
+    own: list[Named] = []
+    rewarded = graded = False
+    if train_dataset is not None:
+        check_rows(train_dataset, "train_dataset")
+        if eval_dataset is not None:
+            check_rows(eval_dataset, "eval_dataset")
+        passed["train_dataset"] = dataset = PassedDataset(train_dataset, eval_dataset)
+        given |= {
+            "env": "jsonl",
+            "env.dataset": _Passed("train_dataset"),
+            "env.fields": fields_of(train_dataset[0]),
+        }
+        rewarded = rewards_itself(train_dataset)
+        graded = rewarded if eval_dataset is None else rewards_itself(eval_dataset)
+        own = [PassedReward(dataset)] if rewarded or graded else []
+    elif eval_dataset is not None:
+        raise ConfigError("eval_dataset is given without train_dataset; give both, or name them in config")
+    functions = _by_name([*own, *chosen], passed, "rewards", REWARDS)
+    if functions:
+        given["reward.functions"] = {
+            name: one for name, one in functions.items() if isinstance(one, _Passed) or ":" in one
+        }
+        weighted = [name for name in functions if rewarded or name != REWARD]
+        usual = {"environment": 1.0} if environment is not None else DATASETS["jsonl"].weights
+        given["reward.weights"] = dict.fromkeys(weighted, 1.0) or dict(usual)
+    if graded:
+        given["eval.reward"] = REWARD
+    return given
 
 
 def _model_name(model: Any) -> str:

@@ -85,15 +85,22 @@ def evaluate(cfg: Config, resume_from: Path | None) -> dict[str, float]:
         closing(rewards.build_grader(cfg, reward_set, examples)) as grader,
     ):
         _prepare_process(cfg, plan)
+        import torch
+
+        from torchrl_grpo.distributed.ranks import Ranks
         from torchrl_grpo.rollout.build import collection_for
         from torchrl_grpo.training.build import Job, build_session
 
+        ranks = Ranks(on_cpu=not torch.cuda.is_available())
         job = Job(cfg, Path(folder), problems, reward_set, grader, resume_from, is_evaluation=True)
-        session = build_session(job, build_collector=collection_for(cfg, plan), plan=plan)
         try:
-            return session.evaluate_only()
+            session = build_session(job, build_collector=collection_for(cfg, plan), plan=plan, ranks=ranks)
+            try:
+                return session.evaluate_only()
+            finally:
+                session.close()
         finally:
-            session.close()
+            ranks.release()
 
 
 def follow() -> None:

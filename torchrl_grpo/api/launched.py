@@ -1,0 +1,100 @@
+"""A trainer in Python that a launcher has started as several processes, each with the same script.
+
+Rank 0 runs the program, as with the commands. The others serve it, and get what its methods return.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from torchrl_grpo.cli.main import INTERRUPTED_CODE, TERMINATED_CODE, USER_ERROR_CODE
+from torchrl_grpo.distributed import launch
+from torchrl_grpo.errors import UserError
+from torchrl_grpo.runtime import rank_env
+from torchrl_grpo.runtime.interrupts import Terminated, ignore_terminations, raise_terminations
+
+_T = TypeVar("_T")
+
+
+@contextmanager
+def told_once() -> Iterator[None]:
+    """Under a launcher, print a mistake once and end the processes, as the commands do.
+
+    Otherwise each rank would show the same traceback.
+
+    Raises:
+        UserError: in the block, without a launcher.
+        SystemExit: under a launcher: there was a mistake or an interrupt.
+    """
+    if not rank_env.launched():
+        yield
+        return
+    try:
+        with raise_terminations():
+            yield
+    except UserError as error:
+        if rank_env.rank() > 0:
+            # Rank 0 has the same mistake. A launcher that sees this rank fail first would kill rank 0.
+            raise SystemExit(0) from None
+        sys.stdout.flush()
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(USER_ERROR_CODE) from None
+    except Terminated:
+        sys.stderr.write("terminated\n")
+        raise SystemExit(TERMINATED_CODE) from None
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        raise SystemExit(INTERRUPTED_CODE) from None
+
+
+def on_all_ranks(program: Callable[[], _T]) -> _T:
+    """Run a program on rank 0 while the other ranks serve it.
+
+    Args:
+        program: program of rank 0. It must release the ranks.
+
+    Returns:
+        Its result, on every rank.
+    """
+    if rank_env.rank() > 0:
+        _serve()
+        return _share(None)
+    for line in launch.warnings():
+        sys.stderr.write(f"{line}\n")
+    return _share(program()) if rank_env.launched() else program()
+
+
+def _serve() -> None:
+    """Repeat the calls of rank 0 until it releases this rank."""
+    from torchrl_grpo.training import job
+
+    # A launcher signals all ranks. Rank 0 handles the signal and then releases this rank.
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_terminations()
+    try:
+        job.follow()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _share(result: _T) -> _T:
+    """Return rank 0's object on every rank."""
+    import torch
+
+    from torchrl_grpo.distributed.ranks import Ranks
+
+    ranks = Ranks(on_cpu=not torch.cuda.is_available())
+    if ranks.is_main:
+        ranks.broadcast_object(result)
+        return result
+    found: _T | None = ranks.recv()
+    if found is None:
+        # Rank 0 has ended, and has said why.
+        raise SystemExit(0)
+    return found
