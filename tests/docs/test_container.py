@@ -9,11 +9,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+import yaml
 from containerfile import Instruction, read_instructions
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "launch/container/Dockerfile"
 PAGE = ROOT / "docs/containers.md"
+COMPOSE = ROOT / "launch/container/compose.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +101,36 @@ def test_it_runs_as_nobody_special_and_holds_no_secret(instructions: list[Instru
     assert named(instructions, "USER")[-1] == "1000"
     names = [text.partition("=")[0] for text in [*named(instructions, "ARG"), *named(instructions, "ENV")]]
     assert not any(word in name for name in names for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))
+
+
+def test_the_compose_file_builds_this_image_with_the_options_of_the_page(
+    instructions: list[Instruction],
+) -> None:
+    compose = yaml.safe_load(COMPOSE.read_text())
+    page = PAGE.read_text()
+    lines = re.findall(r"docker compose -f (\S+) run --rm (\w+)", page)
+    assert {name for _, name in lines} == compose["services"].keys()
+    assert {path for path, _ in lines} == {str(COMPOSE.relative_to(ROOT))}
+    declared = {text.partition("=")[0] for text in named(instructions, "ARG")}
+    mounts = dict(re.findall(r"-v torchrl-grpo-(\w+):(\S+)", page))
+    for name, service in compose["services"].items():
+        build = service["build"]
+        assert (COMPOSE.parent / build["context"]).resolve() == ROOT
+        assert ROOT / build["dockerfile"] == FILE
+        assert build.get("args", {}).keys() <= declared
+        assert dict(volume.split(":") for volume in service["volumes"]) == mounts and len(mounts) == 2
+        assert mounts.keys() == compose["volumes"].keys()
+        assert f"--shm-size={service['shm_size'].removesuffix('b')} " in page
+        # Keys come from the shell, and are named on the page.
+        assert all("=" not in variable and f"-e {variable}" in page for variable in service["environment"])
+        assert service["profiles"] == [name]
+    cuda = compose["services"]["cuda"]
+    assert cuda["build"]["args"] == {"ACCELERATOR": "cuda"} and cuda["image"] == "torchrl-grpo:cuda"
+    (device,) = cuda["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    assert all(
+        line.strip("# ") in page for line in COMPOSE.read_text().splitlines() if "docker compose" in line
+    )
 
 
 def test_the_page_names_its_arguments_and_files(instructions: list[Instruction]) -> None:

@@ -66,6 +66,11 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
+def folder(page: Path) -> Path:
+    """Where a page's commands are run: beside the scripts that it is about, or at the top."""
+    return ROOT if page.parent == ROOT / "docs" else page.parent
+
+
 def is_key(word: str) -> bool:
     """Whether a word claims to be a configuration key, or one with a value."""
     key = word.split("=", 1)[0]
@@ -106,7 +111,7 @@ def test_commands_name_what_exists(page: Path) -> None:
             assert (ROOT / words[1]).is_file(), f"{line}: no such script"
         elif program == "pip":
             for name in [word for word in words if word.endswith(".txt")]:
-                assert (ROOT / name).is_file(), f"{line}: no such file"
+                assert (folder(page) / name).is_file(), f"{line}: no such file"
         elif "-m" in words:
             module = words[words.index("-m") + 1]
             path = ROOT / module.replace(".", "/")
@@ -114,7 +119,7 @@ def test_commands_name_what_exists(page: Path) -> None:
             assert ours or not module.startswith("torchrl_grpo"), f"{line}: no such module"
         elif program.startswith("python"):
             script = next(word for word in words[1:] if not word.startswith("-"))
-            assert any((place / script).is_file() for place in (ROOT, page.parent)), f"{line}: no such script"
+            assert (folder(page) / script).is_file(), f"{line}: no such script"
 
 
 @pages
@@ -146,6 +151,38 @@ def test_keys_in_backticks_are_in_the_schema(page: Path) -> None:
     for word in [part for code in inline(page.read_text()) for part in code.split()]:
         if is_key(word):
             assert keys().knows(word.split("=", 1)[0]), f"`{word}`: the schema has no such key"
+
+
+@pages
+def test_files_of_requirements_in_backticks_exist(page: Path) -> None:
+    for word in re.findall(r"requirements\w*\.txt", page.read_text()):
+        assert (ROOT / word).is_file() or (page.parent / word).is_file(), word
+
+
+def test_a_stable_key_that_lists_its_choices_lists_them_all() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    seen = 0
+    for key, text in re.findall(r"^\| `([\w.]+)` \| ([^|]*) \|", page, re.MULTILINE):
+        choices = set(keys().choices(key)) if key in keys().leaves else set()
+        if len(named := choices & set(_CODE.findall(text))) > 1:
+            seen += 1
+            assert named == choices, f"{key}: without {', '.join(choices - named)}"
+    assert seen
+
+
+def test_the_groups_are_listed_with_all_their_files() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    for group, said in re.findall(r"^\| `(\w+)/\*\.yaml` \| [^|]* \| ([^|]*) \|$", page, re.MULTILINE):
+        files = {path.stem for path in (ROOT / "config" / group).glob("*.yaml")}
+        assert {name.rpartition("=")[2] for name in _CODE.findall(said)} >= files, group
+    primaries = {path.stem for path in (ROOT / "config").glob("*.yaml") if "defaults:" in path.read_text()}
+    (row,) = re.findall(r"^\| (.*) \| primary configurations \|", page, re.MULTILINE)
+    assert {name.removesuffix(".yaml") for name in _CODE.findall(row)} == primaries
+
+
+def test_every_page_is_listed() -> None:
+    text = (ROOT / "docs" / "README.md").read_text()
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} - set(_LINK.findall(text)) == {"README.md"}
 
 
 def test_the_readers_of_this_file_find_something_to_check() -> None:
