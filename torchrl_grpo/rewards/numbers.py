@@ -2,8 +2,8 @@ r"""Parse numbers in the notations of people and models to exact fractions.
 
 Numbers: ``1,234``, ``$5.00``, ``5.``, ``.5``, ``-3``, ``−3``, ``1/2``, ``2 1/2``, ``½``, ``0.50``,
 ``50%``, ``3 km``, ``1.5e3``, ``1{,}234``, ``\$5``, ``\boxed{5}``, ``\frac{1}{2}``, ``2\frac{1}{2}``. Percent
-signs, currency signs and units are dropped: 50% is 50. Not numbers: ``1.2.3``, ``3:00``, ``12/25/2020``,
-``CO2``, ``10^3``.
+signs, currency signs and units are dropped: 50% is 50. Digits may be of any script. Not numbers: ``1.2.3``,
+``3:00``, ``12/25/2020``, ``CO2``, ``10^3``, ``10³``.
 
 The scan is linear in the text and ignores numbers longer than 64 characters.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import re
+import unicodedata
 from collections.abc import Iterator
 from fractions import Fraction
 
@@ -21,13 +22,31 @@ _MAX_CANDIDATES = 1_000
 #: searches the whole text.
 _WINDOWS = (2_000, 50_000, None)
 
-_FRACTIONS = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅛": "1/8", "⅜": "3/8"}
-_TRANSLATE = str.maketrans(
-    {chr(0xFF10 + digit): str(digit) for digit in range(10)}
-    | {char: f" {value}" for char, value in _FRACTIONS.items()}
-    | dict.fromkeys("−‒–﹣－", "-")
-    | {"⁄": "/", "，": ",", "．": ".", "％": "%", "\u00a0": " ", "\u202f": " ", "\u2009": " "}
+
+class _Characters(dict[int, str]):
+    """What replaces a character. Characters are added when they are first met."""
+
+    def __missing__(self, code: int) -> str:
+        char = chr(code)
+        digit = unicodedata.decimal(char, None)
+        if digit is not None:
+            char = str(digit)
+        elif unicodedata.decomposition(char).startswith("<fraction>"):
+            char = " " + unicodedata.normalize("NFKC", char).replace("⁄", "/")
+        elif unicodedata.category(char) == "Zs":
+            char = " "
+        self[code] = char
+        return char
+
+
+_CHARACTERS = _Characters(
+    {ord(char): "-" for char in "−‒–﹣－"}
+    | {ord(char): "/" for char in "⁄∕／"}
+    | {ord("，"): ",", ord("٬"): ",", ord("．"): ".", ord("٫"): ".", ord("％"): "%", ord("٪"): "%"}
 )
+_RAISED_FRACTION = re.compile("[⁰¹²³⁴-⁹]+[⁄∕/][₀-₉]+")
+_RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+")
+_LOWERED = re.compile("[₀-₉]+")
 
 _RUN = r"(?:[0-9][0-9.,]*+|\.[0-9][0-9.,]*+)"
 #: A piece that may be a number. Possessive quantifiers match a whole run of digits, dots and commas, and
@@ -100,8 +119,15 @@ def same(left: str, right: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """Normalize minus signs, digits, fraction characters and spaces."""
-    return text.translate(_TRANSLATE)
+    """Normalize minus signs, digits of all scripts, fraction characters, and spaces. 10³ becomes 10^{3}."""
+    text = _RAISED_FRACTION.sub(lambda match: " " + _level(match), text)
+    text = _RAISED.sub(lambda match: f"^{{{_level(match)}}}", text)
+    text = _LOWERED.sub(lambda match: f"_{{{_level(match)}}}", text)
+    return text.translate(_CHARACTERS)
+
+
+def _level(match: re.Match[str]) -> str:
+    return unicodedata.normalize("NFKC", match[0])
 
 
 def clean(text: str) -> str:
@@ -177,7 +203,7 @@ def _stands_alone(text: str, start: int, end: int) -> bool:
         or (before in ("^", "/") and before)
     ):
         return False
-    if text[start - 2 : start] in ("^{", "^-"):
+    if text[start - 2 : start] in ("^{", "^-", "_{"):
         return False
     if (before == ":" and text[start - 2 : start - 1].isdigit()) or (
         after == ":" and text[end + 1 : end + 2].isdigit()

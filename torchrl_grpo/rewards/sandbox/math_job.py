@@ -17,11 +17,12 @@ import latex2sympy2_extended.latex2sympy2 as latex2sympy
 import math_verify
 import math_verify.parser
 import sympy
+from latex2sympy2_extended.logic import And
 from latex2sympy2_extended.math_normalization import extract_boxed_content
 from sympy.concrete.expr_with_limits import ExprWithLimits
 
 from torchrl_grpo.rewards import numbers
-from torchrl_grpo.rewards.sandbox import written
+from torchrl_grpo.rewards.sandbox import clock, written
 from torchrl_grpo.rewards.sandbox.math_samples import SAMPLES
 
 # math_verify warns once that its own time limit is off. The pool has a time limit.
@@ -43,10 +44,23 @@ _JOINED_BEFORE = re.compile(rf"[0-9]{_JOINT}\Z|\b(?:[Mm]inus|[Nn]egative)[ \t$~\
 _JOINED_AFTER = re.compile(rf"\^|{_JOINT}[0-9]")
 # A unit if the truth has it. In an answer to another truth it changes the number.
 _SCALE = re.compile(r"[0-9][ ~\\]*\\(?:text\w*|mbox)\s*\{\s*(dozen|hundred|thousand|[mb]illion)\b")
+_APPROXIMATE = re.compile(r"\\approx(?![A-Za-z])|≈")
 # Notation that the parser does not know, or misreads: it takes 1 1/2 for (1 + 1)/2.
 _MIXED = re.compile(r"(?<![0-9.,/])([0-9]+) +([0-9]+)/([0-9]+)(?![0-9/])")
-_ROOT = re.compile(r"√\s*([0-9]+|[A-Za-z])")
+_ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9]+(?:\.[0-9]+)?|[A-Za-z]))")
+_ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
+_BARE_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt(?=\s*\{)")
+_LEAD = re.compile(
+    r"\A\s*(?:(?:so|thus|hence|therefore|then|answer(?: is)?)\b[:,]?\s*)+(?=\S)", re.IGNORECASE
+)
+# The letter of a choice, as a truth and as an answer.
+_CHOICE = re.compile(r"\(?([A-Z])\)?")
+_CHOSEN = re.compile(
+    r"(?:.*\b(?:[Ii]s|[Aa]nswer|[Cc]hoice|[Oo]ption)\b:?\s+)?\(?([A-Z])(?:[).:]+(?:\s(?!.*\b[A-H]\b).*)?)?",
+    re.DOTALL,
+)
 _UNDONE = (ExprWithLimits, sympy.Derivative, sympy.Limit)
+_SET_OPERATIONS = (sympy.Union, sympy.Intersection, sympy.Complement)
 # The patterns by which math_verify finds an expression, in groups of equal priority.
 _PATTERNS: dict[int, list[re.Pattern[str]]] = {}
 for _group, _ in math_verify.parser.get_extraction_regexes(
@@ -91,11 +105,24 @@ def run(payload: dict[str, str]) -> float:
         ValueError: the truth cannot be parsed.
     """
     text, truth_text = payload["answer"], payload["truth"]
+    text = text.rpartition("</think>")[2].strip() or text
+    # Of 1/3 ≈ 0.33 the exact number is the truth.
+    exact = _APPROXIMATE.split(truth_text)[0].strip()
+    if re.search("[0-9]", exact) and not re.search("[A-Za-z]", _NO_WORD.sub("", exact)):
+        truth_text = exact
     if text.split() == truth_text.split() != []:
         return 1.0
+    choice = _CHOICE.fullmatch(_letters(truth_text))
+    if choice:
+        chosen = _CHOSEN.fullmatch(_letters(text)[-500:])
+        if chosen is not None:
+            return float(chosen[1] == choice[1])
     scale = _SCALE.search(truth_text)
     if scale:
         text, truth_text = text.replace(scale[1], ""), truth_text.replace(scale[1], "")
+    time = clock.of_truth(truth_text)
+    if time is not None:
+        return float(clock.same(time, clock.read(text)))
     number = written.of_truth(truth_text)
     truth: list[Any] = []
     if number is None:
@@ -110,7 +137,12 @@ def run(payload: dict[str, str]) -> float:
         found = _written(text, prose)
         return float(found is not None and found.answers(number))
     if any(isinstance(part, sympy.Basic) and part.has(sympy.zoo, sympy.nan) for part in truth):
-        return 0.0  # A truth such as 12:00 is no quotient, and only the same text is right.
+        return 0.0  # Nothing equals a truth such as 1/0.
+    decimal = written.with_comma(truth_text)
+    if decimal is not None:
+        found = _written(text, prose)
+        if found is not None and found.answers(decimal):
+            return 1.0
     answer = _parse(text, prose)
     if not any(_has_unevaluated(part) for part in truth):
         equation = any(isinstance(part, sympy.core.relational.Relational) for part in truth)
@@ -119,6 +151,12 @@ def run(payload: dict[str, str]) -> float:
     # math_verify's own time limits use signals. They are off, because the pool has a time limit. An error
     # must not count as a wrong answer.
     return float(math_verify.verify(truth, answer, timeout_seconds=None, raise_on_error=True))
+
+
+def _letters(text: str) -> str:
+    r"""Return a text without boxes, dollar signs and fonts such as ``\text{}``."""
+    text = extract_boxed_content(text, mode="last")
+    return re.sub(r"\\(?:text|math)[a-z]*(?=\s*\{)|[{}$*]", "", text).strip()
 
 
 def _written(text: str, prose: bool) -> written.Written | None:
@@ -163,7 +201,9 @@ def _parse(text: str, prose: bool = False) -> list[Any]:
 
     Bare LaTeX is first parsed as a formula. Prose is not, because its letters would become factors.
     """
-    text = _ROOT.sub(r"\\sqrt{\1}", _MIXED.sub(r"\1\\frac{\2}{\3}", numbers.plain(text)))
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", numbers.plain(text).replace("∞", r"\infty "))
+    text = _ROOT.sub(lambda match: f"{_ROOTS[match[1]]}{{{match[2] or match[3] or match[4]}}}", text)
+    text = _LEAD.sub("", _BARE_ROOT.sub(r"\\sqrt", text))
     alone = not _HAS_MATH.search(text) and len(text) <= 1_000
     formula = f"${text.rstrip(' .')}$"  # A full stop is no part of it.
     found: list[Any] = []
@@ -172,7 +212,15 @@ def _parse(text: str, prose: bool = False) -> list[Any]:
     found = found or math_verify.parse(text, parsing_timeout=None)
     if alone and prose and not found:
         found = math_verify.parse(formula, parsing_timeout=None)
-    return found
+    return [_ascending(part) for part in found]
+
+
+def _ascending(part: Any) -> Any:
+    """Return 3 > x > 1 as 1 < x < 3, and everything else as it is."""
+    falling = sympy.StrictGreaterThan | sympy.GreaterThan
+    if isinstance(part, And) and all(isinstance(link, falling) for link in part.args):
+        return And(*(link.reversed for link in reversed(part._unsorted_args)))
+    return part
 
 
 def _evaluated(found: list[Any], equation: bool, names: bool) -> list[Any]:
@@ -187,10 +235,14 @@ def _evaluated(found: list[Any], equation: bool, names: bool) -> list[Any]:
     kept: list[Any] = []
     for part in found:
         sides = _sides(part)
+        if len(sides) > 2 and isinstance(sides[-1], sympy.Symbol) and not isinstance(sides[0], sympy.Symbol):
+            sides.reverse()  # 4 * 8 = 32 = x
         done = [side for side in sides if not _has_unevaluated(side)]
         if equation:
             if len(sides) > 2 and done and sides[0] != done[-1]:
                 part = sympy.Eq(sides[0], done[-1], evaluate=False)  # x = 4 * 8 = 32 is x = 32
+            elif sides and done and not any(side.free_symbols for side in sides):
+                part = done[-1]  # 4 * 8 = 32
             sides = []
         if sides:
             kept += [side for side in done if names or not side.free_symbols][-1:]
@@ -229,6 +281,8 @@ def _has_unevaluated(part: Any) -> bool:
 def _is_unevaluated(node: Any) -> bool:
     if isinstance(node, _UNDONE):
         return True
+    if isinstance(node, _SET_OPERATIONS):
+        return all(isinstance(item, sympy.FiniteSet) for item in node.args)
     if isinstance(node, sympy.Add):
         constant = [item for item in node.args if not item.free_symbols]
         # Evaluation leaves fewer terms. It does not for 1 + sqrt(2).

@@ -6,8 +6,8 @@ text, with a unit, words or LaTeX around it. Of a chain of equations (``x = 4 * 
 is a number counts. Several numbers (``48, 24``, ``1 or 72``) are no answer, and neither is a quotient that is
 a whole number (``144/2``). Nor is a number beside a word that changes it (``half of 144``, ``6 dozen``).
 
-Numbers are written as in :mod:`~torchrl_grpo.rewards.numbers`, or as ``1 000``, ``1000,99``, ``3:4`` or
-``3 \times 10^5``.
+Numbers are written as in :mod:`~torchrl_grpo.rewards.numbers`, or as ``1 000``, ``1'000``, ``1.000,99``,
+``1000,99``, ``3:4``, ``0.\overline{3}`` or ``3 \times 10^5``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOTATION: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     # A calculation as in GSM8K's solutions, and a tag.
     (r"<<[^<>]*>>|</?[a-z]+>", " "),
     (r" *\{ *, *\} *|,\\! *", ","),
-    (r"\\[,;:! ]|~|\\q?quad(?![A-Za-z])|\\\\\s*\Z|\*{2,3}|_{2,3}|`|[^\S\n]", " "),
+    (r"\\[,;:! ]|~|\\q?quad(?![A-Za-z])|\\+\s*\Z|\*{2,3}|_{2,3}|`|[^\S\n]", " "),
     (r"\\(?:left|right|displaystyle|boxed|fbox|(?:text|math|mbox)[a-z]*(?=\s*\{))(?![A-Za-z])", " "),
     (r"\\(?:rm|bf|it|bm|boldsymbol|therefore|textdollar|cent)(?![A-Za-z])", " "),
     # A condition, as in n = 72 (n > 0).
@@ -40,7 +40,7 @@ _NOTATION: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\\[()\[\]]|\$", " "),
     (r"\^ ?\{? ?\\circ ?\}?|\\degree(?![A-Za-z])", "°"),
     # The power of a unit, as in m^2.
-    (r"([A-Za-z]\}?) ?(?:\^ ?(?:-?[1-4](?![0-9])|\{ ?-?[1-4] ?\})|[²³])", r"\1"),
+    (r"([A-Za-z]\}?) ?\^ ?(?:-?[1-4](?![0-9])|\{ ?-?[1-4] ?\})", r"\1"),
     # 10^1 is left, because 7.2 * 10^1 is work undone.
     (
         r"(?<![0-9.,])(?:([1-9](?:\.[0-9]+)?) *(?:[*×·x]|\\times|\\cdot) *)?10 *\^ *\{? *"
@@ -56,6 +56,13 @@ _NOTATION: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"(?<=[0-9]) ?\\operatorname(?= ?\{)", " "),
     # Emphasis. It is two spaces for the same reason as brackets.
     (r"(?<!\S)([*_])(?! )([^*_\n]+)(?<! )\1(?!\w)", r"  \2  "),
+    (r"(?<![0-9.,/_])[0-9]{1,3}(?:['’_][0-9]{3})+(?![0-9_])", lambda m: re.sub("['’_]", "", m[0])),
+    # 1.000,5 and 1.000.000, but not 1.000.
+    (
+        r"(?<![0-9.,/])[0-9]{1,3}(?:(?:\.[0-9]{3})+(?=,[0-9]+(?![.,]?[0-9]))|(?:\.[0-9]{3}){2,}(?![.,]?[0-9]))",
+        lambda m: m[0].replace(".", ""),
+    ),
+    (r"([0-9]*)\.([0-9]*)\\(?:overline|bar) ?(?:\{ ?([0-9]{1,9}) ?\}|([0-9]))", lambda m: _repeating(m)),
     (
         r"(?<![0-9.,(\[{])(?:[0-9]+,(?:[0-9]{1,2}|[0-9]{4,})|(?:0|[0-9]{4,}),[0-9]+)(?![.,]?[0-9])",
         lambda m: m[0].replace(",", "."),
@@ -77,14 +84,20 @@ _WORDS = (
     r"(?:[^0-9+*^=≠≤≥<>|\\√±×·÷&_∞α-λν-ω/-]|/(?=[ ]?[^\W\d_])|&(?=[^\W\d_])"
     r"|(?:(?<![^\s])[0-9]+)?-(?=[^\W\d_]{2}))*"
 )
+_SPELLED = (
+    r"(?:an? )?(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|half|hundred|dozen|"
+    r"(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)\b"
+)
 #: What changes the number after it, and what changes the number before it.
 CHANGES_NEXT = re.compile(
-    r"\b(?:half|twice|double|triple|dozen|root|(?:third|quarter) of|sqrt|log|ln|exp|sin|cos|tan)"
-    r"(?: of)?[ \t$~\\({]*\Z",
+    r"\b(?:half|twice|double|triple|dozen|root|(?:third|quarter|square|cube) of|sqrt|log|ln|exp|sin|cos|tan|"
+    r"not|plus|times|(?:divided|multiplied) by|(?:hundred|thousand)(?: and)?)(?: of)?[ \t$~\\({]*\Z",
     re.IGNORECASE,
 )
 CHANGES_PREVIOUS = re.compile(
-    r"[ \t$~\\)}]*(?:[²³¹⁰-ⁿ]|(?:pi|dozen|hundred|thousand|[mb]illion|squared|cubed|minus|plus)\b(?!-))",
+    r"[ \t$~\\)}]*(?:(?:pi|dozen|hundred|thousand|[mb]illion|squared|cubed|minus|plus)\b(?!-)|"
+    r"(?:half|halves|thirds|fourths|fifths|tenths)\b(?![ -]\w)|"
+    rf"(?:times|over|and|or|of|(?:divided|multiplied) by) {_SPELLED})",
     re.IGNORECASE,
 )
 _SIDE = re.compile(
@@ -99,6 +112,11 @@ _SIDE = re.compile(
     """,
     re.VERBOSE,
 )
+
+
+#: A truth with words after the number, and one with a comma between digits.
+_WITH_UNIT = re.compile(r"\\?\$?[-+]?[0-9][0-9.,/]* ((?:[A-Za-z]+(?:/[A-Za-z]+)? ?)+)")
+_COMMA = re.compile(r"[-+]?[0-9]+,[0-9]+(?: ?\\?[$€£%])?")
 
 
 @dataclass(frozen=True)
@@ -156,13 +174,35 @@ def read(text: str) -> Written | None:
 def of_truth(text: str) -> Written | None:
     """Return the number that a truth consists of, or None if it is anything else.
 
-    Letters outside of LaTeX commands are symbols, and a comma that groups no thousands separates numbers.
+    Letters outside of LaTeX commands are symbols, unless they are words after the number. A comma that groups
+    no thousands separates numbers.
     """
-    bare = re.sub(r"\\(?:text\w*|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+|\\!|\{,\}", " ", text)
+    bare = re.sub(
+        r"\\(?:text\w*|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+|\\!|\{,\}|(?<=[0-9])[eE](?=[-+]?[0-9])", " ", text
+    )
     if re.search(r"[A-Za-z=]|,(?![0-9]{3}(?![0-9]))", bare):
-        return None
+        with_unit = _WITH_UNIT.fullmatch(text.strip())
+        return read(text) if with_unit and not any(map(_is_product, with_unit[1].split())) else None
     tuple_or_set = "," in bare and re.search(r"[(\[]|\\\{", bare)
     return None if tuple_or_set else read(text)
+
+
+def with_comma(text: str) -> Written | None:
+    """Return the decimal number that a truth such as ``1,22`` may be. It may also be two numbers."""
+    return read(text) if _COMMA.fullmatch(text.strip()) else None
+
+
+def _is_product(word: str) -> bool:
+    """Whether a word may be symbols, whose letters are in order, or a function."""
+    return len(word.strip("/")) < 3 or sorted(word) == list(word) or CHANGES_NEXT.match(word) is not None
+
+
+def _repeating(match: re.Match[str]) -> str:
+    """Return the fraction that equals a repeating decimal."""
+    whole, start, period = match[1] or "0", match[2], match[3] or match[4]
+    value = Fraction(int(whole + start), 1) + Fraction(int(period), 10 ** len(period) - 1)
+    value /= 10 ** len(start)
+    return f"{value.numerator}/{value.denominator}"
 
 
 def _of_chain(chain: str) -> Written | None:
