@@ -206,6 +206,30 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("a+b=7", ["7"], []),
     ("x=y", ["x=y"], []),
     (r"x = 4 \cdot 8 = 32", ["32", "x=32"], []),
+    # Chains in lists.
+    ("x=2, y=3", ["x = 1+1 = 2, y = 3", "x = 1+1 = 2, y = 2+1 = 3", "y = 2+1 = 3, x = 2"],
+     ["x = 1+1 = 3, y = 3", "x = 1+1, y = 3"]),
+    ("1,2", ["x = 2-1 = 1, x = 2"], ["x = 2-1, x = 2"]),
+    ("0<x<1", ["1>x>0"], ["0 < x < 2 - 1"]),
+    # Programs and Markdown.
+    ("x^2", ["x**2", "**x^2**", "*x^2*."], []),
+    # Choices: only one may be given.
+    ("A", ["A) 42", "**A**", "B is wrong, so the answer is A"],
+     ["A, B, C, D", "A B", "A or B", "(A)(B)", "A. B.", "The answer is B. A", "not A", "A is wrong"]),
+    ("B", ["The correct option is (B)", "Option B", "B: 42"], []),
+    # An approximate value after the exact one.
+    (r"\sqrt{2} \approx 1.414", [r"\sqrt{2}"], ["1.414"]),
+    (r"x \approx 3", ["3"], []),
+    # Times, scores and ratios.
+    ("9:05 AM", ["9:05am"], ["9:05 pm", "9:05"]),
+    ("12:30", ["0012:30", "12:30 a.m."], ["12.30", "12 30", "1230"]),
+    ("3:2", ["21:14", "1.5"], ["2:3"]),
+    ("2:3:4", ["2:3:4"], ["2:3:5"]),
+    # Units in the truth.
+    ("18 dollars", ["18.00"], ["9 9", "36/2"]),
+    ("3 pi", [], ["3"]),
+    ("5 abc", ["5abc"], ["5"]),
+    ("6 feet 2 inches", ["6 feet 2 inches"], ["6"]),
 ]  # fmt: skip
 
 

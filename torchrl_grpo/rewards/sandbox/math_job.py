@@ -50,6 +50,8 @@ _MIXED = re.compile(r"(?<![0-9.,/])([0-9]+) +([0-9]+)/([0-9]+)(?![0-9/])")
 _ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9]+(?:\.[0-9]+)?|[A-Za-z]))")
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 _BARE_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt(?=\s*\{)")
+_POWER = re.compile(r"(?<=[A-Za-z0-9)\]}])\*\*(?=[A-Za-z0-9({-])")
+_EMPHASIS = re.compile(r"\A\s*(\*{1,3}|__)(?!\s)([^*]+)(?<!\s)\1\.?\s*\Z")
 _LEAD = re.compile(
     r"\A\s*(?:(?:so|thus|hence|therefore|then|answer(?: is)?)\b[:,]?\s*)+(?=\S)", re.IGNORECASE
 )
@@ -203,7 +205,8 @@ def _parse(text: str, prose: bool = False) -> list[Any]:
     """
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", numbers.plain(text).replace("∞", r"\infty "))
     text = _ROOT.sub(lambda match: f"{_ROOTS[match[1]]}{{{match[2] or match[3] or match[4]}}}", text)
-    text = _LEAD.sub("", _BARE_ROOT.sub(r"\\sqrt", text))
+    text = _EMPHASIS.sub(r"\2", text)
+    text = _LEAD.sub("", _BARE_ROOT.sub(r"\\sqrt", _POWER.sub("^", text)))
     alone = not _HAS_MATH.search(text) and len(text) <= 1_000
     formula = f"${text.rstrip(' .')}$"  # A full stop is no part of it.
     found: list[Any] = []
@@ -234,21 +237,30 @@ def _evaluated(found: list[Any], equation: bool, names: bool) -> list[Any]:
     """
     kept: list[Any] = []
     for part in found:
+        if isinstance(part, sympy.FiniteSet) and any(isinstance(item, And) for item in part.args):
+            part = part.func(*map(_ends, part._unsorted_args))
         sides = _sides(part)
-        if len(sides) > 2 and isinstance(sides[-1], sympy.Symbol) and not isinstance(sides[0], sympy.Symbol):
-            sides.reverse()  # 4 * 8 = 32 = x
-        done = [side for side in sides if not _has_unevaluated(side)]
         if equation:
-            if len(sides) > 2 and done and sides[0] != done[-1]:
-                part = sympy.Eq(sides[0], done[-1], evaluate=False)  # x = 4 * 8 = 32 is x = 32
-            elif sides and done and not any(side.free_symbols for side in sides):
-                part = done[-1]  # 4 * 8 = 32
-            sides = []
+            part, sides = _ends(part), []
+        done = [side for side in sides if not _has_unevaluated(side)]
         if sides:
             kept += [side for side in done if names or not side.free_symbols][-1:]
         elif not _has_unevaluated(part):
             kept.append(part)
     return kept
+
+
+def _ends(part: Any) -> Any:
+    """Return x = 4 * 8 = 32 and 4 * 8 = 32 = x as x = 32, 4 * 8 = 32 as 32, and everything else as it is."""
+    sides = _sides(part)
+    if len(sides) > 2 and isinstance(sides[-1], sympy.Symbol) and not isinstance(sides[0], sympy.Symbol):
+        sides.reverse()
+    done = [side for side in sides if not _has_unevaluated(side)]
+    if len(sides) > 2 and done and sides[0] != done[-1]:
+        return sympy.Eq(sides[0], done[-1], evaluate=False)
+    if done and not any(side.free_symbols for side in sides):
+        return done[-1]
+    return part
 
 
 def _sides(part: Any) -> list[Any]:
