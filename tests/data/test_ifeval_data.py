@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.data.identity import question_key
 from torchrl_grpo.data.ifeval import load
-from torchrl_grpo.data.problems import question_key
 from torchrl_grpo.errors import DataError, UserError
 
 

@@ -14,8 +14,8 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import validate
 from torchrl_grpo.config.mixture import mixture_parts
 from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.identity import question_key
 from torchrl_grpo.data.mixture import Mixture
-from torchrl_grpo.data.problems import question_key
 from torchrl_grpo.envs.stream import MIXTURE_BLOCK, MixtureStream, shares
 from torchrl_grpo.errors import ConfigError, DataError
 from torchrl_grpo.rewards import build_grader, build_reward_set

@@ -52,9 +52,9 @@ class EnvConfig:
     )
     fields: dict[str, str] = key(
         {},
-        "Columns of a jsonl dataset or of your own: question or messages, answer, and solution for "
-        "sft.py. Each is a column, a path into one, e.g. {question: item.text}, or a Jinja template, e.g. "
-        "{question: '{{ title }}: {{ text }}'}.",
+        "Columns of a jsonl dataset or of your own: question or messages, answer, solution for sft.py, and "
+        "identity, which is equal for rows that ask the same in other words. Each is a column, a path into "
+        "one, e.g. {question: item.text}, or a Jinja template, e.g. {question: '{{ title }}: {{ text }}'}.",
     )
     environment: str | None = key(
         None,

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import re
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import PurePath
@@ -33,6 +33,8 @@ class Example:
         question: what the data set asks, before templates and system prompts: the text of the question, or
             the whole conversation as JSON. Problems with the same question are the same problem. Empty if
             ``messages`` is all there is.
+        identity: what problems have in common that are the same in other words, e.g. the numbers of a puzzle
+            in any order. Empty if only the question says so (:mod:`torchrl_grpo.data.identity`).
         trusted: texts of the configuration with which messages begin or end. Only they keep their control
             tokens. None keeps those of all messages, and of the solution.
     """
@@ -46,6 +48,7 @@ class Example:
     source_messages: list[dict[str, str]] = field(default_factory=list)
     solution: str = ""
     question: str = ""
+    identity: str = ""
     trusted: list[str] | None = field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:
@@ -87,10 +90,10 @@ def is_role(value: object) -> bool:
 class LazyExamples(Sequence[Example]):
     """Examples that are made on access."""
 
-    def without(self, keys: Set[Hashable]) -> LazyExamples:
-        """Return the same examples, with others in place of those whose key is among ``keys``.
+    def without(self, keys: Set[str]) -> LazyExamples:
+        """Return the same examples, with others in place of those that have one of ``keys``.
 
-        Keys are those of :func:`~torchrl_grpo.data.problems.question_key`.
+        Keys are those of :func:`torchrl_grpo.data.identity.keys`.
         """
         raise TypeError(f"{type(self).__name__} cannot leave out problems")
 

@@ -6,10 +6,11 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.data import problems, prompts
 from torchrl_grpo.data.example import Example, is_role
+from torchrl_grpo.data.identity import conversation
 from torchrl_grpo.data.rows import columns, fields, sources
 from torchrl_grpo.errors import ConfigError, DataError
 
-_FIELDS = ("question", "messages", "answer", "solution")
+_FIELDS = ("question", "messages", "answer", "solution", "identity")
 
 
 def load(cfg: Config) -> problems.Problems:
@@ -65,7 +66,8 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
     Without ``env.fields.answer``, the column ``answer`` is read if there is one, and so is ``solution``. A
     null answer or solution is none. ``env.fields.messages`` names a list of chat messages, which is the
     prompt as it is. A last message of the assistant is the solution, and no part of the prompt. Without any
-    solution, the answer is one.
+    solution, the answer is one. ``env.fields.identity`` names what problems have in common that are the same
+    in other words.
 
     Raises:
         ConfigError: ``env.fields`` has unknown keys.
@@ -81,6 +83,10 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
         if column not in found.values or not columns.is_missing(found.values[column]):
             truth["answer"] = columns.answer(found, column, "jsonl")
     solution = _solution(row, env, names, truth)
+    identity = ""
+    if "identity" in names:
+        column = names["identity"]
+        identity = columns.answer(fields.resolve(row, column, "env.fields.identity"), column, "jsonl")
     if "messages" in names:
         column = names["messages"]
         turns = fields.resolve(row, column, "env.fields.messages").values.get(column)
@@ -90,11 +96,13 @@ def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
                 solution = last["content"]
         chat = _messages(turns, row, column)
         start = [{"role": "system", "content": env.system_prompt}] if env.system_prompt is not None else []
-        return Example(id, [*start, *chat], truth, solution=solution, question=problems.conversation(chat))
+        return Example(
+            id, [*start, *chat], truth, solution=solution, question=conversation(chat), identity=identity
+        )
     column = names["question"]
     question = columns.text(fields.resolve(row, column, "env.fields.question"), column, "jsonl")
     messages = prompts.messages(env, env.dataset, question)
-    return Example(id, messages, truth, solution=solution, question=question)
+    return Example(id, messages, truth, solution=solution, question=question, identity=identity)
 
 
 def _solution(row: sources.Row, env: EnvConfig, names: dict[str, str], truth: dict[str, str]) -> str:

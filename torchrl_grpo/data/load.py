@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import replace
 from types import ModuleType
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import DATASETS
 from torchrl_grpo.config.mixture import MixturePart, mixture_parts
+from torchrl_grpo.data.identity import keys
 from torchrl_grpo.data.mixture import mix
-from torchrl_grpo.data.problems import Problems, key_of, without
+from torchrl_grpo.data.problems import Problems, leave_out
 from torchrl_grpo.errors import ConfigError, DataError
 from torchrl_grpo.runtime import user_code
 
@@ -23,7 +23,7 @@ def load(cfg: Config) -> Problems:
         cfg: configuration. ``env`` names the data, and ``eval.num_problems`` the number of held-out problems.
 
     Returns:
-        Training and held-out problems that share no question.
+        Training and held-out problems, none of which are the same.
 
     Raises:
         ConfigError: ``env.dataset`` is neither a built-in one nor a function of the user.
@@ -44,21 +44,17 @@ def _apart(parts: Sequence[MixturePart], loaded: Sequence[Problems]) -> list[Pro
     Raises:
         DataError: a part has no training problem left.
     """
-    held_out = {
-        key_of(part.cfg)(example)
-        for part, problems in zip(parts, loaded, strict=True)
-        for example in problems.held_out
-    }
+    held_out = {key for problems in loaded for example in problems.held_out for key in keys(example)}
     apart = []
     for part, problems in zip(parts, loaded, strict=True):
-        train = without(problems.train, held_out, f"env.mixture: {part.name}", key_of(part.cfg))
-        if not train:
+        found = leave_out(problems, held_out, f"env.mixture: {part.name}")
+        if not found.train:
             raise DataError(
                 f"env.mixture: every question of {part.name} is held out by a part of the mixture, so "
                 "nothing is left to train on; lower eval.num_problems, or remove the part"
             )
-        train[0]  # fail now, and not in the middle of a run, if every question of a task is held out
-        apart.append(replace(problems, train=train))
+        found.train[0]  # fail now, and not in the middle of a run, if every question of a task is held out
+        apart.append(found)
     return apart
 
 

@@ -1,29 +1,29 @@
-"""Split problems into training and held-out problems that share no question."""
+"""Split problems into training and held-out ones, none of which are the same.
+
+:mod:`torchrl_grpo.data.identity` says which problems are the same.
+"""
 
 from __future__ import annotations
 
 import json
-import logging
+import math
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field, replace
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.data import prompts
 from torchrl_grpo.data.example import Example, LazyExamples
+from torchrl_grpo.data.identity import conversation, group_key, keys, question_key
 from torchrl_grpo.data.rows.sources import Row, Splits
 from torchrl_grpo.errors import DataError
-
-_log = logging.getLogger(__name__)
 
 #: Seed of the choice of held-out rows. It is independent of ``cfg.seed``, so that runs with different seeds
 #: are evaluated on the same problems.
 HELD_OUT_SEED = 20_231
 
 ToExample = Callable[[Row, EnvConfig, str], Example]
-# Problems with the same key are the same problem.
-Key = Callable[[Example], Hashable]
 
 
 @dataclass
@@ -32,40 +32,18 @@ class Problems:
 
     Attributes:
         train: training problems in the order of the source.
-        held_out: evaluation problems, at most ``eval.num_problems``. None of their questions is in ``train``.
+        held_out: evaluation problems, at most ``eval.num_problems``. None of them is in ``train``, in
+            whatever words.
+        notes: what the user should know about the choice.
     """
 
     train: Sequence[Example]
     held_out: list[Example]
+    notes: list[str] = field(default_factory=list, kw_only=True)
 
     def first_examples(self) -> dict[str, Example]:
         """Return the first training problem by the name of its part, which is empty without a mixture."""
         return {"": self.train[0]}
-
-
-def question_key(example: Example) -> str:
-    """Return the question with normalized spacing. Examples with the same key are the same problem.
-
-    The question is all that was said: conversations that end alike are different problems.
-    """
-    return " ".join((example.question or conversation(example.messages)).split())
-
-
-def conversation(messages: Sequence[Mapping[str, object]]) -> str:
-    """Return a whole conversation as one text; the message itself if it is the only one and the user's."""
-    if len(messages) == 1 and messages[0]["role"] == "user":
-        return str(messages[0]["content"])
-    return json.dumps([[message["role"], message["content"]] for message in messages], ensure_ascii=False)
-
-
-def game_key(example: Example) -> tuple[str, str]:
-    """Return the question with its hidden answer: in a game, a question says nothing about the answer."""
-    return question_key(example), json.dumps(example.truth, sort_keys=True, default=str)
-
-
-def key_of(cfg: Config) -> Key:
-    """Return the function that says which problems of a configuration are the same."""
-    return question_key if cfg.env.environment is None else game_key
 
 
 def build(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
@@ -92,12 +70,32 @@ def build(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
             made.append(replace(example, columns=row.values, trusted=trusted))
         return made
 
-    key = key_of(cfg)
     train = ordered(examples(splits.train, "train"), cfg.env.order_by)
-    if splits.test is None:
-        return split_off(train, cfg.eval.num_problems, splits.train_source, key)
-    held_out = examples(splits.test, "test")
-    return separate(train, choose(held_out, cfg.eval.num_problems, key), splits.train_source, key)
+    held_out = None if splits.test is None else examples(splits.test, "test")
+    games = cfg.env.environment is not None
+    if games and _start_alike(train, held_out):
+        train = [_with_row(one) for one in train]
+        held_out = held_out and [_with_row(one) for one in held_out]
+    if held_out is None:
+        return split_off(train, cfg.eval.num_problems, splits.train_source, games=games)
+    chosen = choose(held_out, cfg.eval.num_problems, games=games)
+    return separate(Problems(train, chosen), splits.train_source)
+
+
+def _start_alike(train: list[Example], held_out: list[Example] | None) -> bool:
+    """Whether the questions of games do not tell training problems from held-out ones."""
+    if held_out is None:
+        return len(set(map(group_key, train))) == 1
+    known = {key for example in held_out for key in keys(example)}
+    return not any(keys(example).isdisjoint(known) for example in train)
+
+
+def _with_row(example: Example) -> Example:
+    """Let the whole row say which problem it is: every game may begin with the same words."""
+    # GRPOTrainer numbers the rows that it was given in columns with an underscore.
+    values = {name: value for name, value in example.columns.items() if not name.startswith("_")}
+    row = json.dumps(values | example.truth, sort_keys=True, default=str)
+    return replace(example, question=f"{question_key(example)} {row}")
 
 
 def _check_text(example: Example, row: Row) -> None:
@@ -138,61 +136,116 @@ def ordered(examples: list[Example], column: str | None) -> list[Example]:
         ) from error
 
 
-def choose(examples: list[Example], count: int, key: Key = question_key) -> list[Example]:
-    """Choose at most ``count`` examples with different keys, deterministically and in their order."""
-    unique = list({key(example): example for example in reversed(examples)}.values())[::-1]
+def choose(examples: list[Example], count: int, *, games: bool = False) -> list[Example]:
+    """Choose at most ``count`` different questions, deterministically and in their order.
+
+    Args:
+        examples: examples to choose from.
+        count: number of them.
+        games: whether a question with another ground truth is another one, as it is in a game.
+    """
+    unique = _unique(examples, games)
     if len(unique) <= count:
         return unique
     chosen = sorted(random.Random(HELD_OUT_SEED).sample(range(len(unique)), count))
     return [unique[i] for i in chosen]
 
 
-def split_off(examples: list[Example], count: int, source: str, key: Key = question_key) -> Problems:
-    """Hold out ``count`` questions of a source that has no test split.
+def _unique(examples: list[Example], games: bool) -> list[Example]:
+    def key(example: Example) -> tuple[str, str]:
+        return question_key(example), str(example.truth) if games and not example.identity else ""
+
+    return list({key(example): example for example in reversed(examples)}.values())[::-1]
+
+
+def split_off(examples: list[Example], count: int, source: str, *, games: bool = False) -> Problems:
+    """Hold out ``count`` questions of a source that has no test split, all wordings of a problem together.
 
     Raises:
-        DataError: the source has no more than ``count`` different questions.
+        DataError: the source has too few different problems.
     """
-    questions = len({key(example) for example in examples})
-    if questions <= count:
+    groups: dict[str, list[int]] = {}
+    unique = _unique(examples, games)
+    for number, example in enumerate(unique):
+        groups.setdefault(group_key(example), []).append(number)
+    needed = math.ceil(count * len(groups) / max(1, len(unique)))
+    if len(groups) <= needed:
         raise DataError(
-            f"{source} has {questions} different questions and no test split; holding out "
+            f"{source} has {len(groups)} different questions and no test split; holding out "
             f"eval.num_problems={count} leaves nothing to train on. Lower eval.num_problems to at most "
-            f"{max(questions - 1, 0)}, or give a second file as env.eval_data_path"
+            f"{max(len(groups) - 1, 0)}, or give a second file as env.eval_data_path"
         )
-    return separate(examples, choose(examples, count, key), source, key)
+    draw, names = random.Random(HELD_OUT_SEED), list(groups)
+    first = draw.sample(range(len(names)), needed)
+    # Where groups differ in size, more of them may be needed. One always remains to train on.
+    rest = draw.sample([i for i in range(len(names)) if i not in set(first)], len(names) - needed)
+    chosen: list[int] = []
+    for i in [*first, *rest[:-1]]:
+        if len(chosen) < count:
+            chosen += groups[names[i]]
+    held_out = [unique[number] for number in sorted(chosen)[:count]]
+    ids = {example.id for example in held_out}
+    return separate(Problems([one for one in examples if one.id not in ids], held_out), source)
 
 
-def separate(train: list[Example], held_out: list[Example], source: str, key: Key = question_key) -> Problems:
-    """Drop every held-out question from ``train``.
+def separate(problems: Problems, source: str) -> Problems:
+    """Leave held-out problems out of the training problems, which are a list.
 
     Raises:
         DataError: no training problem is left.
     """
-    kept = without(train, {key(example) for example in held_out}, source, key)
-    if not kept:
+    found = leave_out(problems, {key for one in problems.held_out for key in keys(one)}, source)
+    if not found.train:
         raise DataError(
-            f"every question of {source} is also held out ({len(train)} rows, {len(held_out)} held out), so "
-            "nothing is left to train on; lower eval.num_problems or give other held-out data as "
-            "env.eval_data_path"
+            f"every question of {source} is also held out ({len(problems.train)} rows, "
+            f"{len(problems.held_out)} held out), so nothing is left to train on; lower eval.num_problems or "
+            "give other held-out data as env.eval_data_path"
         )
-    return Problems(train=kept, held_out=held_out)
+    return found
 
 
-def without(
-    train: Sequence[Example], held_out: Set[Hashable], source: str, key: Key = question_key
-) -> Sequence[Example]:
-    """Return the training problems that are not held out, and log how many are.
+def leave_out(problems: Problems, held_out: Set[str], source: str) -> Problems:
+    """Leave problems that are held out out of the training problems, and note how many they are, and why.
 
     Args:
-        train: training problems. Generated ones are replaced by others when they are drawn.
-        held_out: keys of the held-out problems.
-        source: where the problems come from, for the log.
-        key: function that says which problems are the same.
+        problems: problems. Generated training problems are replaced by others when they are drawn.
+        held_out: keys of held-out problems.
+        source: where the problems come from, for the note.
     """
-    if isinstance(train, LazyExamples):
-        return train.without(held_out)
-    kept = [example for example in train if key(example) not in held_out]
-    if len(kept) < len(train):
-        _log.info("%s: left out %d training problems that are held out", source, len(train) - len(kept))
-    return kept
+    if isinstance(problems.train, LazyExamples):
+        return replace(problems, train=problems.train.without(held_out))
+    kept = [example for example in problems.train if keys(example).isdisjoint(held_out)]
+    if len(kept) == len(problems.train):
+        return problems
+    left_out = len(problems.train) - len(kept)
+    same = sum(question_key(example) in held_out for example in problems.train)
+    note = (
+        f"{source}: {left_out} of {len(problems.train)} training problems are left out, because they are "
+        f"held out: {same} with the same question, {left_out - same} in other words"
+    )
+    return replace(problems, train=kept, notes=[*problems.notes, note])
+
+
+def separate_prompts(problems: Problems, source: str) -> Problems:
+    """Leave out training problems to which an environment gives the prompt of a held-out one.
+
+    If it gives all of them such a prompt, prompts say nothing about problems, and none is left out.
+
+    Args:
+        problems: problems with the prompts of their environment; the training problems are a list.
+        source: name of the environment, for the note.
+    """
+    held_out = {conversation(one.messages) for one in problems.held_out}
+    kept = [
+        one
+        for one in problems.train
+        if one.messages == one.source_messages or conversation(one.messages) not in held_out
+    ]
+    if not kept or len(kept) == len(problems.train):
+        return problems
+    left_out = len(problems.train) - len(kept)
+    note = (
+        f"{source}: {left_out} of {len(problems.train)} training problems are left out, because a held-out "
+        "one has the same prompt"
+    )
+    return replace(problems, train=kept, notes=[*problems.notes, note])

@@ -2,25 +2,34 @@
 
 Training problems are generated on demand, because some tasks take 0.07 s per question. A problem depends only
 on the seed and its index, so the order of access and resumption do not change it. Held-out problems come from
-a separate seed that no run trains on. A training question that is also held out is replaced by another one.
+a separate seed that no run trains on. A training problem that is also held out, in whatever words, is
+replaced by another one (:mod:`~torchrl_grpo.data.gym_identity`).
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable, Set
+import logging
+from collections import Counter
+from collections.abc import Set
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.data import problems, prompts
 from torchrl_grpo.data.example import Example, LazyExamples
+from torchrl_grpo.data.gym_identity import identity
+from torchrl_grpo.data.identity import group_key, keys, question_key
 from torchrl_grpo.data.rows import codec, columns, sources
 from torchrl_grpo.errors import ConfigError, DataError
 
+_log = logging.getLogger(__name__)
+
 #: ``reasoning_gym`` draws question i from seed + i. Training seeds start below 2**31, held-out seeds above.
 _HELD_OUT_SEED = 2**31 + problems.HELD_OUT_SEED
-#: Attempts to draw a training question that is not held out before the task counts as too small.
+#: Attempts to draw a training problem that is not held out before the task counts as too small.
 _MAX_DRAWS = 1_000
 
 
@@ -33,11 +42,11 @@ def load(cfg: Config) -> problems.Problems:
     """
     env = cfg.env
     task, args = check(env)
-    held_out = _held_out(env, task, args, cfg.eval.num_problems)
+    held_out, notes = _held_out(env, task, args, cfg.eval.num_problems)
     seed = cfg.seed * 1_000_003 % 2**31
-    train = Generated(env, task, args, seed, {problems.question_key(example) for example in held_out})
-    train[0]  # fail now, and not in the middle of a run, if every question of the task is held out
-    return problems.Problems(train=train, held_out=held_out)
+    train = Generated(env, task, args, seed, {key for one in held_out for key in keys(one)})
+    train[0]  # fail now, and not in the middle of a run, if every problem of the task is held out
+    return problems.Problems(train=train, held_out=held_out, notes=notes)
 
 
 def example(row: sources.Row, env: EnvConfig, id: str) -> Example:
@@ -136,20 +145,21 @@ class Generated(LazyExamples):
         task: the task's name.
         args: the task's arguments.
         seed: seed of the questions.
-        held_out: keys (:func:`~torchrl_grpo.data.problems.question_key`) of questions that must not appear.
+        held_out: keys (:func:`~torchrl_grpo.data.identity.keys`) of problems that must not appear.
     """
 
     def __init__(
-        self, env: EnvConfig, task: str, args: dict[str, Any], seed: int, held_out: Set[Hashable]
+        self, env: EnvConfig, task: str, args: dict[str, Any], seed: int, held_out: Set[str]
     ) -> None:
         self._env, self._task, self._args = env, task, args
         self._seed, self._held_out = seed, held_out
         self._draws: dict[int, Any] = {}  # draw number -> data set; draw 0 serves nearly every index
+        self._replaced: dict[int, bool] = {}
 
     def __len__(self) -> int:
         return self._env.task_size
 
-    def without(self, keys: Set[Hashable]) -> Generated:
+    def without(self, keys: Set[str]) -> Generated:
         """See :meth:`~torchrl_grpo.data.example.LazyExamples.without`."""
         return Generated(self._env, self._task, self._args, self._seed, self._held_out | keys)
 
@@ -157,18 +167,34 @@ class Generated(LazyExamples):
         """See :class:`~torchrl_grpo.data.example.LazyExamples`.
 
         Raises:
-            DataError: the task has too few questions that are not held out.
+            DataError: the task has too few problems that are not held out.
         """
         for draw in range(_MAX_DRAWS):
             row = sources.Row(self._draw(draw)[index], index + 1, f"{self._task} (training)")
-            found = _example(self._env, self._task, self._args, row, f"reasoning_gym/train/{index + 1}")
-            if problems.question_key(found) not in self._held_out:
+            found = _generated(self._env, self._task, self._args, row, f"reasoning_gym/train/{index + 1}")
+            if keys(found).isdisjoint(self._held_out):
                 return found
+            self._note_replaced(index, question_key(found) in self._held_out)
         raise DataError(
-            f"env.task={self._task}: all of {_MAX_DRAWS} drawn questions are among the "
-            f"{len(self._held_out)} held-out ones, so the task has too few different questions. "
-            "Lower eval.num_problems or widen env.task_args"
+            f"env.task={self._task}: all of {_MAX_DRAWS} drawn questions are among the held-out problems, so "
+            "the task has too few different ones. Lower eval.num_problems or widen env.task_args"
         )
+
+    def _note_replaced(self, index: int, same_question: bool) -> None:
+        """Log the 1st, 10th, 100th and so on training problem that is held out."""
+        if index in self._replaced:
+            return
+        self._replaced[index] = same_question
+        number, same = len(self._replaced), sum(self._replaced.values())
+        if str(number).strip("0") == "1":
+            _log.info(
+                "env.task=%s: of the training problems so far, %d were held out, and others were drawn in "
+                "their place: %d with the same question, %d in other words",
+                self._task,
+                number,
+                same,
+                number - same,
+            )
 
     def _draw(self, draw: int) -> Any:
         if draw not in self._draws:
@@ -177,18 +203,63 @@ class Generated(LazyExamples):
         return self._draws[draw]
 
 
-def _held_out(env: EnvConfig, task: str, args: dict[str, Any], count: int) -> list[Example]:
-    """Generate at most ``count`` different questions from the held-out seed."""
-    found: dict[str, Example] = {}
+def _held_out(env: EnvConfig, task: str, args: dict[str, Any], count: int) -> tuple[list[Example], list[str]]:
+    """Generate at most ``count`` different questions from the held-out seed, and notes about them.
+
+    A task may word few problems in many ways. All wordings of a problem are held out together, and at least
+    half of the problems that were found remain to train on.
+
+    Raises:
+        DataError: the task has a single problem.
+    """
+    if count == 0:
+        return [], []
     limit = 20 * count
-    entries = make(task, args, _HELD_OUT_SEED, max(limit, 1))
+    entries = make(task, args, _HELD_OUT_SEED, limit)
+    groups: dict[str, dict[str, tuple[int, Example]]] = {}
+    draws: Counter[str] = Counter()
+    is_large = False
     for index in range(limit):
-        if len(found) == count:
-            break
         row = sources.Row(entries[index], index + 1, f"{task} (held out)")
-        new = _example(env, task, args, row, f"reasoning_gym/test/{index + 1}")
-        found.setdefault(problems.question_key(new), new)
-    return list(found.values())
+        new = _generated(env, task, args, row, f"reasoning_gym/test/{index + 1}")
+        groups.setdefault(group_key(new), {}).setdefault(question_key(new), (index, new))
+        draws[group_key(new)] += 1
+        # Of fewer than 2 * count problems, more than a fifth of such draws would be repetitions.
+        few_repetitions = count >= 20 and len(groups) == count and index < 1.25 * count
+        is_large = few_repetitions or len(groups) == 2 * count
+        if is_large:
+            break
+    if len(groups) == 1:
+        raise DataError(
+            f"env.task={task}: {limit} drawn questions are all the same problem, so "
+            f"eval.num_problems={count} leaves nothing to train on. Widen env.task_args, or set "
+            "eval.num_problems=0"
+        )
+    chosen: list[tuple[int, Example]] = []
+    names: list[str] = []
+    for name in list(groups)[: count if is_large else len(groups) // 2]:
+        if len(chosen) < count:
+            chosen += groups[name].values()
+            names.append(name)
+    held_out = [example for _, example in sorted(chosen, key=itemgetter(0))[:count]]
+    if is_large:
+        return held_out, []
+    share = sum(draws[name] for name in names) / draws.total()
+    note = (
+        f"env.task={task} has few different problems: {len(groups)} were found. {len(names)} of them are "
+        f"held out, in {len(held_out)} questions. Training draws others in their place, for {share:.0%} of "
+        "what the task generates"
+    )
+    if len(held_out) < count:
+        note += (
+            f". eval.num_problems={count} would leave fewer than half of them to train on; widen "
+            "env.task_args for more"
+        )
+    return held_out, [note]
+
+
+def _generated(env: EnvConfig, task: str, args: dict[str, Any], row: sources.Row, id: str) -> Example:
+    return replace(_example(env, task, args, row, id), identity=identity(task, row.values))
 
 
 def _example(env: EnvConfig, task: str, args: dict[str, Any], row: sources.Row, id: str) -> Example:

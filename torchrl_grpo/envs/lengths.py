@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from torchrl_grpo.config import Config
 from torchrl_grpo.data import prompts
 from torchrl_grpo.data.example import Example, LazyExamples
-from torchrl_grpo.data.problems import Problems, conversation, separate
+from torchrl_grpo.data.identity import conversation
+from torchrl_grpo.data.problems import Problems, separate
 from torchrl_grpo.envs.chat import lengths_above, render
 from torchrl_grpo.errors import DataError
 
@@ -54,21 +55,24 @@ def handle_overlong_prompts(
     long_held_out = lengths_above(tokenizer, problems.held_out, bound)
     if mode == "drop":
         assert is_list, "the configuration checks reject drop for generated problems"
-        fitted = Problems(
-            _drop("train on", problems.train, long_train, bound),
-            _drop("evaluate on", problems.held_out, long_held_out, bound),
+        fitted = dataclasses.replace(
+            problems,
+            train=_drop("train on", problems.train, long_train, bound),
+            held_out=_drop("evaluate on", problems.held_out, long_held_out, bound),
         )
     else:
         cut = Cutter(cfg, tokenizer, bound)
         held_out = [cut(one) if i in long_held_out else one for i, one in enumerate(problems.held_out)]
         if not is_list:
-            fitted = Problems(_CutWhenDrawn(problems.train, cut), held_out)
+            fitted = dataclasses.replace(
+                problems, train=_CutWhenDrawn(problems.train, cut), held_out=held_out
+            )
         else:
             train = [cut(one) if i in long_train else one for i, one in enumerate(problems.train)]
-            fitted = Problems(train, held_out)
+            fitted = dataclasses.replace(problems, train=train, held_out=held_out)
             if long_train or long_held_out:
                 # Two questions may differ only in the text that was cut off.
-                fitted = separate(train, held_out, "what env.overlong_prompts has cut")
+                fitted = separate(fitted, "what env.overlong_prompts has cut")
     if not long_train and not long_held_out:
         return fitted, None
     held_out_cut = f"{len(long_held_out)} of {len(problems.held_out)} held-out"

@@ -273,7 +273,8 @@ def _fit_prompts(
     problems = with_prompts(cfg, problems, tokenizer)
     notify(unasked_tags(cfg, problems.train[0]))
     problems, message = lengths.handle_overlong_prompts(problems, tokenizer, cfg)
-    notify(message)
+    for note in [*problems.notes, message]:
+        notify(note)
     notify(control_tokens(tokenizer).note_on(problems, with_solutions=cfg.train.method == "sft"))
     return problems
 

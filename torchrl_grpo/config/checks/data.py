@@ -225,7 +225,8 @@ def _check_jsonl(cfg: Config) -> None:
     if env.dataset == "jsonl" and env.data_path is None and env.hub_name is None:
         wrong = "dataset jsonl needs a file to read"
         raise bad_value("env.data_path", env.data_path, wrong, "env.data_path=FILE.jsonl")
-    if not set(env.fields) <= {"question", "messages", "answer", "solution"} or not all(env.fields.values()):
+    known = {"question", "messages", "answer", "solution", "identity"}
+    if not set(env.fields) <= known or not all(env.fields.values()):
         wrong = "must name the column of question or of messages, and that of answer if there is one"
         raise bad_value("env.fields", env.fields, wrong, good)
     if {"question", "messages"} <= set(env.fields):

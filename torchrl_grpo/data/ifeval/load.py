@@ -85,7 +85,8 @@ def _train_on_ifeval(cfg: Config) -> problems.Problems:
     if env.eval_data_path is None:
         return problems.split_off(train, cfg.eval.num_problems, source)
     held_out = _examples(sources.read_held_out(env.eval_data_path, env.eval_split), env, "test")
-    return problems.separate(train, problems.choose(held_out, cfg.eval.num_problems), source)
+    chosen = problems.choose(held_out, cfg.eval.num_problems)
+    return problems.separate(problems.Problems(train, chosen), source)
 
 
 def _benchmark(env: EnvConfig) -> list[sources.Row]:

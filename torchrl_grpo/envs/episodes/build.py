@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import ENVIRONMENTS, load_built_in
 from torchrl_grpo.config.derived import has_episodes
-from torchrl_grpo.data.problems import Problems
+from torchrl_grpo.data.problems import Problems, separate_prompts
 from torchrl_grpo.envs.episodes.chat_tokens import TurnTokens
 from torchrl_grpo.envs.episodes.engine import EpisodeEngine
 from torchrl_grpo.envs.episodes.processes import CallError, EpisodeHost, UserCodeSpec
@@ -96,9 +96,11 @@ def with_prompts(cfg: Config, problems: Problems, tokenizer: PreTrainedTokenizer
     native = bool(schemas) and _describes_tools(tokenizer, schemas)
     reset, close = _prompt_of(cfg)
 
-    def prompt(example: Example) -> Example:
+    def started(examples: Sequence[Example]) -> list[Example]:
         # An environment is always reset with the messages of the data set.
-        example = replace(reset(example), source_messages=example.messages)
+        return [replace(reset(one), source_messages=one.messages) for one in examples]
+
+    def with_tools(example: Example) -> Example:
         if native:
             return replace(example, tools=schemas)
         if not schemas:
@@ -112,9 +114,12 @@ def with_prompts(cfg: Config, problems: Problems, tokenizer: PreTrainedTokenizer
         return replace(example, messages=messages, trusted=trusted)
 
     try:
-        return Problems([prompt(one) for one in problems.train], [prompt(one) for one in problems.held_out])
+        found = replace(problems, train=started(problems.train), held_out=started(problems.held_out))
     finally:
         close()
+    found = separate_prompts(found, f"env.environment={cfg.env.environment}")
+    train, held_out = map(with_tools, found.train), map(with_tools, found.held_out)
+    return replace(found, train=list(train), held_out=list(held_out))
 
 
 def _describes_tools(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, object]]) -> bool:

@@ -9,6 +9,7 @@ import zlib
 from typing import Any
 
 from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.identity import number_puzzle
 from torchrl_grpo.envs.episodes.tools.calculator import evaluate
 from torchrl_grpo.envs.episodes.types import Step
 
@@ -51,6 +52,7 @@ def problems(split: str, size: int = 1_000, numbers: int = 3, largest: int = 9) 
                 "answer": expression,
                 "numbers": shuffled,
                 "target": target,
+                "identity": number_puzzle(chosen, target),
             }
         )
     raise ValueError(f"numbers={numbers} up to largest={largest} make too few problems; raise one of them")

@@ -1,0 +1,386 @@
+"""Nothing that is held out is trained on: not in the same words, and not in others.
+
+What makes problems the same is read from their questions here, and not asked of the code under test.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrl_grpo import data
+from torchrl_grpo.cli.compose import composer
+from torchrl_grpo.config import Config, parse
+from torchrl_grpo.config.schema import EnvConfig
+from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.mixture import Mixture
+from torchrl_grpo.data.problems import Problems
+from torchrl_grpo.envs.episodes.build import with_prompts
+from torchrl_grpo.errors import DataError
+
+CONFIG = Path(__file__).resolve().parents[2] / "config"
+Oracle = Callable[[str, Example], Hashable]
+
+
+def text(example: Example) -> str:
+    return " ".join(example.messages[-1]["content"].split())
+
+
+def numbers(question: str, example: Example | None = None) -> Hashable:
+    """The numbers of a question, in any order."""
+    return tuple(sorted(re.findall(r"\d+(?:\.\d+)?", question)))
+
+
+def signed(question: str, example: Example) -> Hashable:
+    """The terms of a sum with their signs, in any order."""
+    terms = re.findall(r"(?:^|[ :(])([-+]?) ?(\d+(?:\.\d+)?)", question)
+    return tuple(sorted((sign or "+", number) for sign, number in terms))
+
+
+def words(pattern: str) -> Oracle:
+    return lambda question, example: tuple(sorted(re.findall(pattern, question)))
+
+
+def answer(question: str, example: Example) -> Hashable:
+    return str(example.truth["entry"]["answer"])
+
+
+def puzzle(question: str, example: Example) -> Hashable:
+    """The numbers, in any order, with the target that they make."""
+    row = example.columns or example.truth["entry"]["metadata"]
+    return tuple(sorted(row["numbers"])), row["target"]
+
+
+# Small versions of the tasks, in which problems come back in other words, and what makes them the same.
+TASKS: dict[str, tuple[dict[str, Any], Oracle]] = {
+    "basic_arithmetic": (
+        {
+            "max_terms": 2,
+            "max_digits": 1,
+            "operators": ["+"],
+            "allow_parentheses": False,
+            "format_style": "natural",
+        },
+        numbers,
+    ),
+    "chain_sum": ({"max_terms": 2, "max_digits": 1}, signed),
+    "decimal_chain_sum": ({"max_terms": 2, "max_digits": 1, "max_decimal_places": 1}, signed),
+    "products": ({"max_terms": 2, "max_digits": 1}, numbers),
+    "bitwise_arithmetic": ({"difficulty": 1}, words(r"0x[0-9a-f]+")),
+    "gcd": ({"max_value": 15}, numbers),
+    "lcm": ({"max_value": 15}, numbers),
+    "fraction_simplification": ({"max_value": 9, "max_factor": 3}, words(r"\d+")),
+    "leg_counting": ({"min_animals": 2, "max_animals": 2, "max_instances": 1}, words(r"\d+ \w+")),
+    "complex_arithmetic": (
+        {
+            "min_real": 1,
+            "max_real": 3,
+            "min_imag": 1,
+            "max_imag": 2,
+            "operations": ["+"],
+            "operations_weights": [1.0],
+        },
+        words(r"\([^)]*i\)"),
+    ),
+    "simple_equations": (
+        {"max_terms": 2, "max_value": 3, "operators": ["+"], "operators_weights": [1.0]},
+        lambda question, example: re.sub("[a-z]", "?", question.rpartition(": ")[2]),
+    ),
+    "simple_geometry": ({"max_sides": 3, "min_angle": 80, "max_angle": 99}, numbers),
+    "countdown": (
+        {
+            "min_numbers": 3,
+            "max_numbers": 3,
+            "max_value": 5,
+            "min_target": 1,
+            "max_target": 20,
+            "operators": ["+", "*"],
+        },
+        puzzle,
+    ),
+    "number_sorting": (
+        {"max_numbers": 3, "max_decimals": 0, "min_value": 0, "max_value": 3},
+        lambda question, example: (question[:30], numbers(question.partition("Please")[0])),
+    ),
+    "number_filtering": (
+        {"max_numbers": 3, "max_decimals": 0, "min_value": 0, "max_value": 3},
+        lambda question, example: (
+            question.partition(" in ")[0][-1:],
+            numbers(question.partition(" in ")[2]),
+        ),
+    ),
+    "palindrome_generation": (
+        {"max_length": 4},
+        lambda question, example: "".join(sorted(str(answer("", example)))),
+    ),
+    "caesar_cipher": ({"max_words": 4}, answer),
+    "sentence_reordering": ({"max_words_in_sentence": 4}, answer),
+    "aiw": ({}, lambda question, example: (len(question) > 400, "friend" in question, numbers(question))),
+    "calendar_arithmetic": ({"tasks": ["is_leap_year"]}, numbers),
+    "dice": ({"num_dice": 3, "max_dice_size": 6}, words(r"\d+d\d+|\d+ or higher")),
+    "syllogism": (
+        {},
+        lambda question, example: tuple(sorted(re.findall(r"(?:\d\. |that: )([^.?]+)", question))),
+    ),
+    "coin_flip": ({}, lambda question, example: question),
+    "tower_of_hanoi": ({}, lambda question, example: question),
+    "knights_knaves": ({}, lambda question, example: str(example.truth["entry"]["metadata"]["statements"])),
+}
+
+
+def load(task: str, args: dict[str, Any], count: int = 40, size: int = 400) -> Problems:
+    cfg = Config(env=EnvConfig(dataset="reasoning_gym", task=task, task_args=args, task_size=size))
+    cfg.eval.num_problems = count
+    return data.load(cfg)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_no_task_trains_on_what_it_holds_out(task: str) -> None:
+    args, same = TASKS[task]
+    found = load(task, args)
+    held_out, train = found.held_out, found.train[:]
+    assert len({text(one) for one in held_out}) == len(held_out) > 5 and len(train) == 400
+    assert not {text(one) for one in held_out} & {text(one) for one in train}
+    assert not {same(text(one), one) for one in held_out} & {same(text(one), one) for one in train}
+
+
+@pytest.mark.slow
+def test_every_rule_fits_the_entries_of_its_task() -> None:
+    from torchrl_grpo.data.gym_identity import _RULES
+
+    for task in sorted(_RULES):
+        found = load(task, {}, count=0, size=2)
+        assert all(one.identity for one in found.train), task
+
+
+def test_a_composite_task_holds_out_what_its_tasks_say_is_the_same() -> None:
+    parts = [{"name": name, "config": TASKS[name][0]} for name in ("chain_sum", "gcd", "basic_arithmetic")]
+    found = load("composite", {"datasets": parts})
+
+    def same(example: Example) -> Hashable:
+        task = example.truth["entry"]["metadata"]["source_dataset"]
+        return task == "gcd", signed(text(example), example) if task != "gcd" else numbers(text(example))
+
+    assert not {same(one) for one in found.held_out} & {same(one) for one in found.train}
+
+
+def test_few_problems_are_held_out_with_all_their_wordings_and_half_remain() -> None:
+    args, _ = TASKS["basic_arithmetic"]
+    for count, share in ((40, 0.2), (200, 0.45), (400, 0.5)):
+        found = load("basic_arithmetic", args, count=count)
+        sums = {numbers(text(one)) for one in found.held_out}
+        trained = {numbers(text(one)) for one in found.train[:]}
+        assert len(sums) <= share * 66 + 1 and not sums & trained and len(sums | trained) > 60
+        (note,) = found.notes
+        assert f"66 were found. {len(sums)} of them are held out, in {len(found.held_out)} questions" in note
+        assert (len(found.held_out) < count) == (f"eval.num_problems={count} would leave fewer" in note)
+        assert (len(found.held_out) == count) == (count < 400)
+    assert not load("chain_sum", {}).notes
+
+
+def test_a_task_with_a_single_problem_is_refused() -> None:
+    args = {"tasks": ["is_leap_year"], "year": 2024, "leap_year_range": 1}
+    with pytest.raises(
+        DataError, match=r"the same problem.* Widen env\.task_args, or set eval\.num_problems=0"
+    ):
+        load("calendar_arithmetic", args)
+
+
+def test_replaced_problems_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    found = load("gcd", TASKS["gcd"][0])
+    caplog.set_level("INFO")
+    assert found.train[:] == found.train[:]
+    lines = [record.getMessage() for record in caplog.records if "held out" in record.getMessage()]
+    assert 1 < len(lines) <= 3 and "10 were held out" in lines[1] and "in other words" in lines[1]
+
+
+# --- several data sets --------------------------------------------------------------------------------
+
+
+def write(path: Path, questions: Sequence[str], **more: Sequence[str]) -> str:
+    found = [
+        {"question": question, "answer": "1"} | {name: values[i] for name, values in more.items()}
+        for i, question in enumerate(questions)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    return str(path)
+
+
+def test_no_part_trains_in_other_words_on_what_another_part_holds_out(tmp_path: Path) -> None:
+    args, _ = TASKS["basic_arithmetic"]
+    asked = [f"{how} {a} + {b}?" for how in ("What is", "How much is") for a in range(10) for b in range(10)]
+    stories = [f"Ann has {n} eggs and eats one. How many are left?" for n in range(40)]
+    told = [f"Of {n} eggs Ann eats one. What is left?" for n in range(40)]
+    gym: dict[str, Any] = {"dataset": "reasoning_gym", "task_size": 300}
+    parts: list[dict[str, Any]] = [
+        gym | {"name": "natural", "task": "basic_arithmetic", "task_args": args},
+        gym | {"name": "both", "task": "basic_arithmetic", "task_args": args | {"operators": ["+", "-"]}},
+        gym | {"name": "chain", "task": "chain_sum", "task_args": TASKS["chain_sum"][0]},
+        {"name": "file", "dataset": "jsonl", "data_path": write(tmp_path / "a.jsonl", asked)},
+        {"name": "stories", "dataset": "jsonl", "data_path": write(tmp_path / "b.jsonl", stories)},
+        {
+            "name": "told",
+            "dataset": "jsonl",
+            "data_path": write(
+                tmp_path / "c.jsonl", told[::-1], original=[f" {one}" for one in stories[::-1]]
+            ),
+            "fields": {"identity": "original"},
+        },
+    ]
+    cfg = Config()
+    cfg.env.mixture, cfg.eval.num_problems = parts, 12
+    found = data.load(cfg)
+    assert isinstance(found, Mixture)
+
+    def same(example: Example) -> Hashable:
+        if example.part in ("stories", "told"):
+            return numbers(text(example))
+        return signed(text(example).replace("How much is", ":").replace("What is", ":"), example)
+
+    held_out, train = found.held_out, [found.train[i] for i in range(len(found.train))]
+    assert {one.part for one in held_out} == {one.part for one in train} == {part["name"] for part in parts}
+    assert not {text(one) for one in held_out} & {text(one) for one in train}
+    assert not {same(one) for one in held_out} & {same(one) for one in train}
+    notes = [note for part in found.problems for note in part.notes]
+    assert any(
+        re.search(r"env\.mixture: told: \d+ of 28 .*: 0 with the same question", note) for note in notes
+    )
+
+
+def test_rewordings_of_a_file_are_held_out_together(tmp_path: Path) -> None:
+    questions = [f"{how} {n}" for n in range(30) for how in ("a", "b", "c")]
+    originals = [f"{n}" for n in range(30) for _ in "abc"]
+    cfg = Config(env=EnvConfig(dataset="jsonl", fields={"identity": "original"}))
+    cfg.env.data_path = write(tmp_path / "a.jsonl", questions, original=originals)
+    cfg.eval.num_problems = 11
+    found = data.load(cfg)
+    held_out = {one.columns["original"] for one in found.held_out}
+    assert len(found.held_out) == 11 and len(held_out) == 4
+    assert {one.columns["original"] for one in found.train} == set(originals) - held_out
+    assert "1 of 79 training problems are left out" in found.notes[0] and "1 in other words" in found.notes[0]
+
+
+# --- environments -------------------------------------------------------------------------------------
+
+
+def game(tmp_path: Path, found: list[dict[str, Any]], count: int = 10, **env: Any) -> Config:
+    path = tmp_path / "game.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    cfg = Config(env=EnvConfig(dataset="jsonl", environment="guess", data_path=str(path), **env))
+    cfg.eval.num_problems = count
+    return cfg
+
+
+def test_a_game_whose_question_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
+    # The same question has several answers, as a puzzle with several solutions has.
+    found = data.load(game(tmp_path, [{"question": f"q{n // 3}", "answer": f"a{n}"} for n in range(60)]))
+    assert len(found.held_out) == 10 and len({text(one) for one in found.held_out}) == 4
+    assert not {text(one) for one in found.held_out} & {text(one) for one in found.train}
+    assert len(found.train) == 48
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_games_that_all_begin_alike_are_told_apart_by_their_rows(tmp_path: Path, split: bool) -> None:
+    played = [{"question": "Let us play.", "board": [n]} for n in range(30)]
+    cfg = game(tmp_path, played)
+    if split:
+        (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in played[:10]))
+        cfg.env.eval_data_path = str(tmp_path / "test.jsonl")
+    found = data.load(cfg)
+    boards = [{one.columns["board"][0] for one in part} for part in (found.train, found.held_out)]
+    assert [len(part) for part in boards] == [20, 10] and not boards[0] & boards[1]
+
+
+def test_an_environment_and_a_task_of_the_same_puzzle_share_no_problem() -> None:
+    environment = {
+        "dataset": "torchrl_grpo.envs.episodes.countdown:problems",
+        "fields": {"identity": "identity"},
+        "task_args": {"size": 300, "largest": 5},
+    }
+    task = {
+        "dataset": "reasoning_gym",
+        "task": "countdown",
+        "task_size": 300,
+        "task_args": TASKS["countdown"][0],
+    }
+    cfg = Config()
+    cfg.env.mixture = [environment | {"name": "game"}, task]
+    cfg.eval.num_problems = 40
+    found = data.load(cfg)
+
+    held_out = {puzzle("", one) for one in found.held_out}
+    assert len(held_out) > 40 and not held_out & {puzzle("", found.train[i]) for i in range(len(found.train))}
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_prompts_that_an_environment_writes_are_held_out_too(tmp_path: Path, alike: bool) -> None:
+    deal = "'go'" if alike else "f'deal {example.columns[\"n\"] % 7}'"
+    (tmp_path / "cards.py").write_text(
+        "class Cards:\n"
+        "    def reset(self, example):\n"
+        f"        return [{{'role': 'user', 'content': {deal}}}]\n"
+        "    def step(self, message):\n"
+        "        return 'no', 0.0, True\n"
+    )
+    cfg = game(tmp_path, [{"question": f"q{n}", "n": n} for n in range(40)], count=4)
+    cfg.env.environment = f"{tmp_path / 'cards.py'}:Cards"
+    tokenizer: Any = None
+    found = with_prompts(cfg, data.load(cfg), tokenizer)
+    assert len(found.held_out) == 4
+    if alike:
+        # The prompt says nothing about the problem.
+        assert len(found.train) == 36 and not found.notes
+    else:
+        assert found.train and not {text(one) for one in found.held_out} & {text(one) for one in found.train}
+        assert re.search(r"Cards: \d+ of 36 .* has the same prompt", found.notes[0])
+
+
+SHIPPED: dict[str, Oracle] = {
+    "arithmetic": numbers,
+    "reasoning_gym": signed,
+    "countdown": puzzle,
+    "guess": numbers,
+    "gsm8k": lambda question, example: question,
+    "math": lambda question, example: question,
+    "jsonl": lambda question, example: question,
+    "ifeval": lambda question, example: question,
+}
+
+
+def test_every_shipped_configuration_is_among_them() -> None:
+    assert {path.stem for path in (CONFIG / "env").glob("*.yaml")} == set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_no_shipped_configuration_trains_on_what_it_holds_out(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    path.mkdir()
+    for split, spaces, start in (("train", " ", 0), ("test", "  ", 20)):
+        rows = [
+            {
+                "question": f"How{spaces}many is {n}?",
+                "problem": f"How{spaces}many is {n}?",
+                "answer": f"#### {n}",
+                "prompt": f"Write{spaces}about {n}.",
+                "instruction_id_list": ["punctuation:no_comma"],
+                "kwargs": [{}],
+            }
+            for n in range(start, start + 40)
+        ]
+        (path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reads = [f"env.data_path={path}"] if name in ("gsm8k", "math", "jsonl", "ifeval") else []
+    with composer(CONFIG, "grpo_gsm8k") as tree:
+        (overrides,) = tree.jobs([f"env={name}", "env.task_size=400", *reads], sweep=False)
+        cfg = parse(tree.compose(overrides).node)
+    if name == "reasoning_gym":
+        cfg.env.task_args = {"max_terms": 2, "max_digits": 1}
+    found = data.load(cfg)
+    same, train = SHIPPED[name], [found.train[i] for i in range(len(found.train))]
+    assert len(found.held_out) >= 40 and len(train) >= 20
+    assert not {text(one) for one in found.held_out} & {text(one) for one in train}
+    assert not {same(text(one), one) for one in found.held_out} & {same(text(one), one) for one in train}

@@ -1,0 +1,125 @@
+"""When two problems are the same: if they share one of their :func:`keys`. Nothing else decides it.
+
+A problem has up to three keys: its question, what its data set says that makes it the same problem in other
+words (:attr:`Example.identity <torchrl_grpo.data.example.Example.identity>`), and the calculation, if the
+question asks for nothing but one.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+
+from torchrl_grpo.data.example import Example
+
+# A longer text is no short question about a calculation.
+_LONGEST = 1_000
+_ASKS = re.compile(
+    r"(?:what(?:'s| is)|how much is|solve|compute|calculate|evaluate|find|work out"
+    r"|state the final answer to the following arithmetic problem)?"
+    r"[: ]*([-+*/^×÷·−(). \d]+)[ =?.!]*",
+    re.IGNORECASE,
+)
+_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})
+
+
+def keys(example: Example) -> frozenset[str]:
+    """Return the keys of a problem. Problems that share a key are the same problem."""
+    question = question_key(example)
+    asked = _ASKS.fullmatch(question) if len(question) <= _LONGEST else None
+    calculation = None if asked is None else arithmetic(asked[1].strip(" ."))
+    return frozenset(filter(None, (question, spaced(example.identity), calculation)))
+
+
+def group_key(example: Example) -> str:
+    """Return the key by which wordings of a problem are held out together."""
+    return spaced(example.identity) or question_key(example)
+
+
+def question_key(example: Example) -> str:
+    """Return the question with normalized spacing.
+
+    The question is all that was said: conversations that end alike are different problems.
+    """
+    return spaced(example.question or conversation(example.messages))
+
+
+def conversation(messages: Sequence[Mapping[str, object]]) -> str:
+    """Return a whole conversation as one text; the message itself if it is the only one and the user's."""
+    if len(messages) == 1 and messages[0]["role"] == "user":
+        return str(messages[0]["content"])
+    return json.dumps([[message["role"], message["content"]] for message in messages], ensure_ascii=False)
+
+
+def spaced(text: str) -> str:
+    """Return a text with one space between words."""
+    return " ".join(text.split())
+
+
+def number_puzzle(numbers: Iterable[object], target: object) -> str:
+    """Return what makes puzzles that combine numbers to a target the same: the numbers, in any order."""
+    return f"make {target} of {' '.join(sorted(map(str, numbers)))}"
+
+
+def arithmetic(expression: str) -> str | None:
+    """Return one text for all orders in which a calculation can be written.
+
+    Terms of a sum and factors of a product may change places: ``3 + 4`` and ``4 + 3`` are the same, and so
+    are ``4 - 3`` and ``-3 + 4``.
+
+    Args:
+        expression: numbers, names and operators.
+
+    Returns:
+        The text; None if this is no expression with an operator.
+    """
+    if len(expression) > _LONGEST:
+        return None
+    try:
+        tree = ast.parse(expression.translate(_SIGNS).replace("^", "**").strip(), mode="eval").body
+        has_operator = any(isinstance(node, ast.BinOp) for node in ast.walk(tree))
+        return f"calculate {_written(tree)}" if has_operator else None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _written(node: ast.expr) -> str:
+    match node:
+        case ast.BinOp(op=ast.Add() | ast.Sub()) | ast.UnaryOp(op=ast.USub() | ast.UAdd()):
+            return f"({' '.join(sorted(_terms(node, '+')))})"
+        case ast.BinOp(op=ast.Mult() | ast.Div() | ast.FloorDiv()):
+            return f"({' '.join(sorted(_factors(node, '*')))})"
+        case ast.BinOp(left, op, right):
+            return f"({_written(left)} {type(op).__name__} {_written(right)})"
+        case ast.Constant(int() | float() as value):
+            return str(Fraction(str(value)))
+        case ast.Name(name):
+            return name
+    raise ValueError("this is no arithmetic")
+
+
+def _terms(node: ast.expr, sign: str) -> list[str]:
+    other = "-" if sign == "+" else "+"
+    match node:
+        case ast.BinOp(left, ast.Add(), right):
+            return _terms(left, sign) + _terms(right, sign)
+        case ast.BinOp(left, ast.Sub(), right):
+            return _terms(left, sign) + _terms(right, other)
+        case ast.UnaryOp(ast.USub(), operand):
+            return _terms(operand, other)
+        case ast.UnaryOp(ast.UAdd(), operand):
+            return _terms(operand, sign)
+    return [sign + _written(node)]
+
+
+def _factors(node: ast.expr, sign: str) -> list[str]:
+    other = "/" if sign == "*" else "*"
+    match node:
+        case ast.BinOp(left, ast.Mult(), right):
+            return _factors(left, sign) + _factors(right, sign)
+        case ast.BinOp(left, ast.Div() | ast.FloorDiv(), right):
+            return _factors(left, sign) + _factors(right, other)
+    return [sign + _written(node)]
