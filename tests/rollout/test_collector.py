@@ -126,7 +126,8 @@ def test_a_round_holds_what_was_sampled(make: Any) -> None:
         assert collector.tokenizer.decode(prompt) == round_.prompts[p]
         for s in range(G):
             ids = groups["tokens", "response"][p, s][groups["masks", "response"][p, s]]
-            assert collector.tokenizer.decode(ids, skip_special_tokens=True) == round_.responses[p][s]
+            text = collector.tokenizer.decode(ids).removesuffix(collector.tokenizer.eos_token)
+            assert text == round_.responses[p][s]
             assert float(groups["next", "reward"][p, s]) == len(round_.responses[p][s])
             assert round_.rewards_by_name[p * G + s] == {"length": len(round_.responses[p][s])}
     assert round_.seconds == {"time/generate_s": 1, "time/score_s": 1}

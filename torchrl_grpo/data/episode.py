@@ -1,9 +1,9 @@
-"""The record of an episode of several turns, and its last answer as text."""
+"""Responses as rewards read them, and the record of an episode of several turns."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 
 @dataclass
@@ -13,6 +13,7 @@ class EpisodeRecord:
     Attributes:
         messages: messages after the prompt, in order: the model's, and what its environment and tools said.
         messages_of_model: texts of those of the model.
+        block: thoughts that the prompt of the last of them has closed, as :class:`ResponseText` has them.
         reward: sum of the environment's rewards; 0 without an environment.
         turns: number of the model's messages.
         tool_calls: number of calls of tools.
@@ -27,14 +28,35 @@ class EpisodeRecord:
     tool_calls: int = 0
     tool_errors: int = 0
     error: str | None = None
+    block: str = ""
 
     def add_message_of_model(self, text: str) -> None:
-        """Append a message of the model."""
+        """Append a message of the model. It begins with the tags that its prompt has opened."""
         self.messages.append({"role": "assistant", "content": text})
         self.messages_of_model.append(text)
 
 
-class EpisodeText(str):
+class ResponseText(str):
+    r"""A response as rewards read it. It begins with the tags that the prompt has opened, as ``<think>``.
+
+    Attributes:
+        block: thoughts that the prompt has closed before the response, such as
+            ``<think>\n\n</think>\n\n``; usually empty. They are not part of the text.
+    """
+
+    block: str
+
+    def __new__(cls, text: str, block: str = "") -> Self:
+        """Return ``text`` with ``block``."""
+        made = super().__new__(cls, text)
+        made.block = block
+        return made
+
+    def __reduce__(self) -> tuple[type[ResponseText], tuple[str, Any]]:
+        return ResponseText, (str(self), self.block)
+
+
+class EpisodeText(ResponseText):
     """The model's last message in an episode, as rewards read it, with the record of the episode.
 
     Attributes:
@@ -43,11 +65,11 @@ class EpisodeText(str):
 
     record: EpisodeRecord
 
-    def __new__(cls, text: str, record: EpisodeRecord) -> EpisodeText:
+    def __new__(cls, text: str, record: EpisodeRecord) -> Self:  # type: ignore[override]
         """Return ``text`` with ``record``."""
-        made = super().__new__(cls, text)
+        made = super().__new__(cls, text, record.block)
         made.record = record
         return made
 
-    def __reduce__(self) -> tuple[type[EpisodeText], tuple[str, EpisodeRecord]]:
+    def __reduce__(self) -> tuple[type[ResponseText], tuple[str, Any]]:
         return EpisodeText, (str(self), self.record)

@@ -15,24 +15,39 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def _render_marked(
-    tokenizer: PreTrainedTokenizerBase, example: Example, chat_template: str | None = None
+def render_marked(
+    tokenizer: PreTrainedTokenizerBase,
+    example: Example,
+    chat_template: str | None = None,
+    reply: str | None = None,
 ) -> str:
-    """Render a prompt up to the start of the response, with the marks of ``ControlTokens``."""
+    """Render a prompt up to the start of the response, with the marks of ``ControlTokens``.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        example: the problem.
+        chat_template: as for :func:`render`.
+        reply: message of the assistant, which then ends the text.
+
+    Raises:
+        ModelError: there is no template, or it cannot render the messages.
+    """
     if chat_template is None and not tokenizer.chat_template:
         raise ModelError(
             f"The tokenizer of {tokenizer.name_or_path or type(tokenizer).__name__} has no chat template: "
             "give one as model.chat_template (Jinja), or choose an instruct model as model.name."
         )
 
+    end = [] if reply is None else [{"role": "assistant", "content": reply}]
+
     def render_messages(messages: Sequence[Mapping[str, Any]]) -> str:
         return str(
             tokenizer.apply_chat_template(
-                list(messages),
+                [*messages, *end],
                 chat_template=chat_template,
                 tools=example.tools or None,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=reply is None,
             )
         )
 
@@ -40,12 +55,19 @@ def _render_marked(
     try:
         return control.render(render_messages, example.messages, example.trusted)
     except TemplateError as error:
-        roles = ", ".join(message["role"] for message in example.messages)
+        roles = ", ".join(message["role"] for message in [*example.messages, *end])
         raise ModelError(
             f"The chat template of {tokenizer.name_or_path or type(tokenizer).__name__} refuses messages of "
             f"the roles {roles}: {error}. Give another one as model.chat_template. If it does not support a "
             "system message, set env.system_prompt=null."
         ) from error
+
+
+def render_text(
+    tokenizer: PreTrainedTokenizerBase, example: Example, chat_template: str | None = None
+) -> str:
+    """Render the text of a prompt, as :func:`render` does."""
+    return visible(render_marked(tokenizer, example, chat_template))
 
 
 def render(
@@ -64,9 +86,27 @@ def render(
     Raises:
         ModelError: there is no template, or it cannot render the messages.
     """
-    text = _render_marked(tokenizer, example, chat_template)
+    text = render_marked(tokenizer, example, chat_template)
     # The template writes all special tokens, so the tokenizer must not add another one.
     return visible(text), control_tokens(tokenizer, chat_template).ids([text])[0]
+
+
+def after_message(tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None) -> str:
+    """Return the text that the chat template writes after the content of a last message of the assistant.
+
+    Raises:
+        ModelError: the template cannot render such a message.
+    """
+    answer = "zqxanswerxqz"
+    messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": answer}]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False))
+    except TemplateError as error:
+        raise ModelError(
+            f"The chat template of {tokenizer.name_or_path} refuses a message of the assistant: {error}. "
+            "Give another one as model.chat_template."
+        ) from error
+    return text.rpartition(answer)[2]
 
 
 def end_of_message(
@@ -86,16 +126,8 @@ def end_of_message(
     Raises:
         ModelError: the template cannot render such a message, or the engine does not stop at that token.
     """
-    answer = "zqxanswerxqz"
-    messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": answer}]
-    try:
-        text = str(tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False))
-    except TemplateError as error:
-        raise ModelError(
-            f"The chat template of {tokenizer.name_or_path} refuses a message of the assistant: {error}. "
-            "Give another one as model.chat_template."
-        ) from error
-    after = tokenizer(text.rpartition(answer)[2], add_special_tokens=False)["input_ids"]
+    text = after_message(tokenizer, chat_template)
+    after = tokenizer(text, add_special_tokens=False)["input_ids"]
     token = next((one for one in after if one in end_token_ids), tokenizer.eos_token_id)
     if token not in end_token_ids:
         raise ModelError(
@@ -150,7 +182,7 @@ def lengths_above(
     """
     texts = {}
     for number, example in enumerate(examples):
-        text = _render_marked(tokenizer, example, chat_template)
+        text = render_marked(tokenizer, example, chat_template)
         if len(text.encode(errors="replace")) > bound:
             texts[number] = text
     lengths = [len(ids) for ids in control_tokens(tokenizer, chat_template).ids([*texts.values()])]

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # Unicode reserves this character for a program's own use. Text from outside loses it.
 _MARK = "\ufdd0"
 
+# Tags with these names begin and end turns and texts, and are no part of what a model says.
+_SPEAKERS = ("s", "user", "human", "assistant", "bot", "model", "system", "tool")
+
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 
@@ -45,6 +48,41 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> C
 def visible(text: str) -> str:
     """Return a text without the marks of :meth:`ControlTokens.render`."""
     return text.replace(_MARK, "")
+
+
+def special_tags(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the special tokens that are tags of a response, such as ``<think>`` and ``</answer>``.
+
+    Such a token has a counterpart that opens or closes it. Tokens that end or pad a text are not among them,
+    and neither are those of a speaker, such as ``<user>``.
+    """
+    return {text for text, is_tag in _special(tokenizer).items() if is_tag}
+
+
+def special_ends(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the special tokens that may end a response: all but tags."""
+    return {text for text, is_tag in _special(tokenizer).items() if not is_tag}
+
+
+def _special(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, bool]:
+    """Return the special tokens, and for each whether it is a tag."""
+    named = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
+    # The token that pads may be chosen later, and tokens may be added.
+    return _special_of(tokenizer, frozenset(named), len(tokenizer))
+
+
+@lru_cache(maxsize=4)
+def _special_of(
+    tokenizer: PreTrainedTokenizerBase, named: frozenset[str | None], size: int
+) -> Mapping[str, bool]:
+    special = {one.content for one in tokenizer.added_tokens_decoder.values() if one.special}
+    pairs: set[str] = set()
+    for text in special - named:
+        found = re.fullmatch(r"([<\[])([\w:.-]+)([>\]])", text)
+        if found and found[2].lower() not in _SPEAKERS:
+            pair = {text, f"{found[1]}/{found[2]}{found[3]}"}
+            pairs |= pair if pair <= special - named else set()
+    return {text: text in pairs for text in special}
 
 
 class ControlTokens:

@@ -18,9 +18,11 @@ from torchrl.data import Binary, Categorical, Composite, NonTensor, Unbounded
 from torchrl.data.llm import History
 from torchrl.envs import EnvBase
 
-from torchrl_grpo.data.episode import EpisodeText
+from torchrl_grpo.data.episode import ResponseText
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.envs.chat import check_length, check_lengths, render
+from torchrl_grpo.envs.chat import check_length, check_lengths, render, render_text
+from torchrl_grpo.envs.control_tokens import special_ends
+from torchrl_grpo.envs.openings import Opening, opening
 from torchrl_grpo.envs.responses import INPUT_MODES, is_truncated, response_texts
 from torchrl_grpo.envs.stream import PromptStream
 
@@ -59,8 +61,9 @@ class GroupTextEnv(EnvBase):
     * with ``input_mode="history"``: ``("history", "prompt")``, a ``History`` ``[P, G, messages]``.
 
     ``step`` reads the policy's responses (:mod:`~torchrl_grpo.envs.responses`) and removes special tokens
-    from their ends, where TorchRL's own policies leave them in the text. It writes ``("next", "reward")``
-    and, for each name of ``part_names``, ``("next", "reward_parts", <name>)``. All are float32 ``[P, G, 1]``.
+    from their ends, where TorchRL's own policies leave them in the text. Tags stay. It writes
+    ``("next", "reward")`` and, for each name of ``part_names``, ``("next", "reward_parts", <name>)``. All are
+    float32 ``[P, G, 1]``.
     A reward or component without a value for a response is NaN. In the TensorDict of a round
     (:mod:`~torchrl_grpo.batch.schema`), one tensor has all rewards instead, without their components.
     ``done`` is always True. ``truncated`` is True if the response was cut off at the maximum length, as far
@@ -234,11 +237,24 @@ class GroupTextEnv(EnvBase):
         return self._render(group_id, self.stream.at(group_id))
 
     def score(self, texts: Sequence[str], examples: Sequence[Example]) -> list[ResponseScore]:
-        """Score one response to each of ``examples``, without the special tokens at its end."""
-        plain = [
-            text if isinstance(text, EpisodeText) else self._strip_special_tokens(text) for text in texts
-        ]
-        return list(self.reward_set.score(plain, examples))
+        """Score one response to each of ``examples``.
+
+        Args:
+            texts: what rewards judge, or the texts that a policy wrote. Those lose the tokens at their ends,
+                and get the tags that their prompts have opened.
+            examples: problem of each response.
+        """
+        known: dict[int, Opening] = {}
+
+        def judged(text: str, example: Example) -> ResponseText:
+            if isinstance(text, ResponseText):
+                return text
+            if id(example) not in known:
+                known[id(example)] = opening(render_text(self.tokenizer, example, self.chat_template))
+            start = known[id(example)]
+            return ResponseText(start.opened + self._strip_end(text), start.block)
+
+        return list(self.reward_set.score([*map(judged, texts, examples)], examples))
 
     def _make_observation(self, parts: Sequence[Sequence[float]]) -> TensorDictBase:
         """Build the observation of the current examples, with a row of values for each of ``part_names``."""
@@ -316,11 +332,11 @@ class GroupTextEnv(EnvBase):
         result["terminated"], result["truncated"] = ~truncated, truncated
         return result
 
-    def _strip_special_tokens(self, text: str) -> str:
-        """Remove the special tokens at the end of a response."""
-        special = tuple(token for token in self.tokenizer.all_special_tokens if token)
-        while text.endswith(special):
-            text = text[: -max(len(token) for token in special if text.endswith(token))]
+    def _strip_end(self, text: str) -> str:
+        """Remove the special tokens at the end of a response, except for tags."""
+        ends = tuple(special_ends(self.tokenizer) - {""})
+        while text.endswith(ends):
+            text = text[: -max(len(token) for token in ends if text.endswith(token))]
         return text
 
     def _set_seed(self, seed: int | None) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tensordict import TensorDictBase
 
-from torchrl_grpo.data.episode import EpisodeRecord, EpisodeText
+from torchrl_grpo.data.episode import EpisodeRecord, EpisodeText, ResponseText
+from torchrl_grpo.envs.chat import after_message
+from torchrl_grpo.envs.control_tokens import special_ends, special_tags
+from torchrl_grpo.envs.openings import Opening, opening, opening_of_tokens
+from torchrl_grpo.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,7 +97,7 @@ def is_truncated(
 
     A policy may write the result itself as :data:`HIT_LENGTH_BOUND_KEY`. Otherwise it is read from
     ``("tokens", "response")``: a response was truncated if it has the maximum length and does not end in a
-    special token. If there is only text, the result is False.
+    special token other than a tag. If there is only text, the result is False.
 
     Args:
         tensordict: output of the policy, of any batch size.
@@ -111,7 +116,7 @@ def is_truncated(
     pad = end if pad is None else pad
     # Wrappers that do not pad strip pad tokens, and so also an end token that is the pad token.
     end_is_stripped = pad == end and not _padded(tensordict)
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ends = _end_tokens(tokenizer)
 
     def cut_off(ids: list[int]) -> bool:
         if end in ids:
@@ -119,7 +124,7 @@ def is_truncated(
         length = len(ids)
         while length and ids[length - 1] == pad:
             length -= 1
-        if not length or ids[length - 1] in special:
+        if not length or ids[length - 1] in ends:
             return False
         return not end_is_stripped if max_new_tokens is None else length >= max_new_tokens
 
@@ -142,14 +147,91 @@ class Answered(Protocol):
         """The tokens."""
 
     @property
+    def finish_reason(self) -> str | None:
+        """Why it ended; ``"stop"`` at an end token."""
+
+    @property
     def record(self) -> EpisodeRecord | None:
         """The record of an episode."""
 
 
-def judged_texts(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Answered]) -> list[str]:
-    """Return what rewards judge: the text of each response, and of an episode the model's last message."""
-    texts: list[str] = tokenizer.batch_decode([one.token_ids for one in responses], skip_special_tokens=True)
+def note_on_reading(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str | None:
+    """Return a message about tags that rewards read in a special way; None if there are none.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        prompt: text of a prompt.
+    """
+    start, tags = opening(prompt), sorted(special_tags(tokenizer))
+    notes = []
+    if start.opened:
+        notes.append(f"Prompts end with {start.opened!r}, which rewards read as the start of each response.")
+    if start.block:
+        notes.append(
+            f"Prompts end with {start.block!r}, so responses have no thoughts, and need none for `format`."
+        )
+    if tags:
+        notes.append(f"Rewards read the special tokens {', '.join(tags)} as text.")
+    return " ".join(notes) or None
+
+
+def written_texts(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Answered]) -> list[str]:
+    """Return what the model wrote: the text of each response, with special tokens but without its end.
+
+    The end is the token that ended the response, padding, and special tokens with which the chat template
+    ends a message, such as ``<|END_RESPONSE|>`` of Cohere. In an episode the messages of others are part of
+    the text.
+    """
+    others = _end_tokens(tokenizer)
+    after = tokenizer(_after_message(tokenizer, str(tokenizer.chat_template)), add_special_tokens=False)
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *others.intersection(after["input_ids"])}
+    rows = []
+    for one in responses:
+        length = len(one.token_ids)
+        # A model may have more end tokens than its tokenizer knows.
+        if one.finish_reason == "stop" and length and one.token_ids[-1] in others:
+            length -= 1
+        while length and one.token_ids[length - 1] in ends:
+            length -= 1
+        rows.append(one.token_ids[:length])
+    return list(tokenizer.batch_decode(rows, skip_special_tokens=False))
+
+
+@lru_cache(maxsize=4)
+def _after_message(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> str:
+    """Return what the chat template writes after a message; nothing if it renders none of the assistant."""
+    try:
+        return after_message(tokenizer) if tokenizer.chat_template else ""
+    except (ModelError, TypeError):
+        return ""
+
+
+def _end_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    return {*tokenizer.convert_tokens_to_ids(sorted(special_ends(tokenizer)))}
+
+
+def judged_texts(
+    tokenizer: PreTrainedTokenizerBase,
+    responses: Sequence[Answered],
+    prompts: Sequence[Sequence[int]] | None = None,
+) -> list[ResponseText]:
+    """Return what rewards judge: the text of each response, and of an episode the model's last message.
+
+    Args:
+        tokenizer: tokenizer that decodes.
+        responses: the responses.
+        prompts: token ids of the prompt of each response. What a prompt has opened is part of the text.
+            Without them, nothing is.
+    """
+    texts = written_texts(tokenizer, responses)
+    starts = [Opening()] * len(texts)
+    if prompts is not None:
+        # The responses of a group share the list of their prompt.
+        known = {id(one): opening_of_tokens(tokenizer, one) for one in prompts}
+        starts = [known[id(one)] for one in prompts]
     return [
-        text if one.record is None else EpisodeText(one.record.messages_of_model[-1], one.record)
-        for text, one in zip(texts, responses, strict=True)
+        ResponseText(start.opened + text, start.block)
+        if one.record is None
+        else EpisodeText(one.record.messages_of_model[-1], one.record)
+        for text, one, start in zip(texts, responses, starts, strict=True)
     ]

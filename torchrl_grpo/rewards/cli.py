@@ -3,9 +3,10 @@
     python -m torchrl_grpo.rewards --dataset gsm8k completions.jsonl
 
 Each line of the input is a JSON object with a ``completion`` and the data set's own fields (gsm8k:
-``question``, ``answer``). Each line of the output is ``{"total": ..., "parts": {...}, "errors": {...}}``, in
-the same order. If a reward fails on a completion, its error is listed in ``errors``, it counts as
-``--on-error``, and the command goes on. The input and the mean of each reward go to stderr.
+``question``, ``answer``). A completion begins with the tags that its prompt has opened, such as ``<think>``.
+Each line of the output is ``{"total": ..., "parts": {...}, "errors": {...}}``, in the same order. If a
+reward fails on a completion, its error is listed in ``errors``, it counts as ``--on-error``, and the command
+goes on. The input and the mean of each reward go to stderr.
 """
 
 from __future__ import annotations

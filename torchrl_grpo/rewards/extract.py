@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 
+# Thoughts at the start. Those that do not end are part of the answer, and make it wrong.
+_THOUGHTS = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
 _TAG = re.compile(r"(?ai:<\s{0,4}(/?)\s{0,4}answer\s{0,4}>)")
 
 
@@ -51,8 +53,8 @@ def answer(completion: str, answer_format: str) -> str | None:
 
     Args:
         completion: text that the model wrote.
-        answer_format: ``"tags"`` for the last closed ``<answer>``, ``"plain"`` for the whole text, or
-            ``"equation"`` for the text after the last equals sign.
+        answer_format: ``"tags"`` for the last closed ``<answer>``, ``"plain"`` for the whole text without the
+            thoughts that it begins with, or ``"equation"`` for the text after the last equals sign.
 
     Returns:
         The answer without outer spaces, or None if the text has no closed tag (``"tags"``) or no equals sign
@@ -63,4 +65,5 @@ def answer(completion: str, answer_format: str) -> str | None:
     if answer_format == "equation":
         _, sign, value = completion.rpartition("=")
         return value.strip() if sign else None
-    return completion.strip()
+    found = _THOUGHTS.match(completion)
+    return completion[found.end() if found else 0 :].strip()

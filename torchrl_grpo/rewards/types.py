@@ -22,7 +22,9 @@ class Reward(Protocol):
         """Score one completion.
 
         Args:
-            completion: text that the model wrote.
+            completion: text that the model wrote, with special tokens but without its end token. It begins
+                with the tags that the prompt has opened, such as ``<think>``
+                (:class:`~torchrl_grpo.data.episode.ResponseText`).
             example: problem that the completion answers.
 
         Returns:

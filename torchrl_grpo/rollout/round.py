@@ -16,7 +16,7 @@ from torchrl_grpo.batch.schema import build_batch
 from torchrl_grpo.data.episode import EpisodeRecord
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.group_text import GroupTextEnv
-from torchrl_grpo.envs.responses import judged_texts
+from torchrl_grpo.envs.responses import judged_texts, written_texts
 from torchrl_grpo.inference.protocol import Completion
 from torchrl_grpo.models.scoring.padding import pad_right
 from torchrl_grpo.rollout.groups import Group, ScoredGroup
@@ -77,11 +77,12 @@ def score_groups(
         examples: problem of each group.
     """
     responses = [response for group in groups for response in group.responses]
-    texts = tokenizer.batch_decode([one.token_ids for one in responses], skip_special_tokens=True)
+    texts = written_texts(tokenizer, responses)
+    prompts = [group.prompt for group in groups for _ in group.responses]
     problems = [
         example for group, example in zip(groups, examples, strict=True) for _ in range(len(group.responses))
     ]
-    scores = env.score(judged_texts(tokenizer, responses), problems)
+    scores = env.score(judged_texts(tokenizer, responses, prompts), problems)
     scored_groups, start = [], 0
     for group in groups:
         end = start + len(group.responses)

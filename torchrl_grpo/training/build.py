@@ -30,9 +30,10 @@ from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.envs import lengths
 from torchrl_grpo.envs.build import build_environment
-from torchrl_grpo.envs.chat import end_of_message, render
+from torchrl_grpo.envs.chat import end_of_message, render, render_text
 from torchrl_grpo.envs.control_tokens import control_tokens
 from torchrl_grpo.envs.episodes.build import check_environment, with_prompts
+from torchrl_grpo.envs.responses import note_on_reading
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import Inference
 from torchrl_grpo.models import loading, lora
@@ -160,6 +161,7 @@ def _build(
         # Problems that are generated on demand are checked when they are drawn.
         for example in problems.train:
             check_solution(example)
+    messages(note_on_reading(tokenizer, render_text(tokenizer, problems.train[0])))
     messages(describe_length(cfg, len(problems.train)) if cfg.train.num_epochs else None)
     env = build_environment(cfg, problems, job.reward_set, tokenizer)
     evaluator = Evaluator(problems.held_out, tokenizer, job.grader, cfg)

@@ -12,6 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import has_episodes
+from torchrl_grpo.data.episode import ResponseText
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import check_length, render
 from torchrl_grpo.envs.responses import judged_texts
@@ -104,12 +105,15 @@ class Evaluator:
             scores.append(pass_at_k(len(texts), right, self.pass_at_k))
         return sum(scores) / len(scores)
 
-    def _answers(self, engine: Inference, sampling: Sampling) -> tuple[list[list[str]], float]:
+    def _answers(self, engine: Inference, sampling: Sampling) -> tuple[list[list[ResponseText]], float]:
         """Return the texts for each problem, and their mean length in tokens."""
         if self.episodes:
             sampling = replace(sampling, problems=self.examples)
         completions = engine.generate(self.prompts, sampling)
-        texts = [judged_texts(self.tokenizer, group) for group in completions]
+        texts = [
+            judged_texts(self.tokenizer, group, [prompt] * len(group))
+            for prompt, group in zip(self.prompts, completions, strict=True)
+        ]
         counts = [
             len(one.token_ids) if one.sampled is None else sum(one.sampled)
             for group in completions

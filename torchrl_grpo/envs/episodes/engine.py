@@ -21,6 +21,8 @@ from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.episodes.chat_tokens import TurnTokens
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner
 from torchrl_grpo.envs.episodes.types import Step
+from torchrl_grpo.envs.openings import Opening, opening_of_tokens
+from torchrl_grpo.envs.responses import written_texts
 from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
 from torchrl_grpo.runtime.rng import derive_seed
@@ -43,6 +45,7 @@ class _Episode:
         order: number of the episode, by which simultaneous answers are sorted.
         tokens: tokens since the last submission, with ``log_probs`` and ``sampled`` of each.
         turn: tokens of the model's current turn.
+        opening: what the prompt of the current turn has written of it.
         waits: whether the environment is answering.
         answer: answer that came while the episode was interrupted.
         interrupted: whether it was aborted and not yet continued.
@@ -55,6 +58,7 @@ class _Episode:
     log_probs: list[float] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     turn: list[int] = field(default_factory=list)
+    opening: Opening = field(default_factory=Opening)
     waits: bool = False
     answer: Step | None = None
     interrupted: bool = False
@@ -152,7 +156,9 @@ class EpisodeEngine(SteppingEngine):
             episode = self._episodes.get(request.key)
             if episode is None:
                 self._count += 1
-                episode = _Episode(request, self._make_runner(request.problem), self._count)
+                start = opening_of_tokens(self._tokenizer, request.tokens)
+                runner = self._make_runner(request.problem)
+                episode = _Episode(request, runner, self._count, opening=start)
                 self._episodes[request.key] = episode
                 generate.append(self._bounded(episode, request))
                 continue
@@ -214,7 +220,9 @@ class EpisodeEngine(SteppingEngine):
 
     def _end_turn(self, key: Hashable, episode: _Episode, completion: Completion) -> None:
         episode.take(completion)
-        text = self._tokenizer.decode(episode.turn, skip_special_tokens=True)
+        (written,) = written_texts(self._tokenizer, [replace(completion, token_ids=episode.turn)])
+        text = episode.opening.opened + written
+        episode.runner.record.block = episode.opening.block
         if completion.finish_reason == "length":
             # The environment does not see a message that was cut off.
             episode.runner.record.turns += 1
@@ -273,6 +281,7 @@ class EpisodeEngine(SteppingEngine):
             self._finish(key, episode, "length")
             return
         episode.insert(between)
+        episode.opening = opening_of_tokens(self._tokenizer, between)
         self._submit([self._next_turn(episode, room)])
 
     def _next_turn(self, episode: _Episode, room: int) -> Request:

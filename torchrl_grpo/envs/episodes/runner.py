@@ -87,7 +87,7 @@ class EpisodeRunner:
         """Answer a message of the model, and keep the record of the episode.
 
         Args:
-            message: its text, without special tokens.
+            message: its text, as rewards read it.
 
         Returns:
             The messages that follow, and whether the episode ends. An environment that fails ends it, and the

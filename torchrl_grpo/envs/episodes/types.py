@@ -49,7 +49,7 @@ class Environment(Protocol):
         """Answer a message of the model.
 
         Args:
-            message: text of the message, without special tokens.
+            message: text of the message, as rewards read it.
 
         Returns:
             A :class:`Step`, or the three of it in a tuple ``(messages, reward, done)``. ``messages`` may also
