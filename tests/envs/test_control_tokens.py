@@ -350,9 +350,10 @@ def test_a_solution_teaches_no_end_of_a_turn_but_reasoning_and_what_the_prompt_a
     def taught(**fields: Any) -> list[str]:
         example = Example("x", user("q"), solution=text, **fields)
         tokens = collector._group(Prompt(0, example, "", [])).group.responses[0].token_ids
-        assert tokens[-1] == 1 and tokenizer.decode(tokens[:-1]) == text
+        # The prompt has opened the thoughts.
+        assert tokens[-1] == 1 and tokenizer.decode(tokens[:-1]) == text.removeprefix("<think>")
         return control(tokenizer, tokens[:-1])
 
-    assert taught() == ["<think>", "</think>"]
-    assert taught(trusted=["Write <answer>."]) == ["<think>", "</think>", "<answer>"]
-    assert taught(trusted=None) == ["<think>", "</think>", "<answer>", "<|im_end|>", "<|im_start|>"]
+    assert taught() == ["</think>"]
+    assert taught(trusted=["Write <answer>."]) == ["</think>", "<answer>"]
+    assert taught(trusted=None) == ["</think>", "<answer>", "<|im_end|>", "<|im_start|>"]

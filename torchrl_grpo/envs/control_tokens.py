@@ -101,6 +101,7 @@ class ControlTokens:
         # A single character cannot be broken.
         added = [one for one in tokenizer.added_tokens_decoder.values() if len(one.content.strip()) > 1]
         self._special = {one.content for one in added if one.special}
+        self._taught = special_tags(tokenizer)
         # A template also has words and line breaks that it does not write as tokens.
         tags = {one.content for one in added if re.search(r"[^\w\s]", one.content)}
         texts = self._special | {text for text in tags if text in chat_template}
@@ -150,19 +151,22 @@ class ControlTokens:
         found = iter(self._tokenizer(plain, add_special_tokens=False)["input_ids"] if plain else ())
         return [self._without_marks(text) if _MARK in text else list(next(found)) for text in texts]
 
-    def solution_ids(self, example: Example) -> list[int]:
-        """Tokenize the solution that a model learns to write.
+    def solution(self, text: str, trusted: Sequence[str] | None) -> str:
+        """Return the text of a solution that a model learns to write, with marks.
 
-        Special tokens are broken, except for those that the trusted texts ask for. The model has to write
-        other control tokens, such as ``<think>``, as tokens.
+        Special tokens are broken, except for tags and for those that the trusted texts ask for. The model has
+        to write control tokens such as ``<think>`` as tokens.
+
+        Args:
+            text: the solution.
+            trusted: texts of the configuration, see :class:`~torchrl_grpo.data.example.Example`.
         """
-        return self.ids([self._broken(example.solution, _any_of(self._not_learned(example)))])[0]
+        return self._broken(text, _any_of(self._not_learned(text, trusted)))
 
-    def _not_learned(self, example: Example) -> set[str]:
-        text, trusted = example.solution, example.trusted
+    def _not_learned(self, text: str, trusted: Sequence[str] | None) -> set[str]:
         if trusted is None:
             return set()
-        found = {token for token in self._special if token in text}
+        found = {token for token in self._special - self._taught if token in text}
         return {token for token in found if not any(token in one for one in trusted)}
 
     def note_on(self, problems: Problems, with_solutions: bool) -> str | None:
@@ -188,7 +192,11 @@ class ControlTokens:
             return []
         middles = [_split(text, example.trusted)[1] for text in _texts(example.messages)]
         found = [token for text in middles for token in self._found(text)]
-        return [*found, *sorted(self._not_learned(example))] if with_solution else found
+        return (
+            [*found, *sorted(self._not_learned(example.solution, example.trusted))]
+            if with_solution
+            else found
+        )
 
     def _found(self, text: str) -> list[str]:
         """Return the control tokens in a text."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.envs.control_tokens import control_tokens
+from torchrl_grpo.envs.chat import render_text
 from torchrl_grpo.envs.group_text import GroupTextEnv, Prompt
+from torchrl_grpo.envs.openings import opening
+from torchrl_grpo.envs.solution_tokens import solutions
 from torchrl_grpo.errors import DataError
 from torchrl_grpo.inference.protocol import Probe
 from torchrl_grpo.rewards.types import ResponseScore
@@ -22,18 +24,41 @@ from torchrl_grpo.rollout.round import Round, build_round
 from torchrl_grpo.weight_sync.transport import Delivery
 
 
-def check_solution(example: Example) -> None:
-    """Refuse a problem that cannot be learned.
+def check_solutions(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> str | None:
+    """Refuse problems that cannot be learned.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        examples: the problems.
+
+    Returns:
+        A message about thoughts that are not learned, because the prompts have closed theirs; None if there
+        are none.
 
     Raises:
-        DataError: it has no solution, or its prompt asks for tags that the solution has not.
+        DataError: a problem has no solution, its prompt asks for tags that the solution has not, or its
+            tokens cannot be cut where the solution begins.
     """
+    for example in examples:
+        _check(tokenizer, example)
+    shortened = sum(one.is_shortened for one in solutions(tokenizer, examples, tokenizer.eos_token_id))
+    if not shortened:
+        return None
+    return (
+        f"The chat template ends prompts with closed thoughts, so those of {shortened:,} of "
+        f"{len(examples):,} solutions are not learned; give another template as model.chat_template "
+        "to learn them"
+    )
+
+
+def _check(tokenizer: PreTrainedTokenizerBase, example: Example) -> None:
     if not example.solution.strip():
         raise DataError(
             f"train.method=sft: {example.id} has no solution to learn; name the column of solutions with "
             "env.fields={question:COLUMN,solution:COLUMN}, or take another data set"
         )
-    if "<answer>" in example.messages[-1]["content"] and "<answer>" not in example.solution:
+    asks = "<answer>" in example.messages[-1]["content"]
+    if asks and "<answer>" not in example.solution + opening(render_text(tokenizer, example)).opened:
         raise DataError(
             f"train.method=sft: the prompt of {example.id} asks for an answer between <answer> and "
             "</answer>, and its solution has none; write env.answer_format=plain"
@@ -43,9 +68,10 @@ def check_solution(example: Example) -> None:
 class SolutionCollector(CollectorInterface):
     """Collects rounds of P solutions. Each is a group of one response with a reward of 1.
 
-    The response has the tokens that the model has to write: those of the solution, and the token that ends a
-    message. The engine generates in evaluations only. Log-probabilities of a sampling policy are 0, because
-    nothing is sampled. The loss does not depend on them.
+    The response has the tokens that the model has to write after its prompt: those of the solution as the
+    chat template writes it, up to the token that ends a message. The engine generates in evaluations only.
+    Log-probabilities of a sampling policy are 0, because nothing is sampled. The loss does not depend on
+    them.
 
     Args:
         sampling: collector that would sample. It carries weights to the engine, and closes it.
@@ -106,7 +132,7 @@ class SolutionCollector(CollectorInterface):
             is_refill: not used; no solution is without a signal.
 
         Raises:
-            DataError: a problem has no solution.
+            DataError: a problem cannot be learned, see :func:`check_solutions`.
         """
         prompts = self.env.draw()
         round_ = build_round(
@@ -120,15 +146,15 @@ class SolutionCollector(CollectorInterface):
         return round_
 
     def _group(self, prompt: Prompt) -> ScoredGroup:
-        check_solution(prompt.example)
-        text = prompt.example.solution
-        tokens = [*control_tokens(self.tokenizer).solution_ids(prompt.example), self.end_token_id]
+        _check(self.tokenizer, prompt.example)
+        (solution,) = solutions(self.tokenizer, [prompt.example], self.end_token_id)
+        tokens = solution.tokens
         is_cut = len(tokens) > self.max_new_tokens
         tokens = tokens[: self.max_new_tokens]
         versions = [self.policy_version] * len(tokens)
         response = Response(tokens, [0.0] * len(tokens), versions, "length" if is_cut else "stop")
         group = Group(prompt.group_id, prompt.token_ids, 0, [response])
-        return ScoredGroup(group, [text], [ResponseScore(1.0, {}, {})])
+        return ScoredGroup(group, [solution.text], [ResponseScore(1.0, {}, {})])
 
     def round_metrics(self, round_: Round) -> dict[str, float]:
         """Return nothing: no token is generated."""

@@ -57,7 +57,7 @@ from torchrl_grpo.rollout.buffer import GroupBuffer
 from torchrl_grpo.rollout.build import CollectorFactory, EngineSource, build_single_engine
 from torchrl_grpo.rollout.collector import RolloutCollector
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
-from torchrl_grpo.rollout.solutions import SolutionCollector, check_solution
+from torchrl_grpo.rollout.solutions import SolutionCollector, check_solutions
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.rng import derive_seed
 from torchrl_grpo.training.data_parallel_engine import build_data_parallel_engine
@@ -157,10 +157,10 @@ def _build(
     tokenizer = loading.load_tokenizer(base_model, cfg.model)
     loading.check_context(base_model, cfg)
     problems = map_parts(cfg, job.problems, partial(_fit_prompts, tokenizer, messages))
-    if cfg.train.method == "sft" and isinstance(problems.train, list):
-        # Problems that are generated on demand are checked when they are drawn.
-        for example in problems.train:
-            check_solution(example)
+    if cfg.train.method == "sft":
+        # Of problems that are generated on demand, the others are checked when they are drawn.
+        known = problems.train if isinstance(problems.train, list) else [problems.train[0]]
+        messages(check_solutions(tokenizer, known))
     messages(note_on_reading(tokenizer, render_text(tokenizer, problems.train[0])))
     messages(describe_length(cfg, len(problems.train)) if cfg.train.num_epochs else None)
     env = build_environment(cfg, problems, job.reward_set, tokenizer)

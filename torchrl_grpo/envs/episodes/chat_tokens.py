@@ -3,7 +3,9 @@
 What the model wrote is never tokenized again. After its turn, the rest of the assistant's message, the
 messages of the environment and the start of the next turn are appended. Their text is what the template adds
 to a short conversation of the same shape. So a template that treats earlier messages differently, for example
-one that removes reasoning from them, does not change tokens that the model has already read.
+one that removes reasoning from them, does not change tokens that the model has already read. Their tokens are
+cut from those of the whole text, because a tokenizer may write a space before a text that stands alone, and
+because some tokens take the white space beside them.
 """
 
 from __future__ import annotations
@@ -53,12 +55,29 @@ class TurnTokens:
             messages: messages of the environment and of tools. None of their text becomes a control token.
 
         Raises:
-            ModelError: the template cannot render the messages.
+            ModelError: the template cannot render the messages, or the tokenizer does not begin a token where
+                the model's turn ends.
         """
         text = self._control.render(self._after_answer, messages)
-        # The model may end its turn with another end token than the template writes. Both are then kept.
-        text = text.removeprefix(self._tokenizer.decode([end_token]))
-        return self._control.ids([text])[0]
+        end = self._text_of(end_token)
+        own, found, rest = text.partition(end)
+        if not found or own.strip():
+            # The model has ended its turn with another end token than the template writes. Both are kept.
+            own, rest = "", text
+        turn = _ANSWER + own + end
+        before, whole = self._control.ids([turn, turn + rest])
+        is_missed = end_token in self._tokenizer.added_tokens_decoder and before[-1] != end_token
+        if is_missed or whole[: len(before)] != before:
+            raise ModelError(
+                f"The tokenizer of {self._tokenizer.name_or_path} does not find the end of the "
+                f"model's message, {own + end!r}, before {rest[:20]!r}, so a turn would have other tokens "
+                "than the whole conversation; give another chat template as model.chat_template"
+            )
+        return whole[len(before) :]
+
+    def _text_of(self, token: int) -> str:
+        added = self._tokenizer.added_tokens_decoder.get(token)
+        return str(self._tokenizer.decode([token])) if added is None else str(added.content)
 
     def _after_answer(self, messages: Sequence[Mapping[str, Any]]) -> str:
         start = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER}]
