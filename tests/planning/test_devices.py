@@ -20,12 +20,13 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import whole as checks
 from torchrl_grpo.config.values import Backend
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.models.shape import ModelShape
 from torchrl_grpo.planning import preflight
 from torchrl_grpo.planning.placement import plan
 from torchrl_grpo.planning.plan import OWN_GPU, SHARED_GPU, Plan, show_devices
 from torchrl_grpo.planning.request import Request, Role
 from torchrl_grpo.runtime import hardware
-from torchrl_grpo.runtime.hardware import Gpu
+from torchrl_grpo.runtime.hardware import Gpu, Hardware
 
 CASES = read()
 
@@ -262,6 +263,8 @@ def test_only_engines_may_have_more_gpus_than_the_trainer_and_its_own() -> None:
 # What there is
 
 
+# What a run may use of 16 GiB, if the driver does not say what it keeps.
+SIXTEEN = pytest.approx(16 - 0.32 - 0.25)
 SMI = "GPU-aa, 81559, 580.65.06, 9.0\nGPU-bb, 40960, 580.65.06\nGPU-cc, [N/A], [N/A], [N/A]\n"
 
 
@@ -289,6 +292,50 @@ def test_what_nvidia_smi_says_of_a_gpu() -> None:
         Gpu("GPU-bb", 40.0, None, "580.65.06"),
         Gpu("GPU-cc"),
     ]
+
+
+def test_memory_that_the_driver_keeps_or_others_use_is_not_planned_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi(tmp_path, "580.65.06", "8.9", monkeypatch)
+    told = "GPU-aa, 24564, 580.65.06, 8.9\nGPU-bb, 81559, 580.65.06, 9.0\n"
+    used = "GPU-aa, 400, 0\nGPU-bb, 564, 10240\n"
+    (tmp_path / "nvidia-smi").write_text(
+        f'#!/bin/sh\ncase "$1" in *memory.used*) printf "{used}" ;; *) printf "{told}" ;; esac\n'
+    )
+    found = hardware.present()
+    # CUDA shows 23.6 GiB of a 4090 and 79.1 GiB of an H100, and a margin is left.
+    assert found.free_gib("cuda:0") == pytest.approx((24564 - 400) / 1024 - 0.25)
+    assert found.gpu_gib("cuda:1") == pytest.approx((81559 - 564) / 1024 - 0.25)
+    assert found.free_gib("cuda:1") == pytest.approx((81559 - 564 - 10240) / 1024 - 0.25)
+    # A rank of the run, and a process that uses GPUs itself, take what was found before they did.
+    for line in ("GPU-aa, 400, 9000\n", "[N/A]\n"):
+        (tmp_path / "nvidia-smi").write_text(
+            f'#!/bin/sh\ncase "$1" in *memory.used*) printf "{line}" ;; *) printf "{told}" ;; esac\n'
+        )
+        with monkeypatch.context() as rank:
+            rank.setenv("WORLD_SIZE", "2")
+            assert hardware.present().taken == (0.0, 10.0)
+    # Without an answer, what a driver usually keeps is left to it.
+    assert hardware.present().free_gib("cuda:0") == pytest.approx(0.98 * 24564 / 1024 - 0.25)
+
+
+def test_memory_of_other_processes_is_named_where_the_rest_is_not_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "cuda_device_present", lambda: True)
+    # SmolLM2-135M
+    shape = ModelShape(134_515_008, 49_152, 576, 30, 1536, 576, 192)
+    monkeypatch.setattr(preflight, "read_shape", lambda model: shape)
+    alone, beside = (
+        preflight.make(Config(), False, Hardware((23.3,), 64.0, (), taken)) for taken in ((), (22.0,))
+    )
+    preflight.check_memory(alone)
+    assert not any("other processes" in line for line in alone.peaks())
+    with pytest.raises(
+        ConfigError, match=r"1\.30 GiB are there beside 22\.00 GiB of other processes; write "
+    ):
+        preflight.check_memory(beside)
 
 
 def smi(
@@ -382,7 +429,7 @@ def test_an_older_driver_is_not_refused_where_it_does(
 ) -> None:
     smi(tmp_path, "570.133.20", "9.0", monkeypatch, torch, libcuda)
     if said is None:
-        assert hardware.present().gpus == (16.0,)
+        assert hardware.present().gpus == (SIXTEEN,)
         # An old GPU stays one, but for a torch of another CUDA.
         smi(tmp_path, "570.133.20", "7.0", monkeypatch, torch, libcuda)
         with nullcontext() if "cu126" in torch else pytest.raises(ConfigError, match=r"GPU 0 has .* 7\.0"):
@@ -413,7 +460,7 @@ def test_gpus_that_compute_fast_in_bfloat16(
 ) -> None:
     smi(tmp_path, "580.65.06", capability, monkeypatch)
     found = hardware.present()
-    assert found.gpus == (16.0,)
+    assert found.gpus == (SIXTEEN,)
     assert found.has_fast_bfloat16(["cuda:0"]) is fast
 
 

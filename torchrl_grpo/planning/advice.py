@@ -2,13 +2,18 @@
 
 Every piece of advice is a set of overrides. The changed configuration was planned again, and it fits.
 Overrides that only process less at a time, and do not change the result of training, come first. Shards on
-more devices, and adapters, are advised only if those overrides are not enough. This module does not decide
-whether a configuration fits; :mod:`~torchrl_grpo.planning.preflight` does.
+more devices, and adapters, are advised only if those overrides are not enough; shorter responses and smaller
+rounds only if nothing else is. Few keys come before many. This module does not decide whether a configuration
+fits; :mod:`~torchrl_grpo.planning.preflight` does.
+
+A ladder lists the changes of a key, from the mildest to the strongest; a rung is one of them. Texts of
+another length have other ladders, so each length starts a search of its own.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +29,12 @@ from torchrl_grpo.config.values import VLLM_BACKENDS
 from torchrl_grpo.runtime import rank_env
 
 if TYPE_CHECKING:
-    from torchrl_grpo.planning.plan import Plan
     from torchrl_grpo.planning.preflight import Planned
 
 _SUGGESTIONS = 3
-# The advice never makes prompts shorter than this many tokens, or evaluations than this many problems.
-_LEAST_PROMPT, _LEAST_PROBLEMS = 128, 50
+# The advice never makes prompts and responses shorter than this many tokens, or evaluations than this many
+# problems.
+_LEAST_PROMPT, _LEAST_RESPONSE, _LEAST_PROBLEMS = 128, 128, 50
 # Rank of the adapters that are advised.
 _RANK = 16
 
@@ -38,6 +43,8 @@ Change = tuple[str, Any]
 Changes = tuple[Change, ...]
 # Plans a configuration. Returns None if it is invalid or does not match the devices.
 Planner = Callable[[Config], "Planned | None"]
+# Returns the rungs of a key for a plan; none if the key saves nothing.
+Ladder = Callable[["Planned"], list[Change]]
 
 
 def advise(cfg: Config, plan: Planner, fits: Callable[[Planned], bool], mild: bool = False) -> list[str]:
@@ -47,16 +54,21 @@ def advise(cfg: Config, plan: Planner, fits: Callable[[Planned], bool], mild: bo
         cfg: configuration that does not fit.
         plan: function that plans a changed configuration.
         fits: function that returns whether the devices have enough memory for a plan.
-        mild: whether to leave out advice that shards or quantizes the model or trains only adapters.
+        mild: whether to leave out advice that shards or quantizes the model, trains only adapters, or
+            shortens responses and rounds.
     """
-    found = list(itertools.islice(_fitting(cfg, [()], plan, fits), _SUGGESTIONS))
+    search = _Search(cfg, plan, fits)
+    found = list(itertools.islice(search.fitting([()]), _SUGGESTIONS))
     if found or mild:
         return found
-    shards, adapters, packed = (
-        next(_fitting(cfg, list(way), plan, fits), None)
-        for way in (_in_shards(cfg, plan), _adapters(cfg), _in_4_bits(cfg))
-    )
-    return [one for one in (shards, adapters or packed) if one is not None]
+    ways = [list(way) for way in (_in_shards(cfg, plan), _adapters(cfg), _in_4_bits(cfg))]
+    shards, adapters, packed = (next(search.fitting(way), None) for way in ways)
+    found = [one for one in (shards, adapters or packed) if one is not None]
+    if found:
+        return found
+    every, smaller = [(), *itertools.chain(*ways)], list(_smaller(cfg))
+    every = [one for one in every if smaller and not search.is_hopeless(one + smaller[-1])]
+    return list(itertools.islice(search.fitting([one + less for less in smaller for one in every]), 1))
 
 
 def apply(cfg: Config, changes: Changes) -> Config:
@@ -72,16 +84,15 @@ def _in_shards(cfg: Config, plan: Planner) -> Iterator[Changes]:
     """Yield changes that use more training ranks, each of which holds a shard of the model."""
     kind, devices = cfg.train_model.parallelism, cfg.train_model.devices
     now = plan(cfg)
-    if now is None or now.plan.num_gpus < 2 or cfg.train_model.lora.rank > 0 or rank_env.launched():
-        # A launcher fixes the number of ranks.
+    if now is None or cfg.train_model.lora.rank > 0:
         return
     divided: Changes = (("train_model.parallelism", "fsdp2"),) if kind in ("auto", "ddp") else ()
-    ranks = len(now.plan.train.devices)
-    if divided and ranks > 1:
+    if divided and now.plan.num_ranks > 1:
         yield divided
-    if devices is not None:
+    if devices is not None or rank_env.launched():
+        # A launcher fixes the number of ranks.
         return
-    counts = range(ranks + 1, now.plan.num_gpus + 1)
+    counts = range(len(now.plan.train.devices) + 1, now.plan.num_gpus + 1)
     # Try numbers of ranks that divide the groups evenly first.
     for count in sorted(counts, key=lambda number: (cfg.env.num_envs % number != 0, number)):
         yield (("train_model.num_devices", count), *divided)
@@ -119,45 +130,128 @@ def _without_shards(cfg: Config) -> Changes:
     return changes if cfg.ref_model.num_devices == "auto" else (*changes, ("ref_model.num_devices", "auto"))
 
 
-def _fitting(
-    cfg: Config, way: Sequence[Changes], plan: Planner, fits: Callable[[Planned], bool]
-) -> Iterator[str]:
-    """Yield advice that starts from one of several alternative changes.
+def _smaller(cfg: Config) -> Iterator[Changes]:
+    """Yield changes that shorten responses or make a round smaller, by halves; the strongest is last."""
+    longest, response = cfg.inference_model.max_model_len, cfg.inference_model.max_new_tokens
+    fewer: list[tuple[str, int, int]] = [
+        ("env.num_envs", cfg.env.num_envs, 1),
+        ("env.repeats", cfg.env.repeats, 2),
+    ]
 
-    Advice with few keys comes first. For each key, the mildest change that is enough is advised. The ladder
-    of a key lists its changes from the mildest to the strongest; a rung is one of them.
+    def shorter(step: int) -> Changes:
+        tokens = max(_LEAST_RESPONSE, response // 2**step)
+        length = max(tokens + _LEAST_PROMPT, longest // 2**step)
+        if tokens >= response or length >= longest:
+            return ()
+        return (("inference_model.max_new_tokens", tokens), ("inference_model.max_model_len", length))
+
+    def smaller(key: str, count: int, least: int, step: int) -> Changes:
+        return ((key, max(least, count // 2**step)),) if count > least else ()
+
+    steps = range(1, max(longest, cfg.env.num_envs, cfg.env.repeats).bit_length())
+    alone = [[shorter(step) for step in steps]]
+    alone += [[smaller(*one, step) for step in steps] for one in fewer]
+    together = [sum(parts, ()) for parts in zip(*alone, strict=True)]
+    for changes in dict.fromkeys(itertools.chain(*alone, together)):
+        if changes:
+            yield changes
+
+
+class _Search:
+    """Search for changes with which a configuration fits.
+
+    Args:
+        cfg: configuration that does not fit.
+        plan: see :func:`advise`.
+        fits: see :func:`advise`.
     """
-    starts = []
-    for changes in way:
-        if _may_change(cfg, changes) and (planned := plan(apply(cfg, changes))) is not None:
-            starts.append((changes, _ladders(cfg, planned)))
 
-    def enough(changes: Changes) -> bool:
-        planned = plan(apply(cfg, changes))
-        return planned is not None and fits(planned)
+    def __init__(self, cfg: Config, plan: Planner, fits: Callable[[Planned], bool]) -> None:
+        self._cfg = cfg
+        self._fits = fits
+        self._plan: Callable[[Changes], Planned | None] = functools.cache(
+            lambda changes: plan(apply(cfg, changes))
+        )
 
-    # If the strongest changes of all keys are not enough together, no subset of them is.
-    starts = [(changes, ladders) for changes, ladders in starts if enough(changes + _ends(ladders))]
-    fitted: set[str] = set()
-    for number in range(max((len(ladders) for _, ladders in starts), default=0) + 1):
-        for changes, ladders in starts:
-            for chosen in itertools.combinations(ladders, number):
-                seen = any(ladder[0][0][0] in fitted for ladder in chosen)
-                if seen or not (changes or chosen) or not enough(changes + _ends(chosen)):
+    def fitting(self, ways: Sequence[Changes]) -> Iterator[str]:
+        """Yield advice that starts from one of several alternative changes.
+
+        Advice with few keys comes first. A key is in one piece of advice only, with the mildest change that
+        is enough.
+        """
+        starts = [start for way in ways if self._may_change(way) for start in self._starts(way)]
+        advised: set[str] = set()
+        most = max((len(changes) + len(ladders) for changes, ladders in starts), default=0)
+        for number in range(1, most + 1):
+            for changes, ladders in starts:
+                if number < len(changes):
                     continue
-                more = next((one for one in _rungs(chosen) if enough(changes + one)), ())
-                fitted |= {key for key, _ in more}
-                yield _written(changes + more)
+                for chosen in itertools.combinations(ladders, number - len(changes)):
+                    found = self._mildest(changes, chosen)
+                    if found is not None and advised.isdisjoint(key for key, _ in found):
+                        advised |= {key for key, _ in found}
+                        yield _written(found)
 
+    def is_hopeless(self, way: Changes) -> bool:
+        """Return whether a configuration is valid, and nothing is enough with it."""
+        return self._plan(way) is not None and not self._starts(way)
 
-def _ends(ladders: Sequence[list[Changes]]) -> Changes:
-    return tuple(itertools.chain(*(ladder[-1] for ladder in ladders)))
+    def _starts(self, way: Changes) -> list[tuple[Changes, list[Ladder]]]:
+        """Return a way with texts of each length, and its ladders, where all of them together are enough."""
+        found: list[tuple[Changes, list[Ladder]]] = []
+        lengths = [one for one in _lengths(apply(self._cfg, way)) if self._may_change(one)]
+        for length in reversed(lengths):
+            changes = tuple(dict(way + length).items())
+            planned = self._plan(changes)
+            ladders = [] if planned is None else [one for one in _LADDERS if self._rungs(one, planned)]
+            if self._climb(changes, ladders) is None:
+                # If everything together is not enough, it is not with longer texts either.
+                break
+            found.append((changes, ladders))
+        return found[::-1]
 
+    def _may_change(self, changes: Changes) -> bool:
+        return self._cfg.resume is None or all(is_changeable_on_resume(key) for key, _ in changes)
 
-def _rungs(ladders: Sequence[list[Changes]]) -> Iterator[Changes]:
-    """Yield the steps of several ladders taken in parallel; a shorter ladder stays at its last rung."""
-    for step in range(max(map(len, ladders), default=0)):
-        yield tuple(itertools.chain(*(ladder[min(step, len(ladder) - 1)] for ladder in ladders)))
+    def _is_enough(self, changes: Changes) -> bool:
+        planned = self._plan(changes)
+        return planned is not None and self._fits(planned)
+
+    def _rungs(self, ladder: Ladder, planned: Planned) -> list[Change]:
+        rungs = ladder(planned)
+        return rungs if self._may_change(tuple(rungs)) else []
+
+    def _climb(self, changes: Changes, ladders: Sequence[Ladder]) -> list[list[Change]] | None:
+        """Return the rungs of the ladders; None if the last ones together are not enough."""
+        found: list[list[Change]] = []
+        for ladder in ladders:
+            planned = self._plan(changes)
+            rungs = [] if planned is None else self._rungs(ladder, planned)
+            if not rungs:
+                return None
+            found.append(rungs)
+            changes += (rungs[-1],)
+        return found if self._is_enough(changes) else None
+
+    def _mildest(self, changes: Changes, ladders: Sequence[Ladder]) -> Changes | None:
+        """Return changes and the lowest rungs that are enough with them; None if none are."""
+        rungs = self._climb(changes, ladders)
+        if rungs is None:
+            return None
+
+        def at(steps: Sequence[int]) -> Changes:
+            return changes + tuple(rungs_of[step] for rungs_of, step in zip(rungs, steps, strict=True))
+
+        # Up all ladders in parallel, and then down each one as far as it goes.
+        tops = [len(one) - 1 for one in rungs]
+        parallel = ([min(step, top) for top in tops] for step in range(max(tops, default=0) + 1))
+        steps = next(found for found in parallel if self._is_enough(at(found)))
+        for number in range(len(steps)):
+            while steps[number] > 0 and self._is_enough(
+                at([*steps[:number], steps[number] - 1, *steps[number + 1 :]])
+            ):
+                steps[number] -= 1
+        return at(steps)
 
 
 def _written(changes: Changes) -> str:
@@ -168,70 +262,93 @@ def _written(changes: Changes) -> str:
     return overrides
 
 
-def _may_change(cfg: Config, changes: Changes) -> bool:
-    return cfg.resume is None or all(is_changeable_on_resume(key) for key, _ in changes)
-
-
-def _ladders(cfg: Config, planned: Planned) -> list[list[Changes]]:
-    """Return a ladder for each key that can save memory: its changes, the mildest first.
-
-    Keys that do not change the numbers of a run come before keys that do.
-    """
-    found = [
-        *_ladders_of_trainer(cfg),
-        *_ladders_of_engine(cfg, planned),
-        *_ladders_of_lengths(cfg, planned.plan),
-    ]
-    return [[(rung,) for rung in ladder] for ladder in found if ladder and _may_change(cfg, (ladder[0],))]
-
-
-def _ladders_of_trainer(cfg: Config) -> Iterator[list[Change]]:
-    longest, budget = cfg.inference_model.max_model_len, token_budget(cfg)
-    budgets = [budget // 2**step for step in range(1, 20) if budget // 2**step > longest]
-    if budget > longest:
-        yield [("train.max_tokens_per_microbatch", tokens) for tokens in [*budgets, longest]]
-    if not cfg.train_model.gradient_checkpointing:
-        yield [("train_model.gradient_checkpointing", True)]
-
-
-def _ladders_of_engine(cfg: Config, planned: Planned) -> Iterator[list[Change]]:
-    plan, vllm = planned.plan, cfg.inference_model.backend in VLLM_BACKENDS
-    on_gpu = plan.num_gpus > 0
-    if vllm and not on_gpu:
-        # Raise the cache if it is too small for one sequence. Otherwise lower it to the least that one needs.
-        fewest, now = planned.least_cache_gib or 1, cfg.inference_model.kv_cache_gib
-        sizes = range(now - 1, fewest - 1, -1) if now >= fewest else range(fewest, fewest + 1)
-        yield [("inference_model.kv_cache_gib", gib) for gib in sizes]
-    # vLLM can sleep on GPUs only. On a CPU, sleep of the transformers engine saved no memory when measured.
-    may_sleep = on_gpu and vllm and schedule.may_sleep(cfg)
-    if plan.colocated and not plan.inference.own_process and not plan.sleeps and may_sleep:
-        yield [("inference_model.sleep", True)]
-    if not (vllm and on_gpu):
-        return
-    if plan.colocated and len(plan.inference.devices) > 1 and cfg.inference_model.num_devices == "auto":
-        yield [("inference_model.num_devices", 1)]
-    least = planned.least_share
-    if least is not None:
-        # In steps of 1/20. Raise the share if it is too small for the weights. Otherwise lower it as far as
-        # the weights allow.
-        lowest, highest = round(least * 20), int(plan.gpu_memory_utilization * 20 - 1e-6)
-        steps = (
-            range(highest, lowest - 1, -1)
-            if plan.gpu_memory_utilization >= least
-            else range(lowest, lowest + 1)
-        )
-        yield [("inference_model.gpu_memory_utilization", step / 20) for step in steps]
-
-
-def _ladders_of_lengths(cfg: Config, plan: Plan) -> Iterator[list[Change]]:
+def _lengths(cfg: Config) -> Iterator[Changes]:
+    """Yield no change, and then changes that shorten the longest text by halves."""
+    yield ()
     longest = cfg.inference_model.max_model_len
     least = cfg.inference_model.max_new_tokens + _LEAST_PROMPT
-    yield [
-        ("inference_model.max_model_len", length)
-        for length in (longest // 2, longest // 4)
-        if length >= least
-    ]
-    if plan.reference_actors > 1:
-        yield [("ref_model.num_devices", count) for count in range(plan.reference_actors - 1, 0, -1)]
-    if cfg.eval.num_problems > _LEAST_PROBLEMS:
-        yield [("eval.num_problems", _LEAST_PROBLEMS)]
+    for step in range(1, longest.bit_length()):
+        if longest // 2**step >= least:
+            yield (("inference_model.max_model_len", longest // 2**step),)
+
+
+def _tokens(planned: Planned) -> list[Change]:
+    cfg = planned.cfg
+    longest, budget = cfg.inference_model.max_model_len, token_budget(cfg)
+    budgets = [budget // 2**step for step in range(1, 20) if budget // 2**step > longest]
+    key = "train.max_tokens_per_microbatch"
+    return [(key, tokens) for tokens in [*budgets, longest]] if budget > longest else []
+
+
+def _checkpointing(planned: Planned) -> list[Change]:
+    done = planned.cfg.train_model.gradient_checkpointing
+    return [] if done else [("train_model.gradient_checkpointing", True)]
+
+
+def _parking(planned: Planned) -> list[Change]:
+    # By default the planner decides.
+    refused = planned.cfg.train_model.offload_optimizer is False and planned.plan.num_gpus > 0
+    return [("train_model.offload_optimizer", None)] if refused else []
+
+
+def _cache(planned: Planned) -> list[Change]:
+    options = planned.cfg.inference_model
+    if options.backend not in VLLM_BACKENDS or planned.plan.num_gpus > 0:
+        return []
+    # Raise the cache if it is too small for one sequence. Otherwise lower it to the least that one needs.
+    fewest, now = planned.least_cache_gib or 1, options.kv_cache_gib
+    sizes = range(now - 1, fewest - 1, -1) if now >= fewest else range(fewest, fewest + 1)
+    return [("inference_model.kv_cache_gib", gib) for gib in sizes]
+
+
+def _sleep(planned: Planned) -> list[Change]:
+    # vLLM can sleep on GPUs only. On a CPU, sleep of the transformers engine saved no memory when measured.
+    cfg, plan = planned.cfg, planned.plan
+    may = plan.num_gpus > 0 and cfg.inference_model.backend in VLLM_BACKENDS and schedule.may_sleep(cfg)
+    awake = plan.colocated and not plan.inference.own_process and not plan.sleeps
+    return [("inference_model.sleep", True)] if may and awake else []
+
+
+def _engines(planned: Planned) -> list[Change]:
+    options, plan = planned.cfg.inference_model, planned.plan
+    if options.backend not in VLLM_BACKENDS or plan.num_gpus == 0 or options.num_devices != "auto":
+        return []
+    several = plan.colocated and len(plan.inference.devices) > 1
+    return [("inference_model.num_devices", 1)] if several else []
+
+
+def _reference_copies(planned: Planned) -> list[Change]:
+    counts = range(planned.plan.reference_actors - 1, 0, -1)
+    return [("ref_model.num_devices", count) for count in counts]
+
+
+def _evaluation(planned: Planned) -> list[Change]:
+    many = planned.cfg.eval.num_problems > _LEAST_PROBLEMS
+    return [("eval.num_problems", _LEAST_PROBLEMS)] if many else []
+
+
+def _share(planned: Planned) -> list[Change]:
+    on_gpu = planned.cfg.inference_model.backend in VLLM_BACKENDS and planned.plan.num_gpus > 0
+    least, now = planned.least_share, planned.plan.gpu_memory_utilization
+    if not on_gpu or least is None:
+        return []
+    # In steps of 1/20. Raise the share if it is too small for the weights. Otherwise lower it as far as the
+    # weights allow.
+    lowest, highest = round(least * 20), int(now * 20 - 1e-6)
+    steps = range(highest, lowest - 1, -1) if now >= least else range(lowest, lowest + 1)
+    return [("inference_model.gpu_memory_utilization", step / 20) for step in steps]
+
+
+# Keys that do not change the numbers of a run come before keys that do. The share is the last, because the
+# least share depends on the others.
+_LADDERS: tuple[Ladder, ...] = (
+    _tokens,
+    _checkpointing,
+    _parking,
+    _cache,
+    _sleep,
+    _engines,
+    _reference_copies,
+    _evaluation,
+    _share,
+)

@@ -66,7 +66,7 @@ def predict(cfg: Config, plan: Plan, shape: ModelShape, hardware: Hardware) -> P
         hardware: hardware; the memory of each GPU and its support for fast bfloat16 are read.
     """
     engines = len(plan.inference.devices) if plan.engine_in_each_rank else 1
-    load = workload_of(cfg, len(plan.train.devices), engines)
+    load = workload_of(cfg, plan.num_ranks, engines)
     rows = [*_train(cfg, plan, shape, load, hardware), *_inference(cfg, plan, shape, load, hardware)]
     if plan.reference.placement not in ("off", "adapter off", "cluster"):
         rows += _reference(cfg, plan, shape, load, hardware)
@@ -96,7 +96,7 @@ def _train(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardware:
     lora = cfg.train_model.lora.rank > 0
     half = autocasts(cfg, role.devices, hardware)
     # With shards, each rank holds its part of the trained weights, and gathers the rest one layer at a time.
-    kind, part = cfg.train_model.parallelism, 1 / len(role.devices)
+    kind, part = cfg.train_model.parallelism, 1 / plan.num_ranks
     weights = (part if kind in _SHARDS else 1.0) * trained_weights(cfg, shape, half)
     if kind in ZERO_STAGES and part < 1:
         # DeepSpeed updates a copy of each rank's part of the weights.
@@ -271,7 +271,7 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardw
     weights = element * shape.parameters / plan.engine_size
     cache, work = _generation(options.backend, cfg, shape, load, element)
     if options.backend in CACHING_BACKENDS and device == "cuda":
-        sizes = [hardware.gpus[int(name.removeprefix("cuda:"))] for name in role.devices]
+        sizes = [hardware.gpu_gib(name) for name in role.devices]
         # Use the smallest GPU, because the table has one row for all devices of a role.
         known = [size for size in sizes if size is not None]
         size = min(known) if len(known) == len(sizes) else None

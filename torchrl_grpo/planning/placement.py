@@ -74,6 +74,7 @@ def _plan_cpu(request: Request) -> Plan:
         request.engine_size,
         transfer,
         _notes(request),
+        ranks=request.ranks,
     )
 
 
@@ -225,6 +226,7 @@ class _Allocator:
             request.engine_size,
             transfer,
             _notes(request),
+            ranks=request.ranks,
         )
 
     def _take(self, role: Role, trainer: Sequence[int]) -> list[int]:

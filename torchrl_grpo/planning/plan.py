@@ -51,6 +51,7 @@ class Plan:
         notes: lines for the user: what ``allocation_mode`` means, and requests that the plan does not follow.
         token_budget: largest number of tokens in a micro-batch; None takes that of the configuration.
         offload_optimizer: whether the optimizer's moments wait in host memory while the engine generates.
+        ranks: number of training ranks on all machines, if a launcher has started them.
         max_num_seqs: largest number of responses that vLLM decodes at a time on a GPU; None on a CPU.
     """
 
@@ -68,6 +69,12 @@ class Plan:
     token_budget: int | None = None
     max_num_seqs: int | None = None
     offload_optimizer: bool = False
+    ranks: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of training ranks on all machines."""
+        return max(self.ranks, len(self.train.devices))
 
     @property
     def colocated(self) -> bool:

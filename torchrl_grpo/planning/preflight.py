@@ -35,7 +35,7 @@ SPARE = 1.2
 _PARKED_SHARE = 0.25
 # More responses than any configuration has.
 _NO_BOUND = 10**9
-_NOTHING_ELSE = "a smaller model (no other setting saves enough memory)"
+_NOTHING_ELSE = "a smaller model (shorter texts, smaller batches, shards, adapters and 4 bits are not enough)"
 _WHILE = {"load": "loading", "generate": "generating", "prepare": "preparing", "optimize": "optimizing"}
 
 
@@ -70,7 +70,7 @@ class Planned:
         found, load = [], workload_of(self.cfg)
         for row in self.prediction.rows:
             for name in row.devices if (row.role, row.phase) == ("inference", "generate") else ():
-                gib = self.hardware.gpus[int(name.removeprefix("cuda:"))] if name != "cpu" else None
+                gib = self.hardware.gpu_gib(name)
                 if gib is not None:
                     least = memory.least_for_vllm(self.shape, load, row.weights, gib)
                     found.append((gib, row.weights, least))
@@ -131,7 +131,8 @@ class Planned:
         for device, available_gib in _memory_by_device(self.plan, self.hardware).items():
             need, phase = self.prediction.peak(device)
             of = "" if available_gib is None else f" of {available_gib:.2f}"
-            lines.append(f"memory: {device} at most {need / GIB:.2f}{of} GiB, while {_WHILE[phase]}")
+            others = _beside_others(self, device)
+            lines.append(f"memory: {device} at most {need / GIB:.2f}{of} GiB{others}, while {_WHILE[phase]}")
         return lines
 
 
@@ -236,11 +237,15 @@ def _place_roles(cfg: Config, request: Request, hardware: Hardware, shape: Model
 def replan(
     cfg: Config, asynchronous: bool, hardware: Hardware, shape: ModelShape | Unknown
 ) -> Planned | None:
-    """Plan a changed configuration with all checks; return None if it is invalid."""
+    """Plan a changed configuration with all checks; return None if it is invalid.
+
+    The configuration has the launcher's number of ranks already (:func:`~.resolve.resolved`).
+    """
     try:
         validate(cfg)
         (schedule.check_async if asynchronous else schedule.check_sync)(cfg)
-        return _make_plan(resolve.resolved(cfg), asynchronous, hardware, shape)
+        resolve.parallelism(cfg)
+        return _make_plan(cfg, asynchronous, hardware, shape)
     except ConfigError:
         return None
 
@@ -336,7 +341,7 @@ def check_memory(planned: Planned) -> None:
         ConfigError: a device has too little memory. The message names overrides with which the run fits.
             For a resumed run, it names overrides for a new run if no key that may change is enough.
     """
-    short = _small_share(planned) or _small_cache(planned) or _shortage(planned)
+    short = _lack(planned)
     if short is None:
         return
     key, value, wrong = short
@@ -347,6 +352,16 @@ def check_memory(planned: Planned) -> None:
         if advice := _advice(fresh):
             instead = f"in a new run {' or '.join(advice)}"
     raise bad_value(key, value, wrong, instead or _NOTHING_ELSE)
+
+
+def is_tolerable(planned: Planned) -> bool:
+    """Return whether :func:`check_memory` accepts a plan."""
+    return _lack(planned) is None
+
+
+def _lack(planned: Planned) -> tuple[str, object, str] | None:
+    """Return key, value and mistake if a device has too little memory; None if each has enough."""
+    return _small_share(planned) or _small_cache(planned) or _shortage(planned)
 
 
 def hints(planned: Planned) -> list[str]:
@@ -373,10 +388,15 @@ def _shortage(planned: Planned) -> tuple[str, object, str] | None:
         wrong = (
             f"{need / GIB:.2f} GiB are needed on {device} while {_WHILE[phase]}, most of it for "
             f"{largest.role} ({largest.phase}: {largest.total / GIB:.2f} GiB), and "
-            f"{available_gib:.2f} GiB are there"
+            f"{available_gib:.2f} GiB are there{_beside_others(planned, device)}"
         )
         return "model.name", planned.cfg.model.name, wrong
     return None
+
+
+def _beside_others(planned: Planned, device: str) -> str:
+    taken = planned.hardware.taken_gib(device)
+    return f" beside {taken:.2f} GiB of other processes" if round(taken, 2) > 0 else ""
 
 
 def _tolerated(planned: Planned, device: str, phase: str) -> float:
@@ -413,13 +433,9 @@ def _small_cache(planned: Planned) -> tuple[str, object, str] | None:
 
 
 def _memory_by_device(plan: Plan, hardware: Hardware) -> dict[str, float | None]:
-    """Return the devices that the plan uses, with the memory of each in GiB."""
+    """Return the devices that the plan uses, with the memory of each in GiB that the run may take."""
     used = dict.fromkeys([*plan.train.devices, *plan.inference.devices, *plan.reference.devices])
-    return {
-        name: hardware.cpu_gib if name == "cpu" else hardware.gpus[int(name.removeprefix("cuda:"))]
-        for name in used
-        if name not in ("ray", "server")
-    }
+    return {name: hardware.free_gib(name) for name in used if name not in ("ray", "server")}
 
 
 def fits(planned: Planned, margin: float = 1.0) -> bool:

@@ -50,12 +50,12 @@ def choose(cfg: Config, plan: Plan, shape: ModelShape | Unknown, hardware: Hardw
     if cfg.train.max_tokens_per_microbatch is not None:
         return Budget(least, "as train.max_tokens_per_microbatch says")
     devices = [name for name in (*plan.train.devices, *plan.reference.devices) if name.startswith("cuda:")]
-    sizes = {name: hardware.gpus[int(name.removeprefix("cuda:"))] for name in devices}
+    sizes = {name: hardware.free_gib(name) for name in devices}
     if isinstance(shape, Unknown) or not plan.train.devices[0].startswith("cuda:") or None in sizes.values():
         why = "the default on a CPU" if not devices else "the default, because the memory is not predicted"
         return Budget(least, why)
     # A larger budget than that of one micro-batch with the longest texts changes nothing.
-    whole = workload_of(with_budget(cfg, _NO_BOUND), len(plan.train.devices)).tokens
+    whole = workload_of(with_budget(cfg, _NO_BOUND), plan.num_ranks).tokens
     choices = [least, *range(_STEP * (least // _STEP + 1), min(MOST, whole) + _STEP, _STEP)]
 
     def exceeds(tokens: int) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.own_variables import set_own
 
 _SMI_LIMIT_S = 30
@@ -23,6 +24,14 @@ _SMI_LIMIT_S = 30
 CUDA = 13
 OLDEST_DRIVER = 580
 OLDEST_CAPABILITY = (7, 5)
+# Share of a GPU's memory that the driver keeps for itself, and the most that it keeps in GiB, if the driver
+# does not say it. It was 0.3 to 0.8 GiB on GPUs of 15 to 140 GiB.
+_KEPT_SHARE, _KEPT_GIB = 0.02, 0.8
+# Memory that a run leaves free on each GPU. Rounding of the allocators takes about as much.
+_MARGIN_GIB = 0.25
+# Memory in use on each GPU, as the first process of a run found it.
+_TAKEN = "TORCHRL_GRPO_GPU_MEMORY_IN_USE"
+
 # The first GPUs that multiply matrices in bfloat16.
 _BFLOAT16_CAPABILITY = (8, 0)
 
@@ -45,6 +54,8 @@ class Gpu:
     Attributes:
         uuid: identifier of the GPU.
         gib: memory in GiB; None if unknown.
+        kept: part of it in GiB that the driver keeps for itself; None if unknown.
+        taken: part of it in GiB that processes use.
         capability: compute capability; None if unknown.
         driver: version of the driver; empty if unknown.
     """
@@ -53,6 +64,16 @@ class Gpu:
     gib: float | None = None
     capability: Capability | None = None
     driver: str = ""
+    kept: float | None = None
+    taken: float = 0.0
+
+    @property
+    def usable_gib(self) -> float | None:
+        """The memory that programs can use, without a margin; None if unknown."""
+        if self.gib is None:
+            return None
+        kept = min(_KEPT_SHARE * self.gib, _KEPT_GIB) if self.kept is None else self.kept
+        return self.gib - kept - _MARGIN_GIB
 
 
 @dataclass(frozen=True)
@@ -60,14 +81,31 @@ class Hardware:
     """GPUs and memory of a machine.
 
     Attributes:
-        gpus: memory of each visible GPU in GiB, in CUDA's order; None if unknown.
+        gpus: memory of each visible GPU in GiB that programs can use, in CUDA's order; None if unknown.
         cpu_gib: memory in GiB that is available to this process; None if unknown.
         capabilities: compute capability of each visible GPU; shorter than ``gpus`` or None if unknown.
+        taken: part of ``gpus`` that other processes use, in GiB; shorter than ``gpus`` if unknown.
     """
 
     gpus: tuple[float | None, ...] = ()
     cpu_gib: float | None = None
     capabilities: tuple[Capability | None, ...] = ()
+    taken: tuple[float, ...] = ()
+
+    def gpu_gib(self, device: str) -> float | None:
+        """Return the memory of a GPU (``cuda:N``); None if it is unknown, or if the device is no GPU."""
+        gpu = _number(device)
+        return None if gpu is None else self.gpus[gpu]
+
+    def taken_gib(self, device: str) -> float:
+        """Return the memory of a device (``cpu``, ``cuda:N``) that is known to be other processes'."""
+        gpu = _number(device)
+        return self.taken[gpu] if gpu is not None and gpu < len(self.taken) else 0.0
+
+    def free_gib(self, device: str) -> float | None:
+        """Return the memory of a device (``cpu``, ``cuda:N``) that a run may take; None if unknown."""
+        total = self.cpu_gib if device == "cpu" else self.gpu_gib(device)
+        return None if total is None else total - self.taken_gib(device)
 
     def has_fast_bfloat16(self, devices: Iterable[str]) -> bool:
         """Return whether all of ``devices`` (``cpu``, ``cuda:N``) compute fast in bfloat16.
@@ -78,11 +116,15 @@ class Hardware:
         return all(self._is_fast(name) for name in devices)
 
     def _is_fast(self, name: str) -> bool:
-        if not name.startswith("cuda:"):
+        if (index := _number(name)) is None:
             return cpu_has_fast_bfloat16()
-        index = int(name.removeprefix("cuda:"))
         known = self.capabilities[index] if index < len(self.capabilities) else None
         return known is None or known >= _BFLOAT16_CAPABILITY
+
+
+def _number(device: str) -> int | None:
+    """Return the number of a GPU by its name; None for other devices."""
+    return int(device.removeprefix("cuda:")) if device.startswith("cuda:") else None
 
 
 def present() -> Hardware:
@@ -93,7 +135,27 @@ def present() -> Hardware:
     """
     gpus = _gpus()
     check_new_enough(gpus)
-    return Hardware(tuple(gpu.gib for gpu in gpus), available_gib(), tuple(gpu.capability for gpu in gpus))
+    return Hardware(
+        tuple(gpu.usable_gib for gpu in gpus),
+        available_gib(),
+        tuple(gpu.capability for gpu in gpus),
+        _taken(gpus),
+    )
+
+
+def _taken(gpus: Iterable[Gpu]) -> tuple[float, ...]:
+    """Return the memory of each GPU that other processes use.
+
+    A process that uses GPUs, and one of several ranks, cannot tell the memory of its own run from others'. It
+    takes what was found before: by itself, or by the process that started it.
+    """
+    torch = sys.modules.get("torch")
+    if rank_env.launched() or (torch is not None and torch.cuda.is_initialized()):
+        return tuple(map(float, os.environ.get(_TAKEN, "").split()))
+    found = tuple(gpu.taken for gpu in gpus)
+    if found:
+        os.environ[_TAKEN] = " ".join(map(str, found))
+    return found
 
 
 def use_expandable_segments() -> None:
@@ -175,7 +237,11 @@ def _listed() -> list[Gpu]:
     if done.returncode != 0:
         # Drivers from before 2021 do not know compute_cap. Without a driver or a GPU, this call fails too.
         done = _ask_smi("uuid,memory.total,driver_version")
-    return read_smi(done.stdout) if done.returncode == 0 else []
+    if done.returncode != 0:
+        return []
+    # Drivers from before 2022 do not know memory.reserved.
+    memory = _ask_smi("uuid,memory.reserved,memory.used")
+    return read_smi(done.stdout, memory.stdout if memory.returncode == 0 else "")
 
 
 def _ask_smi(fields: str) -> subprocess.CompletedProcess[str]:
@@ -189,13 +255,23 @@ def _ask_smi(fields: str) -> subprocess.CompletedProcess[str]:
         ) from error
 
 
-def read_smi(text: str) -> list[Gpu]:
-    """Parse nvidia-smi's lines ``uuid, MiB[, driver[, capability]]``, where ``[N/A]`` means unknown."""
-    found = []
+def read_smi(text: str, memory: str = "") -> list[Gpu]:
+    """Parse nvidia-smi's lines, where ``[N/A]`` means unknown.
+
+    Args:
+        text: lines ``uuid, MiB[, driver[, capability]]``.
+        memory: lines ``uuid, MiB, MiB`` of the memory that the driver keeps and of the memory in use.
+    """
+    found, parts = [], dict[str, tuple[float, float]]()
+    for line in memory.splitlines():
+        uuid, *sizes = (cell.strip() for cell in line.split(","))
+        if len(sizes) == 2 and all(size.isdigit() for size in sizes):
+            parts[uuid] = int(sizes[0]) / 1024, int(sizes[1]) / 1024
     for line in text.splitlines():
         if not line.strip():
             continue
         uuid, mib, driver, capability = (*(cell.strip() for cell in line.split(",")), "", "", "")[:4]
+        kept, taken = parts.get(uuid, (None, 0.0))
         major, _, minor = capability.partition(".")
         known = major.isdigit() and minor.isdigit()
         found.append(
@@ -204,6 +280,8 @@ def read_smi(text: str) -> list[Gpu]:
                 int(mib) / 1024 if mib.isdigit() else None,
                 (int(major), int(minor)) if known else None,
                 driver if driver[:1].isdigit() else "",
+                kept,
+                taken,
             )
         )
     return found
