@@ -15,7 +15,7 @@ from torchrl_grpo.config.checks import whole
 from torchrl_grpo.distributed import launch
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.shape import Unknown
-from torchrl_grpo.planning import automatic, preflight
+from torchrl_grpo.planning import automatic, preflight, resolve
 from torchrl_grpo.planning.advice import apply
 from torchrl_grpo.runtime import hardware
 from torchrl_grpo.runtime.hardware import Hardware
@@ -176,6 +176,85 @@ def test_choices(
         assert not planned.plan.idle and len(planned.plan.reference.devices) == 2
     else:
         assert found == chosen
+
+
+FOUR = "train_model.num_devices=4 inference_model.num_devices=4"
+SHARDS = "train_model.parallelism=fsdp2"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("size", "overrides", "gpus", "chosen"),
+    [
+        ("llama-7B", FOUR, 8, SHARDS),
+        (
+            "llama-7B",
+            "train_model.num_devices=2 inference_model.num_devices=2 ref_model.num_devices=2 "
+            "policy.kl_coef=0.1",
+            6,
+            SHARDS,
+        ),
+        ("7B", "train_model.devices=[0,1,2,3] inference_model.devices=[4,5,6,7]", 8, SHARDS),
+        ("7B", "train_model.devices=[4,5,6,7] inference_model.devices=[0]", 8, SHARDS),
+        ("7B", "inference_model.devices=[4,5,6,7]", 8, f"train_model.num_devices=4 {SHARDS}"),
+        ("7B", "train_model.num_devices=4 ray.address=auto", 4, SHARDS),
+        (
+            "7B",
+            f"{FOUR} inference_model.backend=vllm_server inference_model.tensor_parallel_size=2",
+            8,
+            SHARDS,
+        ),
+        # All of them train, and nothing is left for engines.
+        ("7B", "train_model.num_devices=8", 8, SHARDS),
+        # The whole model fits, or the user has decided.
+        ("1.5B", FOUR, 8, ""),
+        ("7B", f"{FOUR} train_model.lora.rank=16", 8, ""),
+        ("7B", f"{FOUR} train_model.parallelism=ddp", 8, ""),
+        # Each rank loads the whole model first.
+        ("32B", FOUR, 8, ""),
+    ],
+)
+def test_numbers_that_are_given_are_trained_in_shards_if_nothing_else_fits(
+    size: str, overrides: str, gpus: int, chosen: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_size(size, monkeypatch)
+    there = Hardware(EIGHT.gpus[:gpus], 900.0, ((9, 0),) * gpus)
+    found, planned = plan(overrides, asynchronous, there)
+    assert found == chosen
+    if chosen:
+        preflight.check_memory(planned)
+        assert planned.plan.num_ranks > 1
+
+
+def test_ranks_of_a_launcher_hold_shards_if_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_size("7B", monkeypatch)
+    # Two machines with four GPUs each.
+    for name, value in {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    four = Hardware(EIGHT.gpus[:4], 900.0, ((9, 0),) * 4)
+    for size, words, chosen in (
+        ("7B", "", SHARDS),
+        ("1.5B", "", ""),
+        ("7B", "train_model.parallelism=ddp", ""),
+        ("7B", "train_model.lora.rank=16", ""),
+    ):
+        of_size(size, monkeypatch)
+        cfg = resolve.resolved(read(f"inference_model.backend=transformers {words}"))
+        changes = automatic.choose([cfg], False, four)
+        assert " ".join(automatic.overrides(changes)) == chosen
+    changes = ((SHARDS.partition("=")[0], "fsdp2"),)
+    cfg = resolve.resolved(read("inference_model.backend=transformers"))
+    of_8 = preflight.replan(apply(cfg, changes), False, four, SHAPES["7B"])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    of_4 = preflight.replan(apply(cfg, changes), False, four, SHAPES["7B"])
+    assert (
+        of_8 is not None and of_4 is not None and of_8.prediction is not None and of_4.prediction is not None
+    )
+    weights = [
+        next(row.weights for row in found.rows if (row.role, row.phase) == ("train", "optimize"))
+        for found in (of_8.prediction, of_4.prediction)
+    ]
+    assert weights[0] == weights[1] / 2
 
 
 def test_a_model_of_unknown_size_shares_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

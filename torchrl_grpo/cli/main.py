@@ -154,6 +154,8 @@ class _Command:
         self.config_name = (self.args.config_name or config_name).removesuffix(".yaml")
         self.sweep = self.args.multirun or "hydra.mode=MULTIRUN" in self.args.overrides
         self.reported: list[UserError] = []
+        # The only job of the command line and its overrides, once composed.
+        self._composed: tuple[list[str], Job] | None = None
         # Folder that the command reads or writes, for errors of the system; None before it is known.
         self.run_folder: Path | None = None
 
@@ -213,10 +215,18 @@ class _Command:
         """Compose the jobs of the command line one by one; a job is valid until the next one is composed."""
         from torchrl_grpo.cli.compose import composer
 
+        words = self._overrides()
+        if self._composed is not None and self._composed[0] == words:
+            yield self._composed[1]
+            return
         self._check_name()
         with composer(self.config_dir, self.config_name, self.extra_dir) as tree:
-            for number, overrides in enumerate(tree.jobs(self._overrides(), self.sweep)):
-                yield tree.compose(overrides, number)
+            jobs = tree.jobs(words, self.sweep)
+            for number, overrides in enumerate(jobs):
+                job = tree.compose(overrides, number)
+                # Composing takes longer than all checks, so do it once for the only job.
+                self._composed = (words, job) if len(jobs) == 1 else None
+                yield job
 
     def _show(self) -> None:
         from omegaconf import OmegaConf
@@ -235,16 +245,14 @@ class _Command:
             parse(job.node)
 
     def _divide_devices(self) -> None:
-        """Add the planner's division of several GPUs to the command line, for ranks and resumed runs too."""
-        if rank_env.launched():
-            return
-        present = hardware.present()
-        if len(present.gpus) < 2:
+        """Add the planner's choice of devices to the command line, for ranks and resumed runs too."""
+        if rank_env.rank() > 0:
+            # Rank 0 decides, and sends the others its configuration.
             return
         from torchrl_grpo.planning import automatic
 
         configs = [resolve_job(job.node, self.check) for job in self._jobs()]
-        changes = automatic.choose(configs, self.asynchronous, present)
+        changes = automatic.choose(configs, self.asynchronous, hardware.present())
         self.args.overrides += automatic.overrides(changes)
         self.words += automatic.overrides(changes)
         sys.stdout.write(automatic.written(changes))

@@ -1,4 +1,4 @@
-"""Choose how many GPUs train and generate where the configuration leaves it open. Imports no torch.
+"""Choose how many GPUs train and generate, and whether ranks hold shards. Imports no torch.
 
 A run gets as many of a machine's GPUs as it has work for. Either every GPU trains and generates in turn, or
 some train and the others generate. The estimate of a step counts groups: each rank trains
@@ -6,20 +6,23 @@ some train and the others generate. The estimate of a step counts groups: each r
 with ``grpo.py`` and at the same time with ``grpo-async.py``. Of the divisions that fit into memory, the one
 with the shortest step is chosen.
 
+With numbers that are given, by the configuration or by a launcher, ranks hold the whole model if it fits, and
+shards if only shards do.
+
 The choice is a set of overrides, as a user could write them. Training ranks and a resumed run read them like
 any others. :mod:`~torchrl_grpo.planning.placement` places the numbers on devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.derived import needs_reference, optim_batch_size
+from torchrl_grpo.config.derived import needs_reference, num_devices, optim_batch_size
 from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.values import Parallelism
-from torchrl_grpo.models.shape import ModelShape, Unknown, read_shape
+from torchrl_grpo.models.shape import read_shape
 from torchrl_grpo.planning import preflight
 from torchrl_grpo.planning.advice import Changes, apply
 from torchrl_grpo.runtime import rank_env
@@ -44,7 +47,7 @@ class Division:
 
 
 def choose(configs: Sequence[Config], asynchronous: bool, hardware: Hardware) -> Changes:
-    """Return overrides that use as many GPUs as there is work for.
+    """Return overrides that use as many GPUs as there is work for, and shards if nothing else fits.
 
     They are empty if the configuration decides, or if nothing fits. There are no more ranks and no more
     engines than groups.
@@ -57,28 +60,53 @@ def choose(configs: Sequence[Config], asynchronous: bool, hardware: Hardware) ->
     Raises:
         ModelError: a model's files are damaged.
     """
-    gpus = len(hardware.gpus)
-    if gpus < 2 or rank_env.launched() or not all(_leaves_open(cfg) for cfg in configs):
+    gpus, may_shard = len(hardware.gpus), all(_may_shard(cfg) for cfg in configs)
+    divides = gpus > 1 and not rank_env.launched() and all(_leaves_open(cfg) for cfg in configs)
+    shards = list(_shards(configs[0], gpus)) if may_shard else []
+    if not (divides or shards):
         return ()
     shapes = {cfg.model.name: read_shape(cfg.model) for cfg in configs}
-    for parallelism in (None, Parallelism.fsdp2):
-        found: list[tuple[tuple[float, int, int], Changes]] = []
-        for division in _divisions(configs[0], asynchronous, gpus):
-            changes = _changes(configs[0], division, parallelism)
-            plans = [
-                _plan_if_it_fits(apply(cfg, changes), asynchronous, hardware, shapes[cfg.model.name])
-                for cfg in configs
-            ]
-            if None not in plans:
-                idle = max(len(planned.plan.idle) for planned in plans if planned is not None)
-                step = max(_step(cfg, division, asynchronous) for cfg in configs)
-                # Among equally fast divisions, prefer fewer idle GPUs, and then fewer ranks.
-                found.append(((step, idle, division.ranks), changes))
-        if found:
-            return min(found, key=lambda candidate: candidate[0])[1]
-        if not all(_may_shard(cfg) for cfg in configs):
-            break
+
+    def plans(changes: Changes, fits: Callable[[preflight.Planned], bool]) -> list[preflight.Planned] | None:
+        """Return the plans of all jobs; None if one is invalid or does not fit."""
+        found = []
+        for cfg in configs:
+            shape = shapes[cfg.model.name]
+            planned = preflight.replan(apply(cfg, changes), asynchronous, hardware, shape)
+            if planned is None or not fits(planned):
+                return None
+            found.append(planned)
+        return found
+
+    if divides:
+        for parallelism in (None, Parallelism.fsdp2) if may_shard else (None,):
+            found: list[tuple[tuple[float, int, int], Changes]] = []
+            for division in _divisions(configs[0], asynchronous, gpus):
+                changes = _changes(configs[0], division, parallelism)
+                planned = plans(changes, _fits_divided)
+                if planned is not None:
+                    idle = max(len(one.plan.idle) for one in planned)
+                    step = max(_step(cfg, division, asynchronous) for cfg in configs)
+                    # Among equally fast divisions, prefer fewer idle GPUs, and then fewer ranks.
+                    found.append(((step, idle, division.ranks), changes))
+            if found:
+                return min(found, key=lambda candidate: candidate[0])[1]
+    # A plan that may be a little too large is better than none, but no better than shards that fit.
+    for fits in (_fits, preflight.is_tolerable):
+        for changes in ((), *shards) if shards else ():
+            if plans(changes, fits) is not None:
+                return changes
     return ()
+
+
+def _shards(cfg: Config, gpus: int) -> Iterator[Changes]:
+    """Yield changes with which several ranks hold shards: as many ranks as given, or as possible."""
+    sharded: Changes = (("train_model.parallelism", Parallelism.fsdp2),)
+    if max(num_devices(cfg.train_model), rank_env.world_size()) > 1:
+        yield sharded
+    elif cfg.train_model.num_devices == "auto" and cfg.train_model.devices is None:
+        for count in range(gpus, 1, -1):
+            yield ((_TRAIN, count), *sharded)
 
 
 def overrides(changes: Changes) -> list[str]:
@@ -170,16 +198,15 @@ def _changes(cfg: Config, division: Division, parallelism: Parallelism | None) -
     return found
 
 
-def _plan_if_it_fits(
-    cfg: Config, asynchronous: bool, hardware: Hardware, shape: ModelShape | Unknown
-) -> preflight.Planned | None:
-    """Return the plan of a configuration; None if it is invalid or does not fit."""
-    planned = preflight.replan(cfg, asynchronous, hardware, shape)
-    if planned is None:
-        return None
+def _fits(planned: preflight.Planned) -> bool:
+    return planned.prediction is None or preflight.fits(planned)
+
+
+def _fits_divided(planned: preflight.Planned) -> bool:
+    """Return whether a division fits that the planner chose."""
     if planned.prediction is None:
         # Two models on a GPU may be too much, and nothing says so before they are loaded.
-        return None if planned.plan.colocated else planned
+        return not planned.plan.colocated
     # A worker that shares a GPU with a rank never sleeps.
     both = planned.plan.colocated and planned.plan.inference.own_process
-    return planned if preflight.fits(planned, preflight.SPARE if both else 1.0) else None
+    return preflight.fits(planned, preflight.SPARE if both else 1.0)

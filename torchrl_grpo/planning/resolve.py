@@ -19,6 +19,9 @@ _FILES = {"ddp": "multi_gpu", "fsdp2": "fsdp2", **{kind: kind for kind in ZERO_S
 def resolved(cfg: Config) -> Config:
     """Return the configuration with the launcher's number of ranks, parallelism and other settings.
 
+    ``train_model.parallelism=auto`` remains if the launcher has no settings for it, or those of DDP. Then the
+    planner decides.
+
     Raises:
         ConfigError: the configuration contradicts the launcher, or the model cannot be held in this way.
     """
@@ -34,6 +37,7 @@ def resolved(cfg: Config) -> Config:
             f"the launcher has started {started} processes",
             f"train_model.num_devices={started}, or --num_processes {asked} for the launcher",
         )
+    kind = cfg.train_model.parallelism if kind == "ddp" else kind
     train = replace(cfg.train_model, num_devices=rank_env.local_world_size(), parallelism=kind)
     return replace(cfg, train_model=train)
 
