@@ -104,8 +104,8 @@ SHORT = "env.num_envs=16 train.optim_batch_size=64 train.total_dialog_turns=1024
         (
             "optimizer.warmup_steps=15 optimizer.schedule=linear",
             [
-                "optimizer.schedule=linear: the run has 16 optimizer steps, and optimizer.warmup_steps=15, so "
-                "the learning rate never falls; write optimizer.warmup_steps=1 or "
+                "optimizer.schedule=linear: the run has 16 optimizer steps, and optimizer.warmup_steps=15, "
+                "so the learning rate never falls; write optimizer.warmup_steps=1 or "
                 "train.total_dialog_turns=1152 instead"
             ],
         ),
