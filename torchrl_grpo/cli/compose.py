@@ -28,6 +28,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from torchrl_grpo.cli.precedence import settle
 from torchrl_grpo.cli.quoting import quote
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.parsing import first_line, keys
@@ -47,11 +48,13 @@ class Job:
 
     Attributes:
         node: configuration, without Hydra's own section.
+        settled: lines for the user on keys that gave way to others (:mod:`~torchrl_grpo.cli.precedence`).
         run_dir: folder that the job would write to.
         sweep_dir: folder that the job's sweep would write to.
     """
 
     node: DictConfig
+    settled: list[str]
     run_dir: Path
     sweep_dir: Path
 
@@ -136,9 +139,10 @@ class Composer:
             HydraConfig.instance().set_config(cfg)
             with open_dict(cfg):
                 del cfg["hydra"]
+            settled = settle(cfg, self._loader, self._config_name, overrides)
         except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
             raise _composition_error(error) from error
-        return Job(cfg, run_dir, sweep_dir)
+        return Job(cfg, settled, run_dir, sweep_dir)
 
     def _parse(self, word: str) -> Override:
         try:

@@ -262,6 +262,8 @@ class _Command:
         configs: list[Config] = []
         for job in self._jobs():
             cfg = resolve_job(job.node, self.check)
+            if rank_env.rank() == 0:
+                sys.stdout.write("".join(f"note: {line}\n" for line in job.settled))
             if cfg.dry_run and rank_env.rank() == 0:
                 self._show_plan(cfg, len(configs), job)
             else:
@@ -401,10 +403,14 @@ class _Command:
 
     def _job(self, node: DictConfig) -> Any:
         """Run one job inside Hydra."""
+        from hydra.core.global_hydra import GlobalHydra
         from hydra.core.hydra_config import HydraConfig
+
+        from torchrl_grpo.cli.precedence import settle
 
         gc.enable()
         hydra_cfg = HydraConfig.get()
+        settle(node, GlobalHydra.instance().config_loader(), self.config_name, hydra_cfg.overrides.task)
         where = f"job {hydra_cfg.job.num} ({hydra_cfg.job.override_dirname}): " if self.sweep else ""
         try:
             cfg = resolve_job(node, self.check)

@@ -128,10 +128,10 @@ def _check_coefficients(cfg: Config) -> None:
         wrong = "can only scale a coefficient, and that starts at 0"
         good = f"policy.init_kl_coeff=0.1 policy.kl_target={policy.kl_target}"
         raise bad_value("policy.kl_target", policy.kl_target, wrong, good)
-    if policy.init_kl_coeff is not None and policy.kl_coef != 0:
+    if policy.init_kl_coeff is not None and policy.kl_coef not in (0, policy.init_kl_coeff):
         wrong = f"is where the coefficient starts, and so is policy.kl_coef={policy.kl_coef}"
         raise bad_value("policy.init_kl_coeff", policy.init_kl_coeff, wrong, "one of the two")
-    if policy.kl_target is None and policy.init_kl_coeff is not None:
+    if policy.kl_target is None and policy.init_kl_coeff not in (None, policy.kl_coef):
         wrong = "is where an adapted coefficient starts, and without policy.kl_target none is adapted"
         good = f"policy.kl_coef={policy.init_kl_coeff:g}"
         raise bad_value("policy.init_kl_coeff", policy.init_kl_coeff, wrong, good)

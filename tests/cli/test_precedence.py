@@ -1,0 +1,100 @@
+"""What a user writes wins over what a preset, a recipe or a primary configuration wrote."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import cli_calls
+import pytest
+from cli_calls import ROOT, accept, call
+
+from torchrl_grpo.cli.compose import composer
+from torchrl_grpo.cli.main import resolve_job
+from torchrl_grpo.config import Config
+from torchrl_grpo.errors import ConfigError
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("policy=maxent policy.init_kl_coeff=0.4", {"policy.kl_coef": 0.4, "policy.kl_in": "weights"}),
+    (
+        "policy=maxent policy.init_kl_coeff=0.4 policy.kl_target=0.3",
+        {"policy.kl_coef": 0.0, "policy.init_kl_coeff": 0.4},
+    ),
+    ("policy=rloo policy.kl_in=loss policy.kl_coef=0.1", {"policy.kl_estimator": "k3"}),
+    (
+        "policy=rloo policy.reward_combination=apart policy.kl_coef=0.1",
+        {"policy.kl_in": "loss", "policy.kl_estimator": "k3"},
+    ),
+    ("policy=sapo policy.surrogate=clip", {"policy.surrogate_args": {}}),
+    ("policy=maxent policy.advantage_estimator=group_mean", {"policy.kl_in": "loss", "policy.kl_coef": 0.04}),
+    ("+recipe=cpu train.num_epochs=1", {"train.total_dialog_turns": None}),
+    ("+recipe=cpu env.num_envs=12", {"train.total_dialog_turns": 8064}),
+    ("+recipe=cpu inference_model.max_new_tokens=600", {"inference_model.max_model_len": 1112}),
+    ("+recipe=gpu_8x80gb train_model.devices=[0,1]", {"train_model.num_devices": "auto"}),
+    ("+recipe=gpu_8x80gb train_model.lora.rank=16", {"train_model.parallelism": "auto"}),
+    ("+recipe=gpu_24gb train_model.parallelism=fsdp2", {"train_model.lora.rank": 0}),
+    (
+        "+recipe=gpu_8x80gb allocation_mode=vllm:d2+ddp:d2",
+        {"train_model.num_devices": 2, "train_model.parallelism": "ddp", "inference_model.num_devices": 2},
+    ),
+    ("env=arithmetic env.task=chain_sum", {"env.task_args": {}}),
+    # Nothing contradicts anything.
+    ("policy=maxent policy.kl_coef=0.2", {"policy.kl_coef": 0.2}),
+    ("policy=dapo policy.kl_coef=0.1", {"policy.constant_groups": "refill"}),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), CASES, ids=[words for words, _ in CASES])
+def test_a_preset_gives_way_to_the_command_line(words: str, expected: dict[str, Any]) -> None:
+    cfg = accept(*words.split())
+    assert {key: attrgetter(key)(cfg) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        # Both are the user's own.
+        "policy=maxent policy.kl_coef=0.1 policy.kl_target=0.1 policy.init_kl_coeff=0.4",
+        "policy=maxent policy.kl_in=loss",
+        "policy.kl_coef=0.1 policy.kl_in=loss policy.kl_estimator=k1",
+        "train_model.lora.rank=16 train_model.parallelism=fsdp2",
+        "+recipe=cpu train.num_epochs=1 train.total_dialog_turns=8000",
+    ],
+)
+def test_words_of_the_user_that_contradict_each_other_are_refused(words: str) -> None:
+    with pytest.raises(ConfigError):
+        accept(*words.split())
+
+
+def test_a_primary_configuration_wins_over_its_preset_and_gives_way_to_the_command_line(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [schema, base, {env: gsm8k}, {policy: maxent}, _self_]\n"
+        "policy: {init_kl_coeff: 0.4, kl_target: 0.3}\n"
+    )
+
+    def read(*words: str) -> Config:
+        with composer(ROOT / "config", "mine", tmp_path) as tree:
+            (overrides,) = tree.jobs(list(words), sweep=False)
+            return resolve_job(tree.compose(overrides).node, lambda cfg: None)
+
+    written, changed = read(), read("policy.kl_coef=0.1")
+    assert (written.policy.kl_coef, written.policy.init_kl_coeff) == (0.0, 0.4)
+    assert (changed.policy.kl_coef, changed.policy.init_kl_coeff, changed.policy.kl_target) == (
+        0.1,
+        None,
+        0.3,
+    )
+
+
+def test_the_run_gets_what_was_checked_and_the_user_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli_calls.set_up(tmp_path, monkeypatch)
+    assert call("model.name=smollm2-135m", "policy=rloo", "policy.kl_in=loss", "policy.kl_coef=0.1") == 0
+    ((cfg, _),) = cli_calls.SEEN
+    assert cfg.policy.kl_estimator == "k3"
+    line = "note: policy.kl_estimator=k3 instead of k1, because of policy.kl_in=loss\n"
+    assert capsys.readouterr().out.count(line) == 1

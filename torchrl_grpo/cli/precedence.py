@@ -1,0 +1,82 @@
+"""Let what was written last win where two keys contradict each other.
+
+A preset writes keys for its user's convenience. If the user then writes a key that excludes one of them,
+the preset's key gives way. Layers come in Hydra's order: presets before the primary configuration's own
+keys, then files chosen with ``+``, and the command line last. Two keys of the same layer, and a key that has
+its default, are left to the checks of the configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from torchrl_grpo.config import Config
+from torchrl_grpo.config.contradictions import DEFAULT, contradictions
+from torchrl_grpo.config.keys import show
+
+if TYPE_CHECKING:
+    from hydra.core.config_loader import ConfigLoader
+    from omegaconf import DictConfig
+
+
+def settle(node: DictConfig, loader: ConfigLoader, config_name: str, overrides: Sequence[str]) -> list[str]:
+    """Reset keys of a composed configuration that contradict one that was written later.
+
+    Args:
+        node: configuration composed over the schema, which is changed.
+        loader: Hydra's loader of the configuration tree.
+        config_name: name of the primary configuration.
+        overrides: overrides of the job.
+
+    Returns:
+        A line for the user for each key that gave way.
+    """
+
+    def read(key: str, source: Any = node) -> Any:
+        value = OmegaConf.select(source, key)
+        return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+    lines: list[str] = []
+    layers: dict[str, int] = {}
+    defaults = OmegaConf.structured(Config)
+    for key, others, value in contradictions(read):
+        changed = [other for other in others if read(other) != read(other, defaults)]
+        if changed and not layers:
+            layers = _layers(loader, config_name, overrides)
+        for other in changed:
+            if layers.get(other, 0) >= layers.get(key, 0):
+                continue
+            new = read(other, defaults) if value is DEFAULT else value
+            before, because = show(read(other)), f"{key}={show(read(key))}"
+            lines.append(f"{other}={show(new)} instead of {before}, because of {because}")
+            OmegaConf.update(node, other, new, merge=False)
+            layers[other] = layers[key]
+    return lines
+
+
+def _layers(loader: Any, config_name: str, overrides: Sequence[str]) -> dict[str, int]:
+    """Return the number of the last layer that wrote each key and each section."""
+    found: dict[str, int] = {}
+    parts = loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN).defaults
+    for number, part in enumerate(parts, 1):
+        if part.config_path is None or part.config_path.startswith(("schema", "hydra")):
+            continue
+        loaded = loader.repository.load_config(part.config_path)
+        package = "" if part.package in (None, "", "_global_") else f"{part.package}."
+        for key in _keys(OmegaConf.to_container(loaded.config, resolve=False)):
+            found[package + key] = number
+    for override in overrides:
+        names = override.partition("=")[0].lstrip("+").split(".")
+        for length in range(1, len(names) + 1):
+            found[".".join(names[:length])] = len(parts) + 1
+    return found
+
+
+def _keys(values: Any, prefix: str = "") -> Iterator[str]:
+    for name, value in values.items() if isinstance(values, dict) else ():
+        yield f"{prefix}{name}"
+        yield from _keys(value, f"{prefix}{name}.")

@@ -1,0 +1,172 @@
+"""Keys of which one gives way to the other if they contradict each other and a preset wrote it.
+
+The checks refuse such pairs if the user wrote both. :mod:`torchrl_grpo.cli.precedence` knows who wrote which.
+Left out are pairs without an obvious value for the one that gives way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torchrl_grpo.config.values import CACHING_BACKENDS, SURROGATE_OPTIONS, Backend
+
+# Returns the value of a key.
+Read = Callable[[str], Any]
+DEFAULT = object()
+
+
+class Contradiction(NamedTuple):
+    """Keys whose values contradict that of another key.
+
+    Attributes:
+        key: key that wins if it was written later.
+        others: keys that then give way.
+        value: value that they get; DEFAULT for the default of each.
+    """
+
+    key: str
+    others: tuple[str, ...]
+    value: Any = DEFAULT
+
+
+def contradictions(read: Read) -> Iterator[Contradiction]:
+    """Yield the contradictions of a configuration, each in the state that the earlier ones have left."""
+    yield from _of_kl(read)
+    yield from _of_objective(read)
+    yield from _of_lengths(read)
+    yield from _of_devices(read)
+    yield from _of_adapters(read)
+    yield from _of_data(read)
+    yield from _of_engines(read)
+
+
+def _keys(section: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
+def _of_kl(read: Read) -> Iterator[Contradiction]:
+    start, coef, target = "policy.init_kl_coeff", "policy.kl_coef", "policy.kl_target"
+    if read(start) is not None:
+        yield Contradiction(coef, (start,))
+    if read(start) is not None and read(coef) != 0:
+        # Where nothing adapts the coefficient, it stays where it starts.
+        yield Contradiction(start, (coef,), read(start) if read(target) is None else 0.0)
+    if read(coef) == 0 and read(start) is None and read(target) is not None:
+        yield Contradiction(coef, (target,))
+    if read("policy.kl_in") == "weights" and read("policy.advantage_estimator") != "maxent":
+        yield Contradiction("policy.advantage_estimator", ("policy.kl_in",))
+    if read("policy.kl_in") == "reward" and read("policy.reward_combination") == "apart":
+        yield Contradiction("policy.reward_combination", ("policy.kl_in",))
+    if read("policy.kl_in") == "loss" and read("policy.kl_estimator") == "k1":
+        yield Contradiction("policy.kl_in", ("policy.kl_estimator",))
+    if read("ref_model.refresh_frequency") == 0:
+        yield Contradiction("ref_model.refresh_frequency", ("ref_model.refresh_mix",))
+
+
+def _of_objective(read: Read) -> Iterator[Contradiction]:
+    surrogate = read("policy.surrogate")
+    if not set(read("policy.surrogate_args")) <= set(SURROGATE_OPTIONS[surrogate]):
+        yield Contradiction("policy.surrogate", ("policy.surrogate_args",), {})
+    if surrogate != "clip":
+        yield Contradiction("policy.surrogate", ("policy.dual_clip",))
+    if read("policy.proximal") != "trainer":
+        yield Contradiction("policy.proximal", ("policy.correction",))
+    # What only a part reads that is switched off.
+    for switch, is_on, names in (
+        (
+            "advantage_estimator",
+            read("policy.advantage_estimator") == "maxent",
+            "tau q_temperature q_epsilon length_normalize_ref",
+        ),
+        ("correction", read("policy.correction") != "none", "correction_level correction_cap"),
+        ("correction", read("policy.correction") == "mask", "correction_floor"),
+        ("kl_target", read("policy.kl_target") is not None, "kl_horizon"),
+        ("entropy_target", read("policy.entropy_target") is not None, "entropy_delta entropy_coef_max"),
+        ("constant_groups", read("policy.constant_groups") == "refill", "max_refills"),
+        ("overlong", read("policy.overlong") == "penalise", "overlong_buffer"),
+        ("aggregation", read("policy.aggregation") == "constant", "aggregation_length"),
+    ):
+        if not is_on:
+            yield Contradiction(f"policy.{switch}", _keys("policy", names))
+
+
+def _of_lengths(read: Read) -> Iterator[Contradiction]:
+    epochs, turns = "train.num_epochs", "train.total_dialog_turns"
+    if read(epochs) is not None and read(turns) is not None:
+        yield Contradiction(epochs, (turns,), None)
+        yield Contradiction(turns, (epochs,))
+    size = max(1, read("env.num_envs") * read("env.repeats"))
+    batch = read("train.optim_batch_size")
+    for key in ("env.num_envs", "env.repeats"):
+        if read(turns) is not None and read(turns) % size:
+            yield Contradiction(key, (turns,), -(-read(turns) // size) * size)
+        if batch is not None and (batch % max(1, read("env.repeats")) or size % max(1, batch)):
+            yield Contradiction(key, ("train.optim_batch_size", "train.gradient_accumulation_steps"))
+    new, longest = "inference_model.max_new_tokens", "inference_model.max_model_len"
+    if read(new) >= read(longest):
+        yield Contradiction(new, (longest,), read(new) + 512)
+    budget = read("train.max_tokens_per_microbatch")
+    if budget is not None and budget < read(longest):
+        yield Contradiction(longest, ("train.max_tokens_per_microbatch",))
+
+
+def _of_devices(read: Read) -> Iterator[Contradiction]:
+    for role in ("train_model", "inference_model", "ref_model"):
+        count, devices = f"{role}.num_devices", f"{role}.devices"
+        if read(devices) is not None and read(count) not in ("auto", len(read(devices))):
+            yield Contradiction(devices, (count,))
+            yield Contradiction(count, (devices,))
+    if read("allocation_mode") is not None:
+        yield Contradiction(
+            "allocation_mode",
+            (
+                *_keys("train_model", "num_devices devices parallelism"),
+                *_keys("inference_model", "num_devices devices tensor_parallel_size pipeline_parallel_size"),
+            ),
+        )
+
+
+def _of_adapters(read: Read) -> Iterator[Contradiction]:
+    rank, kind = "train_model.lora.rank", "train_model.parallelism"
+    of_adapters = _keys("train_model.lora", "alpha target_modules base_dtype")
+    of_adapters += ("train_model.quantization", "checkpoint.export_merged")
+    if read(rank) > 0 and read(kind) not in ("auto", "ddp"):
+        yield Contradiction(rank, (kind,))
+        yield Contradiction(kind, (rank, *of_adapters))
+    if read(rank) > 0:
+        yield Contradiction(
+            rank, _keys("ref_model", "refresh_frequency refresh_mix dtype devices num_devices")
+        )
+    else:
+        yield Contradiction(rank, of_adapters)
+    if read("train_model.prefix_attention") == "varlen" and read("train_model.autocast") == "no":
+        yield Contradiction("train_model.prefix_attention", ("train_model.autocast",))
+        yield Contradiction("train_model.autocast", ("train_model.prefix_attention",))
+
+
+def _of_data(read: Read) -> Iterator[Contradiction]:
+    if read("env.mixture"):
+        own = "task task_args data_path eval_data_path hub_name hub_subset train_split eval_split fields"
+        yield Contradiction("env.mixture", (*_keys("env", own), *_keys("reward", "weights functions args")))
+        yield Contradiction("env.mixture", ("eval.reward",))
+    if read("env.sampling") == "uniform":
+        yield Contradiction("env.sampling", _keys("env", "pass_rate_bands pass_rate_weights unseen_weight"))
+    # The arguments of a task are those of its own generator.
+    yield Contradiction("env.task", ("env.task_args",))
+    if read("env.environment") is None:
+        yield Contradiction("env.environment", ("env.environment_args",))
+
+
+def _of_engines(read: Read) -> Iterator[Contradiction]:
+    backend, sizes = (
+        "inference_model.backend",
+        _keys("inference_model", "tensor_parallel_size pipeline_parallel_size"),
+    )
+    if read(backend) not in CACHING_BACKENDS:
+        yield Contradiction(backend, ("inference_model.engine_args",), {})
+    if read(backend) != Backend.vllm_server:
+        yield Contradiction(backend, sizes)
+    if read("inference_model.servers") != "auto":
+        own = _keys("inference_model", "num_devices devices engine_args")
+        yield Contradiction("inference_model.servers", (*own, *sizes))
