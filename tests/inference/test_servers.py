@@ -34,7 +34,7 @@ from torchrl_grpo.errors import ConfigError, ModelError, TrainingStopped
 from torchrl_grpo.inference.checksums import compute_checksums
 from torchrl_grpo.inference.protocol import Probe, Request, Sampling
 from torchrl_grpo.inference.servers import engine as server_engine
-from torchrl_grpo.inference.servers import weight_files
+from torchrl_grpo.inference.servers import process, weight_files
 from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequirements
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.kinds import VLLM
@@ -57,7 +57,7 @@ from torchrl_grpo.inference.vllm_arguments import as_flags, vllm_arguments
 from torchrl_grpo.models import saving
 from torchrl_grpo.models.loading import load_tokenizer
 from torchrl_grpo.models.prepare import prepare_for_training
-from torchrl_grpo.runtime.files import shared_files
+from torchrl_grpo.runtime.files import shared_files, socket_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 WANTED = ServerRequirements(torch.float32, None, 1000)
@@ -564,6 +564,8 @@ def test_temporary_files_of_a_server_whose_run_was_killed_are_removed_by_the_nex
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # That folder has a long path, and no other socket lies there.
+    monkeypatch.setattr(process, "_SOCKET_ROOM", 0)
     program = (
         "import os, sys, tempfile; tempfile.mkstemp(prefix='vllm_dist_');"
         "os.write(int(os.environ['TORCHRL_GRPO_READY_FD']), b'+'); sys.stdin.read()"
@@ -594,6 +596,41 @@ def test_too_little_room_is_an_error_and_not_the_end_of_the_process(
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
         WeightFiles(tmp_path).write([("one", torch.ones(8))])
+
+
+def test_a_path_of_a_socket_that_would_be_too_long_is_made_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    program = (
+        "import os, socket, uuid; place = os.environ['VLLM_RPC_BASE_PATH'] + '/' + str(uuid.uuid4());"
+        "socket.socket(socket.AF_UNIX).bind(place); os.write(int(os.environ['TORCHRL_GRPO_READY_FD']), b'+');"
+        "input()"
+    )
+    variables = vllm_launch("model", {"enforce_eager": True}, on_cpu=True).folder_variables
+    server = ServerProcess(
+        VLLM, Launch([sys.executable, "-c", program], {}, variables), environment={}, log=None
+    )
+    server.wait_until_ready(60)
+    folder = Path(server.address.removeprefix("unix:")).parent
+    about = folder.stat()
+    assert (about.st_mode & 0o777, about.st_uid) == (0o700, os.geteuid()) and list(long.iterdir()) == []
+    server.kill()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("length", [10, 49, 50, 300])
+def test_where_sockets_lie(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = "/" + "u" * (length - 1)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != "/tmp")
+    found = socket_folder.socket_parent(58, usual)
+    assert found == Path(usual if length <= 49 else "/var/tmp")
+    monkeypatch.setattr(os, "access", lambda path, mode: path == usual)
+    if length > 49:
+        with pytest.raises(ConfigError, match=rf"TMPDIR={usual}: .* 107 bytes.* set TMPDIR"):
+            socket_folder.socket_parent(58, usual)
 
 
 # -- the key

@@ -197,6 +197,21 @@ def test_an_address_where_nothing_answers_is_one_clear_message() -> None:
         ray_pool._connect(cfg, 1, [])
 
 
+def test_a_path_that_is_too_long_for_sockets_of_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    for usual in ("/tmp", "/" + "x" * 34):
+        monkeypatch.setenv("TMPDIR", usual)
+        assert ray_pool._short_folder() is None
+    for name in ("TMPDIR", "RAY_TMPDIR"):
+        monkeypatch.setenv(name, f"{tmp_path}/{'x' * 60}")
+        folder = ray_pool._short_folder()
+        assert folder is not None and len(str(folder.path)) < 36
+        assert folder.path.stat().st_mode & 0o777 == 0o700
+        folder.close()
+        assert not folder.path.exists()
+        monkeypatch.delenv(name)
+
+
 def test_ray_leaves_terminations_to_the_run() -> None:
     """Ray sets handlers when it starts, and takes away any handler when it ends, also one of the run."""
     code = """if True:

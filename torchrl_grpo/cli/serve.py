@@ -10,6 +10,8 @@ import os
 import secrets
 import shlex
 import sys
+import tempfile
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,9 +25,13 @@ from torchrl_grpo.config.values import KEY_VARIABLE, SERVER_BACKENDS, SGLANG_KEY
 from torchrl_grpo.errors import ConfigError, UserError
 from torchrl_grpo.runtime.config_dir import config_dir
 from torchrl_grpo.runtime.files.closed_output import quiet_end
+from torchrl_grpo.runtime.files.socket_folder import socket_parent
 
 if TYPE_CHECKING:
     from torchrl_grpo.inference.servers.kinds import ServerKind
+
+# Longest name of a socket in bytes that vLLM and SGLang put into a folder.
+_SOCKET_ROOM = len(f"/{uuid.UUID(int=0)}")
 
 
 @quiet_end()
@@ -138,4 +144,10 @@ def serve_command(
         key = secrets.token_urlsafe(32)
         sys.stdout.write(f"{kind.key_variable}={key}  # set this for the run\n")
         sys.stdout.flush()
-    return launch.command(where), {**launch.variables, kind.key_variable: key}
+    variables = {**launch.variables, kind.key_variable: key}
+    # The first of them is that of sockets.
+    name = launch.folder_variables[0]
+    usual = os.environ.get(name) or tempfile.gettempdir()
+    if str(short := socket_parent(_SOCKET_ROOM, usual)) != usual:
+        variables[name] = str(short)
+    return launch.command(where), variables

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from torchrl_grpo.config.checks import sglang
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.values import CACHING_BACKENDS, SERVER_BACKENDS, Backend
+from torchrl_grpo.runtime.files.socket_folder import LONGEST
 
 if TYPE_CHECKING:
     from torchrl_grpo.config.schema import Config
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 _KEY = "inference_model.engine_args"
 # Hosts that only this machine reaches.
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-# Longest path of a socket in characters, as Linux has it.
-_LONGEST_SOCKET = 107
 
 # Argument of vLLM -> the key that sets it.
 SET_BY_KEY = {
@@ -217,7 +216,7 @@ def _normal_address(address: str, servers: list[str], good: str) -> str:
         more = parts.query or parts.fragment or parts.username
         if parts.scheme == "unix" and not (parts.netloc or more):
             path = os.path.normpath(parts.path)
-            if path.startswith("/") and len(path) <= _LONGEST_SOCKET:
+            if path.startswith("/") and len(os.fsencode(path)) <= LONGEST:
                 return f"unix:{path}"
         elif parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/") and not more:
             host = "127.0.0.1" if parts.hostname in LOOPBACK else parts.hostname

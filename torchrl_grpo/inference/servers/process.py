@@ -8,8 +8,8 @@ import secrets
 import selectors
 import signal
 import subprocess
-import tempfile
 import threading
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,11 +18,13 @@ from torchrl_grpo.inference.servers.kinds import ServerKind
 from torchrl_grpo.inference.servers.launch import Launch
 from torchrl_grpo.inference.servers.lifetime import END_VARIABLE, READY_VARIABLE
 from torchrl_grpo.runtime.files.shared_files import Folder, open_regular, remove_abandoned
+from torchrl_grpo.runtime.files.socket_folder import socket_parent
 from torchrl_grpo.runtime.own_variables import inherited
 from torchrl_grpo.runtime.shared_memory import segments_of, unlink
 
-# Short, because the path of a socket has at most 107 characters.
 _PREFIX = "grpo-server-"
+# Longest rest of a socket's path in bytes: the name of the server's folder, and that of a socket of vLLM.
+_SOCKET_ROOM = len(f"/{_PREFIX}12345678") + len(f"/{uuid.UUID(int=0)}")
 # Number of lines of a server's log in an error message.
 _LAST_LINES = 2
 
@@ -52,7 +54,7 @@ class ServerProcess:
         self._ended = False
         # Segments of shared memory, noted in case somebody else kills the server.
         self._segments: set[str] = set()
-        temporary = Path(tempfile.gettempdir())
+        temporary = socket_parent(_SOCKET_ROOM)
         # Those of runs that were killed.
         remove_abandoned(temporary, _PREFIX)
         self._folder = Folder(temporary, _PREFIX)

@@ -30,6 +30,8 @@ from torchrl_grpo.planning.cores import import_path, visible_gpus, worker_env
 from torchrl_grpo.planning.plan import SHARED_GPU
 from torchrl_grpo.rollout.workers.types import Command, LoadWeightsCommand
 from torchrl_grpo.runtime import own_variables
+from torchrl_grpo.runtime.files.shared_files import Folder, remove_abandoned
+from torchrl_grpo.runtime.files.socket_folder import LONGEST, socket_parent
 from torchrl_grpo.runtime.interrupts import keep_termination_handler
 
 _PLACEMENT_LIMIT_S = 60.0
@@ -39,6 +41,9 @@ _FREE_PERIOD_VAR = "RAY_free_objects_period_milliseconds"
 # Ray also starts idle workers for the first tasks, up to one per core. Actors have an environment of their
 # own and never use them.
 _PRESTART_VAR = "RAY_prestart_worker_first_driver"
+_FOLDER_PREFIX = "grpo-ray-"
+# Longest rest of a socket's path in bytes, behind Ray's folder.
+_SOCKET_ROOM = len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.12")
 
 
 @dataclass(frozen=True)
@@ -171,8 +176,9 @@ class RayPool:
         self._actor = actor
         # False if an earlier part of this process connected to Ray. The pool then keeps the connection open.
         self._owns_ray = not ray.is_initialized()
+        self._folder = _short_folder() if self._owns_ray and cfg.ray.address is None else None
         if self._owns_ray:
-            _connect(cfg, num_bundles, spec.gpus)
+            _connect(cfg, num_bundles, spec.gpus, self._folder)
         bundle = {"CPU": 1.0, **({"GPU": 1.0} if spec.on_gpu else {})}
         self._actors: list[Any] = [None] * count
         self._group: Any = None
@@ -238,6 +244,8 @@ class RayPool:
             remove_placement_group(self._group)
         if self._owns_ray:
             _disconnect()
+        if self._folder is not None:
+            self._folder.close()
 
 
 def _total(resources: dict[str, float], name: str) -> str:
@@ -257,7 +265,19 @@ def call_when_done(ref: Any, done: Callable[[Any], None]) -> None:
     ref.future().add_done_callback(finished)
 
 
-def _connect(cfg: Config, count: int, gpus: Sequence[int]) -> None:
+def _short_folder() -> Folder | None:
+    """Return a folder for Ray's own cluster, if paths of its sockets would be too long in the usual one."""
+    # As Ray chooses it.
+    usual = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR", "/tmp")
+    if len(os.fsencode(usual)) + len("/ray") + _SOCKET_ROOM <= LONGEST:
+        return None
+    parent = socket_parent(len(f"/{_FOLDER_PREFIX}12345678") + _SOCKET_ROOM, usual)
+    # Those of runs that were killed.
+    remove_abandoned(parent, _FOLDER_PREFIX)
+    return Folder(parent, _FOLDER_PREFIX)
+
+
+def _connect(cfg: Config, count: int, gpus: Sequence[int], folder: Folder | None = None) -> None:
     address = cfg.ray.address
     options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     # Let workers import this project from the trainer's folder, also on a cluster with a shared file system.
@@ -270,6 +290,7 @@ def _connect(cfg: Config, count: int, gpus: Sequence[int]) -> None:
                 num_cpus=max(count, os.cpu_count() or 1),
                 num_gpus=len(gpus),
                 include_dashboard=False,
+                _temp_dir=None if folder is None else str(folder.path),
                 **options,
             )
         return
