@@ -48,6 +48,12 @@ SIZES: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 64, "dtype": torc
 @pytest.fixture(scope="module")
 def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     given = {name: value for name, value in ON_A_CPU.items() if name != "device"}
+    # Files of the user must not take the place of modules of Python.
+    here = tmp_path_factory.mktemp("here")
+    for name in ("math", "queue", "random", "statistics", "tokenize", "fractions", "torchvision"):
+        (here / f"{name}.py").write_text("raise ImportError('a file of the user')\n")
+    before = Path.cwd()
+    os.chdir(here)
     made = ServerProcess(
         VLLM,
         vllm_launch(
@@ -61,6 +67,7 @@ def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         environment={"OMP_NUM_THREADS": "1"},
         log=tmp_path_factory.mktemp("server") / "server.log",
     )
+    os.chdir(before)
     made.wait_until_ready(300)
     yield made
     made.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,16 @@ def test_the_documented_command(tmp_path: Path) -> None:
         "  format/tags     mean 0.3333   n 3",
         "  format/exact    mean 0.3333   n 3",
     ]
+
+
+def test_files_of_the_working_directory_are_no_modules_of_python(tmp_path: Path) -> None:
+    for name in ("math", "queue", "random", "statistics", "tokenize", "dataclasses"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('a file of the user')\n")
+    write(tmp_path / "completions.jsonl", GSM8K)
+    command = [sys.executable, "-m", "torchrl_grpo.rewards", "--dataset", "gsm8k", "completions.jsonl"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0 and len(lines(done.stdout)) == 3, done.stderr
 
 
 def test_stdin_and_output(

@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 # Ray's helper processes look every few seconds whether their node still lives.
 LINGER_S = 90
+STANDARD_MODULES = ("math", "queue", "statistics", "random", "pickletools", "tokenize", "fractions", "timeit")
 # For the probe.
 PROMPTS = [list(range(start, start + 30)) for start in (3, 15, 29)]
 
@@ -45,6 +46,9 @@ def words(tiny_model_dir: Path, tmp_path: Path, format_words: list[str]) -> list
     """A small run on a tiny random model; relative paths, because the run happens in ``tmp_path``."""
     rows = [{"question": f"{a} plus {b}", "answer": str(a + b)} for a in range(6) for b in range(6)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # Workers must not take files of the working directory for modules of Python.
+    for name in STANDARD_MODULES:
+        (tmp_path / f"{name}.py").write_text("raise ImportError('a file of the user')\n")
     return [
         "env.dataset=jsonl",
         "env.data_path=sums.jsonl",

@@ -23,6 +23,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
+from torchrl_grpo import RAY_WORKER_VARIABLE
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.protocol import SteppingEngine
@@ -281,7 +282,8 @@ def _connect(cfg: Config, count: int, gpus: Sequence[int], folder: Folder | None
     address = cfg.ray.address
     options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     # Let workers import this project from the trainer's folder, also on a cluster with a shared file system.
-    options["runtime_env"] = {"env_vars": {"PYTHONPATH": os.pathsep.join(import_path())}}
+    variables = {"PYTHONPATH": os.pathsep.join(import_path()), RAY_WORKER_VARIABLE: "1"}
+    options["runtime_env"] = {"env_vars": variables}
     if address is None:
         # Every worker occupies one CPU slot, so offer enough slots even if there are fewer cores.
         with own_variables.hidden(), temporary_env(cluster_env(gpus)), keep_termination_handler():

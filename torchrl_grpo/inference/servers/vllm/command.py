@@ -36,6 +36,8 @@ def _command(source: str, arguments: Mapping[str, Any]) -> list[str]:
     sleeps = flags.pop("enable_sleep_mode", False)
     return [
         sys.executable,
+        # Python does not look for modules in the working directory, where a user may have a math.py.
+        "-P",
         "-m",
         _PROGRAM,
         *as_flags({"model": source, **flags}),
