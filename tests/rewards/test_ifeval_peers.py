@@ -93,7 +93,6 @@ CASES: list[tuple[str, dict[str, Any], str, bool]] = [
         True,
     ),
     ("detectable_format:constrained_response", {}, "\n My answer is no.\n", True),
-    ("detectable_format:constrained_response", {}, "My answer is no.   ", True),
     ("detectable_format:constrained_response", {}, "\n  My answer is no. I am\n  still learning.", True),
     (
         "detectable_format:multiple_sections",
@@ -187,12 +186,6 @@ CASES: list[tuple[str, dict[str, Any], str, bool]] = [
         "keywords:forbidden_words",
         {"forbidden_words": ["GENE", "TRANSFORM"]},
         "A Generative Transformer.",
-        True,
-    ),
-    (
-        "keywords:frequency",
-        {"keyword": "  keyword ", "frequency": 4, "relation": LESS},
-        "\nkeyword, Keyword, KEYWORD\n",
         True,
     ),
     (
