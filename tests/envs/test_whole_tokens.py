@@ -117,6 +117,17 @@ def test_between_two_turns_are_the_tokens_of_the_whole_conversation(kind: str, t
         assert [*own, *turn_tokens.between(tokenizer.eos_token_id, talk)] == expected, text
 
 
+def test_an_end_token_that_is_a_word_of_the_vocabulary_is_no_part_of_a_control_token() -> None:
+    tokenizer = build("bytes", "chatml")
+    after = whole(tokenizer, [{"role": "user", "content": "q"}], add_generation_prompt=True)
+    talk = [{"role": "user", "content": "q"}]
+    end = tokenizer.convert_tokens_to_ids("<")
+    assert TurnTokens(tokenizer).between(end, talk)[2:] == after
+    # The template may write such a token itself.
+    tokenizer.chat_template = START + "{{ m.content }}<{{ m.role }}>" + END + "{% endif %}"
+    assert TurnTokens(tokenizer).between(end, talk)[0] != end
+
+
 def test_a_solution_that_shares_a_token_with_its_prompt_is_refused_at_the_start() -> None:
     tokenizer = build("bytes", START + "{{ m.content }}" + END + "\nAnswer: {% endif %}")
     chat = [{"role": "user", "content": "q"}]

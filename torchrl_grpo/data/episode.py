@@ -65,7 +65,7 @@ class EpisodeText(ResponseText):
 
     record: EpisodeRecord
 
-    def __new__(cls, text: str, record: EpisodeRecord) -> Self:  # type: ignore[override]
+    def __new__(cls, text: str, record: EpisodeRecord) -> Self:
         """Return ``text`` with ``record``."""
         made = super().__new__(cls, text, record.block)
         made.record = record

@@ -192,11 +192,8 @@ class ControlTokens:
             return []
         middles = [_split(text, example.trusted)[1] for text in _texts(example.messages)]
         found = [token for text in middles for token in self._found(text)]
-        return (
-            [*found, *sorted(self._not_learned(example.solution, example.trusted))]
-            if with_solution
-            else found
-        )
+        broken = self._not_learned(example.solution, example.trusted) if with_solution else set()
+        return [*found, *sorted(broken)]
 
     def _found(self, text: str) -> list[str]:
         """Return the control tokens in a text."""

@@ -22,7 +22,7 @@ _OPENING = re.compile(
 )
 _BLOCK = re.compile(rf"\s*<(?P<name>{_THOUGHTS})>.*?</(?P=name)>", re.DOTALL)
 # The end of a prompt in which an opening is looked for. A tokenizer may have a token for each character.
-_TOKENS = 128
+_TOKENS, _CHARACTERS = 128, 1000
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def opening(prompt: str) -> Opening:
     Args:
         prompt: text of the prompt, or of its end, with special tokens.
     """
-    found = _OPENING.search(prompt)
+    found = _OPENING.search(prompt[-_CHARACTERS:])
     assert found is not None, "the pattern matches the empty end"
     return Opening(found["block"], found["opened"])
 

@@ -57,8 +57,8 @@ def _check(tokenizer: PreTrainedTokenizerBase, example: Example) -> None:
             f"train.method=sft: {example.id} has no solution to learn; name the column of solutions with "
             "env.fields={question:COLUMN,solution:COLUMN}, or take another data set"
         )
-    asks = "<answer>" in example.messages[-1]["content"]
-    if asks and "<answer>" not in example.solution + opening(render_text(tokenizer, example)).opened:
+    lacks = "<answer>" in example.messages[-1]["content"] and "<answer>" not in example.solution
+    if lacks and "<answer>" not in opening(render_text(tokenizer, example)).opened:
         raise DataError(
             f"train.method=sft: the prompt of {example.id} asks for an answer between <answer> and "
             "</answer>, and its solution has none; write env.answer_format=plain"

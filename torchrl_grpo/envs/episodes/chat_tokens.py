@@ -59,25 +59,24 @@ class TurnTokens:
                 the model's turn ends.
         """
         text = self._control.render(self._after_answer, messages)
-        end = self._text_of(end_token)
-        own, found, rest = text.partition(end)
+        added = self._tokenizer.added_tokens_decoder.get(end_token)
+        # The text of any other token may be a part of an added one.
+        end = "" if added is None else str(added.content)
+        own, found, rest = text.partition(end) if end else ("", "", text)
         if not found or own.strip():
             # The model has ended its turn with another end token than the template writes. Both are kept.
             own, rest = "", text
         turn = _ANSWER + own + end
         before, whole = self._control.ids([turn, turn + rest])
-        is_missed = end_token in self._tokenizer.added_tokens_decoder and before[-1] != end_token
+        is_missed = added is not None and before[-1] != end_token
         if is_missed or whole[: len(before)] != before:
             raise ModelError(
                 f"The tokenizer of {self._tokenizer.name_or_path} does not find the end of the "
                 f"model's message, {own + end!r}, before {rest[:20]!r}, so a turn would have other tokens "
                 "than the whole conversation; give another chat template as model.chat_template"
             )
-        return whole[len(before) :]
-
-    def _text_of(self, token: int) -> str:
-        added = self._tokenizer.added_tokens_decoder.get(token)
-        return str(self._tokenizer.decode([token])) if added is None else str(added.content)
+        tokens = whole[len(before) :]
+        return tokens[1:] if added is None and tokens[:1] == [end_token] else tokens
 
     def _after_answer(self, messages: Sequence[Mapping[str, Any]]) -> str:
         start = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER}]
