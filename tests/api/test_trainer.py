@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from script_objects import ROWS, Asking, Item, shorter
 
 from torchrl_grpo import GRPOTrainer
-from torchrl_grpo.api.launched import on_all_ranks
+from torchrl_grpo.api.launched import warn
 from torchrl_grpo.api.rows import PassedDataset, PassedReward
 from torchrl_grpo.cli.compose import write_override
 from torchrl_grpo.data.example import Example
@@ -255,6 +255,8 @@ def test_evaluation_resumption_and_saving(make: Make, tmp_path: Path) -> None:
         ({"train_dataset": []}, "train_dataset has no rows"),
         ({"eval_dataset": ROWS}, "without train_dataset"),
         ({"rewards": [3]}, "rewards has 3, which cannot be called"),
+        ({"rewards": 3}, "rewards is int 3; give functions"),
+        ({"tools": 3}, "tools is int 3; give functions"),
         ({"rewards": [shorter, shorter]}, "rewards has two functions 'shorter'"),
         ({"rewards": "no_such_reward"}, r"reward\.weights\.no_such_reward"),
         ({"model": 3}, "model is int"),
@@ -297,6 +299,11 @@ def test_mistakes_name_the_argument(make: Make, arguments: dict[str, Any], says:
         make(**arguments)
 
 
+def test_a_configuration_of_another_trainer_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"config is object, not a mapping of keys to values"):
+        GRPOTrainer(config=object())  # type: ignore[arg-type]
+
+
 def test_a_mistake_leaves_no_folder(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"env\.num_envs=0"):
@@ -312,7 +319,12 @@ def test_a_mistake_under_a_launcher_is_one_line(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", rank)
-    for mistake in ({"config": {"env.num_envs": 0}}, {"use_vllm": True}, {"train_dataset": []}):
+    mistakes: list[dict[str, Any]] = [
+        {"config": {"env.num_envs": 0}},
+        {"use_vllm": True},
+        {"train_dataset": []},
+    ]
+    for mistake in mistakes:
         with pytest.raises(SystemExit) as ended:
             make(**mistake)
         # A rank that fails before rank 0 would have the launcher kill rank 0.
@@ -328,7 +340,7 @@ def test_processes_that_accelerate_has_not_started_are_missed(
     monkeypatch.setattr(
         launch, "_parent_argv", lambda: ["accelerate", "launch", "--num_processes", "2", "x.py"]
     )
-    assert on_all_ranks(lambda: "done") == "done"
+    warn()
     assert "accelerate launch was asked for 2 processes and has started one" in capsys.readouterr().err
 
 
@@ -382,7 +394,8 @@ def test_a_script_that_a_launcher_starts_twice_trains_as_one_process(
         "torch.distributed.run": ["--nproc-per-node", "2"],
         "accelerate.commands.launch": ["--config_file", str(repo_root / "config/accelerate/multi_gpu.yaml")],
     }[launcher]
-    words = [sys.executable, "-m", launcher, *how, script, folder, json.dumps(OF_SCRIPT), tiny_model_dir]
+    what = [str(script), str(folder), json.dumps(OF_SCRIPT), str(tiny_model_dir)]
+    words = [sys.executable, "-m", launcher, *how, *what]
     environment = {**os.environ, "PYTHONPATH": str(repo_root)}
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -391,8 +404,8 @@ def test_a_script_that_a_launcher_starts_twice_trains_as_one_process(
     for ours, expected in zip(two, one, strict=True):
         assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5)
     weights = [load_file(Path(f"{place}-model") / "model.safetensors") for place in (alone, folder)]
-    for name, expected in weights[0].items():
-        torch.testing.assert_close(weights[1][name], expected, rtol=1e-4, atol=1e-5)
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-5)
     # Methods return the same on every rank.
     first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first == second and first["summary"]["steps"] == 2 and first["steps"] == [0, 1, 2]

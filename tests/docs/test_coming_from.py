@@ -10,7 +10,7 @@ import inspect
 import re
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -206,8 +206,9 @@ def test_every_name_of_the_tables_leads_to_its_row_as_an_argument() -> None:
     for name, row in {**first_rows(False), **rows_of_arguments}.items():
         if not name.isidentifier() or name in OURS or name in keys().sections:
             continue
+        given: dict[str, Any] = {name: 1}
         with pytest.raises(ConfigError, match=f"GRPOTrainer has no such argument: {name}: ") as raised:
-            GRPOTrainer(**{name: 1})
+            GRPOTrainer(**given)
         assert all(word in str(raised.value) for word in codes(row.ours)), raised.value
 
 

@@ -9,13 +9,16 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torchrl_grpo.cli.main import INTERRUPTED_CODE, TERMINATED_CODE, USER_ERROR_CODE
 from torchrl_grpo.distributed import launch
 from torchrl_grpo.errors import UserError
 from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.interrupts import Terminated, ignore_terminations, raise_terminations
+
+if TYPE_CHECKING:
+    from torchrl_grpo.distributed.ranks import Ranks
 
 _T = TypeVar("_T")
 
@@ -51,6 +54,12 @@ def told_once() -> Iterator[None]:
         raise SystemExit(INTERRUPTED_CODE) from None
 
 
+def warn() -> None:
+    """Say what is missing or not used of what the launcher was told, on rank 0."""
+    for line in launch.warnings() if rank_env.rank() == 0 else ():
+        sys.stderr.write(f"{line}\n")
+
+
 def on_all_ranks(program: Callable[[], _T]) -> _T:
     """Run a program on rank 0 while the other ranks serve it.
 
@@ -62,10 +71,15 @@ def on_all_ranks(program: Callable[[], _T]) -> _T:
     """
     if rank_env.rank() > 0:
         _serve()
-        return _share(None)
-    for line in launch.warnings():
-        sys.stderr.write(f"{line}\n")
-    return _share(program()) if rank_env.launched() else program()
+        found: _T | None = _ranks().recv()
+        if found is None:
+            # Rank 0 has ended, and has said why.
+            raise SystemExit(0)
+        return found
+    result = program()
+    if rank_env.launched():
+        _ranks().broadcast_object(result)
+    return result
 
 
 def _serve() -> None:
@@ -83,18 +97,10 @@ def _serve() -> None:
             signal.signal(number, handler)
 
 
-def _share(result: _T) -> _T:
-    """Return rank 0's object on every rank."""
+def _ranks() -> Ranks:
+    """Return a new group of all ranks. Every rank must call this."""
     import torch
 
     from torchrl_grpo.distributed.ranks import Ranks
 
-    ranks = Ranks(on_cpu=not torch.cuda.is_available())
-    if ranks.is_main:
-        ranks.broadcast_object(result)
-        return result
-    found: _T | None = ranks.recv()
-    if found is None:
-        # Rank 0 has ended, and has said why.
-        raise SystemExit(0)
-    return found
+    return Ranks(on_cpu=not torch.cuda.is_available())

@@ -7,6 +7,7 @@ own reward: ``dataset.get_reward(index, completion)`` or ``row.get_reward(comple
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,15 +71,15 @@ class PassedReward:
     def __init__(self, dataset: PassedDataset) -> None:
         self._dataset = dataset
 
-    def __call__(self, completion: str, example: Example) -> float:
-        """Return the reward of a completion."""
+    def __call__(self, completion: str, example: Example) -> Any:
+        """Return the reward of a completion: a number, or what else a reward may return."""
         rows: Any = self._dataset.splits[example.columns[SPLIT]]
         index = example.columns[INDEX]
         if hasattr(rows, REWARD):
-            return float(rows.get_reward(index, completion))
+            return _plain(rows.get_reward(index, completion))
         own = _reward_of(rows[index])
         assert own is not None, "rows without a reward are refused when they are read"
-        return float(own(completion))
+        return _plain(own(completion))
 
 
 def rewards_itself(rows: Rows) -> bool:
@@ -142,6 +143,11 @@ def fields_of(row: object) -> dict[str, str]:
         if column in found:
             return {"messages" if isinstance(found[column], list) else "question": column}
     return {}
+
+
+def _plain(result: Any) -> Any:
+    """Return a number in place of what is like one, such as a tensor."""
+    return result if isinstance(result, Mapping) or inspect.isawaitable(result) else float(result)
 
 
 def _reward_of(row: Any) -> Callable[[str], Any] | None:

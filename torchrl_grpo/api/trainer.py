@@ -6,14 +6,14 @@ import inspect
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
 from torchrl_grpo.api import arguments, objects
-from torchrl_grpo.api.launched import on_all_ranks, told_once
+from torchrl_grpo.api.launched import on_all_ranks, told_once, warn
 from torchrl_grpo.api.rows import (
     REWARD,
     PassedDataset,
@@ -90,7 +90,7 @@ class GRPOTrainer:
         train_dataset: Rows | None = None,
         eval_dataset: Rows | None = None,
         rewards: Sequence[Named] | Named | None = None,
-        tools: Sequence[Named] = (),
+        tools: Sequence[Named] | Named = (),
         environment: Named | None = None,
         config: Mapping[str, Any] | None = None,
         *,
@@ -106,14 +106,20 @@ class GRPOTrainer:
             given: dict[str, Any] = {} if model is None else {"model.name": _model_name(model)}
             passed: dict[str, Any] = {}
             given |= _of_data(train_dataset, eval_dataset, rewards, environment, passed)
-            if tools:
-                given["env.tools"] = list(_by_name(tools, passed, "tools").values())
+            if chosen := _listed(tools, "tools"):
+                given["env.tools"] = list(_by_name(chosen, passed, "tools").values())
             if environment is not None:
                 (given["env.environment"],) = _by_name([environment], passed, "environment").values()
+            if config is not None and not isinstance(config, Mapping):
+                raise ConfigError(
+                    f"config is {type(config).__name__}, not a mapping of keys to values; write e.g. "
+                    'config={"optimizer.lr": 2e-5}'
+                )
             for key in config or ():
                 if (instead := _NOT_KEYS.get(key.partition(".")[0])) is not None:
                     raise ConfigError(f"config has {key!r}; write {instead} instead")
             self._create(passed, {**given, **(config or {})}, config_name, output_dir)
+            warn()
 
     def _create(
         self, passed: Mapping[str, Any], given: Mapping[str, Any], name: str, output_dir: str | Path | None
@@ -259,7 +265,7 @@ def _of_data(
 ) -> dict[str, Any]:
     """Return the keys of data sets and rewards, and add Python objects to ``passed``."""
     given: dict[str, Any] = {}
-    chosen = [rewards] if callable(rewards) or isinstance(rewards, str) else list(rewards or ())
+    chosen = _listed(rewards, "rewards")
     own: list[Named] = []
     rewarded = graded = False
     if train_dataset is not None:
@@ -288,6 +294,17 @@ def _of_data(
     if graded:
         given["eval.reward"] = REWARD
     return given
+
+
+def _listed(given: Any, name: str) -> list[Any]:
+    """Return what was passed as a list; one function or name stands for itself."""
+    if callable(given) or isinstance(given, str):
+        return [given]
+    if given is not None and not isinstance(given, Iterable):
+        raise ConfigError(
+            f"{name} is {type(given).__name__} {given!r:.60}; give functions, or names, in a list"
+        )
+    return list(given or ())
 
 
 def _model_name(model: Any) -> str:
