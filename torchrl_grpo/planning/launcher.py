@@ -97,6 +97,11 @@ _UNUSED = (
         "write optimizer.max_grad_norm=VALUE",
     ),
     _Unused(
+        {"use_cpu": "ACCELERATE_USE_CPU"},
+        _UNSET,
+        "GPUs train if the machine has any; the environment variable CUDA_VISIBLE_DEVICES= hides them",
+    ),
+    _Unused(
         {"dynamo_backend": "ACCELERATE_DYNAMO_BACKEND"}, _UNSET, "write train_model.compile=true to compile"
     ),
     _Unused(
