@@ -22,7 +22,7 @@ from torchrl_grpo.envs.chat import render
 from torchrl_grpo.envs.episodes.types import Step
 from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.envs.openings import Opening, opening
-from torchrl_grpo.envs.responses import is_truncated, judged_texts, written_texts
+from torchrl_grpo.envs.responses import is_truncated, judged_texts, note_on_reading, written_texts
 from torchrl_grpo.envs.stream import PromptStream
 from torchrl_grpo.inference.protocol import Completion, Request, Sampling
 from torchrl_grpo.rewards import RewardSet
@@ -226,3 +226,12 @@ def test_responses_travel_between_processes() -> None:
         copy = pickle.loads(pickle.dumps(text))
         assert copy == "a" and copy.block == EMPTY and type(copy) is type(text)
     assert json.dumps(ResponseText("a", EMPTY)) == '"a"'
+
+
+def test_the_start_says_what_rewards_read_in_a_special_way() -> None:
+    tokenizer = build_chatml("<think>\n", tags=TAGS, special=True)
+    note = note_on_reading(tokenizer, render(tokenizer, EXAMPLE)[0])
+    assert "'<think>\\n', which rewards read as the start" in str(note)
+    assert "the special tokens </answer>, </think>, <answer>, <think> as text" in str(note)
+    assert "need none for `format`" in str(note_on_reading(build_chatml(EMPTY), "assistant\n" + EMPTY))
+    assert note_on_reading(build_chatml(""), "assistant\n") is None

@@ -14,7 +14,7 @@ from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import render
 from torchrl_grpo.envs.openings import opening
 from torchrl_grpo.envs.solution_tokens import solutions
-from torchrl_grpo.errors import DataError
+from torchrl_grpo.errors import DataError, ModelError
 from torchrl_grpo.rewards.format import FormatReward
 from torchrl_grpo.rollout.solutions import check_solutions
 
@@ -73,3 +73,12 @@ def test_a_prompt_that_opens_the_answer_needs_no_tag_in_the_solution() -> None:
     tokenizer = build_chatml("<answer>")
     chat = [{"role": "user", "content": "3 + 4? Write it between <answer> and </answer>."}]
     check_solutions(tokenizer, [Example("x", chat, solution="7</answer>")])
+
+
+def test_a_template_that_leaves_out_the_solution_is_refused() -> None:
+    tokenizer = build_chatml("")
+    # The contents of messages are lists of parts, as for models that see images.
+    parts = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+    tokenizer.chat_template = "{% for m in messages %}" + parts + "{% endfor %}"
+    with pytest.raises(ModelError, match=r"leaves out the text of the assistant's messages.*chat_template"):
+        check_solutions(tokenizer, [Example("x", EXAMPLE.messages, solution="It is 7.")])

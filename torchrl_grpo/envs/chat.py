@@ -95,7 +95,7 @@ def after_message(tokenizer: PreTrainedTokenizerBase, chat_template: str | None 
     """Return the text that the chat template writes after the content of a last message of the assistant.
 
     Raises:
-        ModelError: the template cannot render such a message.
+        ModelError: the template cannot render such a message, or leaves it out.
     """
     answer = "zqxanswerxqz"
     messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": answer}]
@@ -106,7 +106,13 @@ def after_message(tokenizer: PreTrainedTokenizerBase, chat_template: str | None 
             f"The chat template of {tokenizer.name_or_path} refuses a message of the assistant: {error}. "
             "Give another one as model.chat_template."
         ) from error
-    return text.rpartition(answer)[2]
+    _, found, after = text.rpartition(answer)
+    if not found:
+        raise ModelError(
+            f"The chat template of {tokenizer.name_or_path} leaves out the text of the assistant's messages; "
+            "give another one as model.chat_template."
+        )
+    return after
 
 
 def end_of_message(
