@@ -25,6 +25,8 @@ _MARK = "\ufdd0"
 
 # Tags with these names begin and end turns and texts, and are no part of what a model says.
 _SPEAKERS = ("s", "user", "human", "assistant", "bot", "model", "system", "tool")
+# Templates compare identifiers of calls, and count their letters.
+_ID = re.compile(r"[\w.:-]{1,64}")
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
@@ -91,6 +93,9 @@ class ControlTokens:
     ``<think>`` and ``<tool_call>`` are often added tokens that are not special. Added tokens that the
     template does not have are words of the vocabulary like others.
 
+    Attributes:
+        texts: texts of the control tokens.
+
     Args:
         tokenizer: a Hugging Face tokenizer.
         chat_template: Jinja text.
@@ -105,6 +110,7 @@ class ControlTokens:
         # A template also has words and line breaks that it does not write as tokens.
         tags = {one.content for one in added if re.search(r"[^\w\s]", one.content)}
         texts = self._special | {text for text in tags if text in chat_template}
+        self.texts = frozenset(texts)
         self._control = _any_of(texts)
         # A text may end with the start of a control token, and the next one begin with its end.
         self._starts = {text[:size] for text in texts for size in range(1, len(text))}
@@ -121,7 +127,7 @@ class ControlTokens:
 
         Args:
             render: function that renders messages.
-            messages: messages with text from outside. Roles are not.
+            messages: messages with text from outside. Roles and identifiers of calls are not.
             trusted: texts with which a text may begin or end and whose control tokens are kept; None keeps
                 all.
         """
@@ -247,12 +253,12 @@ def _split(text: str, trusted: Sequence[str]) -> tuple[str, str, str]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts of messages, except for roles."""
+    """Yield the texts of messages, except for roles and identifiers."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for name, one in value.items():
-            if name != "role":
+            if not _is_compared(name, one):
                 yield from _texts(one)
     elif isinstance(value, Sequence):
         for one in value:
@@ -260,9 +266,17 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _mapped(value: Any, function: Callable[[str], str]) -> Any:
-    """Apply a function to the texts of a message, except for roles."""
+    """Apply a function to the texts of a message, except for roles and identifiers."""
     if isinstance(value, str):
         return function(value)
     if isinstance(value, Mapping):
-        return {name: one if name == "role" else _mapped(one, function) for name, one in value.items()}
+        return {
+            name: one if _is_compared(name, one) else _mapped(one, function) for name, one in value.items()
+        }
     return [_mapped(one, function) for one in value] if isinstance(value, Sequence) else value
+
+
+def _is_compared(name: str, value: Any) -> bool:
+    """Whether a part of a message is one that templates compare, and not text."""
+    is_id = name == "tool_call_id" and isinstance(value, str)
+    return name == "role" or (is_id and _ID.fullmatch(value) is not None)

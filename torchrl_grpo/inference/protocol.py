@@ -57,6 +57,7 @@ class Request:
         seed: seed of the tokens to generate; None lets the engine choose one.
         ignore_eos: whether to ignore end tokens and generate ``max_new_tokens``.
         problem: problem of the episode that the request begins or continues; None for a response of one turn.
+        stop_token_ids: tokens that end this response beside the model's end tokens.
     """
 
     key: Hashable
@@ -66,6 +67,7 @@ class Request:
     seed: int | None = None
     ignore_eos: bool = False
     problem: Example | None = None
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,8 @@ class _Batch:
                 continue
             self._log_probs[row].append(log_prob)
             request = self._requests[row]
-            stopped = token in self._eos_token_ids and not request.ignore_eos
+            ends = token in self._eos_token_ids or token in request.stop_token_ids
+            stopped = ends and not request.ignore_eos
             if stopped or len(self._log_probs[row]) == request.max_new_tokens:
                 self.running.remove(row)
                 # An ended row keeps decoding, so freeze its position within the model's limit.

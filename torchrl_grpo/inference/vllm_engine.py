@@ -149,6 +149,7 @@ class VLLMEngine(SteppingEngine):
                 seed=request.seed,
                 logprobs=0,
                 ignore_eos=request.ignore_eos,
+                stop_token_ids=list(request.stop_token_ids),
                 detokenize=False,
             )
             vllm_compat.add_request(self.llm, name, request.tokens, parameters)

@@ -16,9 +16,10 @@ from torchrl_grpo.envs.episodes.engine import EpisodeEngine
 from torchrl_grpo.envs.episodes.processes import CallError, EpisodeHost, UserCodeSpec
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
 from torchrl_grpo.envs.episodes.tools import python_tool
+from torchrl_grpo.envs.episodes.tools.learn_calls import ToolUse, learn_calls
 from torchrl_grpo.envs.episodes.tools.registry import load_tools
 from torchrl_grpo.envs.episodes.tools.tool import Tool
-from torchrl_grpo.envs.episodes.tools.tool_calls import describe
+from torchrl_grpo.envs.episodes.tools.tool_calls import CallReader, describe
 from torchrl_grpo.envs.episodes.types import Environment
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.protocol import SteppingEngine
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from torchrl_grpo.data.example import Example
+
+_NO_TOOLS = ToolUse(False, CallReader(), None)
 
 
 def check_environment(cfg: Config) -> None:
@@ -89,11 +92,12 @@ def with_prompts(cfg: Config, problems: Problems, tokenizer: PreTrainedTokenizer
 
     Raises:
         ConfigError: the environment fails on a problem.
+        ModelError: a call or its result would not survive the chat template.
     """
     if not has_episodes(cfg):
         return problems
     schemas = [tool.schema for tool in _load_tools(cfg)]
-    native = bool(schemas) and _describes_tools(tokenizer, schemas)
+    use = learn_calls(tokenizer, schemas) if schemas else _NO_TOOLS
     reset, close = _prompt_of(cfg)
 
     def started(examples: Sequence[Example]) -> list[Example]:
@@ -101,11 +105,14 @@ def with_prompts(cfg: Config, problems: Problems, tokenizer: PreTrainedTokenizer
         return [replace(reset(one), source_messages=one.messages) for one in examples]
 
     def with_tools(example: Example) -> Example:
-        if native:
+        if use.is_native:
             return replace(example, tools=schemas)
         if not schemas:
             return example
-        messages, tools = [dict(message) for message in example.messages], describe(schemas)
+        messages, tools = (
+            [dict(message) for message in example.messages],
+            describe(schemas, use.reader.form.example),
+        )
         if messages and messages[0]["role"] == "system":
             messages[0]["content"] += "\n\n" + tools
         else:
@@ -120,17 +127,6 @@ def with_prompts(cfg: Config, problems: Problems, tokenizer: PreTrainedTokenizer
     found = separate_prompts(found, f"env.environment={cfg.env.environment}")
     train, held_out = map(with_tools, found.train), map(with_tools, found.held_out)
     return replace(found, train=list(train), held_out=list(held_out))
-
-
-def _describes_tools(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, object]]) -> bool:
-    """Whether the chat template writes anything about tools."""
-    render = partial(
-        tokenizer.apply_chat_template,
-        [{"role": "user", "content": "-"}],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    return bool(tokenizer.chat_template) and render(tools=schemas) != render()
 
 
 def _prompt_of(cfg: Config) -> tuple[Callable[[Example], Example], Callable[[], None]]:
@@ -181,13 +177,13 @@ def with_episodes(cfg: Config, engine: SteppingEngine, max_episodes: int) -> Ste
     tokenizer = loading.load_tokenizer(loading.resolve(cfg.model), cfg.model)
     tools = _load_tools(cfg)
     schemas = [tool.schema for tool in tools]
-    native = bool(schemas) and _describes_tools(tokenizer, schemas)
+    use = learn_calls(tokenizer, schemas) if schemas else _NO_TOOLS
     # The prompt has these tools too, and some tokenizers use another chat template if there are tools.
-    turn_tokens = TurnTokens(tokenizer, tools=schemas if native else ())
-    # A template that refuses them must not do so after hours.
-    roles = [*(["tool"] if tools else []), *(["user"] if cfg.env.environment else [])]
-    for role in roles:
-        turn_tokens.between(tokenizer.eos_token_id, [{"role": role, "name": "-", "content": "-"}])
+    turn_tokens = TurnTokens(tokenizer, tools=schemas if use.is_native else (), calls=use.turn)
+    if cfg.env.environment:
+        # A template that refuses them must not do so after hours.
+        turn_tokens.between(tokenizer.eos_token_id, [{"role": "user", "content": "-"}])
+    ends_call = None if use.turn is None or use.turn.end is None else use.turn.end
     spec = _user_code(cfg, tools)
     in_own_process = spec.environment is not None
     host = EpisodeHost(spec) if in_own_process or spec.tools else None
@@ -201,6 +197,8 @@ def with_episodes(cfg: Config, engine: SteppingEngine, max_episodes: int) -> Ste
         host=host,
         timeout_s=cfg.env.tool_timeout_s,
         max_characters=cfg.env.max_tool_characters,
+        reader=use.reader,
+        call_turn=use.turn,
     )
     return EpisodeEngine(
         engine,
@@ -210,6 +208,7 @@ def with_episodes(cfg: Config, engine: SteppingEngine, max_episodes: int) -> Ste
         is_quick=options.is_quick,
         max_turns=cfg.env.max_turns,
         max_turn_tokens=cfg.env.max_turn_tokens,
+        stop_token_ids=() if ends_call is None else (tokenizer.convert_tokens_to_ids(ends_call),),
         max_episodes=max_episodes,
         close=(lambda: None) if host is None else host.close,
     )

@@ -21,6 +21,7 @@ from torchrl_grpo.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from torchrl_grpo.envs.episodes.tools.call_turns import CallTurn
     from torchrl_grpo.envs.episodes.types import Message
 
 # Stands for the model's message. No template changes letters.
@@ -34,6 +35,7 @@ class TurnTokens:
         tokenizer: a Hugging Face tokenizer with a chat template.
         chat_template: Jinja text in place of the tokenizer's own template.
         tools: JSON schemas of the tools, as in the prompt.
+        calls: how the template renders messages with calls; None if calls are ordinary text.
     """
 
     def __init__(
@@ -41,11 +43,13 @@ class TurnTokens:
         tokenizer: PreTrainedTokenizerBase,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        calls: CallTurn | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._control = control_tokens(tokenizer, chat_template)
         self._tools = list(tools) or None
+        self._calls = calls
 
     def between(self, end_token: int, messages: Sequence[Message]) -> list[int]:
         """Return the tokens from the model's end token to the start of its next turn.
@@ -79,14 +83,21 @@ class TurnTokens:
         return tokens[1:] if added is None and tokens[:1] == [end_token] else tokens
 
     def _after_answer(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        start = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER}]
+        results = [one for one in messages if {"name", "tool_call_id"} <= one.keys()] if self._calls else []
+        answer: Mapping[str, Any] = {"role": "assistant", "content": _ANSWER}
+        if self._calls is not None and results:
+            # Templates look up the calls that results belong to.
+            answer = self._calls.before(results)
+        start = [{"role": "user", "content": "-"}, answer]
         try:
-            text = self._tokenizer.apply_chat_template(
-                [*start, *messages],
-                chat_template=self._chat_template,
-                tools=self._tools,
-                tokenize=False,
-                add_generation_prompt=True,
+            text = str(
+                self._tokenizer.apply_chat_template(
+                    [*start, *messages],
+                    chat_template=self._chat_template,
+                    tools=self._tools,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                )
             )
         except (TemplateError, TypeError) as error:
             roles = ", ".join(str(message["role"]) for message in messages)
@@ -95,9 +106,15 @@ class TurnTokens:
                 f"The chat template of {name} refuses messages of the roles {roles} after the model's: "
                 f"{error}. Give another one as model.chat_template, or return messages of other roles."
             ) from error
-        if _ANSWER not in text:
+        after = self._calls.after(text) if self._calls is not None and results else _after_text(text)
+        if after is None:
             raise ModelError(
                 f"The chat template of {self._tokenizer.name_or_path} leaves out the model's own messages, "
                 "so an episode cannot go on; give another one as model.chat_template"
             )
-        return str(text[text.index(_ANSWER) + len(_ANSWER) :])
+        return after
+
+
+def _after_text(text: str) -> str | None:
+    _, found, rest = text.partition(_ANSWER)
+    return rest if found else None

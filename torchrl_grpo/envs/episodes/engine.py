@@ -101,6 +101,7 @@ class EpisodeEngine(SteppingEngine):
         is_quick: whether environments answer at once, and need no threads.
         max_turns: largest number of turns of the model in an episode.
         max_turn_tokens: largest number of tokens of a turn; None for no limit.
+        stop_token_ids: tokens that end a turn beside the model's end tokens.
         max_episodes: number of environments that may answer at the same time.
         close: function that frees what the environments share.
     """
@@ -115,6 +116,7 @@ class EpisodeEngine(SteppingEngine):
         is_quick: bool,
         max_turns: int,
         max_turn_tokens: int | None,
+        stop_token_ids: tuple[int, ...] = (),
         max_episodes: int,
         close: Callable[[], None],
     ) -> None:
@@ -124,6 +126,7 @@ class EpisodeEngine(SteppingEngine):
         self._make_runner = make_runner
         self._max_turns = max_turns
         self._max_turn_tokens = max_turn_tokens
+        self._stop_token_ids = stop_token_ids
         self._close = close
         self._threads = None if is_quick else ThreadPoolExecutor(max_episodes, thread_name_prefix="episode")
         self._episodes: dict[Hashable, _Episode] = {}
@@ -295,6 +298,7 @@ class EpisodeEngine(SteppingEngine):
 
     def _bounded(self, episode: _Episode, request: Request) -> Request:
         """Bound a request by the length of a turn, of which a part may be generated already."""
+        request = replace(request, stop_token_ids=self._stop_token_ids)
         if self._max_turn_tokens is None:
             return request
         room = self._max_turn_tokens - len(episode.turn)

@@ -11,10 +11,12 @@ from typing import Any
 from torchrl_grpo.data.episode import EpisodeRecord
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.episodes.processes import CallError, EpisodeHost, EpisodeProcess
+from torchrl_grpo.envs.episodes.tools.call_formats import ToolCall
+from torchrl_grpo.envs.episodes.tools.call_turns import CallTurn
 from torchrl_grpo.envs.episodes.tools.python_tool import PythonFailed
 from torchrl_grpo.envs.episodes.tools.registry import check_arguments
 from torchrl_grpo.envs.episodes.tools.tool import Tool
-from torchrl_grpo.envs.episodes.tools.tool_calls import ToolCall, parse_calls
+from torchrl_grpo.envs.episodes.tools.tool_calls import CallReader
 from torchrl_grpo.envs.episodes.types import (
     Environment,
     EpisodeError,
@@ -46,6 +48,8 @@ class RunnerOptions:
         host: process that forks those of the episodes; None if nothing of the user runs.
         timeout_s: time limit of a call of a tool or of an environment.
         max_characters: longest result of a tool.
+        reader: reads the calls in messages of the model.
+        call_turn: how the chat template renders messages with calls; None if calls are ordinary text.
     """
 
     tools: Mapping[str, Tool]
@@ -54,6 +58,8 @@ class RunnerOptions:
     host: EpisodeHost | None
     timeout_s: float
     max_characters: int
+    reader: CallReader = dataclasses.field(default_factory=CallReader)
+    call_turn: CallTurn | None = None
 
     @property
     def is_quick(self) -> bool:
@@ -113,13 +119,16 @@ class EpisodeRunner:
             process.close()
 
     def _answer(self, message: str) -> Step:
-        calls = parse_calls(message) if self._options.tools else []
+        calls = self._options.reader.read(message) if self._options.tools else []
         if not self._started and (self._options.in_own_process or self._options.make_environment):
             # Also before a tool: an environment may count on its reset.
             self._reset()
         if calls:
             self.record.tool_calls += len(calls)
-            return Step([self._message(call, number) for number, call in enumerate(calls)])
+            results = [self._message(call, number) for number, call in enumerate(calls)]
+            if self._options.call_turn is not None and self._options.call_turn.takes_one:
+                results = [{**results[0], "content": "\n".join(str(one["content"]) for one in results)}]
+            return Step(results)
         if self._options.in_own_process:
             messages, reward, done = self._ask({"do": "step", "message": message}, "step")
             return Step(messages, reward, done)
@@ -173,8 +182,12 @@ class EpisodeRunner:
             self.record.tool_errors += 1
             content = f"error: {failed}"
         # Some chat templates write the name, and only that of a tool is not the model's own text.
-        name = call.name if call.name in self._options.tools else ""
-        return {"role": "tool", "name": name, "content": encodable(cut(content, limit))}
+        name = call.name if call.name in self._options.tools else "unknown"
+        message = {"role": "tool", "name": name, "content": encodable(cut(content, limit))}
+        if self._options.call_turn is not None:
+            known = dataclasses.replace(call, name=name)
+            message["tool_call_id"] = self._options.call_turn.message.id_of(known, number)
+        return message
 
     def _run(self, call: ToolCall) -> str:
         tool = self._options.tools.get(call.name)

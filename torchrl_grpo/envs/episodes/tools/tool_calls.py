@@ -5,36 +5,54 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-# Thoughts are no calls. Thoughts that do not end hide the rest.
-_THOUGHTS = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+from torchrl_grpo.envs.episodes.tools.call_formats import HERMES, CallFormat, Schemas, ToolCall
+
+# Tags around thoughts, as families of models write them. The first kind has names such as <seed:think>.
+_TAGS = [
+    (r"<(?:\w+[:_])?think(?:ing)?>", r"</(?:\w+[:_])?think(?:ing)?>"),
+    (r"\[THINK\]", r"\[/THINK\]"),
+    (r"◁think▷", r"◁/think▷"),
+    (r"<\|START_THINKING\|>", r"<\|END_THINKING\|>"),
+    (r"<\|inner_prefix\|>", r"<\|inner_suffix\|>"),
+    (r"<\|channel>thought", r"<channel\|>"),
+    (r"<\|channel\|>analysis<\|message\|>", r"<\|end\|>"),
+    (r"to=self<\|message\|>", r"<\|eom\|>"),
+]
+# The last two ends end other messages too.
+_OPENED_BY_PROMPT = [(re.compile(start), re.compile(end)) for start, end in _TAGS[:-2]]
+# Thoughts that do not end hide the rest.
+_THOUGHTS = re.compile("|".join(rf"{start}.*?(?:{end}|\Z)" for start, end in _TAGS), re.DOTALL)
 
 
 @dataclass(frozen=True)
-class ToolCall:
-    """A call of a tool that the model has written.
+class CallReader:
+    """Reads the calls in messages of a model.
 
     Attributes:
-        name: name of the tool; empty if the call is malformed.
-        arguments: arguments by name.
-        error: why the call is malformed, for the model; None if it is well formed.
+        form: format of the calls.
+        schemas: schemas of the tools' arguments, for formats that write no types.
+        opened: tag of thoughts with which every prompt ends; empty if there is none.
     """
 
-    name: str
-    arguments: dict[str, Any]
-    error: str | None = None
+    form: CallFormat = HERMES
+    schemas: Schemas = field(default_factory=dict)
+    opened: str = ""
+
+    def read(self, text: str) -> list[ToolCall]:
+        """Find the tool calls in a message, in their order, malformed ones too.
+
+        What stands between tags of thoughts, such as ``<think>`` and ``</think>``, is no call.
+        """
+        return self.form.read(without_thoughts(self.opened + text), self.schemas)
 
 
 def parse_calls(text: str) -> list[ToolCall]:
-    """Find the tool calls in a message.
+    """Find the tool calls in a message of a model whose template writes none.
 
-    Each call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as the templates of Qwen and
-    Hermes ask for. A message that is nothing but such a JSON object, as Llama 3 writes it, is a call too;
-    there ``parameters`` may stand for ``arguments``. What stands between ``<think>`` and ``</think>`` is no
-    call.
+    Each call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as :func:`describe` asks for.
 
     Args:
         text: message of the model.
@@ -42,39 +60,25 @@ def parse_calls(text: str) -> list[ToolCall]:
     Returns:
         The calls in their order, malformed ones too; empty if the message has none.
     """
-    if "</think>" in text and "<think>" not in text.partition("</think>")[0]:
-        # The prompt has opened the thoughts.
-        text = text.partition("</think>")[2]
-    text = _THOUGHTS.sub("", text)
-    found = _CALL.findall(text)
-    if found:
-        return [_parse(one) for one in found]
-    whole = text.strip()
-    if whole.startswith("{") and '"name"' in whole:
-        call = _parse(whole)
-        return [call] if call.error is None else []
-    return []
+    return CallReader().read(text)
 
 
-def _parse(text: str) -> ToolCall:
-    try:
-        value = json.loads(text.strip())
-    except (ValueError, RecursionError) as error:
-        return ToolCall("", {}, f"the call is not valid JSON: {error}")
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return ToolCall("", {}, 'a call needs {"name": NAME, "arguments": {...}}')
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if not isinstance(arguments, dict):
-        return ToolCall(value["name"], {}, "the arguments of a call are an object with their names")
-    return ToolCall(value["name"], arguments)
+def without_thoughts(text: str) -> str:
+    """Return a message without what stands between tags of thoughts."""
+    for start, end in _OPENED_BY_PROMPT:
+        found = end.search(text)
+        if found and not start.search(text, 0, found.start()):
+            # The prompt has opened the thoughts.
+            text = text[found.end() :]
+    return _THOUGHTS.sub("", text)
 
 
-def describe(schemas: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of a system message about tools, for a chat template that does not describe them."""
+def describe(schemas: Sequence[Mapping[str, Any]], example: str) -> str:
+    """Return the text of a system message about tools, for a chat template that does not describe them.
+
+    Args:
+        schemas: JSON schemas of the tools.
+        example: a call as it is read.
+    """
     lines = "\n".join(json.dumps(schema) for schema in schemas)
-    return (
-        "You can call these tools:\n"
-        f"<tools>\n{lines}\n</tools>\n"
-        "To call one, write:\n"
-        '<tool_call>\n{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}\n</tool_call>'
-    )
+    return f"You can call these tools:\n<tools>\n{lines}\n</tools>\nTo call one, write:\n{example.strip()}"

@@ -46,7 +46,7 @@ class SGLangApi:
             "max_new_tokens": request.max_new_tokens,
             "temperature": request.temperature,
             "ignore_eos": request.ignore_eos,
-            "stop_token_ids": list(end_token_ids),
+            "stop_token_ids": [*end_token_ids, *request.stop_token_ids],
         }
         if request.seed is not None:
             sampling["sampling_seed"] = request.seed

@@ -30,6 +30,7 @@ class VLLMApi:
             temperature=request.temperature,
             seed=request.seed,
             ignore_eos=request.ignore_eos,
+            stop_token_ids=list(request.stop_token_ids),
             logprobs=0,
         )
 
