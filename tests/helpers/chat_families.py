@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from chat_families_json import JSON_FAMILIES
+from chat_families_keyed import KEYED_FAMILIES
 from chat_parts import (
-    CODER,
     COHERE,
     DEEPSEEK_TOKENS,
     EACH,
@@ -25,11 +25,11 @@ from chat_parts import (
     Family,
     chat,
     deepseek,
-    keyed,
 )
 
 FAMILIES: dict[str, Family] = {
     **JSON_FAMILIES,
+    **KEYED_FAMILIES,
     # The name first, then JSON.
     "mistral-3.1": Family(
         MISTRAL.replace(
@@ -102,6 +102,35 @@ FAMILIES: dict[str, Family] = {
         LLAMA,
         "<|eot_id|>",
     ),
+    "plamo-3": Family(
+        chat(
+            "<|begin_tool_requests|>"
+            + EACH
+            + "<|begin_tool_request|><|begin_tool_name|>{{ f.name }}<|end_tool_name|><|begin_tool_arguments|>"
+            "<|constrain|>json<|msg|>{{ f.arguments | tojson }}<|end_tool_arguments|><|end_tool_request|>"
+            "{% endfor %}<|end_tool_requests|>",
+            start="<|ROLE|><|msg|>",
+            end="<|tag|>",
+            after="",
+            result="<|tool|><|msg|>{{ m.content }}<|tag|>",
+        ),
+        ("<|msg|>", "<|begin_tool_request|>", "<|end_tool_request|>", "<|end_tool_requests|>"),
+        "<|tag|>",
+    ),
+    "functionary-3.2": Family(
+        chat(
+            EACH
+            + "{% if not loop.first %}>>>{% endif %}{{ f.name }}\n{{ f.arguments | tojson }}{% endfor %}",
+            start=LLAMA_TURN,
+            end="<|eot_id|>",
+            after="",
+            thoughts=">>>",
+            prompt=">>>",
+            result=LLAMA_RESULT,
+        ),
+        LLAMA,
+        "<|eot_id|>",
+    ),
     "glm-4": Family(
         "{% if tools %}<|system|>\n" + TOOLS + "{% endif %}{% for m in messages %}"
         "{% if m.role == 'tool' %}<|observation|>\n{{ m.content }}{% elif m.tool_calls %}"
@@ -113,116 +142,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt-oss": Family(
         HARMONY, ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>"), "<|return|>"
-    ),
-    # Tags around each argument.
-    "qwen3-coder": Family(chat(CODER), IM, "<|im_end|>"),
-    "qwen3.5": Family(chat(CODER, thoughts="<think>\n\n</think>\n\n", prompt="<think>\n"), IM, "<|im_end|>"),
-    "nemotron-3": Family(
-        chat(CODER + "\n", thoughts="<think></think>", prompt="<think></think>"), IM, "<|im_end|>"
-    ),
-    "glm-4.5": Family(
-        chat(
-            keyed(
-                "\n<tool_call>NAME\n",
-                "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
-                "</tool_call>",
-                "",
-            ),
-            start="<|ROLE|>\n",
-            end="",
-            after="",
-            thoughts="<think></think>",
-            result="{% if messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif %}"
-            "\n<tool_response>\n{{ m.content }}\n</tool_response>",
-        ),
-        ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<tool_call>", "</tool_call>"),
-        "<|endoftext|>",
-    ),
-    "glm-4.7": Family(
-        chat(
-            keyed(
-                "<tool_call>NAME",
-                "<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>",
-                "</tool_call>",
-                "",
-            ),
-            start="<|ROLE|>",
-            end="",
-            after="",
-            thoughts="</think>",
-            prompt="<think>",
-            result="{% if messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif %}"
-            "<tool_response>{{ m.content }}</tool_response>",
-        ).replace("<|assistant|></think>", "<|assistant|><think></think>"),
-        ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
-        "<|endoftext|>",
-    ),
-    "seed-oss": Family(
-        chat(
-            keyed(
-                "\n<seed:tool_call>\n<function=NAME>\n",
-                "<parameter=KEY>VALUE</parameter>\n",
-                "</function>\n</seed:tool_call>",
-            ),
-            start="<seed:bos>ROLE\n",
-            end="<seed:eos>",
-            after="",
-            result="<seed:bos>tool\n{{ m.content }}<seed:eos>",
-        ),
-        ("<seed:bos>",),
-        "<seed:eos>",
-    ),
-    "minimax-m2": Family(
-        chat(
-            "\n<minimax:tool_call>\n"
-            + keyed('<invoke name="NAME">\n', '<parameter name="KEY">VALUE</parameter>\n', "</invoke>\n", "")
-            + "</minimax:tool_call>",
-            start="]~b]ROLE\n",
-            end="[e~[",
-            result="]~b]tool\n<response>{{ m.content }}</response>[e~[\n",
-        ),
-        ("]~b]",),
-        "[e~[",
-    ),
-    "step-3": Family(
-        chat(
-            "<｜tool_calls_begin｜>"
-            + keyed(
-                '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="NAME">',
-                '<steptml:parameter name="KEY">VALUE</steptml:parameter>',
-                "</steptml:invoke><｜tool_call_end｜>",
-                "",
-            )
-            + "<｜tool_calls_end｜>",
-            start="<｜BOT｜>ROLE\n",
-            end="<|EOT|>",
-            after="",
-            result="<｜BOT｜>tool_response\n{{ m.content }}<|EOT|>",
-        ),
-        (
-            "<｜BOT｜>",
-            "<｜tool_calls_begin｜>",
-            "<｜tool_call_begin｜>",
-            "<｜tool_sep｜>",
-            "<｜tool_call_end｜>",
-            "<｜tool_calls_end｜>",
-        ),
-        "<|EOT|>",
-    ),
-    "muse-glimmer": Family(
-        "{% if tools %}<|start|>system<|message|>" + TOOLS + "<|eot|>{% endif %}{% for m in messages %}"
-        "{% if m.role == 'tool' %}<|start|>tool {{ m.name }}<|message|>{{ m.content }}<|eot|>"
-        "{% elif m.tool_calls %}"
-        + keyed(
-            '<|start|>assistant to=NAME<|message|><atem:invoke name="NAME">\n',
-            '<atem:parameter name="KEY">VALUE</atem:parameter>\n',
-            "</atem:invoke>",
-            "<|eom|>",
-        )
-        + "<|eot|>{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|eot|>{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
-        ("<|start|>", "<|message|>", "<|eom|>"),
-        "<|eot|>",
     ),
     # Objects without quotes.
     "gemma-4": Family(

@@ -11,7 +11,7 @@ import io
 import pickle
 import socket
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -140,6 +140,7 @@ class FakeServer:
             sampling["temperature"],
             sampling["seed"],
             sampling.get("ignore_eos", False),
+            stop=sampling["stop_token_ids"],
         )
         reason = "abort" if found.finish_reason == "aborted" else found.finish_reason
         content = [
@@ -159,11 +160,11 @@ class FakeServer:
         while self.hangs or self.paused or len(self._open) >= self.places:
             await asyncio.sleep(0.005)
 
-    async def _complete(self, *request: Any) -> Completion:
+    async def _complete(self, *request: Any, stop: Sequence[int]) -> Completion:
         self._count += 1
         done: asyncio.Future[Completion] = self._loop.create_future()
         self._open[self._count] = done
-        self.engine.submit([Request(self._count, *request)])
+        self.engine.submit([Request(self._count, *request, stop_token_ids=tuple(stop))])
         if len(self._open) == 1:
             self._stepping = self._loop.create_task(self._step())
         return await done
@@ -311,6 +312,7 @@ class FakeSGLang(FakeServer):
             sampling["temperature"],
             sampling.get("sampling_seed"),
             sampling["ignore_eos"],
+            stop=sampling["stop_token_ids"],
         )
         about["output_token_logprobs"] = [
             [value, token, None] for value, token in zip(one.log_probs, one.token_ids, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,6 +63,20 @@ def test_a_response_that_has_ended_does_not_run_past_the_positions_of_the_model(
     )
     found = dict(ended for _ in range(14) for ended in engine.step())
     assert [len(found[number].token_ids) for number in range(2)] == [4, 14]
+
+
+def test_a_token_of_the_request_ends_its_response_alone() -> None:
+    whole = make_engine().generate(PROMPTS, Sampling(1, 8, 0.0, ignore_eos=True))
+    stop = whole[1][0].token_ids[2]
+    assert stop != END
+    engine = make_engine()
+    requests = build_requests(PROMPTS, Sampling(1, 8, 0.0, ignore_eos=True))
+    requests[1] = replace(requests[1], ignore_eos=False, stop_token_ids=(stop,))
+    engine.submit(requests)
+    found = dict(ended for _ in range(8) for ended in engine.step())
+    ended = found["generate", 1, 0]
+    assert ended.token_ids[-1] == stop and ended.finish_reason == "stop" and len(ended.token_ids) <= 3
+    assert [len(found["generate", number, 0].token_ids) for number in (0, 2)] == [8, 8]
 
 
 def test_requests_that_came_later_wait_and_are_aborted_empty() -> None:

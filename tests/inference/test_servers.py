@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.schema import ModelConfig
 from torchrl_grpo.errors import ConfigError, ModelError, TrainingStopped
 from torchrl_grpo.inference.checksums import compute_checksums
-from torchrl_grpo.inference.protocol import Probe, Request, Sampling
+from torchrl_grpo.inference.protocol import Completion, Probe, Request, Sampling
 from torchrl_grpo.inference.servers import engine as server_engine
 from torchrl_grpo.inference.servers import process, weight_files
 from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequirements
@@ -107,6 +107,17 @@ def test_responses_are_those_of_the_engine_behind_the_server(
         for one, other in zip(ours, theirs, strict=True):
             assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
     assert engine.step() == [], "nothing runs any more"
+
+
+def test_a_token_of_the_request_ends_a_response(engine: ServerEngine) -> None:
+    ((whole,),) = engine.generate(PROMPTS[:1], Sampling(1, 12, 0.0, ignore_eos=True))
+    last = whole.token_ids[4]
+    engine.submit([Request("a", PROMPTS[0], 12, 0.0, stop_token_ids=(last,))])
+    found: dict[Hashable, Completion] = {}
+    while not found:
+        found.update(engine.step())
+    assert found["a"].token_ids == whole.token_ids[: whole.token_ids.index(last) + 1]
+    assert found["a"].finish_reason == "stop"
 
 
 def test_aborted_requests_return_what_they_have(engine: ServerEngine) -> None:

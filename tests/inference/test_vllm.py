@@ -6,7 +6,7 @@ import copy
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torchrl_grpo.batch.schema import build_batch
 from torchrl_grpo.envs.chat import render
 from torchrl_grpo.errors import ModelError, TrainingStopped
 from torchrl_grpo.inference import vllm_weights
-from torchrl_grpo.inference.protocol import Probe, Sampling
+from torchrl_grpo.inference.protocol import Completion, Probe, Request, Sampling
 from torchrl_grpo.inference.vllm_engine import VLLMEngine
 from torchrl_grpo.models.scoring.padding import pad_left, pad_right
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
@@ -119,6 +119,17 @@ def test_log_probs_are_the_trainers_at_the_sampling_temperature(
     assert all(one.finish_reason in ("stop", "length") for one in flat)
     engine.reset_cache()
     assert engine.generate(prompts, sampling) == completions, "equal seeds must give equal responses"
+
+
+def test_a_token_of_the_request_ends_a_response(engine: VLLMEngine, prompts: list[list[int]]) -> None:
+    ((whole,),) = engine.generate(prompts[:1], Sampling(1, 8, 0.0, ignore_eos=True))
+    last = whole.token_ids[3]
+    engine.submit([Request("a", prompts[0], 8, 0.0, stop_token_ids=(last,))])
+    found: dict[Hashable, Completion] = {}
+    while not found:
+        found.update(engine.step())
+    assert found["a"].token_ids == whole.token_ids[: whole.token_ids.index(last) + 1]
+    assert found["a"].finish_reason == "stop"
 
 
 def test_episodes_of_the_real_model_are_what_the_engine_saw_and_sampled(

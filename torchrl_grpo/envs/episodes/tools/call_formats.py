@@ -21,6 +21,8 @@ Schemas = Mapping[str, Mapping[str, Mapping[str, Any]]]
 _MOST_READ = 64
 _NAME = r"[\w.-]+"
 _DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"\s*")
+_BETWEEN_VALUES = re.compile(r"[\s,;]*")
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,13 @@ class CallFormat(Protocol):
         ...
 
 
+# Stands for a word that is another one in each call, such as an identifier or the name of a type.
+ANY_WORD = "\ufdd1"
+
+
 def loose(literal: str) -> str:
-    """Return a pattern of a text with any white space where it has some."""
-    return r"\s*".join(map(re.escape, literal.split()))
+    """Return a pattern of a text with any white space where it has some, and any word for ``ANY_WORD``."""
+    return r"\s*".join(map(re.escape, literal.split())).replace(ANY_WORD, r"[\w.:-]*")
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ class JsonCalls:
                 continue
             calls += [self._call(value) for value in values]
         # Models of all families also write the object alone, as Llama 3 does.
-        return calls or self._bare(text.strip().removeprefix("<|python_tag|>").strip())
+        return calls[:_MOST_READ] or self._bare(text.strip().removeprefix("<|python_tag|>").strip())
 
     def _bare(self, text: str) -> list[ToolCall]:
         try:
@@ -141,13 +147,14 @@ def _json_values(text: str, position: int) -> tuple[list[Any], int]:
     """Read JSON values that follow each other; return those of lists one by one, and the position after."""
     values: list[Any] = []
     while True:
-        position += len(text[position:]) - len(text[position:].lstrip(" \t\r\n,;" if values else None))
+        skipped = _BETWEEN_VALUES.match(text, position) if values else _SPACE.match(text, position)
+        position = skipped.end() if skipped else position
         if values and text[position : position + 1] not in ("{", "["):
             return values, position
         value, position = _DECODER.raw_decode(text, position)
         values += value if isinstance(value, list) else [value]
-        if not values:
-            return values, position
+        if not values or len(values) > _MOST_READ:
+            return values[:_MOST_READ], position
 
 
 def _at(value: Any, path: tuple[str, ...]) -> Any:
@@ -239,6 +246,8 @@ class PythonCalls:
         close = f"(?:{loose(self.close)}|\\Z)" if self.close else r"\Z"
         for found_text in re.finditer(f"{loose(self.open)}(.*?){close}", text, re.DOTALL):
             calls += _python(found_text[1])
+            if len(calls) >= _MOST_READ:
+                break
         return calls[:_MOST_READ]
 
 

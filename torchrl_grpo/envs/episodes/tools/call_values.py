@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 # Longest text that is read as Python, in characters. Python's own parser has no other bound.
 _LONGEST_PYTHON = 20_000
 _DEEPEST = 50
+_BARE = re.compile(r"[^,}\]]*")
 # Templates write such values as Python or as JSON.
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -144,9 +146,9 @@ def _loose_value(text: str, position: int, quote: str, depth: int) -> tuple[Any,
     if text.startswith('"', position):
         value, position = json.JSONDecoder().raw_decode(text, position)
         return value, position
-    end = min((at for mark in ",}]" if (at := text.find(mark, position)) >= 0), default=len(text))
-    word = text[position:end].strip()
-    return (_WORDS[word] if word in _WORDS else json.loads(word)), end
+    found = _BARE.match(text, position)
+    word = found[0].strip() if found else ""
+    return (_WORDS[word] if word in _WORDS else json.loads(word)), position + len(found[0] if found else "")
 
 
 def _loose_items(text: str, position: int, quote: str, depth: int) -> tuple[Any, int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrl_grpo.envs.episodes.tools.call_formats import (
+    ANY_WORD,
     CallFormat,
     JsonCalls,
     KeyedCalls,
@@ -99,7 +100,8 @@ def _opening(before: str, between: str) -> str:
 def _marked(written: Written, opening: str) -> tuple[str, str]:
     """Split what stands before a call into the tag that no other message has, and the rest."""
     mark = _ATOMS.match(opening)
-    is_mark = mark is not None and len(mark[0]) > 1 and mark[0] not in written.plain
+    is_tag = mark is not None and len(mark[0]) > 1 and written.one.count(mark[0]) == 1
+    is_mark = mark is not None and is_tag and mark[0] not in written.plain
     return (mark[0], opening[mark.end() :]) if mark and is_mark else (opening, "")
 
 
@@ -212,7 +214,9 @@ def _keyed(written: Written) -> CallFormat | None:
     parts = re.split("|".join(("zqx_a", "zqx_b", "zqxvaluea", "zqxvalueb")), text[at + len(FIRST.name) :])
     if at < 0 or len(parts) != 5:
         return None
-    first, value, following, same, close = parts
+    # Some formats write identifiers, numbers or types of values too.
+    varying = rf"(?<=[\">])(?:{re.escape(written.id)}|\d+|string|true)(?=[\"<])"
+    first, value, following, same, close = (re.sub(varying, ANY_WORD, part) for part in parts)
     if value != same or not value.strip() or not close.strip():
         return None
     if FIRST.name in written.empty:
