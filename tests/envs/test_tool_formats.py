@@ -139,10 +139,14 @@ def test_calls_within_thoughts_of_any_family_are_no_calls(start: str, end: str) 
 
 def test_a_message_that_never_leaves_the_thoughts_of_its_prompt_has_no_calls() -> None:
     call = use_of("qwen3.5").reader.form.example
-    assert use_of("qwen3.5").reader.read(f"I could write {call}.") == []
-    assert len(use_of("qwen3.5").reader.read(f"Hm.\n</think>\n\n{call}")) == 1
-    # Without thoughts in the prompt, this is an ordinary call.
-    assert len(use_of("qwen3-coder").reader.read(f"I could write {call}.")) == 1
+    # The engine puts what the prompt has written before the model's text.
+    assert use_of("qwen3.5").reader.read(f"<think>\nI could write {call}.") == []
+    assert len(use_of("qwen3.5").reader.read(f"<think>\nHm.\n</think>\n\n{call}")) == 1
+    assert len(use_of("qwen3.5").reader.read(f"I write {call}.")) == 1
+    # This template opens thoughts, and writes calls without closing them.
+    call = use_of("deepseek-r1").reader.form.example
+    assert len(use_of("deepseek-r1").reader.read(f"<think>\n{call}")) == 1
+    assert use_of("deepseek-r1").reader.read(f"<think>\n<think>I could write {call}") == []
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,13 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_TOKENS,
         "<｜end▁of▁sentence｜>",
     ),
+    "deepseek-r1": Family(
+        deepseek("function<｜tool▁sep｜>{{ f.name }}\n```json\n{{ '' + f.arguments }}\n```", "").replace(
+            "<｜Assistant｜>{% endif %}", "<｜Assistant｜><think>\n{% endif %}"
+        ),
+        DEEPSEEK_TOKENS,
+        "<｜end▁of▁sentence｜>",
+    ),
     "deepseek-v3.1": Family(
         deepseek(
             "{{ f.name }}<｜tool▁sep｜>{{ '' + f.arguments }}", "{% if tools %}" + TOOLS + "{% endif %}"

@@ -65,7 +65,8 @@ class EnvConfig:
     tools: list[str] = key(
         [],
         "Tools that the model may call in a response: calculator, python, or functions of your own, e.g. "
-        "[calculator, my_tools.py:search].",
+        "[calculator, my_tools.py:search]. A chat template that loses calls or their results is refused at "
+        "the start.",
     )
     max_turns: int = key(
         8, "With an environment or tools: largest number of the model's turns in a response."

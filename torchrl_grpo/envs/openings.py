@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A template may also end with a tag that names the speaker, so only tags of a response's parts are known.
-_THOUGHTS = r"(?:\w+:)?(?:think|thinking|thoughts?|reason|reasoning|analysis|scratchpad)"
-_TAG = rf"<(?:{_THOUGHTS}|answer|solution)>|\[THINK\]|<\|START_THINKING\|>"
+# Names of tags of thoughts. A template may also end with a tag that names the speaker, so only tags of a
+# response's parts are known.
+THOUGHTS = r"(?:\w+:)?(?:think|thinking|thoughts?|reason|reasoning|analysis|scratchpad)"
+_TAG = rf"<(?:{THOUGHTS}|answer|solution)>|\[THINK\]|<\|START_THINKING\|>"
 _OPENING = re.compile(
-    rf"(?P<block>(?:<(?P<name>{_THOUGHTS})>(?:\s*|\n[^<]*\n)</(?P=name)>\s*)?)(?P<opened>(?:(?:{_TAG})\s*)*)\Z"
+    rf"(?P<block>(?:<(?P<name>{THOUGHTS})>(?:\s*|\n[^<]*\n)</(?P=name)>\s*)?)(?P<opened>(?:(?:{_TAG})\s*)*)\Z"
 )
-_BLOCK = re.compile(rf"\s*<(?P<name>{_THOUGHTS})>.*?</(?P=name)>", re.DOTALL)
+_BLOCK = re.compile(rf"\s*<(?P<name>{THOUGHTS})>.*?</(?P=name)>", re.DOTALL)
 # The end of a prompt in which an opening is looked for. A tokenizer may have a token for each character.
 _TOKENS, _CHARACTERS = 128, 1000
 

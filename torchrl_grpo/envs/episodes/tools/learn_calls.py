@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
@@ -18,6 +18,7 @@ from torchrl_grpo.envs.episodes.tools.call_formats import CallFormat, Schemas, T
 from torchrl_grpo.envs.episodes.tools.call_turns import CallMessage, CallTurn
 from torchrl_grpo.envs.episodes.tools.learn_formats import FIRST, SECOND, Written, formats, shared_start
 from torchrl_grpo.envs.episodes.tools.tool_calls import CallReader, describe, without_thoughts
+from torchrl_grpo.envs.openings import opening
 from torchrl_grpo.errors import ModelError
 
 if TYPE_CHECKING:
@@ -237,11 +238,10 @@ class _Template:
         schemas = {schema["function"]["name"]: _properties(schema) for schema in self._schemas}
         numbers = {"zqx_n": {"type": "integer"}, "zqx_t": {"type": "string"}}
         known = {**schemas, FIRST.name: _parameters(FIRST)["properties"], SECOND.name: numbers}
-        opened = _opened_thoughts(start)
-        for tag in (opened, "") if opened else ("",):
-            reader = CallReader(form, known, tag)
+        for skips_opening in (False, True):
+            reader = CallReader(form, known, skips_opening)
             if all(self._reads([call], reader, message, start, end) for call in _probes(known)):
-                return CallReader(form, schemas, tag)
+                return replace(reader, schemas=schemas)
         return None
 
     def _reads(
@@ -254,7 +254,7 @@ class _Template:
         said = text.removeprefix(start)
         if end is not None and end in said:
             said = said[: said.rindex(end)]
-        found = reader.read(said)
+        found = reader.read(opening(self._render([_USER], True)).opened + said)
         return [(one.name, one.arguments, one.error) for one in found] == [
             (one.name, one.arguments, None) for one in calls
         ]
@@ -307,12 +307,6 @@ def _result(form: CallMessage, call: ToolCall, number: int) -> dict[str, Any]:
         "name": call.name,
         "content": _RESULTS[number],
     }
-
-
-def _opened_thoughts(prompt: str) -> str:
-    """Return the tag of thoughts that a prompt has opened and not closed."""
-    tag = re.search(r"(<(?:\w+[:_])?think(?:ing)?>)\s*\Z", prompt)
-    return tag[1] if tag else ""
 
 
 _SAMPLES: dict[str, Any] = {

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchrl_grpo.envs.episodes.tools.call_formats import HERMES, CallFormat, Schemas, ToolCall
+from torchrl_grpo.envs.openings import THOUGHTS
 
-# Tags around thoughts, as families of models write them. The first kind has names such as <seed:think>.
+# Tags around thoughts, as families of models write them.
 _TAGS = [
-    (r"<(?:\w+[:_])?think(?:ing)?>", r"</(?:\w+[:_])?think(?:ing)?>"),
+    (rf"<(?:\w+_)?{THOUGHTS}>", rf"</(?:\w+_)?{THOUGHTS}>"),
     (r"\[THINK\]", r"\[/THINK\]"),
     (r"◁think▷", r"◁/think▷"),
     (r"<\|START_THINKING\|>", r"<\|END_THINKING\|>"),
@@ -21,6 +22,7 @@ _TAGS = [
     (r"<\|channel\|>analysis<\|message\|>", r"<\|end\|>"),
     (r"to=self<\|message\|>", r"<\|eom\|>"),
 ]
+_OPENING = re.compile(rf"\A\s*(?:{'|'.join(start for start, _ in _TAGS)})\s*")
 # The last two ends end other messages too.
 _OPENED_BY_PROMPT = [(re.compile(start), re.compile(end)) for start, end in _TAGS[:-2]]
 # Thoughts that do not end hide the rest.
@@ -34,19 +36,25 @@ class CallReader:
     Attributes:
         form: format of the calls.
         schemas: schemas of the tools' arguments, for formats that write no types.
-        opened: tag of thoughts with which every prompt ends; empty if there is none.
+        skips_opening: whether the tag of thoughts with which a prompt ends is left out, because the template
+            writes calls without closing it.
     """
 
     form: CallFormat = HERMES
     schemas: Schemas = field(default_factory=dict)
-    opened: str = ""
+    skips_opening: bool = False
 
     def read(self, text: str) -> list[ToolCall]:
         """Find the tool calls in a message, in their order, malformed ones too.
 
         What stands between tags of thoughts, such as ``<think>`` and ``</think>``, is no call.
+
+        Args:
+            text: the message, with the tags that its prompt has written.
         """
-        return self.form.read(without_thoughts(self.opened + text), self.schemas)
+        if self.skips_opening:
+            text = _OPENING.sub("", text)
+        return self.form.read(without_thoughts(text), self.schemas)
 
 
 def parse_calls(text: str) -> list[ToolCall]:
