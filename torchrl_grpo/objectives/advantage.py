@@ -248,8 +248,8 @@ class GroupAdvantage(Transform):
 
     def _divergence(self, tensordict: TensorDictBase) -> Tensor:
         """Return the KL to the reference, summed over each response: ``[P, G]``, nats."""
-        log_probs = (tensordict["log_probs", name].double() for name in ("response", "reference"))
-        per_token = kl_estimate(*log_probs, self.cfg.kl_estimator)
+        policy, reference = (tensordict["log_probs", name].double() for name in ("response", "reference"))
+        per_token = kl_estimate(policy, reference, self.cfg.kl_estimator)
         return per_token.masked_fill(~sampled_mask(tensordict), 0.0).sum(-1)
 
     def _from_sum(self, tensordict: TensorDictBase, penalty: Tensor) -> Tensor:
