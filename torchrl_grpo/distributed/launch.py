@@ -91,7 +91,7 @@ def missing_ranks_warning() -> str | None:
     return (
         f"warning: accelerate launch was asked for {requested} processes and has started one, as it does "
         "without a GPU; write --multi_gpu or --config_file config/accelerate/multi_gpu.yaml for the "
-        f"launcher, or start the script without it and with train_model.num_devices={requested}"
+        f"launcher, or start grpo.py without it and with train_model.num_devices={requested}"
     )
 
 
