@@ -307,6 +307,8 @@ def test_format(completion: str, score: float) -> None:
         ("new york", 0.0, 1.0, 0.0),
         ("  New York. ", 0.0, 1.0, 0.0),
         ("It is New York", 0.0, 0.0, 0.0),
+        ("<think>Boston?</think>\n\nNew York", 0.0, 1.0, 0.0),
+        ("<think>New York", 0.0, 0.0, 0.0),
         ("city = New York", 0.0, 0.0, 1.0),
         ("a = b =new york.\n", 0.0, 0.0, 1.0),
         ("New York =", 0.0, 0.0, 0.0),
