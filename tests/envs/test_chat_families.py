@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_families import FAMILIES, Family
+from chat_families import FAMILIES
+from chat_parts import Family
 from tiny_tokenizers import build_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -190,6 +191,15 @@ def test_calls_are_read_and_results_seen_in_exact_tokens(name: str, tmp_path: Pa
     calls = [ToolCall("wait", {}), ToolCall("place", {"name": "bread"})]
     takes_one = talk.use.turn is not None and talk.use.turn.takes_one
     check(talk, calls[:1] if takes_one else calls)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "gpt-oss", "gemma-4", "kimi-k2", "mistral-0.3", "muse-glimmer"])
+def test_a_call_of_an_unknown_tool_is_answered_too(name: str, tmp_path: Path) -> None:
+    talk = Talk(tokenizer_of(FAMILIES[name]), tmp_path)
+    said, _ = talk.said([ToolCall("nothing", {"a": "b"})])
+    engine, episode = play(talk, [said, f"Done.{talk.tokenizer.eos_token}"])
+    assert episode.record is not None and (episode.record.tool_errors, episode.record.turns) == (1, 2)
+    assert "there is no tool 'nothing'" in talk.tokenizer.decode(engine.requests[1].tokens)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -11,7 +11,7 @@ import io
 import pickle
 import socket
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -134,14 +134,7 @@ class FakeServer:
         await self._place()
         if sampling.get("logprobs", 0) > 1:
             return self._likeliest(body)
-        found = await self._complete(
-            body["token_ids"],
-            sampling["max_tokens"],
-            sampling["temperature"],
-            sampling["seed"],
-            sampling.get("ignore_eos", False),
-            stop=sampling["stop_token_ids"],
-        )
+        found = await self._complete(body["token_ids"], sampling, sampling["max_tokens"], sampling["seed"])
         reason = "abort" if found.finish_reason == "aborted" else found.finish_reason
         content = [
             {"token_id": token, "logprob": log_prob, "rank": 1}
@@ -160,11 +153,22 @@ class FakeServer:
         while self.hangs or self.paused or len(self._open) >= self.places:
             await asyncio.sleep(0.005)
 
-    async def _complete(self, *request: Any, stop: Sequence[int]) -> Completion:
+    async def _complete(
+        self, tokens: Sequence[int], sampling: Mapping[str, Any], max_tokens: int, seed: int | None
+    ) -> Completion:
         self._count += 1
         done: asyncio.Future[Completion] = self._loop.create_future()
         self._open[self._count] = done
-        self.engine.submit([Request(self._count, *request, stop_token_ids=tuple(stop))])
+        request = Request(
+            self._count,
+            tokens,
+            max_tokens,
+            sampling["temperature"],
+            seed,
+            sampling.get("ignore_eos", False),
+            stop_token_ids=tuple(sampling["stop_token_ids"]),
+        )
+        self.engine.submit([request])
         if len(self._open) == 1:
             self._stepping = self._loop.create_task(self._step())
         return await done
@@ -307,12 +311,7 @@ class FakeSGLang(FakeServer):
             about["finish_reason"] = {"type": "length", "length": 1}
             return web.json_response({"output_ids": [], "meta_info": about})
         one = await self._complete(
-            body["input_ids"],
-            sampling["max_new_tokens"],
-            sampling["temperature"],
-            sampling.get("sampling_seed"),
-            sampling["ignore_eos"],
-            stop=sampling["stop_token_ids"],
+            body["input_ids"], sampling, sampling["max_new_tokens"], sampling.get("sampling_seed")
         )
         about["output_token_logprobs"] = [
             [value, token, None] for value, token in zip(one.log_probs, one.token_ids, strict=True)

@@ -16,6 +16,7 @@ from torchrl_grpo.envs.episodes.engine import EpisodeEngine
 from torchrl_grpo.envs.episodes.processes import CallError, EpisodeHost, UserCodeSpec
 from torchrl_grpo.envs.episodes.runner import EpisodeRunner, RunnerOptions
 from torchrl_grpo.envs.episodes.tools import python_tool
+from torchrl_grpo.envs.episodes.tools.call_formats import ToolCall
 from torchrl_grpo.envs.episodes.tools.learn_calls import ToolUse, learn_calls
 from torchrl_grpo.envs.episodes.tools.registry import load_tools
 from torchrl_grpo.envs.episodes.tools.tool import Tool
@@ -129,6 +130,11 @@ def with_prompts(cfg: Config, problems: Problems, tokenizer: PreTrainedTokenizer
     return replace(found, train=list(train), held_out=list(held_out))
 
 
+def _token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    found: int = tokenizer.convert_tokens_to_ids(text)
+    return found
+
+
 def _prompt_of(cfg: Config) -> tuple[Callable[[Example], Example], Callable[[], None]]:
     """Return a function that gives an example the messages of its environment, and one that ends it."""
     if cfg.env.environment is None or cfg.env.environment in ENVIRONMENTS:
@@ -180,10 +186,15 @@ def with_episodes(cfg: Config, engine: SteppingEngine, max_episodes: int) -> Ste
     use = learn_calls(tokenizer, schemas) if schemas else _NO_TOOLS
     # The prompt has these tools too, and some tokenizers use another chat template if there are tools.
     turn_tokens = TurnTokens(tokenizer, tools=schemas if use.is_native else (), calls=use.turn)
+    ends_call = () if use.turn is None or use.turn.end is None else (_token(tokenizer, use.turn.end),)
+    # A template or tokenizer that refuses them must not do so after hours.
     if cfg.env.environment:
-        # A template that refuses them must not do so after hours.
         turn_tokens.between(tokenizer.eos_token_id, [{"role": "user", "content": "-"}])
-    ends_call = None if use.turn is None or use.turn.end is None else use.turn.end
+    if tools:
+        result = {"role": "tool", "name": tools[0].name, "content": "-"}
+        if use.turn is not None:
+            result["tool_call_id"] = use.turn.message.id_of(ToolCall(tools[0].name, {}), 0)
+        turn_tokens.between((*ends_call, tokenizer.eos_token_id)[0], [result])
     spec = _user_code(cfg, tools)
     in_own_process = spec.environment is not None
     host = EpisodeHost(spec) if in_own_process or spec.tools else None
@@ -208,7 +219,7 @@ def with_episodes(cfg: Config, engine: SteppingEngine, max_episodes: int) -> Ste
         is_quick=options.is_quick,
         max_turns=cfg.env.max_turns,
         max_turn_tokens=cfg.env.max_turn_tokens,
-        stop_token_ids=() if ends_call is None else (tokenizer.convert_tokens_to_ids(ends_call),),
+        stop_token_ids=ends_call,
         max_episodes=max_episodes,
         close=(lambda: None) if host is None else host.close,
     )

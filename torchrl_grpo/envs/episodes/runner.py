@@ -182,10 +182,12 @@ class EpisodeRunner:
             self.record.tool_errors += 1
             content = f"error: {failed}"
         # Some chat templates write the name, and only that of a tool is not the model's own text.
-        name = call.name if call.name in self._options.tools else "unknown"
+        name = call.name if call.name in self._options.tools else ""
         message = {"role": "tool", "name": name, "content": encodable(cut(content, limit))}
         if self._options.call_turn is not None:
-            known = dataclasses.replace(call, name=name)
+            # Templates that write the call need a name.
+            message["name"] = name or "unknown"
+            known = dataclasses.replace(call, name=message["name"])
             message["tool_call_id"] = self._options.call_turn.message.id_of(known, number)
         return message
 
