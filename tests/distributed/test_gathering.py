@@ -137,7 +137,7 @@ def test_without_autocast_everything_is_gathered_in_float32() -> None:
 
 def test_shards_leave_inputs_on_the_cpu_where_their_lengths_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 moves inputs to a GPU, and a scorer that fetches them waits for it in every micro-batch."""
-    real, asked = _fsdp_state._to_kwargs, []
+    real, asked = vars(_fsdp_state)["_to_kwargs"], []
 
     def to_gpu(args: Any, kwargs: Any, device: torch.device, side_stream: bool) -> Any:
         asked.append(device)

@@ -43,8 +43,8 @@ def there(machine: str) -> Hardware:
     return Hardware((gib,) * number, 900.0 if number else gib, ((9, 0),) * number)
 
 
-def fits(words: str, changes: Changes, asynchronous: bool, machine: Hardware) -> bool:
-    found = preflight.replan(apply(read(words), changes), asynchronous, machine, preflight.read_shape(None))
+def fits(words: str, changes: Changes, asynchronous: bool, machine: Hardware, shape: ModelShape) -> bool:
+    found = preflight.replan(apply(read(words), changes), asynchronous, machine, shape)
     return found is not None and preflight.fits(found)
 
 
@@ -123,7 +123,11 @@ def test_where_nothing_is_advised_nothing_is_enough(
     hardware, words = there(machine), WORK.get(work, "")
     with pytest.raises(ConfigError) as caught:
         planned(words, asynchronous, hardware)
-    enough = [changes for changes in alternatives(hardware) if fits(words, changes, asynchronous, hardware)]
+    enough = [
+        changes
+        for changes in alternatives(hardware)
+        if fits(words, changes, asynchronous, hardware, MODELS[size])
+    ]
     assert bool(advised(str(caught.value))) == bool(enough), enough[:1]
 
 
@@ -138,7 +142,7 @@ def test_advice_ends_where_everything_together_is_too_much(
         planned(words, False, hardware)
     found, enough = (
         advised(str(caught.value)),
-        any(fits(words, changes, False, hardware) for changes in alternatives(hardware)),
+        any(fits(words, changes, False, hardware, SMALL) for changes in alternatives(hardware)),
     )
     assert bool(found) == enough
     for one in found:

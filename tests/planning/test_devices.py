@@ -264,7 +264,7 @@ def test_only_engines_may_have_more_gpus_than_the_trainer_and_its_own() -> None:
 
 
 # What a run may use of 16 GiB, if the driver does not say what it keeps.
-SIXTEEN = pytest.approx(16 - 0.32 - 0.25)
+SIXTEEN: Any = pytest.approx(16 - 0.32 - 0.25)
 SMI = "GPU-aa, 81559, 580.65.06, 9.0\nGPU-bb, 40960, 580.65.06\nGPU-cc, [N/A], [N/A], [N/A]\n"
 
 
@@ -429,7 +429,7 @@ def test_an_older_driver_is_not_refused_where_it_does(
 ) -> None:
     smi(tmp_path, "570.133.20", "9.0", monkeypatch, torch, libcuda)
     if said is None:
-        assert hardware.present().gpus == (SIXTEEN,)
+        assert list(hardware.present().gpus) == [SIXTEEN]
         # An old GPU stays one, but for a torch of another CUDA.
         smi(tmp_path, "570.133.20", "7.0", monkeypatch, torch, libcuda)
         with nullcontext() if "cu126" in torch else pytest.raises(ConfigError, match=r"GPU 0 has .* 7\.0"):
@@ -460,7 +460,7 @@ def test_gpus_that_compute_fast_in_bfloat16(
 ) -> None:
     smi(tmp_path, "580.65.06", capability, monkeypatch)
     found = hardware.present()
-    assert found.gpus == (SIXTEEN,)
+    assert list(found.gpus) == [SIXTEEN]
     assert found.has_fast_bfloat16(["cuda:0"]) is fast
 
 
