@@ -23,6 +23,10 @@ class ModelError(UserError):
     """A model cannot be loaded, or lacks a feature that the configuration needs."""
 
 
+class RanksApart(UserError):
+    """The training ranks do not find each other. Each of them reports it."""
+
+
 class TrainingStopped(UserError):
     """Training stopped itself, for example after a failed weight verification, too many skipped steps, or a
     full disk.

@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
+import socket
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from torchrl_grpo.cli import serve
+from torchrl_grpo.cli import listening, serve
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import KEY_VARIABLE
+from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.servers.sglang.command import sglang_arguments
 from torchrl_grpo.inference.vllm_compat import has_token_server
 
@@ -92,6 +96,92 @@ def test_sglang_on_a_gpu_honors_seeds(tiny_model_dir: Path) -> None:
     assert "device" not in found and "max_total_tokens" not in found
     cfg.inference_model.engine_args = {"enable_deterministic_inference": False}
     assert sglang_arguments(cfg, torch.device("cuda"), **share)["enable_deterministic_inference"] is False
+
+
+def test_what_a_server_inherits(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execve", lambda path, words, env: seen.append(env))
+    words = ["--uds", str(tmp_path / "s"), f"model.name={tiny_model_dir}"]
+    monkeypatch.setattr(tempfile, "tempdir", "/short")
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    monkeypatch.setattr(os, "access", lambda path, mode: True)
+    serve.main(words)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "3")
+    # Sockets of vLLM would have too long a path there.
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 80)
+    serve.main(words)
+    assert "VLLM_RPC_BASE_PATH" not in seen[0] and seen[1]["VLLM_RPC_BASE_PATH"] == "/tmp"
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & seen[1].keys()
+
+
+@pytest.fixture
+def taken(tmp_path: Path) -> Iterator[int]:
+    """A port and a socket ``taken`` that somebody listens at, and other things in their way."""
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere/socket")
+    with socket.create_server(("127.0.0.1", 0)) as port, socket.socket(socket.AF_UNIX) as uds:
+        uds.bind(str(tmp_path / "taken"))
+        uds.listen()
+        yield port.getsockname()[1]
+
+
+def test_a_port_that_is_taken_is_one_line(
+    taken: int, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "execve", lambda path, words, env: pytest.fail("the server was started"))
+    words = ["--port", str(taken), f"model.name={tiny_model_dir}"]
+    with pytest.raises(SystemExit) as ended:
+        serve.main(words)
+    assert ended.value.code == 2
+    found = f"error: --port={taken}: another program listens there at 127.0.0.1; "
+    assert capsys.readouterr().err == f"{found}end it, or write another --port\n"
+    # The command itself can be printed anywhere.
+    serve.main(["--print", *words])
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "says"),
+    [
+        ("0.0.0.0", "taken", "--port=.*: another program listens there at 0.0.0.0"),
+        ("::1", "0", "--port=0: is no port; write a number from 1"),
+        ("127.0.0.1", "70000", "--port=70000: is no port"),
+        ("203.0.113.7", "8000", "--host=203.0.113.7: this machine cannot listen there"),
+        ("no.such.invalid", "8000", "--host=no.such.invalid: this machine cannot listen there"),
+    ],
+)
+def test_a_port_where_no_server_can_listen_is_refused(host: str, port: str, says: str, taken: int) -> None:
+    with pytest.raises(ConfigError, match=says):
+        listening.check_port(host, taken if port == "taken" else int(port))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("taken", "another program listens there; end it, or write another --uds"),
+        ("file", "this file exists and is no socket"),
+        ("link", "this file exists and is no socket"),
+        ("no/socket", "nothing can be created in"),
+        ("x" * 110, "the path of a socket has at most 107 bytes, and this one has"),
+    ],
+)
+def test_a_socket_where_no_server_can_listen_is_refused(
+    name: str, says: str, taken: int, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"--uds={tmp_path}/{name}: {says}"):
+        listening.check_socket(tmp_path / name)
+
+
+def test_a_socket_that_a_killed_server_has_left_is_removed(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(tmp_path / "left"))
+    listening.check_socket(tmp_path / "left")
+    assert not (tmp_path / "left").exists()
+    with socket.create_server(("127.0.0.1", 0)) as ended:
+        port = ended.getsockname()[1]
+    listening.check_port("127.0.0.1", port)
 
 
 @pytest.mark.parametrize(

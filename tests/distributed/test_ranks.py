@@ -41,6 +41,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import get_sub
 
 from torchrl_grpo.batch.micro_batches import partition_balanced
 from torchrl_grpo.distributed import launch
+from torchrl_grpo.runtime import rank_env
 
 pytestmark = pytest.mark.slow
 
@@ -238,6 +239,43 @@ def test_ranks_on_one_machine_listen_where_no_other_machine_reaches_them(
     assert {host for host, _ in found} == {"127.0.0.1"}
     # One of them is the meeting point.
     assert [is_meeting_point for _, is_meeting_point in found].count("True") == 1
+
+
+_APART = """
+import sys
+from datetime import timedelta
+
+sys.path.insert(0, {root!r})
+from torchrl_grpo.distributed import loopback
+from torchrl_grpo.distributed.ranks import Ranks
+from torchrl_grpo.errors import RanksApart
+from torchrl_grpo.runtime import rank_env
+
+loopback._SILENT_S, loopback._LIMIT = 0.2, timedelta(seconds=1)
+try:
+    Ranks(on_cpu=True)
+except RanksApart as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_that_another_job_has_left_behind_says_what_it_waits_for(
+    rank: str, repo_root: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "apart.py"
+    script.write_text(_APART.format(root=str(repo_root)))
+    port = str(rank_env.free_port())
+    left = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", rank_env.OWN_LAUNCHER)}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment | left, capture_output=True, text=True, timeout=120
+    )
+    apart, fix = f"RANK={rank} of WORLD_SIZE=2 in the environment: ", "run `unset RANK WORLD_SIZE"
+    assert f"{apart}waiting for the other ranks at 127.0.0.1:{port}; start all" in done.stderr
+    assert (
+        f"{apart}the other ranks were not found at 127.0.0.1:{port} (" in done.stdout and fix in done.stdout
+    )
 
 
 _LEAVING = """

@@ -25,7 +25,7 @@ from torchrl_grpo.config import Config, derived, parse
 from torchrl_grpo.config.checks import check_installed, schedule
 from torchrl_grpo.config.values import TrainMethod
 from torchrl_grpo.distributed import launch
-from torchrl_grpo.errors import ConfigError, UserError
+from torchrl_grpo.errors import ConfigError, RanksApart, UserError
 from torchrl_grpo.models import kind, shape
 from torchrl_grpo.planning import resolve
 from torchrl_grpo.runtime import hardware, rank_env
@@ -85,7 +85,7 @@ def main(
             command.execute()
     except UserError as error:
         alike = isinstance(error, ConfigError) or command is None or not command.follows
-        if rank_env.rank() > 0 and alike:
+        if not isinstance(error, RanksApart) and rank_env.rank() > 0 and alike:
             # Every rank parses the same command line, and rank 0 reports the error. This rank returns
             # normally, because a launcher that sees it fail first would kill rank 0.
             return
@@ -258,6 +258,7 @@ class _Command:
         sys.stdout.write(automatic.written(changes))
 
     def _train(self) -> None:
+        rank_env.check()
         self._divide_devices()
         configs: list[Config] = []
         for job in self._jobs():

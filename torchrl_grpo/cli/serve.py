@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchrl_grpo.cli import listening
 from torchrl_grpo.cli.arguments import Parser
 from torchrl_grpo.cli.main import USER_ERROR_CODE, resolve_job
 from torchrl_grpo.config import Config
@@ -23,6 +24,7 @@ from torchrl_grpo.config.checks import check_installed
 from torchrl_grpo.config.checks.engine import LOOPBACK
 from torchrl_grpo.config.values import KEY_VARIABLE, SERVER_BACKENDS, SGLANG_KEY_VARIABLE, Backend
 from torchrl_grpo.errors import ConfigError, UserError
+from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.config_dir import config_dir
 from torchrl_grpo.runtime.files.closed_output import quiet_end
 from torchrl_grpo.runtime.files.socket_folder import socket_parent
@@ -57,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings = " ".join(f"{name}={value}" for name, value in shown.items())
         sys.stdout.write(f"{settings} {shlex.join(words)}\n")
         return
-    os.execve(words[0], words, {**os.environ, **variables})
+    # The server is no training rank, and another job may have left its variables here.
+    inherited = {name: value for name, value in os.environ.items() if name not in rank_env.VARIABLES}
+    os.execve(words[0], words, {**inherited, **variables})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,12 +93,16 @@ def _kind(cfg: Config) -> ServerKind:
 
 def _where(asked: argparse.Namespace, kind: ServerKind) -> dict[str, str | int]:
     if asked.uds is not None:
+        if not asked.print:
+            listening.check_socket(asked.uds.resolve())
         return {"uds": str(asked.uds.resolve())}
     if asked.host not in LOOPBACK and not os.environ.get(kind.key_variable):
         raise ConfigError(
             f"--host={asked.host}: other machines can reach this server, and {kind.key_variable} is not set; "
             "set it to a secret here and for the run"
         )
+    if not asked.print:
+        listening.check_port(asked.host, asked.port)
     return {"host": asked.host, "port": asked.port}
 
 

@@ -149,6 +149,7 @@ def launch(argv: Sequence[str], count: int) -> int:
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(rank_env.free_port()),
+        rank_env.OWN_LAUNCHER: "1",
         # Ranks that compute on the CPU share its cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, allowed_cores() // count))),
     }

@@ -6,6 +6,37 @@ import os
 import random
 import socket
 
+from torchrl_grpo.errors import RanksApart
+
+# What launchers set.
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Set in ranks that a command of this project has started, which ends them if one ends.
+OWN_LAUNCHER = "TORCHRL_GRPO_LAUNCHER"
+_NUMBERS = (*VARIABLES[:4], VARIABLES[5])
+# What to do about variables that are wrong.
+FIX = (
+    "start all ranks with a launcher (docs/ranks.md), or, if another job has left these variables, run "
+    f"`unset {' '.join(VARIABLES)}`"
+)
+
+
+def check() -> None:
+    """Check what the environment says of this process.
+
+    Raises:
+        RanksApart: it makes no sense.
+    """
+    for name in _NUMBERS:
+        if not (text := os.environ.get(name, "0")).isdecimal():
+            raise RanksApart(f"{name}={text} in the environment is no number; {FIX}")
+    if rank() >= max(1, world_size()):
+        raise RanksApart(f"RANK={rank()} in the environment is no rank of WORLD_SIZE={world_size()}; {FIX}")
+    for name in ("MASTER_ADDR", "MASTER_PORT") if launched() else ():
+        if not os.environ.get(name):
+            raise RanksApart(
+                f"the environment has WORLD_SIZE={world_size()} and no {name}, where ranks meet; {FIX}"
+            )
+
 
 def launched() -> bool:
     """Whether a launcher started this process as one of several ranks."""
