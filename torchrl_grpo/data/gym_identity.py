@@ -85,6 +85,11 @@ def _interval(question: str, metadata: Mapping[str, Any]) -> object:
     return [time[11:] for time in times] if metadata["task_type"].startswith("time") else times
 
 
+def _unnamed(question: str, metadata: Mapping[str, Any]) -> object:
+    # Persons and places have other names in other words.
+    return [re.sub(r"\b[A-Z]\w*", "?", question)]
+
+
 def _drawing(question: str, metadata: Mapping[str, Any]) -> object:
     return [question.split("\n\n")[1:-1]]
 
@@ -146,6 +151,7 @@ _RULES: dict[str, _Rule] = {
     "bf": _given("bf_program"),
     "color_cube_rotation": _given("initial_state", "rotations", "target_side"),
     "course_schedule": _given(any_order="courses prerequisites"),
+    "gsm_symbolic": _unnamed,
     "family_relationships": lambda question, metadata: [
         question.rpartition("\n\n")[0],
         metadata["person1"],

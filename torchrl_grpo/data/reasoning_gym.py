@@ -227,7 +227,9 @@ def _held_out(env: EnvConfig, task: str, args: dict[str, Any], count: int) -> tu
         # Of fewer than 2 * count problems, more than a fifth of such draws would be repetitions.
         few_repetitions = count >= 20 and len(groups) == count and index < 1.25 * count
         is_large = few_repetitions or len(groups) == 2 * count
-        if is_large:
+        half = list(groups)[: len(groups) // 2]
+        # More draws would find more wordings, which takes minutes for some tasks.
+        if is_large or sum(len(groups[name]) for name in half) >= 2 * count:
             break
     if len(groups) == 1:
         raise DataError(
@@ -237,7 +239,7 @@ def _held_out(env: EnvConfig, task: str, args: dict[str, Any], count: int) -> tu
         )
     chosen: list[tuple[int, Example]] = []
     names: list[str] = []
-    for name in list(groups)[: count if is_large else len(groups) // 2]:
+    for name in list(groups)[:count] if is_large else half:
         if len(chosen) < count:
             chosen += groups[name].values()
             names.append(name)
