@@ -209,6 +209,16 @@ def test_a_template_that_loses_something_is_refused(name: str, tmp_path: Path) -
     assert "env.tools" in str(caught.value) and "model.chat_template" in str(caught.value)
 
 
+def test_a_tokenizer_that_misses_the_end_of_a_call_is_refused_at_the_start(tmp_path: Path) -> None:
+    family = FAMILIES["qwen2.5"]
+    # Such tokens are found only as words of their own.
+    tokenizer = build_tokenizer("bytes", [*family.special, family.end], single_word=True)
+    tokenizer.chat_template = family.template
+    talk = Talk(tokenizer, tmp_path)
+    with pytest.raises(ModelError, match=r"does not find the end of the model's message"):
+        with_episodes(talk.cfg, Script([]), 1)  # type: ignore[arg-type]
+
+
 def published() -> list[Path]:
     """Templates in the package of TRL, which the tests' requirements have."""
     found = importlib.util.find_spec("trl")
