@@ -166,7 +166,7 @@ class FakeServer:
             sampling["temperature"],
             seed,
             sampling.get("ignore_eos", False),
-            stop_token_ids=tuple(sampling["stop_token_ids"]),
+            stop_token_ids=tuple(sampling.get("stop_token_ids", ())),
         )
         self.engine.submit([request])
         if len(self._open) == 1:

@@ -216,7 +216,9 @@ class GroupAdvantage(Transform):
         if cfg.constant_groups != "keep":
             loss_mask = loss_mask & ~self.no_signal_mask(tensordict)[:, None, None]
         tensordict.set(("masks", "loss"), loss_mask)
-        return tensordict.set("advantage", advantage.to(torch.float32).unsqueeze(-1))
+        return tensordict.set(
+            "advantage", advantage.to(tensordict["log_probs", "response"].dtype).unsqueeze(-1)
+        )
 
     def _shape_rewards(self, rewards: Tensor) -> Tensor:
         cfg = self.cfg

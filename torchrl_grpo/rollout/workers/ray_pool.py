@@ -23,7 +23,6 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
-from torchrl_grpo import RAY_WORKER_VARIABLE
 from torchrl_grpo.config import Config
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.protocol import SteppingEngine
@@ -34,6 +33,7 @@ from torchrl_grpo.runtime import own_variables
 from torchrl_grpo.runtime.files.shared_files import Folder, remove_abandoned
 from torchrl_grpo.runtime.files.socket_folder import LONGEST, socket_parent
 from torchrl_grpo.runtime.interrupts import keep_termination_handler
+from torchrl_grpo.runtime.module_search import RAY_WORKER_VARIABLE
 
 _PLACEMENT_LIMIT_S = 60.0
 # Ray frees unused objects once a second by default. With short steps, several copies of the weights
