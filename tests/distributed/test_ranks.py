@@ -220,7 +220,9 @@ ranks = Ranks(on_cpu=True)
 assert "GLOO_SOCKET_IFNAME" not in os.environ
 for one in psutil.Process().net_connections("inet"):
     if one.status == "LISTEN":
-        print(one.laddr.ip, one.laddr.port == int(os.environ["MASTER_PORT"]), flush=True)
+        # In one piece, because both ranks write.
+        sys.stdout.write(f"{{one.laddr.ip}} {{one.laddr.port == int(os.environ['MASTER_PORT'])}}\\n")
+        sys.stdout.flush()
 ranks.release() if ranks.is_main else ranks.follow(None)
 """
 
