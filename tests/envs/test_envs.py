@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from torchrl.envs.utils import check_env_specs
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.envs.chat import check_lengths, render
+from torchrl_grpo.envs.chat import check_contents, check_lengths, render
 from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.envs.stream import PromptStream
 from torchrl_grpo.errors import CheckpointError, DataError, ModelError
@@ -155,6 +156,39 @@ def test_render_takes_a_template_and_needs_one(tokenizer: PreTrainedTokenizerFas
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>")
     with pytest.raises(ModelError, match=r"model\.chat_template"):
         render(bare, Example("x", [{"role": "user", "content": "Hi"}]))
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [
+        # Of models that read pictures: contents are lists.
+        (
+            "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}",
+            "system",
+        ),
+        ("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}", "system"),
+        (
+            "{{ messages[0].content }}{% for m in messages if m.role == 'tool' %}{{ m.content }}{% endfor %}",
+            "user",
+        ),
+        (TEMPLATE, None),
+        ("{% for m in messages if m.role != 'assistant' %}{{ m.content | trim }}{% endfor %}", None),
+    ],
+)
+def test_template_that_leaves_out_what_is_said_is_refused(
+    template: str, role: str | None, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    said = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Yes?"), ("user", "3 + 4?")]
+    problem = Example("x", [{"role": who, "content": text} for who, text in said])
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = template
+    if role is None:
+        check_contents(other, problem)
+        return
+    with pytest.raises(
+        ModelError, match=rf"leaves out the text of messages of the role {role}.*model.chat_template"
+    ):
+        check_contents(other, problem)
 
 
 def test_template_that_refuses_a_role_is_a_clear_error(tokenizer: PreTrainedTokenizerFast) -> None:

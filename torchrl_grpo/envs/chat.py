@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
@@ -68,6 +69,29 @@ def render_text(
 ) -> str:
     """Render the text of a prompt, as :func:`render` does."""
     return visible(render_marked(tokenizer, example, chat_template))
+
+
+def check_contents(tokenizer: PreTrainedTokenizerBase, example: Example) -> None:
+    """Refuse a chat template that leaves out what is said to the model, as some do with texts or with roles.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        example: problem whose roles are tried. What the assistant has said may be left out.
+
+    Raises:
+        ModelError: the template leaves out a text, or cannot render the messages.
+    """
+    words = [f"zqx{number}xqz" for number in range(len(example.messages))]
+    messages = [{**message, "content": word} for message, word in zip(example.messages, words, strict=True)]
+    text = render_text(tokenizer, replace(example, messages=messages))
+    for message, word in zip(messages, words, strict=True):
+        if message["role"] != "assistant" and word not in text:
+            raise ModelError(
+                f"The chat template of {tokenizer.name_or_path or type(tokenizer).__name__} leaves out the "
+                f"text of messages of the role {message['role']}, so the model would not read it. Give "
+                "another one as model.chat_template. If it does not support a system message, set "
+                "env.system_prompt=null."
+            )
 
 
 def render(

@@ -30,7 +30,7 @@ from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.envs import lengths
 from torchrl_grpo.envs.build import build_environment
-from torchrl_grpo.envs.chat import end_of_message, render, render_text
+from torchrl_grpo.envs.chat import check_contents, end_of_message, render, render_text
 from torchrl_grpo.envs.control_tokens import control_tokens
 from torchrl_grpo.envs.episodes.build import check_environment, with_prompts
 from torchrl_grpo.envs.responses import note_on_reading
@@ -273,6 +273,7 @@ def _fit_prompts(
     tokenizer: PreTrainedTokenizerBase, notify: Callable[[str | None], None], cfg: Config, problems: Problems
 ) -> Problems:
     problems = with_prompts(cfg, problems, tokenizer)
+    check_contents(tokenizer, problems.train[0])
     notify(unasked_tags(cfg, problems.train[0]))
     problems, message = lengths.handle_overlong_prompts(problems, tokenizer, cfg)
     for note in [*problems.notes, message]:
