@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from torchrl_grpo.runtime.module_search import search_working_directory_last
+
+# Before the first import of a module that a file in the working directory could replace.
+search_working_directory_last()
+
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
     from torchrl_grpo.api.trainer import GRPOTrainer
 
 __version__ = "0.1.0"
 __all__ = ["GRPOTrainer", "__version__"]
-
-search_working_directory_last()
 
 
 def __getattr__(name: str) -> Any:

@@ -108,3 +108,22 @@ def test_penalties_below_the_digits_of_the_reward_still_count() -> None:
     penalty = -lengths.double() / LONGEST
     expected = penalty - penalty.mean(-1, keepdim=True)
     torch.testing.assert_close(found.double(), expected, rtol=ROUNDED, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "keys"),
+    [
+        ([0.1 + 0.2, 0.3, 0.3, 0.3], {"reward_shift": -0.3, "advantage_estimator": "reward"}),
+        (torch.full((4,), 0.1).tolist(), {"reward_shift": -0.1, "advantage_estimator": "reward"}),
+        ([0.1 + 0.2, 0.3, 0.3, 0.3], {"reward_scale": -1.0}),
+    ],
+)
+def test_what_rounding_leaves_of_equal_rewards_is_no_signal(
+    rewards: list[float], keys: dict[str, Any]
+) -> None:
+    batch = make_batch(P=2, G=4)
+    batch["next", "reward"] = batch["next", "reward"].double()
+    batch["next", "reward"][0, :, 0] = torch.tensor(rewards, dtype=torch.double)
+    _, advantage = make_objective(FixedScorer(batch["log_probs", "response"]), **keys)
+    assert advantage.no_signal_mask(batch).tolist() == [True, False]
+    assert not advantage.inv(batch)["advantage"][0].any()

@@ -192,7 +192,7 @@ class GroupAdvantage(Transform):
         ``policy.advantage_estimator=reward`` there is no baseline, so the rewards must be 0.
         """
         if self.cfg.advantage_estimator == "reward":
-            return self._shape_rewards(tensordict["next", "reward"]).eq(0).flatten(1).all(1)
+            return self._nonzero(tensordict["next", "reward"].squeeze(-1)).eq(0).all(1)
         if self.cfg.reward_combination == "together":
             return self._is_constant(tensordict["next", "reward"].squeeze(-1))
         parts = tensordict["next", "reward_parts"].unbind(-1)
@@ -226,7 +226,13 @@ class GroupAdvantage(Transform):
 
     def _rounding(self, rewards: Tensor) -> Tensor:
         """Return the rounding error ``[P]`` of shaped rewards ``[P, G]``; shaping adds none."""
-        return rounding_error(rewards.double(), _EPSILON) * self.cfg.reward_scale
+        return rounding_error(rewards.double(), _EPSILON) * abs(self.cfg.reward_scale)
+
+    def _nonzero(self, rewards: Tensor) -> Tensor:
+        """Return shaped rewards. What only rounding leaves of a reward that the shift cancels is 0."""
+        shaped, cfg = self._shape_rewards(rewards), self.cfg
+        magnitude = rewards.double().abs().clamp(min=abs(cfg.reward_shift)) * abs(cfg.reward_scale)
+        return shaped.masked_fill(shaped.abs() <= _ROUNDING * _EPSILON * magnitude, 0.0)
 
     def _is_constant(self, rewards: Tensor) -> Tensor:
         return is_constant(self._shape_rewards(rewards), self._rounding(rewards))
@@ -260,7 +266,7 @@ class GroupAdvantage(Transform):
         if cfg.advantage_estimator == "maxent":
             return self._maxent(tensordict, rewards)
         if cfg.advantage_estimator == "reward":
-            return rewards
+            return self._nonzero(tensordict["next", "reward"].squeeze(-1)) + penalty
         leave_one_out = cfg.advantage_estimator == "leave_one_out"
         return group_advantage(rewards, cfg.advantage_std, cfg.advantage_eps, leave_one_out, rounding)
 
