@@ -3,7 +3,8 @@ r"""Parse numbers in the notations of people and models to exact fractions.
 Numbers: ``1,234``, ``$5.00``, ``5.``, ``.5``, ``-3``, ``−3``, ``1/2``, ``2 1/2``, ``½``, ``0.50``,
 ``50%``, ``3 km``, ``1.5e3``, ``1{,}234``, ``\$5``, ``\boxed{5}``, ``\frac{1}{2}``, ``2\frac{1}{2}``. Percent
 signs, currency signs and units are dropped: 50% is 50. Digits may be of any script. Not numbers: ``1.2.3``,
-``3:00``, ``12/25/2020``, ``CO2``, ``10^3``, ``10³``.
+``3:00``, ``12/25/2020``, ``CO2``, ``10^3``, ``10³``. A quotient that is a whole number, such as ``144/2``, is
+a division left undone and counts as two numbers.
 
 The scan is linear in the text and ignores numbers longer than 64 characters.
 """
@@ -169,7 +170,7 @@ def _run_values(piece: re.Match[str]) -> list[Fraction]:
         below = _split_run(denominator)
         if not below or below[0] == 0:
             return []
-        values = [*values[:-1], values[-1] / below[0], *below[1:]]
+        values = [*values[:-1], *_quotient(values[-1], below[0]), *below[1:]]
     return values
 
 
@@ -184,13 +185,19 @@ def _split_run(run: str) -> list[Fraction]:
     return [Fraction(part) for part in parts if part]
 
 
+def _quotient(above: Fraction, below: Fraction) -> list[Fraction]:
+    """Return a fraction as one number, and a division with a whole result as its two numbers."""
+    value = above / below
+    return [above, below] if value.denominator == 1 else [value]
+
+
 def _mixed(whole: str | None, top: str, bottom: str) -> list[Fraction]:
     """``2 1/2`` is one number; ``2 3/2`` is two."""
     if int(bottom) == 0:
         return []
     value = Fraction(int(top), int(bottom))
     if whole is None:
-        return [value]
+        return _quotient(Fraction(int(top)), Fraction(int(bottom)))
     return [int(whole) + value] if 0 < value < 1 else [Fraction(int(whole)), value]
 
 
