@@ -266,6 +266,47 @@ def test_rewordings_of_a_file_are_held_out_together(tmp_path: Path) -> None:
     assert "1 of 79 training problems are left out" in found.notes[0] and "1 in other words" in found.notes[0]
 
 
+STORY = "Ann's {n} sisters sold 1,0{n:02} eggs, all of them for ${n}. How many eggs did each one sell?"
+COPIES: dict[str, Callable[[str], Any]] = {
+    "system": lambda asked: [{"role": "system", "content": 'Say\n"hi".'}, {"role": "user", "content": asked}],
+    "before": lambda asked: f"Solve the following problem.\n\n{asked}",
+    "after": lambda asked: f"{asked} Let's think step by step.",
+    "around": lambda asked: f"Question: {asked}\nAnswer:",
+    "case": lambda asked: asked[0].lower() + asked[1:],
+    "end": lambda asked: asked.rstrip("?"),
+    "unseen": lambda asked: f"\u200b{asked.replace('e', 'e' + chr(0x200D))}",
+    "commas": lambda asked: asked.replace(",", ""),
+    "dollars": lambda asked: asked.replace("$", r"\$"),
+    "quotes": lambda asked: asked.replace("'", "\u2019"),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_no_part_trains_on_a_copy_of_what_another_part_holds_out(how: str, tmp_path: Path) -> None:
+    stories = [STORY.format(n=n) for n in range(60)]
+    column = "messages" if how == "system" else "question"
+    copied = [{column: COPIES[how](asked), "answer": "1", "n": n} for n, asked in enumerate(stories)]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in copied[::-1]))
+    cfg = Config()
+    cfg.env.mixture = [
+        {
+            "name": "a",
+            "dataset": "jsonl",
+            "data_path": write(tmp_path / "a.jsonl", stories, n=[str(n) for n in range(60)]),
+        },
+        {
+            "name": "b",
+            "dataset": "jsonl",
+            "data_path": str(tmp_path / "b.jsonl"),
+            "fields": {column: column},
+        },
+    ]
+    cfg.eval.num_problems = 8
+    found = data.load(cfg)
+    held_out, train = ({int(one.columns["n"]) for one in part} for part in (found.held_out, found.train))
+    assert len(held_out) > 8 and train == set(range(60)) - held_out
+
+
 # --- environments -------------------------------------------------------------------------------------
 
 
@@ -369,6 +410,29 @@ SHIPPED: dict[str, Oracle] = {
     ],
 )
 def test_a_calculation_is_the_same_in_any_words_and_order(one: str, other: str, same: bool) -> None:
+    first, second = (keys(Example("x", [{"role": "user", "content": asked}])) for asked in (one, other))
+    assert first.isdisjoint(second) != same
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("Is \u201c3 \u2212 4\u201d Ann\u2019s?", 'is "3 - 4" Ann\'s', True),
+        ("Round $1,000.50.", r"Round \$1000.50", True),
+        ("Tell me 3-4", "Tell me 34", False),
+        ("Tell me 3+4", "Tell me 3-4", False),
+        ("Tell me 3.4", "Tell me 3 4", False),
+        ("Tell me (3+4)*2", "Tell me 3+4*2", False),
+        ("Tell me 5!", "Tell me 5", False),
+        ("Derive f'(x)", "Derive f(x)", False),
+        ("Tell me 3 < 4", "Tell me 3 > 4", False),
+        ("Solve\n. X .\n$ . .", "Solve\n. X .\n. $ .", False),
+        ('[["x', '[["y', False),
+    ],
+)
+def test_the_words_of_a_question_have_one_case_and_spelling_but_all_signs(
+    one: str, other: str, same: bool
+) -> None:
     first, second = (keys(Example("x", [{"role": "user", "content": asked}])) for asked in (one, other))
     assert first.isdisjoint(second) != same
 

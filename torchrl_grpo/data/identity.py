@@ -1,8 +1,9 @@
 """When two problems are the same: if they share one of their :func:`keys`. Nothing else decides it.
 
-A problem has up to three keys: its question, what its data set says that makes it the same problem in other
-words (:attr:`Example.identity <torchrl_grpo.data.example.Example.identity>`), and the calculation, if the
-question asks for nothing but one.
+A problem has several keys: its question, the words of its question with and without what surrounds them in
+its data set, what its data set says that makes it the same problem in other words
+(:attr:`Example.identity <torchrl_grpo.data.example.Example.identity>`), and the calculation, if the question
+asks for nothing but one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
 from torchrl_grpo.data.example import Example
+from torchrl_grpo.data.wording import Frame, words
 
 # A longer text is no short question about a calculation.
 _LONGEST = 1_000
@@ -26,12 +28,18 @@ _ASKS = re.compile(
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})
 
 
-def keys(example: Example) -> frozenset[str]:
-    """Return the keys of a problem. Problems that share a key are the same problem."""
+def keys(example: Example, frames: Iterable[Frame] = ()) -> frozenset[str]:
+    """Return the keys of a problem. Problems that share a key are the same problem.
+
+    Args:
+        example: problem.
+        frames: what questions of its source begin and end with. It says nothing about a problem.
+    """
     question = question_key(example)
     asked = _ASKS.fullmatch(question) if len(question) <= _LONGEST else None
     calculation = None if asked is None else arithmetic(asked[1].strip(" ."))
-    return frozenset(filter(None, (question, spaced(example.identity), calculation)))
+    found = [question, words(question), spaced(example.identity), calculation]
+    return frozenset(filter(None, found + [frame.bare(question) for frame in frames]))
 
 
 def group_key(example: Example) -> str:

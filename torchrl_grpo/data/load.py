@@ -9,9 +9,8 @@ from types import ModuleType
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import DATASETS
 from torchrl_grpo.config.mixture import MixturePart, mixture_parts
-from torchrl_grpo.data.identity import keys
 from torchrl_grpo.data.mixture import mix
-from torchrl_grpo.data.problems import Problems, leave_out
+from torchrl_grpo.data.problems import Problems, held_out_keys, leave_out
 from torchrl_grpo.errors import ConfigError, DataError
 from torchrl_grpo.runtime import user_code
 
@@ -44,7 +43,7 @@ def _apart(parts: Sequence[MixturePart], loaded: Sequence[Problems]) -> list[Pro
     Raises:
         DataError: a part has no training problem left.
     """
-    held_out = {key for problems in loaded for example in problems.held_out for key in keys(example)}
+    held_out = {key for problems in loaded for key in held_out_keys(problems)}
     apart = []
     for part, problems in zip(parts, loaded, strict=True):
         found = leave_out(problems, held_out, f"env.mixture: {part.name}")

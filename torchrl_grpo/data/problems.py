@@ -17,6 +17,7 @@ from torchrl_grpo.data import prompts
 from torchrl_grpo.data.example import Example, LazyExamples
 from torchrl_grpo.data.identity import conversation, group_key, keys, question_key
 from torchrl_grpo.data.rows.sources import Row, Splits
+from torchrl_grpo.data.wording import Frame, frame
 from torchrl_grpo.errors import DataError
 
 #: Seed of the choice of held-out rows. It is independent of ``cfg.seed``, so that runs with different seeds
@@ -194,7 +195,7 @@ def separate(problems: Problems, source: str) -> Problems:
     Raises:
         DataError: no training problem is left.
     """
-    found = leave_out(problems, {key for one in problems.held_out for key in keys(one)}, source)
+    found = leave_out(problems, held_out_keys(problems), source)
     if not found.train:
         raise DataError(
             f"every question of {source} is also held out ({len(problems.train)} rows, "
@@ -202,6 +203,18 @@ def separate(problems: Problems, source: str) -> Problems:
             "give other held-out data as env.eval_data_path"
         )
     return found
+
+
+def held_out_keys(problems: Problems) -> set[str]:
+    """Return the keys of the held-out problems."""
+    frames = _frames(problems)
+    return {key for one in problems.held_out for key in keys(one, frames)}
+
+
+def _frames(problems: Problems) -> set[Frame]:
+    """Return what all training questions begin and end with, and all held-out ones, which may differ."""
+    parts = [part for part in (problems.train, problems.held_out) if isinstance(part, list)]
+    return {frame([question_key(example) for example in part]) for part in parts}
 
 
 def leave_out(problems: Problems, held_out: Set[str], source: str) -> Problems:
@@ -214,7 +227,8 @@ def leave_out(problems: Problems, held_out: Set[str], source: str) -> Problems:
     """
     if isinstance(problems.train, LazyExamples):
         return replace(problems, train=problems.train.without(held_out))
-    kept = [example for example in problems.train if keys(example).isdisjoint(held_out)]
+    frames = _frames(problems)
+    kept = [example for example in problems.train if keys(example, frames).isdisjoint(held_out)]
     if len(kept) == len(problems.train):
         return problems
     left_out = len(problems.train) - len(kept)
