@@ -60,6 +60,11 @@ def test_a_preset_gives_way_to_the_command_line(words: str, expected: dict[str, 
         "policy.kl_coef=0.1 policy.kl_in=loss policy.kl_estimator=k1",
         "train_model.lora.rank=16 train_model.parallelism=fsdp2",
         "+recipe=cpu train.num_epochs=1 train.total_dialog_turns=8000",
+        "train_model.lora={rank:8,alpha:32} train_model.parallelism=fsdp2",
+        "train_model={lora:{rank:8}} train_model.parallelism=fsdp2",
+        "train={total_dialog_turns:64} train.num_epochs=2",
+        "train={total_dialog_turns:100} env.num_envs=7",
+        "train={optim_batch_size:6} env.repeats=8",
     ],
 )
 def test_words_of_the_user_that_contradict_each_other_are_refused(words: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
@@ -69,10 +70,13 @@ def _layers(loader: Any, config_name: str, overrides: Sequence[str]) -> dict[str
         package = "" if part.package in (None, "", "_global_") else f"{part.package}."
         for key in _keys(OmegaConf.to_container(loaded.config, resolve=False)):
             found[package + key] = number
-    for override in overrides:
-        names = override.partition("=")[0].lstrip("+").split(".")
+    for override in OverridesParser.create(config_loader=loader).parse_overrides(list(overrides)):
+        names = override.key_or_group.split(".")
         for length in range(1, len(names) + 1):
             found[".".join(names[:length])] = len(parts) + 1
+        value = None if override.value_type is None else override.value()
+        for key in _keys(value, f"{override.key_or_group}."):
+            found[key] = len(parts) + 1
     return found
 
 
