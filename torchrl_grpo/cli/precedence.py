@@ -49,13 +49,22 @@ def settle(node: DictConfig, loader: ConfigLoader, config_name: str, overrides: 
         if changed and not layers:
             layers = _layers(loader, config_name, overrides)
         for other in changed:
-            if layers.get(other, 0) >= layers.get(key, 0):
+            before, new = read(other), read(other, defaults) if value is DEFAULT else value
+            written = layers.get(key, 0)
+            if isinstance(before, dict):
+                # Each entry has a layer of its own, and the later ones stay.
+                kept = {
+                    name: one for name, one in before.items() if layers.get(f"{other}.{name}", 0) >= written
+                }
+                new = {**new, **kept}
+            elif layers.get(other, 0) >= written:
                 continue
-            new = read(other, defaults) if value is DEFAULT else value
-            before, because = show(read(other)), f"{key}={show(read(key))}"
-            lines.append(f"{other}={show(new)} instead of {before}, because of {because}")
+            if new == before:
+                continue
+            because = f"{key}={show(read(key))}"
+            lines.append(f"{other}={show(new)} instead of {show(before)}, because of {because}")
             OmegaConf.update(node, other, new, merge=False)
-            layers[other] = layers[key]
+            layers[other] = max(layers.get(other, 0), written)
     return lines
 
 

@@ -152,6 +152,8 @@ def _of_data(read: Read) -> Iterator[Contradiction]:
         yield Contradiction("env.mixture", ("eval.reward",))
     if read("env.sampling") == "uniform":
         yield Contradiction("env.sampling", _keys("env", "pass_rate_bands pass_rate_weights unseen_weight"))
+    # The columns of a data set are its own.
+    yield Contradiction("env.dataset", ("env.fields",))
     # The arguments of a task are those of its own generator.
     yield Contradiction("env.task", ("env.task_args",))
     if read("env.environment") is None:
