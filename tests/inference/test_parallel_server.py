@@ -54,8 +54,8 @@ def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         | {"tensor_parallel_size": 2, "kv_cache_memory_bytes": 2**26},
         on_cpu=True,
     )
-    python, module, _, *arguments = launch.words
-    assert module == "-m"
+    python, safe_path, module, _, *arguments = launch.words
+    assert (safe_path, module) == ("-P", "-m")
     made = ServerProcess(
         VLLM,
         dataclasses.replace(launch, words=[python, str(_PROGRAM), *arguments]),

@@ -53,7 +53,7 @@ def test_the_documented_command(tmp_path: Path) -> None:
 
 
 def test_files_of_the_working_directory_are_no_modules_of_python(tmp_path: Path) -> None:
-    for name in ("math", "queue", "random", "statistics", "tokenize", "dataclasses"):
+    for name in ("math", "queue", "random", "statistics", "tokenize", "dataclasses", "typing"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('a file of the user')\n")
     write(tmp_path / "completions.jsonl", GSM8K)
     command = [sys.executable, "-m", "torchrl_grpo.rewards", "--dataset", "gsm8k", "completions.jsonl"]

@@ -6,7 +6,8 @@ import itertools
 import os
 import sys
 
-#: Environment variable of workers on Ray.
+#: Environment variable of workers on Ray: the working directory of the process that has started them. Ray
+#: puts it first, and their own may be another one.
 RAY_WORKER_VARIABLE = "TORCHRL_GRPO_RAY_WORKER"
 
 
@@ -17,7 +18,6 @@ def search_working_directory_last() -> None:
     """
     pairs = itertools.pairwise(sys.orig_argv)
     is_command = any(flag == "-m" and module.startswith("torchrl_grpo") for flag, module in pairs)
-    if is_command or RAY_WORKER_VARIABLE in os.environ:
-        here = os.getcwd()
-        if sys.path[0] == here:
-            sys.path.append(sys.path.pop(0))
+    here = os.environ.get(RAY_WORKER_VARIABLE, os.getcwd() if is_command else None)
+    if sys.path[0] == here:
+        sys.path.append(sys.path.pop(0))

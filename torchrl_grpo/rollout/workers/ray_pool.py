@@ -282,7 +282,7 @@ def _connect(cfg: Config, count: int, gpus: Sequence[int], folder: Folder | None
     address = cfg.ray.address
     options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     # Let workers import this project from the trainer's folder, also on a cluster with a shared file system.
-    variables = {"PYTHONPATH": os.pathsep.join(import_path()), RAY_WORKER_VARIABLE: "1"}
+    variables = {"PYTHONPATH": os.pathsep.join(import_path()), RAY_WORKER_VARIABLE: os.getcwd()}
     options["runtime_env"] = {"env_vars": variables}
     if address is None:
         # Every worker occupies one CPU slot, so offer enough slots even if there are fewer cores.
