@@ -10,21 +10,15 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
+from torchrl_grpo.data.calculation import asked
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.wording import Frame, words
 
-# A longer text is no short question about a calculation.
+# A longer text is no calculation of a question.
 _LONGEST = 1_000
-_ASKS = re.compile(
-    r"(?:what(?:'s| is)|how much is|solve|compute|calculate|evaluate|find|work out"
-    r"|state the final answer to the following arithmetic problem)?"
-    r"[: ]*([-+*/^×÷·−(). \d]+)[ =?.!]*",
-    re.IGNORECASE,
-)
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})
 
 
@@ -36,8 +30,8 @@ def keys(example: Example, frames: Iterable[Frame] = ()) -> frozenset[str]:
         frames: what questions of its source begin and end with. It says nothing about a problem.
     """
     question = question_key(example)
-    asked = _ASKS.fullmatch(question) if len(question) <= _LONGEST else None
-    calculation = None if asked is None else arithmetic(asked[1].strip(" ."))
+    expression = asked(question)
+    calculation = None if expression is None else arithmetic(expression)
     found = [question, words(question), spaced(example.identity), calculation]
     return frozenset(filter(None, found + [frame.bare(question) for frame in frames]))
 
