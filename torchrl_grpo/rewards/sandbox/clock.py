@@ -17,17 +17,22 @@ _TIME = re.compile(
     r"(?<![0-9.,:])([0-9]{1,9}(?: *: *[0-9]{1,9})+)(?![0-9:]|[.,][0-9])(?: *([ap])\.? ?m\b\.?)?",
     re.IGNORECASE,
 )
+#: Another half of the day after a time.
+_OTHER_HALF = re.compile(r"\W*(?:(?:or|and)\W+)?[ap]\.? ?m\b", re.IGNORECASE)
 _LATEX = re.compile(r"\\(?:text|math)[a-z]*(?=\s*\{)|\\[,;: ()\[\]]|[{}$~]")
 
 
 def read(text: str) -> tuple[str, ...] | None:
     """Return the parts of the only time in a text; the last one is "a" (a.m.), "p" or empty.
 
-    None if the text has no time or another number. If it has boxes, the last one counts.
+    None if the text has no time, another number or both halves of the day. If it has boxes, the last one
+    counts.
     """
     text = _clean(text)
     found = _TIME.search(text)
     if found is None or re.search("[0-9]", text[: found.start()] + text[found.end() :]):
+        return None
+    if found[2] and _OTHER_HALF.match(text, found.end()):
         return None
     return _parts(found)
 

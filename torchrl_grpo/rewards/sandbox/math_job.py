@@ -61,6 +61,11 @@ _CHOSEN = re.compile(
     r"(?:.*\b(?:[Ii]s|[Aa]nswer|[Cc]hoice|[Oo]ption)\b:?\s+)?\(?([A-Z])(?:[).:]+(?:\s(?!.*\b[A-H]\b).*)?)?",
     re.DOTALL,
 )
+# Choices that are given as the answer, and options that are listed without a text.
+_GIVEN = re.compile(
+    r"\b(?:[Ii]s|[Aa]nswer)\b:?\s+(?:[Oo]ption |[Cc]hoice )?\(?([A-Z])\)?(?=\s*(?:[.,;\n]|\Z|or\b|and\b))"
+)
+_OPTION = re.compile(r"\b(?:[Cc]hoice|[Oo]ption)\s+\(?([A-Z])\)?(?=\s*(?:[,;.]?\s*\Z|[,;]|or\b|and\b))")
 _UNDONE = (ExprWithLimits, sympy.Derivative, sympy.Limit)
 _SET_OPERATIONS = (sympy.Union, sympy.Intersection, sympy.Complement)
 # The patterns by which math_verify finds an expression, in groups of equal priority.
@@ -116,9 +121,11 @@ def run(payload: dict[str, str]) -> float:
         return 1.0
     choice = _CHOICE.fullmatch(_letters(truth_text))
     if choice:
-        chosen = _CHOSEN.fullmatch(_letters(text)[-500:])
+        letters = _letters(text)[-500:]
+        chosen = _CHOSEN.fullmatch(letters)
         if chosen is not None:
-            return float(chosen[1] == choice[1])
+            given = set(_GIVEN.findall(letters) or _OPTION.findall(letters))
+            return float(chosen[1] == choice[1] and len(given) < 2)
     scale = _SCALE.search(truth_text)
     if scale:
         text, truth_text = text.replace(scale[1], ""), truth_text.replace(scale[1], "")
@@ -168,6 +175,8 @@ def _written(text: str, prose: bool) -> written.Written | None:
     takes.
     """
     boxed = _BOX.search(text)
+    if not boxed and written.hedges(text):
+        return None
     found = None if boxed else written.read(text)
     if found is None and (boxed or prose or (_HAS_MATH.search(text) and "\n" not in text.strip())):
         return written.read(_taken(numbers.plain(text)))

@@ -4,7 +4,8 @@ A parser of mathematics accepts all texts with the right value, even work left u
 ``\gcd(144, 72)``, or ``48 24``, which it adds like a mixed number. Here the number itself must be in the
 text, with a unit, words or LaTeX around it. Of a chain of equations (``x = 4 * 8 = 32``) the last side that
 is a number counts. Several numbers (``48, 24``, ``1 or 72``) are no answer, and neither is a quotient that is
-a whole number (``144/2``). Nor is a number beside a word that changes it (``half of 144``, ``6 dozen``).
+a whole number (``144/2``). Nor is a number beside a word that changes it (``half of 144``, ``6 dozen``), or
+one of several that a text equates or gives as the answer (``48 = 72``, ``x = 48`` and ``x = 72``).
 
 Numbers are written as in :mod:`~torchrl_grpo.rewards.numbers`, or as ``1 000``, ``1'000``, ``1.000,99``,
 ``1000,99``, ``3:4``, ``0.\overline{3}`` or ``3 \times 10^5``.
@@ -12,6 +13,7 @@ Numbers are written as in :mod:`~torchrl_grpo.rewards.numbers`, or as ``1 000``,
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,7 +78,9 @@ _NOTATION: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
 ]
 _REWRITE = [(re.compile(pattern), replacement) for pattern, replacement in _NOTATION]
 _DIGIT = re.compile("[0-9]")
-_LINK = re.compile(r"(?<![<>!])=+>?|->|→|⇒|\\(?:implies|to|(?:Long)?[Rr]ightarrow)(?![A-Za-z])")
+_ARROWS = r"=+>|->|→|⇒|\\(?:implies|to|(?:Long)?[Rr]ightarrow)(?![A-Za-z])"
+_ARROW = re.compile(_ARROWS)
+_LINK = re.compile(rf"{_ARROWS}|(?<![<>!])=+")
 _ABOUT = re.compile(r"≈|\\approx(?![A-Za-z])")
 _SEPARATOR = re.compile(r"[;&]|,(?![0-9])|\b(?:and|or)\b|(?<=[0-9]) [abcijknpqruvwxyz] ?(?==)")
 #: Text around a number: no digits, commands and operators, except in words such as km/h, M&Ms and 30-minute.
@@ -114,6 +118,13 @@ _SIDE = re.compile(
 )
 
 
+#: What an equation names, numbers given as the answer, and words that introduce a number.
+_NAMED = re.compile(r"\s*([^\W\d][\w ]*?)\s*=")
+_STATED = re.compile(
+    rf"\banswer(?: is\b|\s*[:=])[:=\s]*([-+]?{_RUN})(?=[.,;]*(?:\s*\Z|\n|\s+(?:or|and|the)\b))", re.IGNORECASE
+)
+_INTRODUCED = re.compile(r".*\b(?:is|answer)\b:?", re.DOTALL)
+
 #: A truth with words after the number, and one with a comma between digits.
 _WITH_UNIT = re.compile(r"\\?\$?[-+]?[0-9][0-9.,/]* ((?:[A-Za-z]+(?:/[A-Za-z]+)? ?)+)")
 _COMMA = re.compile(r"[-+]?[0-9]+,[0-9]+(?: ?\\?[$€£%])?")
@@ -127,11 +138,13 @@ class Written:
         value: the number, without the percent sign.
         percent: whether a percent sign follows it.
         decimal: whether it has decimals, which may be rounded.
+        words: text before and after it.
     """
 
     value: Fraction
     percent: bool
     decimal: bool
+    words: tuple[str, str] = ("", "")
 
     def answers(self, truth: Written) -> bool:
         """Whether it is the number that a truth asks for.
@@ -147,6 +160,12 @@ class Written:
         rounded = self.decimal or truth.decimal
         return any(a == b or (rounded and round(a, 6) == round(b, 6) != 0) for a, b in pairs)
 
+    def contradicts(self, other: Written) -> bool:
+        """Whether it differs from another number by more than rounding."""
+        rounded = self.decimal or other.decimal
+        near = rounded and abs(self.value - other.value) <= Fraction(1, 100)
+        return not (near or self.answers(other) or other.answers(self))
+
 
 def read(text: str) -> Written | None:
     """Return the number that a text writes out.
@@ -160,15 +179,20 @@ def read(text: str) -> Written | None:
     """
     if len(text) > _MAX_CHARS:
         return None
-    text = numbers.plain(text)
-    for pattern, replacement in _REWRITE:
-        text = pattern.sub(replacement, text)
+    text = _rewritten(text)
+    if _contradicts_itself(text):
+        return None
     lines = [line for line in text.split("\n") if line.strip()]
     if not lines or any(_DIGIT.search(line) and "=" not in line for line in lines[:-1]):
         return None
     # Of x = 1/3 ≈ 0.3 the exact number counts.
     found = (_of_chain(chain) for chain in _ABOUT.split(lines[-1]))
     return next((number for number in found if number is not None), None)
+
+
+def hedges(text: str) -> bool:
+    """Whether a short text gives different numbers for the same thing, so that none of them is its answer."""
+    return len(text) <= _MAX_CHARS and _contradicts_itself(_rewritten(text))
 
 
 def of_truth(text: str) -> Written | None:
@@ -190,6 +214,32 @@ def of_truth(text: str) -> Written | None:
 def with_comma(text: str) -> Written | None:
     """Return the decimal number that a truth such as ``1,22`` may be. It may also be two numbers."""
     return read(text) if _COMMA.fullmatch(text.strip()) else None
+
+
+def _rewritten(text: str) -> str:
+    text = numbers.plain(text)
+    for pattern, replacement in _REWRITE:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _contradicts_itself(text: str) -> bool:
+    """Whether numbers with the same words are equated, or one name or the answer has different numbers."""
+    same: dict[object, list[Written]] = {}
+    for part in itertools.chain.from_iterable(map(_ABOUT.split, text.split("\n"))):
+        # In 2x = 144 -> x = 72 the numbers belong to two equations, and in 48 -> 72 they are equated.
+        for equation in _ARROW.split(part) if "=" in _ARROW.sub("", part) else [part]:
+            sides = [number for number in map(_number, _LINK.split(equation)) if number is not None]
+            for side in sides:
+                before, after = side.words
+                words = (_INTRODUCED.sub("", before).strip(), after.strip(" ."))
+                same.setdefault((part, equation, *words), []).append(side)
+            name = _NAMED.match(equation)
+            if name and sides:
+                same.setdefault(name[1], []).append(sides[-1])
+    stated = (_number(value.rstrip(".,")) for value in _STATED.findall(text))
+    same["answer is"] = [number for number in stated if number is not None]
+    return any(number.contradicts(found[0]) for found in same.values() for number in found[1:])
 
 
 def _is_product(word: str) -> bool:
@@ -231,4 +281,5 @@ def _number(side: str) -> Written | None:
             return None
     if match["sign"].count("-") % 2:
         value = -value
-    return Written(value, match["percent"] is not None, "." in number or "e" in number.lower())
+    decimal = "." in number or "e" in number.lower()
+    return Written(value, match["percent"] is not None, decimal, (match["before"], match["after"]))
