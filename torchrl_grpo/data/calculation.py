@@ -8,20 +8,20 @@ from collections.abc import Callable
 
 # A longer text is no short question about a calculation.
 _LONGEST = 1_000
-_FILLER = frozenset(
-    "a an and answer answers arithmetic calculate calculation can compute could determine do does equal equals "
-    "evaluate exact expression final find following for from give given how i in is it its just let me much "
-    "number only out please problem provide q question reply respond result s simplify single solution solve "
-    "state task tell the this to us value what whats which with work write you your add subtract multiply "
-    "divide sum product difference quotient of".split()
-)
-_NUMBER_WORDS = {
-    word: str(value)
-    for value, word in enumerate(
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-        "seventeen eighteen nineteen twenty".split()
-    )
-}
+# Words that say nothing of what is calculated.
+_FILLER_WORDS = """
+    a an and answer answers arithmetic calculate calculation can compute could determine do does equal equals
+    evaluate exact expression final find following for from give given how i in is it its just let me much
+    number only out please problem provide q question reply respond result s simplify single solution solve
+    state task tell the this to us value what whats which with work write you your add subtract multiply
+    divide sum product difference quotient of
+"""
+_NUMERALS = """
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+    seventeen eighteen nineteen twenty
+"""
+_FILLER = frozenset(_FILLER_WORDS.split())
+_NUMBER_WORDS = {word: str(value) for value, word in enumerate(_NUMERALS.split())}
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
 # Each pattern is replaced by a calculation in signs, in this order.
 _IN_SIGNS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
