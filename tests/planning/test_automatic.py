@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from test_advice import MACHINES, SHAPES, advised, read
 
+from torchrl_grpo import GRPOTrainer
 from torchrl_grpo.cli import main as cli
 from torchrl_grpo.config.checks import whole
 from torchrl_grpo.distributed import launch
@@ -255,6 +256,21 @@ def test_ranks_of_a_launcher_hold_shards_if_nothing_else_fits(monkeypatch: pytes
         for found in (of_8.prediction, of_4.prediction)
     ]
     assert weights[0] == weights[1] / 2
+
+
+def test_a_trainer_in_python_holds_shards_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    of_size("7B", monkeypatch)
+    monkeypatch.setattr(hardware, "present", lambda: Hardware(EIGHT.gpus[:4], 900.0, ((9, 0),) * 4))
+    config = {"inference_model.backend": "transformers", "train.total_dialog_turns": 64}
+    for rank in ("0", "1"):
+        for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": rank}.items():
+            monkeypatch.setenv(name, value)
+        found = GRPOTrainer("some/model", config=config, output_dir=tmp_path)
+        assert found.cfg.train_model.parallelism == "fsdp2"
+        said = capsys.readouterr().out
+        assert (f"devices: auto chose {SHARDS}\n" in said) is (rank == "0")
 
 
 def test_a_model_of_unknown_size_shares_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-from torchrl_grpo.cli.main import INTERRUPTED_CODE, TERMINATED_CODE, USER_ERROR_CODE
+from torchrl_grpo.cli.main import INTERRUPTED_CODE, TERMINATED_CODE, USER_ERROR_CODE, end_after_rank_0
 from torchrl_grpo.distributed import launch
 from torchrl_grpo.errors import UserError
 from torchrl_grpo.runtime import rank_env
@@ -41,8 +41,7 @@ def told_once() -> Iterator[None]:
             yield
     except UserError as error:
         if rank_env.rank() > 0:
-            # Rank 0 has the same mistake. A launcher that sees this rank fail first would kill rank 0.
-            raise SystemExit(0) from None
+            end_after_rank_0(error)
         sys.stdout.flush()
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(USER_ERROR_CODE) from None

@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,14 +27,16 @@ from torchrl_grpo.api.rows import (
 from torchrl_grpo.checkpoints import run_dir as run_folder
 from torchrl_grpo.cli.commands import check_job
 from torchrl_grpo.cli.compose import Composer, composer, write_override
-from torchrl_grpo.cli.main import resolve_job
+from torchrl_grpo.cli.main import resolve_job, write_notes
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import DATASETS, REWARDS
 from torchrl_grpo.config.checks import check_installed
 from torchrl_grpo.config.values import TrainMethod
 from torchrl_grpo.distributed import launch
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.runtime import rank_env
+from torchrl_grpo.planning import automatic
+from torchrl_grpo.planning.advice import Changes
+from torchrl_grpo.runtime import hardware, rank_env
 from torchrl_grpo.runtime.config_dir import config_dir
 
 if TYPE_CHECKING:
@@ -146,7 +149,18 @@ class GRPOTrainer:
             # Workers have nothing to do for solutions.
             check_job(cfg, self._asynchronous, TrainMethod.grpo if self._asynchronous else cfg.train.method)
 
-        cfg = resolve_job(tree.compose(overrides).node, check)
+        job = tree.compose(overrides)
+        cfg = resolve_job(job.node, check)
+        # Ranks may have to hold shards. A script is one process without a launcher, so nothing is chosen.
+        changes: Changes = ()
+        if rank_env.launched():
+            changes = automatic.choose([cfg], self._asynchronous, hardware.present())
+        if changes:
+            job = tree.compose([*overrides, *automatic.overrides(changes)])
+            cfg = resolve_job(job.node, check)
+        if rank_env.rank() == 0:
+            sys.stdout.write(automatic.written(changes))
+        write_notes(job)
         check_installed(cfg)
         if not rank_env.launched() and (count := launch.ranks_wanted([cfg])) > 1:
             raise ConfigError(

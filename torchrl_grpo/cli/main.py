@@ -13,9 +13,10 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchrl_grpo.checkpoints import run_dir
 from torchrl_grpo.cli.arguments import read_arguments
@@ -47,6 +48,8 @@ USER_ERROR_CODE = 2
 INTERRUPTED_CODE, TERMINATED_CODE = launch.INTERRUPTED_CODE, launch.TERMINATED_CODE
 # A run that was asked to stop has saved itself and can go on. EX_TEMPFAIL of sysexits.h says "try again".
 STOPPED_CODE = os.EX_TEMPFAIL
+# Time for rank 0 to report a mistake that all ranks have.
+PATIENCE_S = 10.0
 
 
 @quiet_end()
@@ -86,9 +89,8 @@ def main(
     except UserError as error:
         alike = isinstance(error, ConfigError) or command is None or not command.follows
         if not isinstance(error, RanksApart) and rank_env.rank() > 0 and alike:
-            # Every rank parses the same command line, and rank 0 reports the error. This rank returns
-            # normally, because a launcher that sees it fail first would kill rank 0.
-            return
+            # Every rank parses the same command line, and rank 0 reports the error.
+            end_after_rank_0(error)
         _report(error)
         raise SystemExit(USER_ERROR_CODE) from None
     except Terminated:
@@ -101,6 +103,24 @@ def main(
         raise SystemExit(STOPPED_CODE) from None
     finally:
         gc.enable()
+
+
+def end_after_rank_0(error: UserError) -> NoReturn:
+    """End a rank other than rank 0 that has found a mistake, which rank 0 has most often found too.
+
+    Rank 0 reports it, and the launcher then ends this rank. A launcher that sees this rank fail first would
+    end rank 0. A mistake of this rank alone, such as a folder that its machine lacks, is reported here:
+    otherwise rank 0 would wait for this rank for ever.
+
+    Raises:
+        SystemExit: rank 0 has not ended.
+    """
+    try:
+        threading.Event().wait(PATIENCE_S)
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED_CODE) from None
+    _report(error, f"rank {rank_env.rank()}: ")
+    raise SystemExit(USER_ERROR_CODE) from None
 
 
 def resolve_job(node: DictConfig, check: Callable[[Config], None]) -> Config:
@@ -117,6 +137,12 @@ def resolve_job(node: DictConfig, check: Callable[[Config], None]) -> Config:
     check(cfg)
     kind.check_kind(cfg.model)
     return cfg
+
+
+def write_notes(job: Job) -> None:
+    """Tell the user, on rank 0, which keys of a job gave way to others."""
+    if rank_env.rank() == 0:
+        sys.stdout.write("".join(f"note: {line}\n" for line in job.settled))
 
 
 def _report(error: UserError, where: str = "") -> None:
@@ -263,8 +289,7 @@ class _Command:
         configs: list[Config] = []
         for job in self._jobs():
             cfg = resolve_job(job.node, self.check)
-            if rank_env.rank() == 0:
-                sys.stdout.write("".join(f"note: {line}\n" for line in job.settled))
+            write_notes(job)
             if cfg.dry_run and rank_env.rank() == 0:
                 self._show_plan(cfg, len(configs), job)
             else:
