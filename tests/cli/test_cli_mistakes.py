@@ -57,6 +57,7 @@ BAD: list[tuple[str, str]] = [
     # types
     ("train.epochs=many", "a whole number"),
     ("train.epochs=1.5", "a whole number"),
+    ("env.mixture={a:0.5,b:0.5}", "a list of mappings in square brackets"),
     ("train.epochs=true", "a whole number"),
     ("train.epochs=null", "a whole number"),
     ("optimizer.lr=fast", "a number"),

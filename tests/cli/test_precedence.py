@@ -44,6 +44,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("env=countdown env.dataset=mine.py:problems", {"env.fields": {}}),
     ("env=countdown env.dataset=mine.py:problems env.fields={answer:a}", {"env.fields": {"answer": "a"}}),
     ("env=countdown env.dataset=gsm8k", {"env.fields": {}}),
+    (
+        "env=arithmetic env.dataset=gsm8k",
+        {"env.task": None, "env.task_args": {}, "reward.weights": {}},
+    ),
     ("env=countdown", {"env.fields": {"identity": "identity"}}),
     # Nothing contradicts anything.
     ("policy=maxent policy.kl_coef=0.2", {"policy.kl_coef": 0.2}),

@@ -229,7 +229,7 @@ class GRPOTrainer:
             folder: folder to write. With adapters it has the adapters alone.
 
         Returns:
-            The folder. Under a launcher only rank 0 writes it.
+            The folder. Under a launcher rank 0 alone writes it, and the others do not wait for it.
 
         Raises:
             ConfigError: there is no checkpoint yet, or the folder exists.
@@ -245,8 +245,11 @@ class GRPOTrainer:
             raise ConfigError(f"{self.output_dir} has no checkpoint to save; call train() first")
         if target.exists():
             raise ConfigError(f"{target}: exists already; name another folder")
-        shutil.copytree(newest / "model", target)
-        return target
+        # Others who wait for the folder see all of it or nothing.
+        partial = target.with_name(f".{target.name}.writing")
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(newest / "model", partial)
+        return partial.rename(target)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the metrics of the run so far: one mapping for each line of ``metrics.jsonl``."""

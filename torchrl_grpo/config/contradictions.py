@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from torchrl_grpo.config.builtin import REWARDS, dataset_kind
 from torchrl_grpo.config.values import CACHING_BACKENDS, SURROGATE_OPTIONS, Backend
 
 # Returns the value of a key.
@@ -154,6 +155,13 @@ def _of_data(read: Read) -> Iterator[Contradiction]:
         yield Contradiction("env.sampling", _keys("env", "pass_rate_bands pass_rate_weights unseen_weight"))
     # The columns of a data set are its own.
     yield Contradiction("env.dataset", ("env.fields",))
+    if read("env.dataset") != "reasoning_gym":
+        yield Contradiction("env.dataset", _keys("env", "task task_args"))
+    kind, functions = dataset_kind(read("env.dataset")), read("reward.functions")
+    weights, grader = read("reward.weights"), read("eval.reward")
+    for key, names in (("reward.weights", weights), ("eval.reward", [] if grader is None else [grader])):
+        if any(n in REWARDS and n not in functions and kind not in REWARDS[n].datasets for n in names):
+            yield Contradiction("env.dataset", (key,))
     # The arguments of a task are those of its own generator.
     yield Contradiction("env.task", ("env.task_args",))
     if read("env.environment") is None:

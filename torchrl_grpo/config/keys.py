@@ -20,6 +20,9 @@ from torchrl_grpo.errors import ConfigError
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Any: "a value"}
 _PLURALS = {int: "whole numbers", float: "numbers", bool: "true or false", str: "names", Any: "values"}
 _EXAMPLES = {int: "1", float: "0.5", bool: "true", str: "NAME", Any: "VALUE"}
+# Lists and mappings can also hold mappings.
+_PLURALS[dict[str, Any]] = "mappings"
+_EXAMPLES[dict[str, Any]] = "{name:VALUE}"
 
 
 def key(default: Any, help: str) -> Any:

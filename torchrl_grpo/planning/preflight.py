@@ -35,7 +35,11 @@ SPARE = 1.2
 _PARKED_SHARE = 0.25
 # More responses than any configuration has.
 _NO_BOUND = 10**9
-_NOTHING_ELSE = "a smaller model (shorter texts, smaller batches, shards, adapters and 4 bits are not enough)"
+_NOTHING_ELSE = (
+    "a smaller model (shorter texts, smaller batches, shards, adapters and 4 bits are not enough; an engine "
+    "over several GPUs, with inference_model.backend=vllm_server and inference_model.tensor_parallel_size, "
+    "was not tried)"
+)
 _WHILE = {"load": "loading", "generate": "generating", "prepare": "preparing", "optimize": "optimizing"}
 
 

@@ -8,6 +8,7 @@ files differ. What a server has loaded since does not count, so it may hold the 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,8 +16,10 @@ from typing import Any
 
 import transformers
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig
+
+_log = logging.getLogger(__name__)
 
 # Number of matrices in the sample, and of numbers from one row of each.
 _MATRICES, _NUMBERS = 8, 64
@@ -54,10 +57,14 @@ def describe(
         return found
     found["config"] = dict(_flat(json.loads(config.to_json_string(use_diff=False))))
     found["end"] = _end_tokens(folder, config)
-    files = _files(folder)
-    for name in _choose(files) if names is None else names:
-        if name in files:
-            found["tensors"][name] = _sample(files[name], name)
+    try:
+        files = _files(folder)
+        for name in _choose(files) if names is None else names:
+            if name in files:
+                found["tensors"][name] = _sample(files[name], name)
+    except (OSError, ValueError, SafetensorError) as error:
+        # The loader of the server says what is wrong with a file.
+        _log.warning("%s: weights are not compared: %s", source, error)
     return found
 
 
