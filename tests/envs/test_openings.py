@@ -77,6 +77,12 @@ def environment(tokenizer: PreTrainedTokenizerBase, repeats: int = 1, **options:
         ("<answer>\n", "", "<answer>\n"),
         ("[THINK]", "", "[THINK]"),
         ("<seed:think>\n", "", "<seed:think>\n"),
+        ("<think >\n", "", "<think >\n"),
+        ("<THINK>", "", "<THINK>"),
+        ("◁think▷", "", "◁think▷"),
+        ("<|channel>thought\n", "", "<|channel>thought\n"),
+        ("<|channel>thought\n<channel|>", "", ""),
+        ("<|channel|>analysis<|message|>", "", "<|channel|>analysis<|message|>"),
         ("Write <think> and </think>, then <answer> and </answer>.<|im_end|>\nassistant\n", "", ""),
         ("Write thoughts between <think> and </think>", "", ""),
         ("Begin with <think>\nASSISTANT:", "", ""),
@@ -87,6 +93,22 @@ def environment(tokenizer: PreTrainedTokenizerBase, repeats: int = 1, **options:
 )
 def test_what_a_prompt_has_written(prompt: str, block: str, opened: str) -> None:
     assert opening(prompt) == Opening(block, opened)
+
+
+@pytest.mark.parametrize(
+    ("opened", "closed"),
+    [
+        ("<think >\n", "</think >"),
+        ("[THINK]", "[/THINK]"),
+        ("◁think▷", "◁/think▷"),
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ("<|channel>thought\n", "<channel|>"),
+        ("<|channel|>analysis<|message|>", "<|end|>"),
+        ("<answer>", "</answer>"),
+    ],
+)
+def test_the_tag_that_closes_what_a_prompt_has_opened(opened: str, closed: str) -> None:
+    assert opening(opened).pairs == [(opened.strip(), closed)]
 
 
 @pytest.mark.parametrize("opened", ["", "<think>", "<think>\n", EMPTY, "<think></think>", EMPTY + "<answer>"])

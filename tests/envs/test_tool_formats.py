@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 
 import pytest
@@ -10,10 +11,13 @@ from tiny_tokenizers import build_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from torchrl_grpo.envs.episodes.chat_tokens import TurnTokens
+from torchrl_grpo.envs.episodes.tools.call_formats import ToolCall
 from torchrl_grpo.envs.episodes.tools.call_values import typed
 from torchrl_grpo.envs.episodes.tools.learn_calls import ToolUse, learn_calls
+from torchrl_grpo.envs.episodes.tools.learn_formats import shared_start
 from torchrl_grpo.envs.episodes.tools.registry import load_tools
 from torchrl_grpo.envs.episodes.tools.tool_calls import parse_calls
+from torchrl_grpo.envs.openings import opening
 
 SCHEMAS = [tool.schema for tool in load_tools(["calculator"])]
 
@@ -119,22 +123,92 @@ def test_a_message_that_repeats_itself_has_a_bounded_number_of_calls(name: str) 
         assert len(reader.read(text * 5_000)) <= 64
 
 
+# Whatever a model that has gone astray writes, the reader takes time in proportion.
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].refused is None])
+def test_a_long_message_of_one_character_or_of_openings_is_read_at_once(name: str) -> None:
+    reader = use_of(name).reader
+    start, _, rest = reader.form.example.partition("NAME")
+    starts = ["", start, start + "a", start + "a" + rest.partition("ARGUMENT")[0]]
+    for text in starts:
+        for unit in (" ", "a", "a ", "a.", "0", "<", start + "a "):
+            assert all(call.error for call in reader.read(text + unit * (200_000 // len(unit))))
+
+
+CALL = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
+
+
 @pytest.mark.parametrize(
     ("start", "end"),
     [
         ("<think>", "</think>"),
+        ("<THINK>", "</THINK>"),
+        ("<think >", "</think\n>"),
+        ("< think >", "</ think >"),
+        ("<think type='deep'>", "</think>"),
         ("<seed:think>", "</seed:think>"),
+        ("<scratch_pad>", "</scratch_pad>"),
         ("[THINK]", "[/THINK]"),
+        ("[think]", "[/think]"),
+        ("◁think▷", "◁/think▷"),
         ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ("<|begin_of_thought|>", "<|end_of_thought|>"),
+        ("<|think|>", "<|/think|>"),
+        ("<|thinking|>", "<|/thinking|>"),
+        ("<unused94>thought\n", "<unused95>"),
         ("<|channel>thought\n", "<channel|>"),
         ("<|channel|>analysis<|message|>", "<|end|>"),
+        ("<|channel|>analysis <|message|>", "<|end|>"),
     ],
 )
 def test_calls_within_thoughts_of_any_family_are_no_calls(start: str, end: str) -> None:
-    call = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
-    assert parse_calls(f"{start}I could write {call}.{end} It is 12.") == []
-    assert parse_calls(f"{start}I could write {call}.") == []
-    assert [one.name for one in parse_calls(f"{start}Hm.{end}{call}")] == ["a"]
+    assert parse_calls(f"{start}I could write {CALL}.{end} It is 12.") == []
+    assert parse_calls(f"{start}I could write {CALL}.") == []
+    assert parse_calls(f"{start}a {start} b {end} {CALL} {end} It is 12.") == []
+    assert [one.name for one in parse_calls(f"{start}Hm.{end}{CALL}")] == ["a"]
+    assert [one.name for one in parse_calls(f"{start}{start}Hm.{end}{CALL}{start}")] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (f"x {CALL} </think> It is 12.", 0),
+        (f"x</think>y {CALL} </think>z", 0),
+        (f"<think>a</think>b</think>{CALL}</think>", 0),
+        (f"x {CALL} </think>{CALL}", 1),
+        (f"I use the <think> tag. {CALL}", 0),
+        (f"{CALL}<think>{CALL}</think>{CALL}", 2),
+        (f"<think>The <thinking> tag.</think>{CALL}", 1),
+    ],
+)
+def test_calls_are_those_outside_of_thoughts(text: str, count: int) -> None:
+    assert [one.name for one in parse_calls(text)] == ["a"] * count
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].refused is None])
+def test_tags_of_thoughts_in_arguments_are_text(name: str) -> None:
+    use, user = use_of(name), {"role": "user", "content": "-"}
+    if use.turn is None:
+        written = json.dumps({"name": "calculator", "arguments": {"expression": "a<think>b"}})
+        assert read(name, f"<think>c</think><tool_call>{written}</tool_call>")[0][1] == {
+            "expression": "a<think>b"
+        }
+        return
+    prompt, whole = "", ""
+    for value in ("<reason>late</reason>", "re.sub('<think>.*?</think>', '', t)", "a<think>b", "a</think>b"):
+        calls = [ToolCall("calculator", {"expression": one}) for one in ("1", value)][use.turn.takes_one :]
+        prompt, whole = (
+            str(
+                tokenizer_of(name).apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=is_open
+                )
+            )
+            for messages, is_open in (([user], True), ([user, use.turn.message.with_calls(calls)], False))
+        )
+        said = whole[len(shared_start(prompt, whole)) :]
+        # Some templates write the end of a turn with the next one.
+        before, has_end, _ = said.rpartition(use.turn.end or "\0")
+        found = read(name, opening(prompt).opened + (before if has_end else said))
+        assert found == [(one.name, one.arguments) for one in calls]
 
 
 def test_a_message_that_never_leaves_the_thoughts_of_its_prompt_has_no_calls() -> None:

@@ -13,7 +13,7 @@ _FILLER_WORDS = """
     a an and answer answers arithmetic calculate calculation can compute could determine do does equal equals
     evaluate exact expression final find following for from give given how i in is it its just let me much
     number only out please problem provide q question reply respond result s simplify single solution solve
-    state task tell the this to us value what whats which with work write you your add subtract multiply
+    state task tell the this to us value what which with work write you your add subtract multiply
     divide sum product difference quotient of
 """
 _NUMERALS = """

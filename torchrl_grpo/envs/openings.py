@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torchrl_grpo.data.thoughts import NAMES, OPENING, closing
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Names of tags of thoughts. A template may also end with a tag that names the speaker, so only tags of a
-# response's parts are known.
-THOUGHTS = r"(?:\w+:)?(?:think|thinking|thoughts?|reason|reasoning|analysis|scratchpad)"
-_TAG = rf"<(?:{THOUGHTS}|answer|solution)>|\[THINK\]|<\|START_THINKING\|>"
+# A template may also end with a tag that names the speaker, so only tags of a response's parts are known.
+_TAG = rf"(?:{OPENING}|<(?:answer|solution)>)"
 _OPENING = re.compile(
-    rf"(?P<block>(?:<(?P<name>{THOUGHTS})>(?:\s*|\n[^<]*\n)</(?P=name)>\s*)?)(?P<opened>(?:(?:{_TAG})\s*)*)\Z"
+    rf"(?P<block>(?:<(?P<name>{NAMES})>(?:\s*|\n[^<]*\n)</(?P=name)>\s*)?)(?P<opened>(?:{_TAG}\s*)*)\Z"
 )
-_BLOCK = re.compile(rf"\s*<(?P<name>{THOUGHTS})>.*?</(?P=name)>", re.DOTALL)
+_BLOCK = re.compile(rf"\s*<(?P<name>{NAMES})>.*?</(?P=name)>", re.DOTALL)
 # The end of a prompt in which an opening is looked for. A tokenizer may have a token for each character.
 _TOKENS, _CHARACTERS = 128, 1000
 
@@ -46,9 +46,7 @@ class Opening:
     @property
     def pairs(self) -> list[tuple[str, str]]:
         """The tags that are not closed yet, with those that close them."""
-        return [
-            (tag, tag.replace("START_", "END_") if "|" in tag else f"{tag[0]}/{tag[1:]}") for tag in self.tags
-        ]
+        return [(tag, closing(tag)) for tag in self.tags]
 
     def continued(self, text: str) -> str:
         """Return what is left to write of a response that has all its tags.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 
-# Thoughts at the start. Those that do not end are part of the answer, and make it wrong.
-_THOUGHTS = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
+from torchrl_grpo.data.thoughts import end_of_first
+
 _TAG = re.compile(r"(?ai:<\s{0,4}(/?)\s{0,4}answer\s{0,4}>)")
 
 
@@ -65,5 +65,5 @@ def answer(completion: str, answer_format: str) -> str | None:
     if answer_format == "equation":
         _, sign, value = completion.rpartition("=")
         return value.strip() if sign else None
-    found = _THOUGHTS.match(completion)
-    return completion[found.end() if found else 0 :].strip()
+    # Thoughts that do not end are part of the answer, and make it wrong.
+    return completion[end_of_first(completion, is_strict=False) or 0 :].strip()

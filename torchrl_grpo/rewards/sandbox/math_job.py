@@ -21,6 +21,7 @@ from latex2sympy2_extended.logic import And
 from latex2sympy2_extended.math_normalization import extract_boxed_content
 from sympy.concrete.expr_with_limits import ExprWithLimits
 
+from torchrl_grpo.data.thoughts import after_last
 from torchrl_grpo.rewards import numbers
 from torchrl_grpo.rewards.sandbox import clock, written
 from torchrl_grpo.rewards.sandbox.math_samples import SAMPLES
@@ -112,7 +113,7 @@ def run(payload: dict[str, str]) -> float:
         ValueError: the truth cannot be parsed.
     """
     text, truth_text = payload["answer"], payload["truth"]
-    text = text.rpartition("</think>")[2].strip() or text
+    text = after_last(text).strip() or text
     # Of 1/3 ≈ 0.33 the exact number is the truth.
     exact = _APPROXIMATE.split(truth_text)[0].strip()
     if re.search("[0-9]", exact) and not re.search("[A-Za-z]", _NO_WORD.sub("", exact)):

@@ -18,8 +18,9 @@ from torchrl_grpo.envs.episodes.tools.call_values import loose_object, python_ca
 # JSON schemas of the arguments of each tool, by the name of the tool.
 Schemas = Mapping[str, Mapping[str, Mapping[str, Any]]]
 # A model that repeats itself writes hundreds.
-_MOST_READ = 64
-_NAME = r"[\w.-]+"
+MOST_READ = 64
+# Names and white space are read without going back, because a message can be a megabyte of either.
+NAME = r"[\w.-]{1,128}"
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
 _BETWEEN_VALUES = re.compile(r"[\s,;]*")
@@ -50,13 +51,26 @@ class CallFormat(Protocol):
         """A call in this format, for the model."""
         ...
 
-    def read(self, text: str, schemas: Schemas) -> list[ToolCall]:
-        """Find the calls in a message without thoughts, malformed ones too.
+    @property
+    def opening(self) -> re.Pattern[str] | None:
+        """What stands before calls; None if a message with calls has nothing else."""
+        ...
+
+    def take(self, text: str, position: int, schemas: Schemas) -> tuple[list[ToolCall], int]:
+        """Read what follows an opening: one call or several, malformed ones too.
 
         Args:
             text: message of the model.
+            position: where the opening ends.
             schemas: schemas of the tools, for formats that write no types.
+
+        Returns:
+            The calls, and the position after them.
         """
+        ...
+
+    def alone(self, text: str) -> list[ToolCall]:
+        """Read a text that has nothing but calls without an opening; return none if it is another text."""
         ...
 
 
@@ -66,7 +80,11 @@ ANY_WORD = "\ufdd1"
 
 def loose(literal: str) -> str:
     """Return a pattern of a text with any white space where it has some, and any word for ``ANY_WORD``."""
-    return r"\s*".join(map(re.escape, literal.split())).replace(ANY_WORD, r"[\w.:-]*")
+    return r"\s*+".join(map(re.escape, literal.split())).replace(ANY_WORD, r"[\w.:-]{0,128}")
+
+
+def _opening(literal: str) -> re.Pattern[str] | None:
+    return re.compile(loose(literal)) if literal else None
 
 
 @dataclass(frozen=True)
@@ -90,31 +108,27 @@ class JsonCalls:
     id: tuple[str, ...] = ()
 
     @cached_property
-    def _open(self) -> re.Pattern[str]:
-        return re.compile(loose(self.open))
+    def opening(self) -> re.Pattern[str] | None:
+        """See :attr:`CallFormat.opening`."""
+        return _opening(self.open)
 
     @cached_property
     def _close(self) -> re.Pattern[str]:
-        return re.compile(r"\s*" + loose(self.close))
+        return re.compile(r"\s*+" + loose(self.close))
 
-    def read(self, text: str, schemas: Schemas) -> list[ToolCall]:
-        """See :meth:`CallFormat.read`."""
-        calls: list[ToolCall] = []
-        position = 0
-        while self.open and len(calls) < _MOST_READ and (found := self._open.search(text, position)):
-            position = found.end()
-            try:
-                values, position = _json_values(text, position)
-                if self.close and text[position:].strip() and not self._close.match(text, position):
-                    raise ValueError(f"there is text between the JSON and {self.close.strip()}")
-            except (ValueError, RecursionError) as error:
-                calls.append(ToolCall("", {}, f"the call is not valid JSON: {error}"))
-                continue
-            calls += [self._call(value) for value in values]
-        # Models of all families also write the object alone, as Llama 3 does.
-        return calls[:_MOST_READ] or self._bare(text.strip().removeprefix("<|python_tag|>").strip())
+    def take(self, text: str, position: int, schemas: Schemas) -> tuple[list[ToolCall], int]:
+        """See :meth:`CallFormat.take`."""
+        try:
+            values, end = _json_values(text, position)
+            if self.close and text[end:].strip() and not self._close.match(text, end):
+                raise ValueError(f"there is text between the JSON and {self.close.strip()}")
+        except (ValueError, RecursionError) as error:
+            return [ToolCall("", {}, f"the call is not valid JSON: {error}")], position
+        return [self._call(value) for value in values], end
 
-    def _bare(self, text: str) -> list[ToolCall]:
+    def alone(self, text: str) -> list[ToolCall]:
+        """See :meth:`CallFormat.alone`. Models of all families also write the object alone, as Llama 3."""
+        text = text.removeprefix("<|python_tag|>").strip()
         try:
             values, end = _json_values(text, 0)
         except (ValueError, RecursionError):
@@ -153,8 +167,8 @@ def _json_values(text: str, position: int) -> tuple[list[Any], int]:
             return values, position
         value, position = _DECODER.raw_decode(text, position)
         values += value if isinstance(value, list) else [value]
-        if not values or len(values) > _MOST_READ:
-            return values[:_MOST_READ], position
+        if not values or len(values) > MOST_READ:
+            return values[:MOST_READ], position
 
 
 def _at(value: Any, path: tuple[str, ...]) -> Any:
@@ -184,29 +198,26 @@ class NamedCalls:
     quote: str | None = None
 
     @cached_property
-    def _open(self) -> re.Pattern[str]:
-        return re.compile(loose(self.open) or r"\A\s*")
+    def opening(self) -> re.Pattern[str] | None:
+        """See :attr:`CallFormat.opening`."""
+        return _opening(self.open)
 
     @cached_property
     def _head(self) -> re.Pattern[str]:
-        return re.compile(r"\s*" + self.head)
+        return re.compile(r"\s*+" + self.head)
 
-    def read(self, text: str, schemas: Schemas) -> list[ToolCall]:
-        """See :meth:`CallFormat.read`."""
-        calls: list[ToolCall] = []
-        position = 0
-        while len(calls) < _MOST_READ and (found := self._open.search(text, position)):
-            head = self._head.match(text, found.end())
-            position = found.end() if head is None else head.end()
-            if head is None:
-                calls.append(ToolCall("", {}, f"a call is written as {self.example}"))
-            else:
-                call, position = self._call(head, text)
-                calls.append(call)
-            if not self.open:
-                # Ordinary answers have no opening tag either.
-                return calls if calls[0].error is None and not text[position:].strip() else []
-        return calls
+    def take(self, text: str, position: int, schemas: Schemas) -> tuple[list[ToolCall], int]:
+        """See :meth:`CallFormat.take`."""
+        head = self._head.match(text, position)
+        if head is None:
+            return [ToolCall("", {}, f"a call is written as {self.example}")], position
+        call, position = self._call(head, text)
+        return [call], position
+
+    def alone(self, text: str) -> list[ToolCall]:
+        """See :meth:`CallFormat.alone`."""
+        calls, end = ([], 0) if self.open else self.take(text, 0, {})
+        return [] if text[end:].strip() or any(call.error for call in calls) else calls
 
     def _call(self, head: re.Match[str], text: str) -> tuple[ToolCall, int]:
         name, groups = head["name"], head.groupdict()
@@ -237,18 +248,21 @@ class PythonCalls:
     open: str
     close: str
 
-    def read(self, text: str, schemas: Schemas) -> list[ToolCall]:
-        """See :meth:`CallFormat.read`."""
-        if not self.open:
-            found = _python(text)
-            return [] if any(call.error for call in found) else found
-        calls: list[ToolCall] = []
-        close = f"(?:{loose(self.close)}|\\Z)" if self.close else r"\Z"
-        for found_text in re.finditer(f"{loose(self.open)}(.*?){close}", text, re.DOTALL):
-            calls += _python(found_text[1])
-            if len(calls) >= _MOST_READ:
-                break
-        return calls[:_MOST_READ]
+    @cached_property
+    def opening(self) -> re.Pattern[str] | None:
+        """See :attr:`CallFormat.opening`."""
+        return _opening(self.open)
+
+    def take(self, text: str, position: int, schemas: Schemas) -> tuple[list[ToolCall], int]:
+        """See :meth:`CallFormat.take`."""
+        close = re.compile(loose(self.close)).search(text, position) if self.close else None
+        end = close.start() if close else len(text)
+        return _python(text[position:end]), close.end() if close else end
+
+    def alone(self, text: str) -> list[ToolCall]:
+        """See :meth:`CallFormat.alone`."""
+        calls = [] if self.open else _python(text)
+        return [] if any(call.error for call in calls) else calls
 
 
 def _python(text: str) -> list[ToolCall]:
@@ -286,14 +300,14 @@ class KeyedCalls:
     def _name(self) -> re.Pattern[str]:
         empty = r"(?!)" if self.empty is None else loose(self.empty)
         return re.compile(
-            rf"\s*{loose(self.before)}\s*(?P<name>{_NAME})\s*(?:(?P<first>{loose(self.first)})|{empty})"
+            rf"\s*+{loose(self.before)}\s*+(?P<name>{NAME})\s*+(?:(?P<first>{loose(self.first)})|{empty})"
         )
 
     @cached_property
     def _key(self) -> re.Pattern[str]:
         # The line break is the template's, and other white space the value's.
         return re.compile(
-            rf"\s*({_NAME})\s*{loose(self.value)}" + (r"\n?" if self.value[-1:] == "\n" else "")
+            rf"\s*+({NAME})\s*+{loose(self.value)}" + (r"\n?" if self.value[-1:] == "\n" else "")
         )
 
     @cached_property
@@ -301,15 +315,19 @@ class KeyedCalls:
         start = r"\n?" if self.close[:1] == "\n" else ""
         return re.compile(f"{start}(?:(?P<next>{loose(self.next)})|{loose(self.close)})")
 
-    def read(self, text: str, schemas: Schemas) -> list[ToolCall]:
-        """See :meth:`CallFormat.read`."""
-        calls: list[ToolCall] = []
-        position = 0
-        opening = re.compile(loose(self.open))
-        while len(calls) < _MOST_READ and (found := opening.search(text, position)):
-            call, position = self._call(text, found.end(), schemas)
-            calls.append(call)
-        return calls
+    @cached_property
+    def opening(self) -> re.Pattern[str] | None:
+        """See :attr:`CallFormat.opening`."""
+        return _opening(self.open)
+
+    def take(self, text: str, position: int, schemas: Schemas) -> tuple[list[ToolCall], int]:
+        """See :meth:`CallFormat.take`."""
+        call, position = self._call(text, position, schemas)
+        return [call], position
+
+    def alone(self, text: str) -> list[ToolCall]:
+        """See :meth:`CallFormat.alone`."""
+        return []
 
     def _call(self, text: str, position: int, schemas: Schemas) -> tuple[ToolCall, int]:
         malformed = f"a call is written as {self.example}"

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
+from torchrl_grpo.data.thoughts import without_thoughts
 from torchrl_grpo.envs.control_tokens import control_tokens
 from torchrl_grpo.envs.episodes.tools.call_formats import CallFormat, Schemas, ToolCall
 from torchrl_grpo.envs.episodes.tools.call_turns import CallMessage, CallTurn
 from torchrl_grpo.envs.episodes.tools.learn_formats import FIRST, SECOND, Written, formats, shared_start
-from torchrl_grpo.envs.episodes.tools.tool_calls import CallReader, describe, without_thoughts
+from torchrl_grpo.envs.episodes.tools.tool_calls import CallReader, describe
 from torchrl_grpo.envs.openings import opening
 from torchrl_grpo.errors import ModelError
 
@@ -310,7 +311,7 @@ def _result(form: CallMessage, call: ToolCall, number: int) -> dict[str, Any]:
 
 
 _SAMPLES: dict[str, Any] = {
-    "string": "some text, of 2 parts",
+    "string": "some text, of <think>2</think> parts",
     "integer": 48,
     "number": 2.5,
     "boolean": True,

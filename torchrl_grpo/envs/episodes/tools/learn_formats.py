@@ -13,6 +13,7 @@ from typing import Any
 
 from torchrl_grpo.envs.episodes.tools.call_formats import (
     ANY_WORD,
+    NAME,
     CallFormat,
     JsonCalls,
     KeyedCalls,
@@ -171,18 +172,18 @@ def _named(written: Written) -> CallFormat | None:
     elif _json_with(rest[len(head) :], ("zqx_a", "zqxvalueb")) is None:
         return None
     opening = _opening(text[:at], written.between)
-    pattern, identifier = r"(?P<name>[\w.-]+?)" + _with_groups(head, written.id), "{id}"
+    pattern, identifier = f"(?P<name>{NAME}?)" + _with_groups(head, written.id), "{id}"
     if "<|message|>" in head:
         # Models of this format also write the recipient after the channel, and the kind of content elsewhere.
-        pattern, opening = r"(?P<name>[\w.-]+)[^{]*?<\|message\|>", _last_word(opening)
+        pattern, opening = rf"(?P<name>{NAME}+)[^{{]{{0,256}}?<\|message\|>", _last_word(opening)
     before_name, is_id, after_name = written.id.partition(FIRST.name)
     if is_id and before_name and text[:at].endswith(before_name) and head.startswith(after_name):
         # The name is a part of the identifier, and a number follows it.
-        pattern = r"(?P<name>[\w.-]+?)" + re.sub("0", r"(?P<id>\\d+)", re.escape(after_name), count=1)
+        pattern = f"(?P<name>{NAME}?)" + re.sub("0", r"(?P<id>\\d{1,18})", re.escape(after_name), count=1)
         pattern += loose(head[len(after_name) :])
         identifier = before_name + "{name}" + after_name.replace("0", "{id}")
     opening, rest_of_opening = _marked(written, opening)
-    pattern = loose(rest_of_opening) + r"\s*" + pattern + r"\s*(?=\{)"
+    pattern = loose(rest_of_opening) + r"\s*+" + pattern + r"\s*+(?=\{)"
     return NamedCalls(_example(written), opening, pattern, identifier, quote)
 
 
@@ -193,7 +194,9 @@ def _last_word(text: str) -> str:
 def _with_groups(head: str, identifier: str) -> str:
     start, is_there, rest = head.partition(identifier)
     parts = [start, rest] if is_there else [head]
-    return (r"\s*(?P<id>[\w.:-]+)\s*" if is_there else "").join(r"\s*" + loose(part) for part in parts)
+    return (r"\s*+(?P<id>[\w.:-]{1,128})\s*+" if is_there else "").join(
+        r"\s*+" + loose(part) for part in parts
+    )
 
 
 def _python(written: Written) -> CallFormat | None:

@@ -8,25 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchrl_grpo.envs.episodes.tools.call_formats import HERMES, CallFormat, Schemas, ToolCall
-from torchrl_grpo.envs.openings import THOUGHTS
+from torchrl_grpo.data.thoughts import OPENING, end_of, end_of_first, next_tag, opens
+from torchrl_grpo.envs.episodes.tools.call_formats import HERMES, MOST_READ, CallFormat, Schemas, ToolCall
 
-# Tags around thoughts, as families of models write them.
-_TAGS = [
-    (rf"<(?:\w+_)?{THOUGHTS}>", rf"</(?:\w+_)?{THOUGHTS}>"),
-    (r"\[THINK\]", r"\[/THINK\]"),
-    (r"◁think▷", r"◁/think▷"),
-    (r"<\|START_THINKING\|>", r"<\|END_THINKING\|>"),
-    (r"<\|inner_prefix\|>", r"<\|inner_suffix\|>"),
-    (r"<\|channel>thought", r"<channel\|>"),
-    (r"<\|channel\|>analysis<\|message\|>", r"<\|end\|>"),
-    (r"to=self<\|message\|>", r"<\|eom\|>"),
-]
-_OPENING = re.compile(rf"\A\s*(?:{'|'.join(start for start, _ in _TAGS)})\s*")
-# The last two ends end other messages too.
-_OPENED_BY_PROMPT = [(re.compile(start), re.compile(end)) for start, end in _TAGS[:-2]]
-# Thoughts that do not end hide the rest.
-_THOUGHTS = re.compile("|".join(rf"{start}.*?(?:{end}|\Z)" for start, end in _TAGS), re.DOTALL)
+_OPENING = re.compile(rf"\A\s*+{OPENING}\s*+")
 
 
 @dataclass(frozen=True)
@@ -47,14 +32,47 @@ class CallReader:
     def read(self, text: str) -> list[ToolCall]:
         """Find the tool calls in a message, in their order, malformed ones too.
 
-        What stands between tags of thoughts, such as ``<think>`` and ``</think>``, is no call.
+        What stands between tags of thoughts, such as ``<think>`` and ``</think>``, is no call. Tags in the
+        arguments of a call are text.
 
         Args:
             text: the message, with the tags that its prompt has written.
         """
         if self.skips_opening:
             text = _OPENING.sub("", text)
-        return self.form.read(without_thoughts(text), self.schemas)
+        calls: list[ToolCall] = []
+        position = count = 0
+        opening = self.form.opening
+        found = opening.search(text) if opening else None
+        tag = next_tag(text)
+        while True:
+            # Each is searched once, so that the time is linear.
+            if opening and found and found.start() < position:
+                found = opening.search(text, position)
+            if tag and tag.start() < position:
+                tag = next_tag(text, position)
+            if found and count < MOST_READ and (tag is None or found.start() < tag.start()):
+                more, position = self.form.take(text, found.end(), self.schemas)
+                calls += more
+                count += 1
+            elif tag is None:
+                return calls[:MOST_READ] or self._alone(text)
+            elif opens(tag):
+                end = end_of(text, tag)
+                position = len(text) if end is None else end
+            else:
+                # What stands before it was thoughts, and something else has opened them.
+                calls.clear()
+                position = tag.end()
+
+    def _alone(self, text: str) -> list[ToolCall]:
+        """Read a message that has calls without a tag before them, and nothing else but thoughts."""
+        start = end_of_first(text)
+        if start is None:
+            return []
+        tag = next_tag(text, start)
+        calls = self.form.alone(text[start:].strip())
+        return calls or (self.form.alone(text[tag.end() :].strip()) if tag and not opens(tag) else [])
 
 
 def parse_calls(text: str) -> list[ToolCall]:
@@ -69,16 +87,6 @@ def parse_calls(text: str) -> list[ToolCall]:
         The calls in their order, malformed ones too; empty if the message has none.
     """
     return CallReader().read(text)
-
-
-def without_thoughts(text: str) -> str:
-    """Return a message without what stands between tags of thoughts."""
-    for start, end in _OPENED_BY_PROMPT:
-        found = end.search(text)
-        if found and not start.search(text, 0, found.start()):
-            # The prompt has opened the thoughts.
-            text = text[found.end() :]
-    return _THOUGHTS.sub("", text)
 
 
 def describe(schemas: Sequence[Mapping[str, Any]], example: str) -> str:
