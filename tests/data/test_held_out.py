@@ -266,6 +266,28 @@ def test_rewordings_of_a_file_are_held_out_together(tmp_path: Path) -> None:
     assert "1 of 79 training problems are left out" in found.notes[0] and "1 in other words" in found.notes[0]
 
 
+def test_a_problem_with_most_of_the_rows_is_trained_on(tmp_path: Path) -> None:
+    rows = [(f"question {n}", "one" if n % 10 else str(n)) for n in range(1_000)]
+    cfg = Config(env=EnvConfig(dataset="jsonl", fields={"identity": "topic"}))
+    cfg.env.data_path = write(
+        tmp_path / "a.jsonl", [asked for asked, _ in rows], topic=[topic for _, topic in rows]
+    )
+    cfg.eval.num_problems = 50
+    found = data.load(cfg)
+    assert len(found.held_out) == 50 and len(found.train) == 950 and not found.notes
+    cfg.eval.num_problems = 300
+    assert len(data.load(cfg).train) == 900
+
+
+def test_a_run_warns_if_most_training_problems_are_held_out(tmp_path: Path) -> None:
+    cfg = Config(env=EnvConfig(dataset="jsonl"))
+    cfg.env.data_path = write(tmp_path / "a.jsonl", [f"question {n}" for n in range(100)])
+    cfg.env.eval_data_path = write(tmp_path / "b.jsonl", [f"question {n}" for n in range(60)])
+    found = data.load(cfg)
+    assert len(found.train) == 40
+    assert found.notes[0].startswith("warning: ") and "eval.num_problems" in found.notes[0]
+
+
 STORY = "Ann's {n} sisters sold 1,0{n:02} eggs, all of them for ${n}. How many eggs did each one sell?"
 COPIES: dict[str, Callable[[str], Any]] = {
     "system": lambda asked: [{"role": "system", "content": 'Say\n"hi".'}, {"role": "user", "content": asked}],

@@ -86,8 +86,8 @@ def _interval(question: str, metadata: Mapping[str, Any]) -> object:
 
 
 def _unnamed(question: str, metadata: Mapping[str, Any]) -> object:
-    # Persons and places have other names in other words.
-    return [re.sub(r"\b[A-Z]\w*", "?", question)]
+    # Persons and places have other names in other words, and persons other pronouns.
+    return [re.sub(r"\b(?:[A-Z]\w*|s?he|his|hers?|him|himself|herself)\b", "?", question)]
 
 
 def _drawing(question: str, metadata: Mapping[str, Any]) -> object:

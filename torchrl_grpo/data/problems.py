@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
@@ -23,6 +24,8 @@ from torchrl_grpo.errors import DataError
 #: Seed of the choice of held-out rows. It is independent of ``cfg.seed``, so that runs with different seeds
 #: are evaluated on the same problems.
 HELD_OUT_SEED = 20_231
+# Share of the rows from which on a problem has many.
+_MANY = 0.02
 
 ToExample = Callable[[Row, EnvConfig, str], Example]
 
@@ -180,8 +183,12 @@ def split_off(examples: list[Example], count: int, source: str, *, games: bool =
     first = draw.sample(range(len(names)), needed)
     # Where groups differ in size, more of them may be needed. One always remains to train on.
     rest = draw.sample([i for i in range(len(names)) if i not in set(first)], len(names) - needed)
+    rows = Counter(map(group_key, examples))
+    # A problem with many rows is held out only if there is no other: its rows are lost for training.
+    many = max(1, _MANY * len(examples))
+    order = sorted([*first, *rest], key=lambda i: rows[names[i]] > many)
     chosen: list[int] = []
-    for i in [*first, *rest[:-1]]:
+    for i in order[:-1]:
         if len(chosen) < count:
             chosen += groups[names[i]]
     held_out = [unique[number] for number in sorted(chosen)[:count]]
@@ -228,15 +235,20 @@ def leave_out(problems: Problems, held_out: Set[str], source: str) -> Problems:
     if isinstance(problems.train, LazyExamples):
         return replace(problems, train=problems.train.without(held_out))
     frames = _frames(problems)
-    kept = [example for example in problems.train if keys(example, frames).isdisjoint(held_out)]
-    if len(kept) == len(problems.train):
+    kept: list[Example] = []
+    removed: list[Example] = []
+    for example in problems.train:
+        (kept if keys(example, frames).isdisjoint(held_out) else removed).append(example)
+    if not removed:
         return problems
-    left_out = len(problems.train) - len(kept)
-    same = sum(question_key(example) in held_out for example in problems.train)
+    left_out = len(removed)
+    same = sum(question_key(example) in held_out for example in removed)
     note = (
         f"{source}: {left_out} of {len(problems.train)} training problems are left out, because they are "
         f"held out: {same} with the same question, {left_out - same} in other words"
     )
+    if kept and left_out > len(kept):
+        note = f"warning: {note}. That is most of them; lower eval.num_problems, or give env.eval_data_path"
     return replace(problems, train=kept, notes=[*problems.notes, note])
 
 
