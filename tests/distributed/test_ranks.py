@@ -469,7 +469,8 @@ def test_mistakes_are_told_once_and_leave_nothing_running(
     done: subprocess.CompletedProcess[str]
     if config == "ranks":
         done = run_script([grpo_script(repo_root), *said], ranks=2, cwd=repo_root)
-        assert done.codes in ([2, 0], [2, 2]), "each has ended by itself"
+        # Rank 1 has ended by itself, or waited for the launcher to end it.
+        assert done.codes in ([2, 0], [2, 2], [2, -9])
     else:
         done = command(repo_root, started_by(repo_root, config), said)
     # accelerate's launcher has one code for every failure.
