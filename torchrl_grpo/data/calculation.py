@@ -44,6 +44,10 @@ _IN_SIGNS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
         (r"(?<=[\d)])\s*(?=\()", "*"),
     )
 ]
+# Words that the patterns replace. A question with any other word asks for more than a calculation.
+_SIGN_WORDS = "times multiplied by divided plus minus between x left right frac dfrac tfrac cdot div"
+_KNOWN = _FILLER.union(_SIGN_WORDS.split(), _NUMBER_WORDS)
+_WORD = re.compile(r"[^\W\d_]+")
 _RUN = re.compile(r"[-+*/^().\s]*\d[-+*/^().\d\s]*")
 _PUNCTUATION = " \t\n.?!:,;='\"()`_*-"
 
@@ -53,10 +57,12 @@ def asked(question: str) -> str | None:
     if len(question) > _LONGEST:
         return None
     text = unicodedata.normalize("NFKC", question).casefold()
+    if any(word[0] not in _KNOWN for word in _WORD.finditer(text)):
+        return None
     for pattern, signs in _IN_SIGNS:
         text = pattern.sub(signs, text)
     runs = _RUN.findall(text)
-    rest = re.sub(r"[^\W\d_]+", lambda found: "" if found[0] in _FILLER else "?x", _RUN.sub(" ", text))
+    rest = _WORD.sub(lambda found: "" if found[0] in _FILLER else "?x", _RUN.sub(" ", text))
     if len(runs) != 1 or rest.strip(_PUNCTUATION):
         return None
     return str(runs[0]).strip(" .\n")
