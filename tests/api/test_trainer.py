@@ -21,7 +21,7 @@ from script_objects import ROWS, Asking, Item, shorter
 from torchrl_grpo import GRPOTrainer
 from torchrl_grpo.api.launched import warn
 from torchrl_grpo.api.rows import PassedDataset, PassedReward
-from torchrl_grpo.cli import main
+from torchrl_grpo.cli import endings
 from torchrl_grpo.cli.compose import write_override
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.distributed import launch
@@ -319,7 +319,7 @@ def test_a_mistake_under_a_launcher_is_one_line(
     make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, says: str
 ) -> None:
     # No launcher ends rank 1 here, as none does if rank 0 has no mistake.
-    monkeypatch.setattr(main, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(endings, "_PATIENCE_S", 0.01)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", rank)
     mistakes: list[dict[str, Any]] = [

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-from torchrl_grpo.cli.main import INTERRUPTED_CODE, TERMINATED_CODE, USER_ERROR_CODE, end_after_rank_0
+from torchrl_grpo.cli.endings import exit_codes
 from torchrl_grpo.distributed import launch
-from torchrl_grpo.errors import UserError
 from torchrl_grpo.runtime import rank_env
-from torchrl_grpo.runtime.interrupts import Terminated, ignore_terminations, raise_terminations
+from torchrl_grpo.runtime.interrupts import ignore_terminations
 
 if TYPE_CHECKING:
     from torchrl_grpo.distributed.ranks import Ranks
@@ -36,21 +35,8 @@ def told_once() -> Iterator[None]:
     if not rank_env.launched():
         yield
         return
-    try:
-        with raise_terminations():
-            yield
-    except UserError as error:
-        if rank_env.rank() > 0:
-            end_after_rank_0(error)
-        sys.stdout.flush()
-        sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(USER_ERROR_CODE) from None
-    except Terminated:
-        sys.stderr.write("terminated\n")
-        raise SystemExit(TERMINATED_CODE) from None
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        raise SystemExit(INTERRUPTED_CODE) from None
+    with exit_codes():
+        yield
 
 
 def warn() -> None:

@@ -13,13 +13,13 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.checkpoints import run_dir
 from torchrl_grpo.cli.arguments import read_arguments
+from torchrl_grpo.cli.endings import USER_ERROR_CODE, exit_codes, report
 from torchrl_grpo.cli.help import help_text, primary_configs
 from torchrl_grpo.cli.quoting import quote
 from torchrl_grpo.config import Config, derived, parse
@@ -31,25 +31,12 @@ from torchrl_grpo.models import kind, shape
 from torchrl_grpo.planning import resolve
 from torchrl_grpo.runtime import hardware, rank_env
 from torchrl_grpo.runtime.files.closed_output import quiet_end
-from torchrl_grpo.runtime.interrupts import (
-    StopRequested,
-    Terminated,
-    ignore_terminations,
-    raise_terminations,
-    stop_signal_blocked,
-)
+from torchrl_grpo.runtime.interrupts import ignore_terminations, stop_signal_blocked
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from torchrl_grpo.cli.compose import Job
-
-USER_ERROR_CODE = 2
-INTERRUPTED_CODE, TERMINATED_CODE = launch.INTERRUPTED_CODE, launch.TERMINATED_CODE
-# A run that was asked to stop has saved itself and can go on. EX_TEMPFAIL of sysexits.h says "try again".
-STOPPED_CODE = os.EX_TEMPFAIL
-# Time for rank 0 to report a mistake that all ranks have.
-PATIENCE_S = 10.0
 
 
 @quiet_end()
@@ -82,45 +69,18 @@ def main(
     # Imports and composition allocate much and free little. Garbage collection would take 7 % of their time.
     gc.disable()
     command: _Command | None = None
+
+    def is_shared(error: UserError) -> bool:
+        # Every rank parses the same command line.
+        alike = isinstance(error, ConfigError) or command is None or not command.follows
+        return alike and not isinstance(error, RanksApart)
+
     try:
-        with raise_terminations(), stop_signal_blocked():
+        with exit_codes(is_shared), stop_signal_blocked():
             command = _Command(run, config_name, config_dir, words, check, asynchronous, method)
             command.execute()
-    except UserError as error:
-        alike = isinstance(error, ConfigError) or command is None or not command.follows
-        if not isinstance(error, RanksApart) and rank_env.rank() > 0 and alike:
-            # Every rank parses the same command line, and rank 0 reports the error.
-            end_after_rank_0(error)
-        _report(error)
-        raise SystemExit(USER_ERROR_CODE) from None
-    except Terminated:
-        sys.stderr.write("terminated\n")
-        raise SystemExit(TERMINATED_CODE) from None
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        raise SystemExit(INTERRUPTED_CODE) from None
-    except StopRequested:
-        raise SystemExit(STOPPED_CODE) from None
     finally:
         gc.enable()
-
-
-def end_after_rank_0(error: UserError) -> NoReturn:
-    """End a rank other than rank 0 that has found a mistake, which rank 0 has most often found too.
-
-    Rank 0 reports it, and the launcher then ends this rank. A launcher that sees this rank fail first would
-    end rank 0. A mistake of this rank alone, such as a folder that its machine lacks, is reported here:
-    otherwise rank 0 would wait for this rank for ever.
-
-    Raises:
-        SystemExit: rank 0 has not ended.
-    """
-    try:
-        threading.Event().wait(PATIENCE_S)
-    except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED_CODE) from None
-    _report(error, f"rank {rank_env.rank()}: ")
-    raise SystemExit(USER_ERROR_CODE) from None
 
 
 def resolve_job(node: DictConfig, check: Callable[[Config], None]) -> Config:
@@ -143,12 +103,6 @@ def write_notes(job: Job) -> None:
     """Tell the user, on rank 0, which keys of a job gave way to others."""
     if rank_env.rank() == 0:
         sys.stdout.write("".join(f"note: {line}\n" for line in job.settled))
-
-
-def _report(error: UserError, where: str = "") -> None:
-    sys.stdout.flush()
-    sys.stderr.write(f"error: {where}{error}\n")
-    sys.stderr.flush()
 
 
 class _Command:
@@ -444,7 +398,7 @@ class _Command:
             function = vars(importlib.import_module(module))[name]
             return function(cfg, Path(hydra_cfg.runtime.output_dir))
         except UserError as error:
-            _report(error, where)
+            report(error, where)
             if not self.sweep or rank_env.launched():
                 # After a failed job the training ranks are in different states and cannot run another job.
                 raise SystemExit(USER_ERROR_CODE) from None

@@ -12,7 +12,8 @@ from pathlib import Path
 from torchrl_grpo.cli.arguments import Parser
 from torchrl_grpo.cli.commands import check_job
 from torchrl_grpo.cli.compose import composer, open_free_form
-from torchrl_grpo.cli.main import USER_ERROR_CODE, resolve_job
+from torchrl_grpo.cli.endings import USER_ERROR_CODE
+from torchrl_grpo.cli.main import resolve_job
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import TrainMethod
 from torchrl_grpo.errors import ConfigError, UserError

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from torchrl_grpo.cli.arguments import Parser
-from torchrl_grpo.cli.main import USER_ERROR_CODE
+from torchrl_grpo.cli.endings import USER_ERROR_CODE
 from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.errors import ConfigError, UserError
 from torchrl_grpo.planning.plan import counted

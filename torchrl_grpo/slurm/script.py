@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchrl_grpo.cli.main import STOPPED_CODE
+from torchrl_grpo.cli.endings import STOPPED_CODE
 from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.slurm.layout import Layout
 from torchrl_grpo.slurm.options import EARLY_S, SlurmOptions
