@@ -49,6 +49,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         {"env.task": None, "env.task_args": {}, "reward.weights": {}},
     ),
     ("env=countdown", {"env.fields": {"identity": "identity"}}),
+    # The data set that the columns are of.
+    (
+        "env=countdown env.dataset=torchrl_grpo.envs.episodes.countdown:problems",
+        {"env.fields": {"identity": "identity"}},
+    ),
     # Nothing contradicts anything.
     ("policy=maxent policy.kl_coef=0.2", {"policy.kl_coef": 0.2}),
     ("policy=dapo policy.kl_coef=0.1", {"policy.constant_groups": "refill"}),

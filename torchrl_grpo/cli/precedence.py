@@ -3,7 +3,8 @@
 A preset writes keys for its user's convenience. If the user then writes a key that excludes one of them,
 the preset's key gives way. Layers come in Hydra's order: presets before the primary configuration's own
 keys, then files chosen with ``+``, and the command line last. Two keys of the same layer, and a key that has
-its default, are left to the checks of the configuration.
+its default, are left to the checks of the configuration. A value that is written again where it stands
+already excludes nothing new.
 """
 
 from __future__ import annotations
@@ -42,19 +43,21 @@ def settle(node: DictConfig, loader: ConfigLoader, config_name: str, overrides: 
         return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
     lines: list[str] = []
-    layers: dict[str, int] = {}
+    layers, changes = dict[str, int](), dict[str, int]()
     defaults = OmegaConf.structured(Config)
     for key, others, value in contradictions(read):
         changed = [other for other in others if read(other) != read(other, defaults)]
         if changed and not layers:
-            layers = _layers(loader, config_name, overrides)
+            layers, changes = _layers(loader, config_name, overrides)
+        written = changes.get(key, 0)
         for other in changed:
             before, new = read(other), read(other, defaults) if value is DEFAULT else value
-            written = layers.get(key, 0)
             if isinstance(before, dict):
                 # Each entry has a layer of its own, and the later ones stay.
                 kept = {
-                    name: one for name, one in before.items() if layers.get(f"{other}.{name}", 0) >= written
+                    name: entry
+                    for name, entry in before.items()
+                    if layers.get(f"{other}.{name}", 0) >= written
                 }
                 new = {**new, **kept}
             elif layers.get(other, 0) >= written:
@@ -65,31 +68,43 @@ def settle(node: DictConfig, loader: ConfigLoader, config_name: str, overrides: 
             lines.append(f"{other}={show(new)} instead of {show(before)}, because of {because}")
             OmegaConf.update(node, other, new, merge=False)
             layers[other] = max(layers.get(other, 0), written)
+            changes[other] = max(changes.get(other, 0), written)
     return lines
 
 
-def _layers(loader: Any, config_name: str, overrides: Sequence[str]) -> dict[str, int]:
-    """Return the number of the last layer that wrote each key and each section."""
-    found: dict[str, int] = {}
+def _layers(loader: Any, config_name: str, overrides: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the last layers that wrote each key and section, and the last that changed each, by number."""
+    layers: dict[str, int] = {}
+    changes: dict[str, int] = {}
+    values: dict[str, Any] = {}
+
+    def write(key: str, value: Any, number: int) -> None:
+        layers[key] = number
+        if key not in values or values[key] != value:
+            changes[key] = number
+        values[key] = value
+
     parts = loader.compute_defaults_list(config_name, list(overrides), RunMode.RUN).defaults
     for number, part in enumerate(parts, 1):
         if part.config_path is None or part.config_path.startswith(("schema", "hydra")):
             continue
         loaded = loader.repository.load_config(part.config_path)
         package = "" if part.package in (None, "", "_global_") else f"{part.package}."
-        for key in _keys(OmegaConf.to_container(loaded.config, resolve=False)):
-            found[package + key] = number
+        for key, value in _entries(OmegaConf.to_container(loaded.config, resolve=False), package):
+            write(key, value, number)
+    last = len(parts) + 1
     for override in OverridesParser.create(config_loader=loader).parse_overrides(list(overrides)):
         names = override.key_or_group.split(".")
-        for length in range(1, len(names) + 1):
-            found[".".join(names[:length])] = len(parts) + 1
+        for length in range(1, len(names)):
+            layers[".".join(names[:length])] = last
         value = None if override.value_type is None else override.value()
-        for key in _keys(value, f"{override.key_or_group}."):
-            found[key] = len(parts) + 1
-    return found
+        write(override.key_or_group, value, last)
+        for key, entry in _entries(value, f"{override.key_or_group}."):
+            write(key, entry, last)
+    return layers, changes
 
 
-def _keys(values: Any, prefix: str = "") -> Iterator[str]:
+def _entries(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items() if isinstance(values, dict) else ():
-        yield f"{prefix}{name}"
-        yield from _keys(value, f"{prefix}{name}.")
+        yield f"{prefix}{name}", value
+        yield from _entries(value, f"{prefix}{name}.")
