@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,10 +43,8 @@ def test_a_server_that_listens_and_does_not_generate_is_not_ready(
 def test_another_key_and_nobody_there(server: FakeServer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="refuses the key"):
         gate.wait_for_servers([server.address], "wrong", 20)
-    started = time.monotonic()
     with pytest.raises(ConfigError, match=r"is not ready after 0.5 s .*no server answered"):
         gate.wait_for_servers([f"unix:{tmp_path}/nobody"], "secret", 0.5)
-    assert time.monotonic() - started < 5
 
 
 def test_a_port_that_opens_later_is_waited_for() -> None:

@@ -5,6 +5,7 @@ All functions take time linear in the text, because a response can be a megabyte
 
 from __future__ import annotations
 
+import functools
 import re
 
 _NAME = (
@@ -80,9 +81,9 @@ def end_of(text: str, tag: re.Match[str], is_strict: bool = True) -> int | None:
     Returns:
         The position; None if the thoughts have no end.
     """
-    kind, depth, is_first, last, end = _kind(tag), 1, True, tag.end(), None
+    kind, depth, is_first, last, end = _kind(tag.lastgroup, tag[0]), 1, True, tag.end(), None
     for other in _ANY.finditer(text, tag.end()):
-        if _kind(other) != kind:
+        if _kind(other.lastgroup, other[0]) != kind:
             continue
         is_first = is_first and opens(other) and bool(_BETWEEN.fullmatch(text, last, other.start()))
         last = other.end()
@@ -95,10 +96,11 @@ def end_of(text: str, tag: re.Match[str], is_strict: bool = True) -> int | None:
     return None if is_strict else end
 
 
-def _kind(tag: re.Match[str]) -> tuple[int, str]:
+@functools.lru_cache(maxsize=256)
+def _kind(group: str | None, tag: str) -> tuple[int, str]:
     """Return what the tags have in common that open and close the same thoughts."""
-    number = int(str(tag.lastgroup).removeprefix("open").removeprefix("close"))
-    word = _WORD.search(tag[0]) if number < _NAMED else None
+    number = int(str(group).removeprefix("open").removeprefix("close"))
+    word = _WORD.search(tag) if number < _NAMED else None
     return number, word[1].lower() if word else ""
 
 
