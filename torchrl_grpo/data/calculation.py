@@ -27,7 +27,7 @@ _NUMBER = r"(-?\d+(?:\.\d+)?)"
 _IN_SIGNS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(pattern), signs)
     for pattern, signs in (
-        (rf"\b({'|'.join(_NUMBER_WORDS)})\b", lambda found: _NUMBER_WORDS[found[0]]),
+        (rf"\b({'|'.join(_NUMBER_WORDS)})\b", lambda match: _NUMBER_WORDS[match[0]]),
         (r"\\(?:left|right)\b|\\[()\[\],;!]|\\?\$", " "),
         (r"(?<=\d),(?=\d{3}(?!\d))", ""),
         (r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"((\1)/(\2))"),
@@ -52,17 +52,17 @@ _RUN = re.compile(r"[-+*/^().\s]*\d[-+*/^().\d\s]*")
 _PUNCTUATION = " \t\n.?!:,;='\"()`_*-"
 
 
-def asked(question: str) -> str | None:
+def calculation_in(question: str) -> str | None:
     """Return the calculation that a question asks for; None if it asks for something else, or for more."""
     if len(question) > _LONGEST:
         return None
     text = unicodedata.normalize("NFKC", question).casefold()
-    if any(word[0] not in _KNOWN for word in _WORD.finditer(text)):
+    if any(word not in _KNOWN for word in _WORD.findall(text)):
         return None
     for pattern, signs in _IN_SIGNS:
         text = pattern.sub(signs, text)
     runs = _RUN.findall(text)
-    rest = _WORD.sub(lambda found: "" if found[0] in _FILLER else "?x", _RUN.sub(" ", text))
+    rest = _WORD.sub(lambda word: "" if word[0] in _FILLER else "?x", _RUN.sub(" ", text))
     if len(runs) != 1 or rest.strip(_PUNCTUATION):
         return None
     return str(runs[0]).strip(" .\n")

@@ -26,16 +26,16 @@ def identity(task: str, entry: Mapping[str, Any]) -> str:
             its own task.
 
     Returns:
-        A text that problems have in common that are the same in other words; empty if the question says it.
+        A text that all wordings of a problem share; empty if the question itself says which problem it is.
     """
     metadata = {**entry["metadata"], "answer": entry["answer"]}
     task = metadata.get("source_dataset", task)
     rule = _RULES.get(task)
     if rule is None:
         return ""
-    found = rule(entry["question"], metadata)
+    value = rule(entry["question"], metadata)
     # Tasks that share a kind of problem share a text.
-    return found if isinstance(found, str) else f"{task}: {found}"
+    return value if isinstance(value, str) else f"{task}: {value}"
 
 
 def _given(*names: str, any_order: str = "") -> _Rule:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
-from torchrl_grpo.data.calculation import asked
+from torchrl_grpo.data.calculation import calculation_in
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.data.wording import Frame, words
 
@@ -30,10 +30,10 @@ def keys(example: Example, frames: Iterable[Frame] = ()) -> frozenset[str]:
         frames: what questions of its source begin and end with. It says nothing about a problem.
     """
     question = question_key(example)
-    expression = asked(question)
+    expression = calculation_in(question)
     calculation = None if expression is None else arithmetic(expression)
-    found = [question, words(question), spaced(example.identity), calculation]
-    return frozenset(filter(None, found + [frame.bare(question) for frame in frames]))
+    texts = [question, words(question), spaced(example.identity), calculation]
+    return frozenset(filter(None, texts + [frame.bare(question) for frame in frames]))
 
 
 def group_key(example: Example) -> str:
@@ -44,7 +44,7 @@ def group_key(example: Example) -> str:
 def question_key(example: Example) -> str:
     """Return the question with normalized spacing.
 
-    The question is all that was said: conversations that end alike are different problems.
+    The question is the whole conversation: conversations that end alike are different problems.
     """
     return spaced(example.question or conversation(example.messages))
 

@@ -38,7 +38,7 @@ def load(cfg: Config) -> Problems:
 
 
 def _apart(parts: Sequence[MixturePart], loaded: Sequence[Problems]) -> list[Problems]:
-    """Leave problems that one part holds out out of the training problems of all parts.
+    """Remove the problems that any part holds out from the training problems of all parts.
 
     Raises:
         DataError: a part has no training problem left.
@@ -46,14 +46,14 @@ def _apart(parts: Sequence[MixturePart], loaded: Sequence[Problems]) -> list[Pro
     held_out = {key for problems in loaded for key in held_out_keys(problems)}
     apart = []
     for part, problems in zip(parts, loaded, strict=True):
-        found = leave_out(problems, held_out, f"env.mixture: {part.name}")
-        if not found.train:
+        kept = leave_out(problems, held_out, f"env.mixture: {part.name}")
+        if not kept.train:
             raise DataError(
                 f"env.mixture: every question of {part.name} is held out by a part of the mixture, so "
                 "nothing is left to train on; lower eval.num_problems, or remove the part"
             )
-        found.train[0]  # fail now, and not in the middle of a run, if every question of a task is held out
-        apart.append(found)
+        kept.train[0]  # fail now, and not in the middle of a run, if every question of a task is held out
+        apart.append(kept)
     return apart
 
 

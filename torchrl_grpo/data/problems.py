@@ -24,7 +24,7 @@ from torchrl_grpo.errors import DataError
 #: Seed of the choice of held-out rows. It is independent of ``cfg.seed``, so that runs with different seeds
 #: are evaluated on the same problems.
 HELD_OUT_SEED = 20_231
-# Share of the rows from which on a problem has many.
+# A problem with more than this share of the rows has many.
 _MANY = 0.02
 
 ToExample = Callable[[Row, EnvConfig, str], Example]
@@ -78,8 +78,8 @@ def build(cfg: Config, splits: Splits, to_example: ToExample) -> Problems:
     held_out = None if splits.test is None else examples(splits.test, "test")
     games = cfg.env.environment is not None
     if games and _start_alike(train, held_out):
-        train = [_with_row(one) for one in train]
-        held_out = held_out and [_with_row(one) for one in held_out]
+        train = [_with_row(example) for example in train]
+        held_out = held_out and [_with_row(example) for example in held_out]
     if held_out is None:
         return split_off(train, cfg.eval.num_problems, splits.train_source, games=games)
     chosen = choose(held_out, cfg.eval.num_problems, games=games)
@@ -185,37 +185,37 @@ def split_off(examples: list[Example], count: int, source: str, *, games: bool =
     rest = draw.sample([i for i in range(len(names)) if i not in set(first)], len(names) - needed)
     rows = Counter(map(group_key, examples))
     # A problem with many rows is held out only if there is no other: its rows are lost for training.
-    many = max(1, _MANY * len(examples))
-    order = sorted([*first, *rest], key=lambda i: rows[names[i]] > many)
+    many_rows = max(1, _MANY * len(examples))
+    order = sorted([*first, *rest], key=lambda i: rows[names[i]] > many_rows)
     chosen: list[int] = []
     for i in order[:-1]:
         if len(chosen) < count:
             chosen += groups[names[i]]
     held_out = [unique[number] for number in sorted(chosen)[:count]]
     ids = {example.id for example in held_out}
-    return separate(Problems([one for one in examples if one.id not in ids], held_out), source)
+    return separate(Problems([example for example in examples if example.id not in ids], held_out), source)
 
 
 def separate(problems: Problems, source: str) -> Problems:
-    """Leave held-out problems out of the training problems, which are a list.
+    """Remove held-out problems from the training problems, which are a list.
 
     Raises:
         DataError: no training problem is left.
     """
-    found = leave_out(problems, held_out_keys(problems), source)
-    if not found.train:
+    separated = leave_out(problems, held_out_keys(problems), source)
+    if not separated.train:
         raise DataError(
             f"every question of {source} is also held out ({len(problems.train)} rows, "
             f"{len(problems.held_out)} held out), so nothing is left to train on; lower eval.num_problems or "
             "give other held-out data as env.eval_data_path"
         )
-    return found
+    return separated
 
 
 def held_out_keys(problems: Problems) -> set[str]:
     """Return the keys of the held-out problems."""
     frames = _frames(problems)
-    return {key for one in problems.held_out for key in keys(one, frames)}
+    return {key for example in problems.held_out for key in keys(example, frames)}
 
 
 def _frames(problems: Problems) -> set[Frame]:
@@ -225,7 +225,7 @@ def _frames(problems: Problems) -> set[Frame]:
 
 
 def leave_out(problems: Problems, held_out: Set[str], source: str) -> Problems:
-    """Leave problems that are held out out of the training problems, and note how many they are, and why.
+    """Remove held-out problems from the training problems, and note how many they are, and why.
 
     Args:
         problems: problems. Generated training problems are replaced by others when they are drawn.
@@ -253,19 +253,19 @@ def leave_out(problems: Problems, held_out: Set[str], source: str) -> Problems:
 
 
 def separate_prompts(problems: Problems, source: str) -> Problems:
-    """Leave out training problems to which an environment gives the prompt of a held-out one.
+    """Remove training problems to which an environment gives the prompt of a held-out one.
 
-    If it gives all of them such a prompt, prompts say nothing about problems, and none is left out.
+    If it gives all of them such a prompt, prompts say nothing about problems, and none is removed.
 
     Args:
         problems: problems with the prompts of their environment; the training problems are a list.
         source: name of the environment, for the note.
     """
-    held_out = {conversation(one.messages) for one in problems.held_out}
+    held_out = {conversation(example.messages) for example in problems.held_out}
     kept = [
-        one
-        for one in problems.train
-        if one.messages == one.source_messages or conversation(one.messages) not in held_out
+        example
+        for example in problems.train
+        if example.messages == example.source_messages or conversation(example.messages) not in held_out
     ]
     if not kept or len(kept) == len(problems.train):
         return problems

@@ -61,8 +61,8 @@ def opens(tag: re.Match[str]) -> bool:
 
 def closing(tag: str) -> str:
     """Return the tag that closes what a tag opens."""
-    found = _ANY.match(tag)
-    number = int(str(found.lastgroup).removeprefix("open")) if found else 0
+    match = _ANY.match(tag)
+    number = int(str(match.lastgroup).removeprefix("open")) if match else 0
     if number >= _NAMED:
         return _TAGS[number][1].replace("\\", "")
     if re.search("start_|begin_", tag, re.IGNORECASE):
@@ -112,8 +112,8 @@ def end_of_first(text: str, is_strict: bool = True) -> int | None:
         is_strict: see :func:`end_of`.
     """
     position: int | None = 0
-    while position is not None and (found := _FIRST.match(text, position)):
-        tag = _ANY.match(text, found.end())
+    while position is not None and (start := _FIRST.match(text, position)):
+        tag = _ANY.match(text, start.end())
         assert tag is not None, "the pattern has all tags"
         position = end_of(text, tag, is_strict)
     return position

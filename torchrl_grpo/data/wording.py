@@ -34,17 +34,17 @@ class Frame(NamedTuple):
 
     def bare(self, question: str) -> str | None:
         """Return the words of a question without the frame; None if it has none, or few words in it."""
-        text = _said(question)
+        text = _texts_of(question)
         inner = text.removeprefix(self.start).removesuffix(self.end)
-        found = "" if inner == text else words(inner)
-        return found if found.count(" ") >= _FEWEST_WORDS - 1 else None
+        inside = "" if inner == text else words(inner)
+        return inside if inside.count(" ") >= _FEWEST_WORDS - 1 else None
 
 
 def frame(questions: Sequence[str]) -> Frame:
     """Return the frame of the questions of a source; an empty one if they are few."""
     if len(questions) < _FEWEST_ROWS:
         return Frame("", "")
-    texts = [_said(question) for question in questions]
+    texts = [_texts_of(question) for question in questions]
     start = re.sub(r"[^\s:>]*$", "", os.path.commonprefix(texts))  # noqa: RUF071
     backwards = [text.removeprefix(start)[::-1] for text in texts]
     end = re.sub(r"\S*$", "", os.path.commonprefix(backwards))  # noqa: RUF071
@@ -56,16 +56,16 @@ def words(question: str) -> str:
 
     Signs that may mean something stay: ``3 - 4``, ``3 + 4``, ``3.4`` and ``34`` differ.
     """
-    text = _said(question)
+    text = _texts_of(question)
     if not text.isascii():
         text = unicodedata.normalize("NFKC", text.translate(_ALIKE))
         text = "".join(char for char in text if unicodedata.category(char) != "Cf")
     text = text.translate(_ALIKE).casefold()
-    text = _DROPPED.sub(lambda found: "" if found[0] == "," else " ", text)
+    text = _DROPPED.sub(lambda match: "" if match[0] == "," else " ", text)
     return " ".join(token for token in _TOKEN.findall(text) if token != ",")
 
 
-def _said(question: str) -> str:
+def _texts_of(question: str) -> str:
     """Return the texts of a conversation, which is written as JSON, or the question itself."""
     if not question.startswith('[["'):
         return question
