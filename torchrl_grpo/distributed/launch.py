@@ -116,10 +116,10 @@ def _requested_processes(argv: Sequence[str]) -> int:
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "accelerate/default_config.yaml"
     file = Path(given.get("config_file", cache)).expanduser()
     try:
-        found = yaml.safe_load(file.read_text())
+        settings = yaml.safe_load(file.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return 1
-    count = found.get("num_processes") if isinstance(found, dict) else None
+    count = settings.get("num_processes") if isinstance(settings, dict) else None
     return count if isinstance(count, int) else 1
 
 

@@ -130,8 +130,8 @@ def after_message(tokenizer: PreTrainedTokenizerBase, chat_template: str | None 
             f"The chat template of {tokenizer.name_or_path} refuses a message of the assistant: {error}. "
             "Give another one as model.chat_template."
         ) from error
-    _, found, after = text.rpartition(answer)
-    if not found:
+    _, content, after = text.rpartition(answer)
+    if not content:
         raise ModelError(
             f"The chat template of {tokenizer.name_or_path} leaves out the text of the assistant's messages; "
             "give another one as model.chat_template."
@@ -158,7 +158,7 @@ def end_of_message(
     """
     text = after_message(tokenizer, chat_template)
     after = tokenizer(text, add_special_tokens=False)["input_ids"]
-    token = next((one for one in after if one in end_token_ids), tokenizer.eos_token_id)
+    token = next((token_id for token_id in after if token_id in end_token_ids), tokenizer.eos_token_id)
     if token not in end_token_ids:
         raise ModelError(
             f"The chat template of {tokenizer.name_or_path} ends a message with no token at which the engine "

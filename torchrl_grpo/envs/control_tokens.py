@@ -77,12 +77,12 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, bool]:
 def _special_of(
     tokenizer: PreTrainedTokenizerBase, named: frozenset[str | None], size: int
 ) -> Mapping[str, bool]:
-    special = {one.content for one in tokenizer.added_tokens_decoder.values() if one.special}
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     pairs: set[str] = set()
     for text in special - named:
-        found = re.fullmatch(r"([<\[])([\w:.-]+)([>\]])", text)
-        if found and found[2].lower() not in _SPEAKERS:
-            pair = {text, f"{found[1]}/{found[2]}{found[3]}"}
+        match = re.fullmatch(r"([<\[])([\w:.-]+)([>\]])", text)
+        if match and match[2].lower() not in _SPEAKERS:
+            pair = {text, f"{match[1]}/{match[2]}{match[3]}"}
             pairs |= pair if pair <= special - named else set()
     return {text: text in pairs for text in special}
 
@@ -104,11 +104,11 @@ class ControlTokens:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str) -> None:
         self._tokenizer = tokenizer
         # A single character cannot be broken.
-        added = [one for one in tokenizer.added_tokens_decoder.values() if len(one.content.strip()) > 1]
-        self._special = {one.content for one in added if one.special}
+        added = [token for token in tokenizer.added_tokens_decoder.values() if len(token.content.strip()) > 1]
+        self._special = {token.content for token in added if token.special}
         self._taught = special_tags(tokenizer)
         # A template also has words and line breaks that it does not write as tokens.
-        tags = {one.content for one in added if re.search(r"[^\w\s]", one.content)}
+        tags = {token.content for token in added if re.search(r"[^\w\s]", token.content)}
         texts = self._special | {text for text in tags if text in chat_template}
         self.texts = frozenset(texts)
         self._control = _any_of(texts)
@@ -117,7 +117,7 @@ class ControlTokens:
         self._ends = {text[size:] for text in texts for size in range(1, len(text))}
         self._longest = max(map(len, texts), default=0)
         # Such tokens are found after characters have been replaced, for example those of full width.
-        is_normalized = any(one.normalized for one in added if one.content in texts)
+        is_normalized = any(token.normalized for token in added if token.content in texts)
         self._normalizer = (
             tokenizer.backend_tokenizer.normalizer if is_normalized and tokenizer.is_fast else None
         )
@@ -139,7 +139,9 @@ class ControlTokens:
                 start, middle, end = _split(text, trusted)
                 return start + edge + self._broken(middle, self._control) + edge + end if middle else text
 
-            return render([one if one["role"] == except_for else _mapped(one, mark) for one in messages])
+            return render(
+                [message if message["role"] == except_for else _mapped(message, mark) for message in messages]
+            )
 
         # With marks around each text too, nothing but the template's own tokens is left.
         safe = marked(edge=_MARK)
@@ -154,8 +156,8 @@ class ControlTokens:
         """Tokenize texts that may have marks. The tokenizer adds no special token."""
         plain = [text for text in texts if _MARK not in text]
         # One call for all texts: a fast tokenizer processes them on all cores.
-        found = iter(self._tokenizer(plain, add_special_tokens=False)["input_ids"] if plain else ())
-        return [self._without_marks(text) if _MARK in text else list(next(found)) for text in texts]
+        token_ids = iter(self._tokenizer(plain, add_special_tokens=False)["input_ids"] if plain else ())
+        return [self._without_marks(text) if _MARK in text else list(next(token_ids)) for text in texts]
 
     def solution(self, text: str, trusted: Sequence[str] | None) -> str:
         """Return the text of a solution that a model learns to write, with marks.
@@ -172,8 +174,11 @@ class ControlTokens:
     def _not_learned(self, text: str, trusted: Sequence[str] | None) -> set[str]:
         if trusted is None:
             return set()
-        found = {token for token in self._special - self._taught if token in text}
-        return {token for token in found if not any(token in one for one in trusted)}
+        return {
+            token
+            for token in self._special - self._taught
+            if token in text and not any(token in trusted_text for trusted_text in trusted)
+        }
 
     def note_on(self, problems: Problems, with_solutions: bool) -> str | None:
         """Return a message about the problems whose text is broken; None if there are none.
@@ -184,12 +189,16 @@ class ControlTokens:
         """
         train = problems.train if isinstance(problems.train, list) else []
         known = [*train, *problems.held_out]
-        found = [(one.id, tokens[0]) for one in known if (tokens := self._broken_in(one, with_solutions))]
-        if not found:
+        broken = [
+            (example.id, tokens[0])
+            for example in known
+            if (tokens := self._broken_in(example, with_solutions))
+        ]
+        if not broken:
             return None
         return (
-            f"{len(found):,} of {len(known):,} problems have text of control tokens, {found[0][0]} for "
-            f"example {found[0][1]!r}. The model reads such text as ordinary characters. If it is meant as "
+            f"{len(broken):,} of {len(known):,} problems have text of control tokens, {broken[0][0]} for "
+            f"example {broken[0][1]!r}. The model reads such text as ordinary characters. If it is meant as "
             "tokens, set env.control_tokens_in_data=true"
         )
 
@@ -197,9 +206,9 @@ class ControlTokens:
         if example.trusted is None:
             return []
         middles = [_split(text, example.trusted)[1] for text in _texts(example.messages)]
-        found = [token for text in middles for token in self._found(text)]
-        broken = self._not_learned(example.solution, example.trusted) if with_solution else set()
-        return [*found, *sorted(broken)]
+        in_messages = [token for text in middles for token in self._found(text)]
+        in_solution = self._not_learned(example.solution, example.trusted) if with_solution else set()
+        return [*in_messages, *sorted(in_solution)]
 
     def _found(self, text: str) -> list[str]:
         """Return the control tokens in a text."""
@@ -223,18 +232,18 @@ class ControlTokens:
             text = normalized
         # Once is not enough for tokens that overlap.
         while pattern.search(text):
-            text = pattern.sub(lambda found: found[0][0] + _MARK + found[0][1:], text)
+            text = pattern.sub(lambda match: match[0][0] + _MARK + match[0][1:], text)
         return text
 
     def _without_marks(self, text: str) -> list[int]:
         if not self._tokenizer.is_fast:
             # Tokens of such a tokenizer have no positions. A space breaks control tokens too.
             return list(self._tokenizer(text.replace(_MARK, " "), add_special_tokens=False)["input_ids"])
-        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        pieces = [text[start:end] for start, end in found["offset_mapping"]]
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        pieces = [text[start:end] for start, end in encoded["offset_mapping"]]
         return [
             token
-            for token, piece in zip(found["input_ids"], pieces, strict=True)
+            for token, piece in zip(encoded["input_ids"], pieces, strict=True)
             if not piece or visible(piece)
         ]
 
@@ -246,9 +255,9 @@ def _any_of(texts: set[str]) -> re.Pattern[str]:
 
 def _split(text: str, trusted: Sequence[str]) -> tuple[str, str, str]:
     """Split a text into a trusted start, the rest, and a trusted end."""
-    start = max((one for one in trusted if text.startswith(one)), key=len, default="")
+    start = max((edge for edge in trusted if text.startswith(edge)), key=len, default="")
     rest = text[len(start) :]
-    end = max((one for one in trusted if rest.endswith(one)), key=len, default="")
+    end = max((edge for edge in trusted if rest.endswith(edge)), key=len, default="")
     return start, rest[: len(rest) - len(end)], end
 
 
@@ -257,12 +266,12 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for name, one in value.items():
-            if not _is_compared(name, one):
-                yield from _texts(one)
+        for name, part in value.items():
+            if not _is_compared(name, part):
+                yield from _texts(part)
     elif isinstance(value, Sequence):
-        for one in value:
-            yield from _texts(one)
+        for part in value:
+            yield from _texts(part)
 
 
 def _mapped(value: Any, function: Callable[[str], str]) -> Any:
@@ -271,9 +280,10 @@ def _mapped(value: Any, function: Callable[[str], str]) -> Any:
         return function(value)
     if isinstance(value, Mapping):
         return {
-            name: one if _is_compared(name, one) else _mapped(one, function) for name, one in value.items()
+            name: part if _is_compared(name, part) else _mapped(part, function)
+            for name, part in value.items()
         }
-    return [_mapped(one, function) for one in value] if isinstance(value, Sequence) else value
+    return [_mapped(part, function) for part in value] if isinstance(value, Sequence) else value
 
 
 def _is_compared(name: str, value: Any) -> bool:

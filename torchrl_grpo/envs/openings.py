@@ -70,9 +70,9 @@ def opening(prompt: str) -> Opening:
     Args:
         prompt: text of the prompt, or of its end, with special tokens.
     """
-    found = _OPENING.search(prompt[-_CHARACTERS:])
-    assert found is not None, "the pattern matches the empty end"
-    return Opening(found["block"], found["opened"])
+    match = _OPENING.search(prompt[-_CHARACTERS:])
+    assert match is not None, "the pattern matches the empty end"
+    return Opening(match["block"], match["opened"])
 
 
 def opening_of_tokens(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> Opening:

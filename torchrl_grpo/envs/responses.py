@@ -61,8 +61,8 @@ def response_texts(
 
 
 def _written_text(tensordict: TensorDictBase) -> list[str] | None:
-    found = tensordict.get(("text", "response"), None)
-    return None if found is None else _flat(found if isinstance(found, str) else found.tolist())
+    text = tensordict.get(("text", "response"), None)
+    return None if text is None else _flat(text if isinstance(text, str) else text.tolist())
 
 
 def _decoded(tensordict: TensorDictBase, tokenizer: PreTrainedTokenizerBase) -> list[str] | None:
@@ -74,7 +74,7 @@ def _last_message(tensordict: TensorDictBase) -> list[str] | None:
     flat = tensordict.reshape(-1)
     if flat.get(("history", "response"), None) is None:
         return None
-    return [str(one.get(("history", "response"))[-1].content) for one in flat.unbind(0)]
+    return [str(row.get(("history", "response"))[-1].content) for row in flat.unbind(0)]
 
 
 def _flat(values: Any) -> list[str]:
@@ -133,10 +133,10 @@ def is_truncated(
 
 def _padded(tensordict: TensorDictBase) -> bool:
     """Whether the wrapper has padded its tokens. If it does not say so, it may have."""
-    found = tensordict.get(("tokens", "padded"), None)
-    while isinstance(found, list) or hasattr(found, "tolist"):
-        found = found[0] if isinstance(found, list) else found.tolist()
-    return found is not False
+    is_padded = tensordict.get(("tokens", "padded"), None)
+    while isinstance(is_padded, list) or hasattr(is_padded, "tolist"):
+        is_padded = is_padded[0] if isinstance(is_padded, list) else is_padded.tolist()
+    return is_padded is not False
 
 
 class Answered(Protocol):
@@ -186,14 +186,14 @@ def written_texts(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Answer
     after = tokenizer(_after_message(tokenizer, str(tokenizer.chat_template)), add_special_tokens=False)
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *others.intersection(after["input_ids"])}
     rows = []
-    for one in responses:
-        length = len(one.token_ids)
+    for response in responses:
+        length = len(response.token_ids)
         # A model may have more end tokens than its tokenizer knows.
-        if one.finish_reason == "stop" and length and one.token_ids[-1] in others:
+        if response.finish_reason == "stop" and length and response.token_ids[-1] in others:
             length -= 1
-        while length and one.token_ids[length - 1] in ends:
+        while length and response.token_ids[length - 1] in ends:
             length -= 1
-        rows.append(one.token_ids[:length])
+        rows.append(response.token_ids[:length])
     return list(tokenizer.batch_decode(rows, skip_special_tokens=False))
 
 
@@ -227,11 +227,11 @@ def judged_texts(
     starts = [Opening()] * len(texts)
     if prompts is not None:
         # The responses of a group share the list of their prompt.
-        known = {id(one): opening_of_tokens(tokenizer, one) for one in prompts}
-        starts = [known[id(one)] for one in prompts]
+        known = {id(prompt): opening_of_tokens(tokenizer, prompt) for prompt in prompts}
+        starts = [known[id(prompt)] for prompt in prompts]
     return [
         ResponseText(start.opened + text, start.block)
-        if one.record is None
-        else EpisodeText(one.record.messages_of_model[-1], one.record)
-        for text, one, start in zip(texts, responses, starts, strict=True)
+        if response.record is None
+        else EpisodeText(response.record.messages_of_model[-1], response.record)
+        for text, response, start in zip(texts, responses, starts, strict=True)
     ]

@@ -65,24 +65,25 @@ def solutions(
     """
     control = control_tokens(tokenizer)
     added = tokenizer.added_tokens_decoder.get(end_token_id)
+    end = "" if added is None else str(added.content)
     after = after_message(tokenizer)
     for start in range(0, len(examples), _BATCH):
-        some = examples[start : start + _BATCH]
-        texts = [_texts(tokenizer, one, after, "" if added is None else str(added.content)) for one in some]
-        prompts = control.ids([one.prompt for one in texts])
-        wholes = control.ids([one.prompt + one.written + one.end for one in texts])
-        for example, one, prompt, whole in zip(some, texts, prompts, wholes, strict=True):
+        batch = examples[start : start + _BATCH]
+        rendered = [_texts(tokenizer, example, after, end) for example in batch]
+        prompts = control.ids([texts.prompt for texts in rendered])
+        wholes = control.ids([texts.prompt + texts.written + texts.end for texts in rendered])
+        for example, texts, prompt, whole in zip(batch, rendered, prompts, wholes, strict=True):
             if whole[: len(prompt)] != prompt:
                 raise _cut_error(tokenizer, example, prompt, whole)
             # An end token that is no added one has no text of its own.
             tokens = whole[len(prompt) :] + ([end_token_id] if added is None else [])
             if tokens[-1] != end_token_id:
                 raise DataError(
-                    f"train.method=sft: the tokenizer does not find the end token {one.end.strip()} after "
+                    f"train.method=sft: the tokenizer does not find the end token {texts.end.strip()} after "
                     f"the solution of {example.id}; end solutions with other characters, or give another "
                     "template as model.chat_template"
                 )
-            yield Solution(visible(one.written), tokens, one.is_shortened)
+            yield Solution(visible(texts.written), tokens, texts.is_shortened)
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, example: Example, after: str, end: str) -> _Texts:
@@ -104,12 +105,12 @@ def _texts(tokenizer: PreTrainedTokenizerBase, example: Example, after: str, end
     # A template may move thoughts, and so go on from its prompt only if it sees all of them.
     for text in dict.fromkeys((example.solution, rest)):
         whole = render_marked(tokenizer, example, reply=control.solution(text, example.trusted))
-        found = whole.removeprefix(prompt).removesuffix(after)
-        is_continued = whole == prompt + found + after
-        is_repeated = any(found.lstrip().startswith(tag) for tag in start.tags)
+        continued = whole.removeprefix(prompt).removesuffix(after)
+        is_continued = whole == prompt + continued + after
+        is_repeated = any(continued.lstrip().startswith(tag) for tag in start.tags)
         # Some templates take the thoughts out of all messages.
-        if is_continued and not is_repeated and _letters(rest) in _letters(found):
-            written = found
+        if is_continued and not is_repeated and _letters(rest) in _letters(continued):
+            written = continued
             break
     for tag, closing in start.pairs:
         if closing not in written:

@@ -47,15 +47,15 @@ def save(
 
 def _save_model(model: PreTrainedModel, folder: Path, state: dict[str, Tensor] | None) -> None:
     """Save a model with its generation config as that was read. Transformers loads more than it saves."""
-    found = model.generation_config
-    if found is None:
+    generation_config = model.generation_config
+    if generation_config is None:
         model.save_pretrained(folder, state_dict=state)
         return
     model.generation_config = GenerationConfig()
     try:
         model.save_pretrained(folder, state_dict=state)
     finally:
-        model.generation_config = found
+        model.generation_config = generation_config
     _save_generation_config(model, folder)
 
 

@@ -114,8 +114,8 @@ def decoupled_advantage(
     magnitude = torch.zeros_like(total)
     roundings = rounding_error(rewards.mT) if roundings is None else roundings
     for number, weight in enumerate(weights):
-        one = rewards[..., number], std_mode, eps, leave_one_out, roundings[:, number]
-        term = weight * group_advantage(*one).double()
+        arguments = rewards[..., number], std_mode, eps, leave_one_out, roundings[:, number]
+        term = weight * group_advantage(*arguments).double()
         total += term
         magnitude += term.abs()
     # Rewards that cancel out leave a rounding error, which an equally small standard deviation would magnify.

@@ -41,7 +41,8 @@ def check_solutions(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Examp
     """
     for example in examples:
         _check(tokenizer, example)
-    shortened = sum(one.is_shortened for one in solutions(tokenizer, examples, tokenizer.eos_token_id))
+    made = solutions(tokenizer, examples, tokenizer.eos_token_id)
+    shortened = sum(solution.is_shortened for solution in made)
     if not shortened:
         return None
     return (

@@ -152,10 +152,10 @@ def _taken(gpus: Iterable[Gpu]) -> tuple[float, ...]:
     torch = sys.modules.get("torch")
     if rank_env.launched() or (torch is not None and torch.cuda.is_initialized()):
         return tuple(map(float, os.environ.get(_TAKEN, "").split()))
-    found = tuple(gpu.taken for gpu in gpus)
-    if found:
-        os.environ[_TAKEN] = " ".join(map(str, found))
-    return found
+    taken = tuple(gpu.taken for gpu in gpus)
+    if taken:
+        os.environ[_TAKEN] = " ".join(map(str, taken))
+    return taken
 
 
 def use_expandable_segments() -> None:
@@ -191,18 +191,20 @@ def cpu_has_fast_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     Args:
         cpuinfo: path of the kernel's description of the CPU.
     """
-    said = cpuinfo.read_text() if cpuinfo.exists() else ""
-    return "amx_bf16" in said or ("avx512_bf16" in said and "AuthenticAMD" in said)
+    description = cpuinfo.read_text() if cpuinfo.exists() else ""
+    return "amx_bf16" in description or ("avx512_bf16" in description and "AuthenticAMD" in description)
 
 
 def _gpus() -> tuple[Gpu, ...]:
     # Installations for the CPU do not use GPUs. vLLM for CPUs may be installed together with torch from PyPI.
     if importlib.metadata.version("torch").endswith("+cpu") or _vllm_is_for_cpus():
         return ()
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     # Do not call nvidia-smi if the variable is empty: this setting is the advice if nvidia-smi does not
     # answer.
-    return () if wanted is not None and not wanted.strip() else visible(_listed(), wanted)
+    if visible_devices is not None and not visible_devices.strip():
+        return ()
+    return visible(_listed(), visible_devices)
 
 
 def vllm_needs_gpu() -> bool:
@@ -262,7 +264,7 @@ def read_smi(text: str, memory: str = "") -> list[Gpu]:
         text: lines ``uuid, MiB[, driver[, capability]]``.
         memory: lines ``uuid, MiB, MiB`` of the memory that the driver keeps and of the memory in use.
     """
-    found, parts = [], dict[str, tuple[float, float]]()
+    gpus, parts = [], dict[str, tuple[float, float]]()
     for line in memory.splitlines():
         uuid, *sizes = (cell.strip() for cell in line.split(","))
         if len(sizes) == 2 and all(size.isdigit() for size in sizes):
@@ -274,7 +276,7 @@ def read_smi(text: str, memory: str = "") -> list[Gpu]:
         kept, taken = parts.get(uuid, (None, 0.0))
         major, _, minor = capability.partition(".")
         known = major.isdigit() and minor.isdigit()
-        found.append(
+        gpus.append(
             Gpu(
                 uuid,
                 int(mib) / 1024 if mib.isdigit() else None,
@@ -284,7 +286,7 @@ def read_smi(text: str, memory: str = "") -> list[Gpu]:
                 taken,
             )
         )
-    return found
+    return gpus
 
 
 def check_new_enough(gpus: Iterable[Gpu]) -> None:
@@ -308,14 +310,14 @@ def check_new_enough(gpus: Iterable[Gpu]) -> None:
         old = gpu.driver and int(gpu.driver.split(".")[0]) < OLDEST_DRIVER
         if old and (known := _cuda_of_driver()) < 1000 * CUDA:
             newest = f"its libcuda.so.1 knows CUDA up to {known // 1000}.{known % 1000 // 10}"
-            found = f"{gpu.driver} and {newest if known else 'there is no libcuda.so.1'}"
+            driver = f"{gpu.driver} and {newest if known else 'there is no libcuda.so.1'}"
             raise ConfigError(
-                f"the NVIDIA driver is {found}, and {needs} {OLDEST_DRIVER} or newer; update the driver, or "
+                f"the NVIDIA driver is {driver}, and {needs} {OLDEST_DRIVER} or newer; update the driver, or "
                 f"install NVIDIA's package cuda-compat-{CUDA}-0 and put its folder into LD_LIBRARY_PATH, or "
                 f"{_ON_CPU}"
             )
         if gpu.capability is not None and gpu.capability < OLDEST_CAPABILITY:
-            has, least = (".".join(map(str, one)) for one in (gpu.capability, OLDEST_CAPABILITY))
+            has, least = (".".join(map(str, version)) for version in (gpu.capability, OLDEST_CAPABILITY))
             raise ConfigError(
                 f"GPU {number} has compute capability {has}, and {needs} {least} (Turing) or newer;"
                 f" name newer GPUs in CUDA_VISIBLE_DEVICES, or {_ON_CPU}"
@@ -334,29 +336,29 @@ def _cuda_of_driver() -> int:
     return version.value
 
 
-def visible(listed: list[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
+def visible(listed: list[Gpu], visible_devices: str | None) -> tuple[Gpu, ...]:
     """Return the GPUs that CUDA shows.
 
     As in CUDA, an entry that matches no GPU hides itself and all later entries.
 
     Args:
         listed: list of all GPUs of the machine.
-        wanted: value of CUDA_VISIBLE_DEVICES, with numbers or identifiers; None selects all GPUs.
+        visible_devices: value of CUDA_VISIBLE_DEVICES, with numbers or identifiers; None selects all GPUs.
     """
-    if wanted is None:
+    if visible_devices is None:
         return tuple(listed)
-    found: list[Gpu] = []
-    for entry in (part.strip() for part in wanted.split(",")):
+    shown: list[Gpu] = []
+    for entry in (part.strip() for part in visible_devices.split(",")):
         if entry.isdigit() and int(entry) < len(listed):
-            found.append(listed[int(entry)])
+            shown.append(listed[int(entry)])
         elif entry.startswith("MIG-"):
             # A MIG slice of a GPU, whose size cannot be read without the driver's library.
-            found.append(Gpu(driver=listed[0].driver if listed else ""))
+            shown.append(Gpu(driver=listed[0].driver if listed else ""))
         elif match := [gpu for gpu in listed if entry and gpu.uuid.startswith(entry)]:
-            found.append(match[0])
+            shown.append(match[0])
         else:
             break
-    return tuple(found)
+    return tuple(shown)
 
 
 def available_gib(root: Path = Path("/")) -> float | None:
@@ -371,8 +373,8 @@ def available_gib(root: Path = Path("/")) -> float | None:
     if not meminfo.exists():
         return None
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    found = [int(lines["MemAvailable"].split()[0]) / 2**20, *(room / 2**30 for room in _group_rooms(root))]
-    return min(found)
+    rooms = [int(lines["MemAvailable"].split()[0]) / 2**20, *(room / 2**30 for room in _group_rooms(root))]
+    return min(rooms)
 
 
 def _group_rooms(root: Path) -> Iterator[int]:
@@ -389,7 +391,7 @@ def _group_rooms(root: Path) -> Iterator[int]:
             continue
         folder = base / path.lstrip("/")
         # Limits of parent groups apply too. A container sees only its own group and the groups below it.
-        for group in (one for one in (folder, *folder.parents) if one == base or base in one.parents):
+        for group in (group for group in (folder, *folder.parents) if group == base or base in group.parents):
             room = _room(group, *names)
             if room is not None:
                 yield room

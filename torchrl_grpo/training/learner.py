@@ -238,8 +238,8 @@ class Learner:
                 score_piece(self.network, micro.select(groups))
                 for micro in [*pieces, *[dummy] * (passes - len(pieces))]
             ]
-            for micro, found in zip(pieces, scores, strict=False):
-                log_probs[list(micro.rows), micro.samples, : found.shape[-1]] = found.cpu()
+            for micro, scored in zip(pieces, scores, strict=False):
+                log_probs[list(micro.rows), micro.samples, : scored.shape[-1]] = scored.cpu()
         # One rank computed each response; the others hold zeros for it.
         return torch.stack(self.ranks.gather(log_probs)).sum(0)
 

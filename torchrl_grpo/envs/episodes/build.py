@@ -45,10 +45,10 @@ def check_environment(cfg: Config) -> None:
     name = cfg.env.environment
     if name is None:
         return
-    found = _find_environment(name)
-    user_code.check_arguments(found, cfg.env.environment_args, "env.environment_args")
-    missing = [one for one in ("reset", "step") if not callable(getattr(found, one, None))]
-    if isinstance(found, type) and missing:
+    environment = _find_environment(name)
+    user_code.check_arguments(environment, cfg.env.environment_args, "env.environment_args")
+    missing = [method for method in ("reset", "step") if not callable(getattr(environment, method, None))]
+    if isinstance(environment, type) and missing:
         raise ConfigError(
             f"env.environment={name!r}: the class has no method {missing[0]}; write reset(self, example) and "
             "step(self, message)"
@@ -64,8 +64,8 @@ def _find_environment(name: str) -> Callable[..., Environment]:
             f"env.environment={name!r} is unknown; write {', '.join(ENVIRONMENTS)}, FILE.py:CLASS "
             "or PACKAGE.MODULE:CLASS"
         )
-    found: Callable[..., Environment] = user_code.load(name, "env.environment")
-    return found
+    environment: Callable[..., Environment] = user_code.load(name, "env.environment")
+    return environment
 
 
 def _load_tools(cfg: Config) -> list[Tool]:
@@ -103,17 +103,15 @@ def with_prompts(cfg: Config, problems: Problems, tokenizer: PreTrainedTokenizer
 
     def started(examples: Sequence[Example]) -> list[Example]:
         # An environment is always reset with the messages of the data set.
-        return [replace(reset(one), source_messages=one.messages) for one in examples]
+        return [replace(reset(example), source_messages=example.messages) for example in examples]
 
     def with_tools(example: Example) -> Example:
         if use.is_native:
             return replace(example, tools=schemas)
         if not schemas:
             return example
-        messages, tools = (
-            [dict(message) for message in example.messages],
-            describe(schemas, use.reader.form.example),
-        )
+        messages = [dict(message) for message in example.messages]
+        tools = describe(schemas, use.reader.form.example)
         if messages and messages[0]["role"] == "system":
             messages[0]["content"] += "\n\n" + tools
         else:
@@ -122,17 +120,17 @@ def with_prompts(cfg: Config, problems: Problems, tokenizer: PreTrainedTokenizer
         return replace(example, messages=messages, trusted=trusted)
 
     try:
-        found = replace(problems, train=started(problems.train), held_out=started(problems.held_out))
+        problems = replace(problems, train=started(problems.train), held_out=started(problems.held_out))
     finally:
         close()
-    found = separate_prompts(found, f"env.environment={cfg.env.environment}")
-    train, held_out = map(with_tools, found.train), map(with_tools, found.held_out)
-    return replace(found, train=list(train), held_out=list(held_out))
+    problems = separate_prompts(problems, f"env.environment={cfg.env.environment}")
+    train, held_out = map(with_tools, problems.train), map(with_tools, problems.held_out)
+    return replace(problems, train=list(train), held_out=list(held_out))
 
 
 def _token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    found: int = tokenizer.convert_tokens_to_ids(text)
-    return found
+    token_id: int = tokenizer.convert_tokens_to_ids(text)
+    return token_id
 
 
 def _prompt_of(cfg: Config) -> tuple[Callable[[Example], Example], Callable[[], None]]:
@@ -145,12 +143,12 @@ def _prompt_of(cfg: Config) -> tuple[Callable[[Example], Example], Callable[[], 
 
     def reset(example: Example) -> Example:
         try:
-            told = process.call({"do": "reset", "example": example.plain()}, cfg.env.tool_timeout_s)
+            messages = process.call({"do": "reset", "example": example.plain()}, cfg.env.tool_timeout_s)
         except CallError as error:
             raise ConfigError(
                 f"env.environment={cfg.env.environment!r}: reset failed on {example.id}: {error}; correct it"
             ) from error
-        return replace(example, messages=told) if told else example
+        return replace(example, messages=messages) if messages else example
 
     return reset, host.close
 

@@ -66,8 +66,8 @@ class TurnTokens:
         added = self._tokenizer.added_tokens_decoder.get(end_token)
         # The text of any other token may be a part of an added one.
         end = "" if added is None else str(added.content)
-        own, found, rest = text.partition(end) if end else ("", "", text)
-        if not found or own.strip():
+        own, written_end, rest = text.partition(end) if end else ("", "", text)
+        if not written_end or own.strip():
             # The model has ended its turn with another end token than the template writes. Both are kept.
             own, rest = "", text
         turn = _ANSWER + own + end
@@ -83,7 +83,7 @@ class TurnTokens:
         return tokens[1:] if added is None and tokens[:1] == [end_token] else tokens
 
     def _after_answer(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        results = [one for one in messages if {"name", "tool_call_id"} <= one.keys()] if self._calls else []
+        results = [item for item in messages if self._calls and {"name", "tool_call_id"} <= item.keys()]
         answer: Mapping[str, Any] = {"role": "assistant", "content": _ANSWER}
         if self._calls is not None and results:
             # Templates look up the calls that results belong to.
@@ -116,5 +116,5 @@ class TurnTokens:
 
 
 def _after_text(text: str) -> str | None:
-    _, found, rest = text.partition(_ANSWER)
-    return rest if found else None
+    _, mark, rest = text.partition(_ANSWER)
+    return rest if mark else None

@@ -127,7 +127,7 @@ class EpisodeRunner:
             self.record.tool_calls += len(calls)
             results = [self._message(call, number) for number, call in enumerate(calls)]
             if self._options.call_turn is not None and self._options.call_turn.takes_one:
-                results = [{**results[0], "content": "\n".join(str(one["content"]) for one in results)}]
+                results = [{**results[0], "content": "\n".join(str(result["content"]) for result in results)}]
             return Step(results)
         if self._options.in_own_process:
             messages, reward, done = self._ask({"do": "step", "message": message}, "step")
@@ -143,14 +143,14 @@ class EpisodeRunner:
         if example.source_messages:
             example = dataclasses.replace(example, messages=example.source_messages, source_messages=[])
         if self._options.in_own_process:
-            told = self._ask({"do": "reset", "example": example.plain()}, "reset")
+            messages = self._ask({"do": "reset", "example": example.plain()}, "reset")
         else:
             assert self._options.make_environment is not None
             with _as_episode_errors("reset"):
                 self._environment = self._options.make_environment()
-                told = messages_from(self._environment.reset(example), "what reset returned")
+                messages = messages_from(self._environment.reset(example), "what reset returned")
         # The description of the tools may have changed earlier messages.
-        if told and told[-1] != self._example.messages[-1]:
+        if messages and messages[-1] != self._example.messages[-1]:
             raise EpisodeError(
                 f"env.environment: reset returned other messages for {self._example.id} than before; all "
                 "responses to a problem share its prompt, so make it depend on the example only, for example "

@@ -45,8 +45,8 @@ def describe(
         The model's place, its configuration, its end tokens, and shape and numbers of each tensor. What
         cannot be read is left out.
     """
-    found: dict[str, Any] = {"source": source, "version": transformers.__version__}
-    found |= {"config": {}, "end": None, "tensors": {}}
+    description: dict[str, Any] = {"source": source, "version": transformers.__version__}
+    description |= {"config": {}, "end": None, "tensors": {}}
     try:
         folder = (
             Path(source) if Path(source).is_dir() else Path(snapshot_download(source, local_files_only=True))
@@ -54,18 +54,18 @@ def describe(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError):
         # A server may load a model from where only its own loader reads it.
-        return found
-    found["config"] = dict(_flat(json.loads(config.to_json_string(use_diff=False))))
-    found["end"] = _end_tokens(folder, config)
+        return description
+    description["config"] = dict(_flat(json.loads(config.to_json_string(use_diff=False))))
+    description["end"] = _end_tokens(folder, config)
     try:
         files = _files(folder)
         for name in _choose(files) if names is None else names:
             if name in files:
-                found["tensors"][name] = _sample(files[name], name)
+                description["tensors"][name] = _sample(files[name], name)
     except (OSError, ValueError, SafetensorError) as error:
         # The loader of the server says what is wrong with a file.
         _log.warning("%s: weights are not compared: %s", source, error)
-    return found
+    return description
 
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
@@ -78,13 +78,13 @@ def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None
     if None not in (ours["end"], theirs["end"]) and ours["end"] != theirs["end"]:
         return f"responses end with the tokens {theirs['end']} there and {ours['end']} here"
     both = [
-        (one, theirs["tensors"][name], name)
-        for name, one in ours["tensors"].items()
+        (tensor, theirs["tensors"][name], name)
+        for name, tensor in ours["tensors"].items()
         if name in theirs["tensors"]
     ]
-    for one, other, name in both:
-        if one["shape"] != other["shape"]:
-            return f"{name} has the shape {other['shape']} there and {one['shape']} here"
+    for tensor, other, name in both:
+        if tensor["shape"] != other["shape"]:
+            return f"{name} has the shape {other['shape']} there and {tensor['shape']} here"
     numbers = [[value for pair in both for value in pair[side]["numbers"]] for side in range(2)]
     size = max(math.hypot(*side) for side in numbers)
     if math.dist(*numbers) > _RELATED * size:

@@ -29,20 +29,20 @@ def read(text: str) -> tuple[str, ...] | None:
     counts.
     """
     text = _clean(text)
-    found = _TIME.search(text)
-    if found is None or re.search("[0-9]", text[: found.start()] + text[found.end() :]):
+    match = _TIME.search(text)
+    if match is None or re.search("[0-9]", text[: match.start()] + text[match.end() :]):
         return None
-    if found[2] and _OTHER_HALF.match(text, found.end()):
+    if match[2] and _OTHER_HALF.match(text, match.end()):
         return None
-    return _parts(found)
+    return _parts(match)
 
 
 def of_truth(text: str) -> tuple[str, ...] | None:
     """Return the parts of a truth that is a time and no quotient, or None."""
-    found = _TIME.fullmatch(_clean(text).strip(" ."))
-    if found is None:
+    match = _TIME.fullmatch(_clean(text).strip(" ."))
+    if match is None:
         return None
-    *values, half = parts = _parts(found)
+    *values, half = parts = _parts(match)
     # A ratio is written in its lowest terms.
     reduced = math.gcd(int(values[0]), int(values[1])) == 1 and not values[1].startswith("0")
     return None if len(values) == 2 and reduced and not half else parts
@@ -58,6 +58,6 @@ def _clean(text: str) -> str:
     return _LATEX.sub(" ", text.replace(r"\!", "").replace("{:}", ":"))
 
 
-def _parts(found: re.Match[str]) -> tuple[str, ...]:
-    first, *rest = re.split(" *: *", found[1])
-    return (str(int(first)), *rest, (found[2] or "").lower())
+def _parts(match: re.Match[str]) -> tuple[str, ...]:
+    first, *rest = re.split(" *: *", match[1])
+    return (str(int(first)), *rest, (match[2] or "").lower())

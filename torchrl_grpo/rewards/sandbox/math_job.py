@@ -144,14 +144,14 @@ def run(payload: dict[str, str]) -> float:
     words = _WORD.findall(_NO_WORD.sub(" ", text))
     prose = len(words) >= _PROSE
     if number is not None:
-        found = _written(text, prose)
-        return float(found is not None and found.answers(number))
+        answer_number = _written(text, prose)
+        return float(answer_number is not None and answer_number.answers(number))
     if any(isinstance(part, sympy.Basic) and part.has(sympy.zoo, sympy.nan) for part in truth):
         return 0.0  # Nothing equals a truth such as 1/0.
     decimal = written.with_comma(truth_text)
     if decimal is not None:
-        found = _written(text, prose)
-        if found is not None and found.answers(decimal):
+        answer_number = _written(text, prose)
+        if answer_number is not None and answer_number.answers(decimal):
             return 1.0
     answer = _parse(text, prose)
     if not any(_has_unevaluated(part) for part in truth):
@@ -178,10 +178,10 @@ def _written(text: str, prose: bool) -> written.Written | None:
     boxed = _BOX.search(text)
     if not boxed and written.hedges(text):
         return None
-    found = None if boxed else written.read(text)
-    if found is None and (boxed or prose or (_HAS_MATH.search(text) and "\n" not in text.strip())):
+    number = None if boxed else written.read(text)
+    if number is None and (boxed or prose or (_HAS_MATH.search(text) and "\n" not in text.strip())):
         return written.read(_taken(numbers.plain(text)))
-    return found
+    return number
 
 
 def _taken(text: str) -> str:
@@ -219,13 +219,13 @@ def _parse(text: str, prose: bool = False) -> list[Any]:
     text = _LEAD.sub("", _BARE_ROOT.sub(r"\\sqrt", _POWER.sub("^", text)))
     alone = not _HAS_MATH.search(text) and len(text) <= 1_000
     formula = f"${text.rstrip(' .')}$"  # A full stop is no part of it.
-    found: list[Any] = []
+    parts: list[Any] = []
     if alone and not prose:
-        found = math_verify.parse(formula, parsing_timeout=None)
-    found = found or math_verify.parse(text, parsing_timeout=None)
-    if alone and prose and not found:
-        found = math_verify.parse(formula, parsing_timeout=None)
-    return [_ascending(part) for part in found]
+        parts = math_verify.parse(formula, parsing_timeout=None)
+    parts = parts or math_verify.parse(text, parsing_timeout=None)
+    if alone and prose and not parts:
+        parts = math_verify.parse(formula, parsing_timeout=None)
+    return [_ascending(part) for part in parts]
 
 
 def _ascending(part: Any) -> Any:
@@ -236,17 +236,17 @@ def _ascending(part: Any) -> Any:
     return part
 
 
-def _evaluated(found: list[Any], equation: bool, names: bool) -> list[Any]:
+def _evaluated(parts: list[Any], equation: bool, names: bool) -> list[Any]:
     """Return the fully evaluated expressions of an answer.
 
     Args:
-        found: the answer as parsed by :func:`_parse`.
+        parts: the answer as parsed by :func:`_parse`.
         equation: whether the truth is an equation. If not, the last evaluated side of an equation is taken.
         names: whether the truth has symbols. If not, a side with symbols only names the answer and is
             ignored.
     """
     kept: list[Any] = []
-    for part in found:
+    for part in parts:
         if isinstance(part, sympy.FiniteSet) and any(isinstance(item, And) for item in part.args):
             part = part.func(*map(_ends, part._unsorted_args))
         sides = _sides(part)

@@ -186,8 +186,8 @@ def read(text: str) -> Written | None:
     if not lines or any(_DIGIT.search(line) and "=" not in line for line in lines[:-1]):
         return None
     # Of x = 1/3 ≈ 0.3 the exact number counts.
-    found = (_of_chain(chain) for chain in _ABOUT.split(lines[-1]))
-    return next((number for number in found if number is not None), None)
+    values = (_of_chain(chain) for chain in _ABOUT.split(lines[-1]))
+    return next((number for number in values if number is not None), None)
 
 
 def hedges(text: str) -> bool:
@@ -239,7 +239,7 @@ def _contradicts_itself(text: str) -> bool:
                 same.setdefault(name[1], []).append(sides[-1])
     stated = (_number(value.rstrip(".,")) for value in _STATED.findall(text))
     same["answer is"] = [number for number in stated if number is not None]
-    return any(number.contradicts(found[0]) for found in same.values() for number in found[1:])
+    return any(number.contradicts(alike[0]) for alike in same.values() for number in alike[1:])
 
 
 def _is_product(word: str) -> bool:
@@ -259,8 +259,8 @@ def _of_chain(chain: str) -> Written | None:
     first, *rest = _LINK.split(chain)
     if sum(bool(_DIGIT.search(part)) for part in _SEPARATOR.split("=".join(rest))) > 1:
         return None  # x = 48, y = 24
-    found = (_number(side) for side in reversed([first, *rest]))
-    return next((number for number in found if number is not None), None)
+    values = (_number(side) for side in reversed([first, *rest]))
+    return next((number for number in values if number is not None), None)
 
 
 def _number(side: str) -> Written | None:

@@ -153,8 +153,8 @@ class JsonCalls:
                 return ToolCall(name, {}, f"the arguments are not valid JSON: {error}")
         if not isinstance(arguments, dict):
             return ToolCall(name, {}, "the arguments of a call are an object with their names")
-        found = _at(value, self.id) if self.id else None
-        return ToolCall(name, arguments, id=found if isinstance(found, str) else None)
+        identifier = _at(value, self.id) if self.id else None
+        return ToolCall(name, arguments, id=identifier if isinstance(identifier, str) else None)
 
 
 def _json_values(text: str, position: int) -> tuple[list[Any], int]:

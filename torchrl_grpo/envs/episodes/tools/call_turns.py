@@ -81,15 +81,15 @@ class CallTurn:
         """Return the message with calls that stands for the model's before the results of these calls."""
         last = len(results) - 1
         calls = [
-            ToolCall(one["name"], {"zqx": _ARGUMENT if number == last else "-"}, id=one["tool_call_id"])
-            for number, one in enumerate(results)
+            ToolCall(result["name"], {"zqx": _ARGUMENT if number == last else "-"}, id=result["tool_call_id"])
+            for number, result in enumerate(results)
         ]
         return self.message.with_calls(calls)
 
     def after(self, text: str) -> str | None:
         """Return what the template writes from the end token of that message on; None if it is not found."""
-        _, found, rest = text.partition(_ARGUMENT)
-        if not found:
+        _, mark, rest = text.partition(_ARGUMENT)
+        if not mark:
             return None
         if self.end is not None:
             at = rest.find(self.end)

@@ -50,7 +50,7 @@ def typed(text: str, schema: Mapping[str, Any]) -> Any:
     if not types:
         return value
     is_bool = isinstance(value, bool)
-    fits = any(isinstance(value, _TYPES.get(one, ())) and is_bool == (one == "boolean") for one in types)
+    fits = any(isinstance(value, _TYPES.get(name, ())) and is_bool == (name == "boolean") for name in types)
     return value if fits else text
 
 
@@ -58,8 +58,8 @@ def _types(schema: Mapping[str, Any]) -> Iterator[str]:
     declared = schema.get("type", ())
     yield from (declared,) if isinstance(declared, str) else declared
     for name in ("anyOf", "oneOf"):
-        for one in schema.get(name, ()):
-            yield from _types(one)
+        for choice in schema.get(name, ()):
+            yield from _types(choice)
     if schema.get("nullable"):
         yield "null"
 
@@ -76,14 +76,14 @@ def python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     if len(text) > _LONGEST_PYTHON:
         raise ValueError(f"calls may have at most {_LONGEST_PYTHON} characters")
     try:
-        found = []
+        calls = []
         for node in _parsed(text.strip()):
             value = node.value if isinstance(node, ast.Expr) else node
-            for one in value.elts if isinstance(value, ast.List | ast.Tuple) else [value]:
-                found.append(_python_call(one))
+            for item in value.elts if isinstance(value, ast.List | ast.Tuple) else [value]:
+                calls.append(_python_call(item))
     except (SyntaxError, RecursionError, MemoryError, TypeError) as error:
         raise ValueError(str(error) or type(error).__name__) from error
-    return found
+    return calls
 
 
 def _parsed(text: str) -> list[ast.stmt]:
@@ -100,9 +100,11 @@ def _parsed(text: str) -> list[ast.stmt]:
 def _python_call(node: ast.AST) -> tuple[str, dict[str, Any]]:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
         raise ValueError("it is no call")
-    if node.args or not all(one.arg for one in node.keywords):
+    if node.args or not all(keyword.arg for keyword in node.keywords):
         raise ValueError("every argument needs its name")
-    arguments = {str(one.arg): ast.literal_eval(_Words().visit(one.value)) for one in node.keywords}
+    arguments = {
+        str(keyword.arg): ast.literal_eval(_Words().visit(keyword.value)) for keyword in node.keywords
+    }
     # Bytes, sets and complex numbers are no arguments.
     return ast.unparse(node.func), json.loads(json.dumps(arguments))
 
@@ -146,9 +148,9 @@ def _loose_value(text: str, position: int, quote: str, depth: int) -> tuple[Any,
     if text.startswith('"', position):
         value, position = json.JSONDecoder().raw_decode(text, position)
         return value, position
-    found = _BARE.match(text, position)
-    word = found[0].strip() if found else ""
-    return (_WORDS[word] if word in _WORDS else json.loads(word)), position + len(found[0] if found else "")
+    match = _BARE.match(text, position)
+    word = match[0].strip() if match else ""
+    return (_WORDS[word] if word in _WORDS else json.loads(word)), position + len(match[0] if match else "")
 
 
 def _loose_items(text: str, position: int, quote: str, depth: int) -> tuple[Any, int]:

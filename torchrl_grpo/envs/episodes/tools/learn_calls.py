@@ -117,9 +117,9 @@ class _Template:
         seen = self._try_render([_USER], True) or ""
         is_native = all(word in seen for word in (FIRST.name, _DESCRIPTION, *FIRST.arguments))
         self._tools = self._tools if is_native else None
-        found, problem = self._written_calls()
-        if found is not None:
-            reader, turn = found
+        reader_and_turn, problem = self._written_calls()
+        if reader_and_turn is not None:
+            reader, turn = reader_and_turn
             self._check_description(is_native, reader.form.example)
             return ToolUse(is_native, reader, turn)
         if problem is not None:
@@ -134,7 +134,7 @@ class _Template:
     def _render(self, messages: Sequence[Message], is_open: bool) -> str:
         return str(
             self._tokenizer.apply_chat_template(
-                [dict(one) for one in messages],
+                [dict(message) for message in messages],
                 chat_template=self._chat_template,
                 tools=self._tools,
                 tokenize=False,
@@ -194,8 +194,8 @@ class _Template:
             form.id_of(FIRST, 0),
             without_thoughts(plain),
         )
-        for found in formats(written):
-            reader = self._reader(found, form, start, end)
+        for call_format in formats(written):
+            reader = self._reader(call_format, form, start, end)
             if reader is None:
                 continue
             takes_one = not self._reads([FIRST, SECOND], reader, form, start, end) or not self._two(form)
@@ -210,12 +210,12 @@ class _Template:
         tail = message[message.rindex("zqxvalueb") + len("zqxvalueb") :]
         goes_on = answered[answered.rindex("zqxvalueb") + len("zqxvalueb") :]
         position, end, close = 0, None, ""
-        for one, other in zip(self._atoms.findall(tail), self._atoms.findall(goes_on), strict=False):
-            if one != other:
+        for token, other in zip(self._atoms.findall(tail), self._atoms.findall(goes_on), strict=False):
+            if token != other:
                 break
-            if one in self._control and one not in between:
-                close, end = tail[:position], one
-            position += len(one)
+            if token in self._control and token not in between:
+                close, end = tail[:position], token
+            position += len(token)
         if end is None:
             # The template goes on in the same message, and the token with which it does so ends the call.
             close = tail[:position]
@@ -228,7 +228,7 @@ class _Template:
         calls = [FIRST, SECOND]
         results = [_result(form, call, number) for number, call in enumerate(calls)]
         text = self._try_render([_USER, form.with_calls(calls), *results], True) or ""
-        return all(one in text for one in _RESULTS)
+        return all(result in text for result in _RESULTS)
 
     # --- reading back ----------------------------------------------------------------------------------
 
@@ -252,12 +252,12 @@ class _Template:
         text = self._try_render([_USER, message.with_calls(calls)], False)
         if text is None:
             return False
-        said = text.removeprefix(start)
-        if end is not None and end in said:
-            said = said[: said.rindex(end)]
-        found = reader.read(opening(self._render([_USER], True)).opened + said)
-        return [(one.name, one.arguments, one.error) for one in found] == [
-            (one.name, one.arguments, None) for one in calls
+        call_text = text.removeprefix(start)
+        if end is not None and end in call_text:
+            call_text = call_text[: call_text.rindex(end)]
+        calls_read = reader.read(opening(self._render([_USER], True)).opened + call_text)
+        return [(call.name, call.arguments, call.error) for call in calls_read] == [
+            (call.name, call.arguments, None) for call in calls
         ]
 
     # --- templates without tools -----------------------------------------------------------------------
@@ -279,10 +279,10 @@ class _Template:
             )
 
     def _check_plain_results(self) -> None:
-        said = {"role": "assistant", "content": "zqxvaluea"}
+        message = {"role": "assistant", "content": "zqxvaluea"}
         result = {"role": "tool", "name": FIRST.name, "content": _RESULTS[0]}
         try:
-            seen = self._render([_USER, said, result], True)
+            seen = self._render([_USER, message, result], True)
         except _RENDER_ERRORS as error:
             raise _Refused(f"{_REFUSES_RESULTS}: {error}") from error
         if "zqxvaluea" not in seen:
@@ -297,8 +297,9 @@ def _parameters(call: ToolCall) -> dict[str, Any]:
 
 
 def _properties(schema: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    found: Mapping[str, Mapping[str, Any]] = schema["function"].get("parameters", {}).get("properties", {})
-    return found
+    parameters: Mapping[str, Any] = schema["function"].get("parameters", {})
+    properties: Mapping[str, Mapping[str, Any]] = parameters.get("properties", {})
+    return properties
 
 
 def _result(form: CallMessage, call: ToolCall, number: int) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Written:
     """What a template writes for calls, without thoughts and without the end of the message.
 
     Attributes:
-        one: the message with the first call.
+        message: the message with the first call.
         between: what stands between the last value of the first call and the name of the second; empty if
             the template takes one call only.
         empty: the message with the first call without its arguments; empty if the template cannot write that.
@@ -42,7 +42,7 @@ class Written:
         plain: a message without calls.
     """
 
-    one: str
+    message: str
     between: str
     empty: str
     id: str
@@ -52,34 +52,34 @@ class Written:
 def shared_start(a: str, b: str) -> str:
     """Return what two texts begin with, in whole tags."""
     shared = []
-    for one, other in zip(_ATOMS.findall(a), _ATOMS.findall(b), strict=False):
-        if one != other:
+    for atom, other in zip(_ATOMS.findall(a), _ATOMS.findall(b), strict=False):
+        if atom != other:
             break
-        shared.append(one)
+        shared.append(atom)
     return "".join(shared)
 
 
 def _shared_end(a: str, b: str) -> str:
     atoms = zip(reversed(_ATOMS.findall(a)), reversed(_ATOMS.findall(b)), strict=False)
     shared: list[str] = []
-    for one, other in atoms:
-        if one != other:
+    for atom, other in atoms:
+        if atom != other:
             break
-        shared.append(one)
+        shared.append(atom)
     return "".join(reversed(shared))
 
 
 def formats(written: Written) -> Iterator[CallFormat]:
     """Yield the formats that the text may have. The caller tries each on what the template writes."""
     for find in (_json, _named, _python, _keyed):
-        found = find(written)
-        if found is not None:
-            yield found
+        call_format = find(written)
+        if call_format is not None:
+            yield call_format
 
 
 def _example(written: Written) -> str:
     """Return the call with words for the model in place of the known ones."""
-    text = written.one
+    text = written.message
     words = {
         written.id: written.id.replace(FIRST.name, "NAME") if FIRST.name in written.id else "ID",
         FIRST.name: "NAME",
@@ -101,26 +101,26 @@ def _opening(before: str, between: str) -> str:
 def _marked(written: Written, opening: str) -> tuple[str, str]:
     """Split what stands before a call into the tag that no other message has, and the rest."""
     mark = _ATOMS.match(opening)
-    is_tag = mark is not None and len(mark[0]) > 1 and written.one.count(mark[0]) == 1
+    is_tag = mark is not None and len(mark[0]) > 1 and written.message.count(mark[0]) == 1
     is_mark = mark is not None and is_tag and mark[0] not in written.plain
     return (mark[0], opening[mark.end() :]) if mark and is_mark else (opening, "")
 
 
 def _json(written: Written) -> CallFormat | None:
-    found = _json_with(written.one, (FIRST.name, "zqx_a", "zqxvalueb"))
-    if found is None:
+    json_value = _json_with(written.message, (FIRST.name, "zqx_a", "zqxvalueb"))
+    if json_value is None:
         return None
-    start, end, value = found
-    one = value[0] if isinstance(value, list) else value
-    name = _path(one, lambda value: value == FIRST.name)
-    arguments = _path(one, lambda value: _as_object(value) == FIRST.arguments)
+    start, end, value = json_value
+    call = value[0] if isinstance(value, list) else value
+    name = _path(call, lambda value: value == FIRST.name)
+    arguments = _path(call, lambda value: _as_object(value) == FIRST.arguments)
     if arguments is None:
         return None
-    identifier = _path(one, lambda value: value == written.id)
-    before, close = written.one[:start], written.one[end:]
+    identifier = _path(call, lambda value: value == written.id)
+    before, close = written.message[:start], written.message[end:]
     opening = before.strip()
     # Several calls are one list, or several values, with tags of their own or without.
-    inner = written.one[start : written.one.index(FIRST.name, start)]
+    inner = written.message[start : written.message.index(FIRST.name, start)]
     if written.between.endswith(inner):
         shared = _shared_end(before, written.between.removesuffix(inner)).strip()
         if shared:
@@ -131,22 +131,22 @@ def _json(written: Written) -> CallFormat | None:
 
 def _json_with(text: str, words: tuple[str, ...]) -> tuple[int, int, Any] | None:
     """Find the first JSON value that has all of some words; return its start and end too."""
-    for found in re.finditer(r"[\[{]", text):
+    for bracket in re.finditer(r"[\[{]", text):
         try:
-            value, end = json.JSONDecoder().raw_decode(text, found.start())
+            value, end = json.JSONDecoder().raw_decode(text, bracket.start())
         except ValueError:
             continue
-        if all(word in text[found.start() : end] for word in words):
-            return found.start(), end, value
+        if all(word in text[bracket.start() : end] for word in words):
+            return bracket.start(), end, value
     return None
 
 
-def _path(value: Any, is_wanted: Callable[[Any], bool]) -> tuple[str, ...] | None:
+def _path(value: Any, is_match: Callable[[Any], bool]) -> tuple[str, ...] | None:
     """Return the keys that lead to a value in objects; None if it is not there."""
-    if is_wanted(value):
+    if is_match(value):
         return ()
     for key, inner in value.items() if isinstance(value, dict) else ():
-        path = _path(inner, is_wanted)
+        path = _path(inner, is_match)
         if path is not None:
             return (key, *path)
     return None
@@ -160,7 +160,7 @@ def _as_object(value: Any) -> Any:
 
 
 def _named(written: Written) -> CallFormat | None:
-    text = written.one
+    text = written.message
     at = text.rfind(FIRST.name, 0, text.find("zqx_a"))
     if at < 0:
         return None
@@ -200,11 +200,11 @@ def _with_groups(head: str, identifier: str) -> str:
 
 
 def _python(written: Written) -> CallFormat | None:
-    text = written.one
-    found = re.search(rf"{FIRST.name}\(\s*zqx_a\s*=", text)
-    if found is None:
+    text = written.message
+    match = re.search(rf"{FIRST.name}\(\s*zqx_a\s*=", text)
+    if match is None:
         return None
-    before = text[: found.start()].rstrip()
+    before = text[: match.start()].rstrip()
     close = text[text.rfind("zqxvalueb") + len("zqxvalueb") :].lstrip("\"' ,\n").removeprefix(")").strip()
     if before.endswith("["):
         before, close = before[:-1].rstrip(), close.removeprefix("]").strip()
@@ -212,7 +212,7 @@ def _python(written: Written) -> CallFormat | None:
 
 
 def _keyed(written: Written) -> CallFormat | None:
-    text, empty = written.one, None
+    text, empty = written.message, None
     at = text.rfind(FIRST.name, 0, text.find("zqx_a"))
     parts = re.split("|".join(("zqx_a", "zqx_b", "zqxvaluea", "zqxvalueb")), text[at + len(FIRST.name) :])
     if at < 0 or len(parts) != 5:
