@@ -128,10 +128,11 @@ def test_a_message_that_repeats_itself_has_a_bounded_number_of_calls(name: str) 
 def test_a_long_message_of_one_character_or_of_openings_is_read_at_once(name: str) -> None:
     reader = use_of(name).reader
     start, _, rest = reader.form.example.partition("NAME")
-    starts = ["", start, start + "a", start + "a" + rest.partition("ARGUMENT")[0]]
-    for text in starts:
-        for unit in (" ", "a", "a ", "a.", "0", "<", start + "a "):
-            assert all(call.error for call in reader.read(text + unit * (200_000 // len(unit))))
+    texts = [(start + "a ") * 10_000]
+    for text in ("", start, start + "a", start + "a" + rest.partition("ARGUMENT")[0]):
+        texts += [text + unit * (100_000 // len(unit)) for unit in (" ", "a ", "<")]
+    for text in texts:
+        assert all(call.error for call in reader.read(text))
 
 
 CALL = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'

@@ -397,3 +397,9 @@ def test_the_right_number_earns_with_the_noun_of_the_question(shared_data: Path 
             right += [verdict(answer, truth) for answer in [*answers, rf"\boxed{{{answers[-1]}}}"]]
         right += [verdict(form.format(truth), truth) for form in ("${}", "{} dollars", "x is {}")]
     assert len(right) > 5_000 and sum(right) >= 0.995 * len(right)
+
+
+@pytest.mark.parametrize("name", ["think", "thinking", "THINK ", "seed:think"])
+def test_only_what_follows_the_thoughts_is_judged(name: str) -> None:
+    assert verdict(f"<{name}>Is it 4 or 5?</{name}>6", "6") == 1.0
+    assert verdict(f"<{name}>6</{name}>7", "6") == 0.0
