@@ -48,6 +48,16 @@ BAD: list[tuple[str, str]] = [
     ("--config-dir=nowhere", "no such folder"),
     ("--config-path=nowhere", "no such folder"),
     ("--no-such-option", "--help"),
+    ("recipe=cpu", "write +recipe=cpu instead"),
+    ("recipe=cp", "write +recipe=cpu instead"),
+    ("method=grpo", "write train.method=grpo instead"),
+    ("+recipe=nothing", "write +recipe= and one of cpu,"),
+    (
+        "env=my_env.py:shopping",
+        "write env.environment=my_env.py:shopping for a class or env.dataset=",
+    ),
+    ("env=my_problems.jsonl", "write env=jsonl env.data_path=my_problems.jsonl"),
+    ("train=x", "write for example train.method=VALUE instead, because train is a group of keys"),
     ("--cfg=nothing", "job"),
     # no override at all
     ("optimizer.lr", "write optimizer.lr=VALUE instead"),

@@ -186,7 +186,8 @@ def test_every_name_of_the_tables_leads_to_its_row_as_a_key() -> None:
         said = str(keys().unknown(name, f"{name}=1"))
         expected = codes(row.ours)
         assert all(word in said for word in expected), f"{name}: {said}"
-        assert expected or "write nothing in its place" in said, f"{name}: {said}"
+        instead = "write nothing in its place" if not row.differs.startswith("Write ") else "write "
+        assert expected or instead in said, f"{name}: {said}"
 
 
 def test_every_name_of_the_tables_leads_to_its_row_as_an_option() -> None:
@@ -221,13 +222,43 @@ def test_every_name_of_the_tables_leads_to_its_row_as_an_argument() -> None:
         ("vllm_mode=server", "write inference_model.backend=vllm_server instead"),
         ("learning_rate=2e-5", "write optimizer.lr=2e-5 instead"),
         ("filter_overlong_prompts=True", "write env.overlong_prompts=drop instead"),
+        ("train_dataset.batch_size=4", "write env.num_envs=4 instead. Prompts in both"),
+        ("beta=0.04", "write policy.kl_coef=0.04 instead"),
+        ("vllm_gpu_memory_utilization=0.5", "write inference_model.gpu_memory_utilization=0.5 instead"),
+        ("warmup_steps=10", "write optimizer.warmup_steps=10 instead"),
+        ("epsilon_high=0.28", "write policy.clip_epsilon_high=0.28 instead. Subtract 1 with"),
+        ("lora_target_modules=q_proj", "write train_model.lora.target_modules=[q_proj] instead"),
+        # The table says what a value is called here.
+        ("scale_rewards=group", "write policy.advantage_std=unbiased instead"),
+        ("kl_loss_type=low_var_kl", "write policy.kl_estimator=k3 instead"),
+        ("mask_truncated_completions=true", "write policy.overlong=mask instead"),
+        ("advantage_estimator=dr_grpo", "write policy=dr_grpo instead"),
+        # The row says what to do without a key.
+        ("output_dir=out", "write hydra.run.dir=out, or use the dated folder"),
+        ("logging_dir=out", "write hydra.run.dir=out."),
+        ("disable_dropout=true", "write nothing in its place. Dropout is always off"),
+        # The key takes another kind of value.
+        (
+            "save_strategy=epoch",
+            "write train.checkpoint_frequency=VALUE instead, where VALUE is a whole",
+        ),
+        ("lr_scheduler_type=step", "VALUE is one of constant, linear, cosine. Our default is constant"),
+        ("adam_beta1=0.9", "write optimizer.betas instead. One list"),
+        ("dtype=bfloat16", "write train_model.autocast=bf16 instead"),
+        (
+            "num_devices=2",
+            "write train_model.num_devices=2, ref_model.num_devices=2 or inference_model.num",
+        ),
+        # What chooses one of several files.
+        ("env.name=gsm8k", "write env=gsm8k instead"),
+        ("dataset=gsm8k", "write env=gsm8k instead"),
+        ("algorithm=dapo", "write policy=dapo instead"),
         # The meaning differs, so the value is not carried over.
         (
             "max_prompt_length=512",
             "write inference_model.max_model_len instead. Prompt and response together",
         ),
         ("eval_dataset=x", "write env.eval_data_path or env.eval_split instead"),
-        ("train_dataset.batch_size=4", "write env.num_envs instead"),
         # A part of a long name.
         ("rollout.n=4", "write env.repeats=4 instead"),
         ("train.eval_steps=4", "eval.frequency"),
@@ -238,6 +269,53 @@ def test_every_name_of_the_tables_leads_to_its_row_as_an_argument() -> None:
 def test_a_value_is_carried_over_where_it_means_the_same(written: str, meant: str) -> None:
     said = str(keys().unknown(written.partition("=")[0], written))
     assert meant in said and "`" not in said and "](" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("--env gsm8k", "write env=gsm8k instead"),
+        ("--env=gsm8k", "write env=gsm8k instead"),
+        ("--env nothing_like_it", "write env= and one of arithmetic, "),
+        ("--recipe cpu", "write +recipe=cpu instead"),
+        ("--method sft", "write +method=sft instead"),
+        ("--method grpo", "write train.method=grpo instead"),
+        ("--algorithm dapo", "write policy=dapo instead"),
+        ("--config_name grpo_ifeval", "write --config-name grpo_ifeval instead"),
+        ("--config-nmae grpo_ifeval", "write --config-name grpo_ifeval instead"),
+        ("--multi_run", "write --multirun instead"),
+        ("--env gsm9k", "write env=gsm8k instead"),
+        ("--env my.py:shop", "write env.environment=my.py:shop for a class or env.dataset=my.py:shop for a"),
+        ("--train x", "write for example train.method=VALUE instead, because train is a group of keys"),
+        ("--logging_dir x", "write hydra.run.dir=x. "),
+        ("--inference_model vllm", "write inference_model.backend=vllm instead"),
+        (
+            "--save_strategy steps",
+            "write train.checkpoint_frequency=VALUE instead, where VALUE is a whole",
+        ),
+        ("--bf16", "write train_model.autocast=bf16 instead"),
+        ("--use_vllm", "write inference_model.backend=vllm instead"),
+        ("--use_vllm false", "write inference_model.backend=transformers instead"),
+        ("--dry-run", "write dry_run=true instead"),
+        ("--no-shuffle", "write env.shuffle=false instead"),
+        ("--resume", "write resume=auto instead"),
+        ("--use_lora", "write train_model.lora.rank=16 instead"),
+        ("--lr", "write optimizer.lr=VALUE instead, where VALUE is a number"),
+        ("--reward_shift -1", "write policy.reward_shift=-1 instead"),
+    ],
+)
+def test_an_option_leads_to_a_whole_override(words: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_arguments([*words.split(), "seed=1"])
+    assert f"unrecognized arguments: {words}; {meant}" in str(raised.value)
+
+
+def test_no_section_is_proposed_with_a_value() -> None:
+    groups = {path.name for path in (ROOT / "config").iterdir() if path.is_dir()}
+    for section in keys().sections - groups:
+        for name in (section, f"{section}_x", f"{section}s"):
+            said = keys().advice(name, "x")
+            assert f"write {section}=" not in said and f" {section}=x" not in said, said
 
 
 def test_a_key_written_as_an_option_is_a_key() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 from typing import NoReturn
 
-from torchrl_grpo.config import elsewhere
+from torchrl_grpo.config import elsewhere, groups
 from torchrl_grpo.config.parsing import keys
 from torchrl_grpo.errors import ConfigError
 
@@ -15,9 +16,28 @@ class Parser(argparse.ArgumentParser):
     """Parser that raises :class:`ConfigError`."""
 
     def error(self, message: str) -> NoReturn:
-        unknown = re.match(r"unrecognized arguments: (-\S+)", message)
-        advice = _as_key(unknown[1], None) if unknown else None
+        unknown = re.match(r"unrecognized arguments: (-[^\s=]+)(?:[= ]((?!-)[^\s=]+)(?=\s|$))?", message)
+        advice = self.advice(unknown[1], unknown[2]) if unknown else None
         raise ConfigError(f"command line: {message}; {advice or 'write only options that --help lists'}")
+
+    def advice(self, option: str, value: str | None) -> str | None:
+        """Return what to write in place of an option that the command does not have, if that can be told.
+
+        Args:
+            option: the option, with its dashes.
+            value: value that the user gave to it; None for none, which is how a flag is switched on.
+        """
+        own = {_squashed(name): name for name in self._option_string_actions if name.startswith("--")}
+        name = own.get(_squashed(option))
+        as_key = _as_key(option.lstrip("-").replace("-", "_"), value)
+        if name is None and as_key is None:
+            close = difflib.get_close_matches(_squashed(option), own, n=1, cutoff=0.85)
+            name = own[close[0]] if close else None
+        if name is not None:
+            return f"write {name}{'' if value is None else f' {value}'} instead"
+        if as_key is None:
+            return None
+        return f"{as_key}. Keys are written as key=value, without dashes, and --help lists the options"
 
 
 def read_arguments(words: list[str]) -> argparse.Namespace:
@@ -44,31 +64,43 @@ def read_arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--info", "-i", nargs="?", const="all")
     known, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
-        raise _unknown_option(unknown[0], words)
+        raise _unknown_option(parser, unknown[0], words)
     return known
 
 
-def _unknown_option(option: str, words: list[str]) -> ConfigError:
+def _unknown_option(parser: Parser, option: str, words: list[str]) -> ConfigError:
     """Build the error for an option that a training command does not have."""
     name, equals, value = option.partition("=")
     given = value if equals else None
     following = words[words.index(option) + 1 :][:1]
-    if not equals and following and not following[0].startswith("-") and "=" not in following[0]:
+    if not equals and following and re.match(r"[^-]|-[.\d]", following[0]) and "=" not in following[0]:
         (given,) = following
         option = f"{option} {given}"
-    advice = _as_key(name, given) or "write only options that --help lists"
+    advice = parser.advice(name, given) or "write only options that --help lists"
     return ConfigError(f"command line: unrecognized arguments: {option}; {advice}")
 
 
-def _as_key(option: str, value: str | None) -> str | None:
+def _squashed(option: str) -> str:
+    return option.replace("-", "").replace("_", "").lower()
+
+
+def _as_key(name: str, value: str | None) -> str | None:
     """Return what to write in place of an option that is a key, or a name that a key has elsewhere."""
-    name, _, after = option.lstrip("-").partition("=")
-    key, book = name.replace("-", "_"), keys()
-    value = after or value
+    book = keys()
+    switched_off = value is None and name.startswith("no_") and _is_known(name.removeprefix("no_"))
+    key = name.removeprefix("no_") if switched_off else name
+    # A flag without a value is one that is switched on.
+    given = ("false" if switched_off else "true") if value is None else value
+    if key in groups.groups():
+        return f"write {groups.choice(key, '' if value is None else value)} instead"
+    if key in book.sections and elsewhere.find(key) is None:
+        return book.into_section(key, value)
     if key in book.leaves or book.free_form_parent(key) is not None:
-        advice = f"write {key}={value or 'VALUE'} instead"
-    elif book.nearest(key) is None and elsewhere.find(key) is None:
-        return None
-    else:
-        advice = book.advice(key, value)
-    return f"{advice}. Keys are written as key=value, without dashes, and --help lists the options"
+        return book.as_own(key, given)
+    return book.advice(key, given) if _is_known(key) or groups.of_option(value) is not None else None
+
+
+def _is_known(key: str) -> bool:
+    """Return whether a name is that of a key, here or elsewhere, or like one."""
+    book = keys()
+    return book.knows(key) or elsewhere.find(key) is not None or book.nearest(key) is not None

@@ -6,7 +6,7 @@ messages name neither the nearest key nor a fix. It starts no run and creates no
 
 from __future__ import annotations
 
-import difflib
+import functools
 import itertools
 import numbers
 import re
@@ -25,12 +25,13 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_grpo.cli.precedence import settle
 from torchrl_grpo.cli.quoting import quote
-from torchrl_grpo.config import Config
+from torchrl_grpo.config import Config, groups
 from torchrl_grpo.config.parsing import first_line, keys
 from torchrl_grpo.errors import ConfigError
 
@@ -174,6 +175,9 @@ class Composer:
 
     def _check(self, override: Override) -> None:
         key, line = override.key_or_group, str(override.input_line)
+        if keys().free_form_parent(key) is not None:
+            # The user need not have written what open_free_form() adds.
+            line = line.lstrip("+")
         if key == "hydra" or key.startswith(("hydra.", "hydra/")):
             return
         value = None if override.value_type is None else override.value()
@@ -183,9 +187,7 @@ class Composer:
         plain = line.lstrip("+")
         options = self._loader.get_group_options(key) if "." not in key else []
         if options and not isinstance(value, dict):
-            if override.is_add() and key in keys().sections:
-                raise ConfigError(f"{line}: {key} is chosen already; write {plain} instead")
-            self._check_option(key, value, options, line)
+            self._check_option(override, value, options)
             return
         if not keys().knows(key):
             raise keys().unknown(key, line)
@@ -205,13 +207,24 @@ class Composer:
         except OmegaConfBaseException as error:
             raise keys().wrong_type(key, line) from error
 
-    def _check_option(self, group: str, value: object, options: list[str], line: str) -> None:
+    def _check_option(self, override: Override, value: object, options: list[str]) -> None:
+        group, line = override.key_or_group, str(override.input_line)
+        sign = "" if group in self._chosen_groups else "+"
         for name in value if isinstance(value, list) else [value]:
-            if name in options:
-                continue
-            close = difflib.get_close_matches(str(name), options, n=1)
-            fix = f"{group}={close[0]}" if close else f"{group}= and one of {', '.join(options)}"
-            raise ConfigError(f"{line}: config/{group} has no such file; write {fix} instead")
+            if name not in options:
+                fix = groups.choice(group, str(name), options, sign)
+                raise ConfigError(f"{line}: config/{group} has no such file; write {fix} instead")
+        plain = line.lstrip("+")
+        if override.is_add() and not sign:
+            raise ConfigError(f"{line}: {group} is chosen already; write {plain} instead")
+        if sign and not override.is_add():
+            raise ConfigError(f"{line}: no {group} is chosen so far, and + adds one; write +{plain} instead")
+
+    @functools.cached_property
+    def _chosen_groups(self) -> set[str]:
+        """The groups of which the primary configuration chooses a file."""
+        parts = self._loader.compute_defaults_list(self._config_name, [], RunMode.RUN).defaults
+        return {str(part.config_path).rpartition("/")[0] for part in parts}
 
 
 def _several_values(override: Override) -> ConfigError:

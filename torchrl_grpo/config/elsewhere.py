@@ -7,35 +7,61 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torchrl_grpo.runtime.config_dir import coming_from
 
 # The section whose second column has arguments of GRPOTrainer. That of the others has keys.
 ARGUMENTS = "Arguments of GRPOTrainer"
-# How the last column begins if a value can be taken over as it is. With the second there is more to say.
+# How the last column begins if a value can be taken over as it is, and nothing more needs to be said.
 _ALIKE = ("The same", "Our default")
-_SAME_UNIT = ("Needs", "Optimizer steps")
+# What the last column says if numbers there count something else.
+_OTHER_UNIT = re.compile(
+    r"[Tt]heirs? (counts?|is)|[Tt]heirs (divides|adds)|[Rr]esponses|in tokens|Tokens|[Dd]ivided by|"
+    r"counts once|[Pp]rompt and response|Steps only|As above|other formulas|always env|takes a round"
+)
 # Value as other systems write it, with the key here or the name there -> the value here.
 _WRITTEN = {
-    "env.overlong_prompts=true": "drop",
     "env.overlong_prompts=false": "error",
     "env.overlong_prompts=left": "truncate_left",
     "env.overlong_prompts=right": "truncate_right",
     "env.overlong_prompts=middle": "truncate_middle",
     "inference_model.backend=true": "vllm",
     "inference_model.backend=false": "transformers",
-    "inference_model.backend=colocate": "vllm",
-    "inference_model.backend=server": "vllm_server",
+    "resume=true": "auto",
+    "use_lora=true": "16",
+    "use_lora=false": "0",
+    "use_peft=true": "16",
+    "use_peft=false": "0",
     "logging.backends=wandb": "[wandb]",
     "logging.backends=tensorboard": "[tensorboard]",
     "logging.backends=none": "[]",
+    "use_wandb=true": "[wandb]",
+    "wandb=true": "[wandb]",
+    "use_tensorboard=true": "[tensorboard]",
     "bf16=true": "bf16",
     "fp16=true": "fp16",
     "train_model.autocast=bfloat16": "bf16",
     "train_model.autocast=float16": "fp16",
 }
+
+
+class Values(Protocol):
+    """What keys here take."""
+
+    def fitting(self, key: str, value: str) -> str | None:
+        """Return the value as ``key`` takes it; None if it does not."""
+
+    def choices(self, key: str) -> Sequence[str]:
+        """Return the values of ``key`` if they are a fixed set of names."""
+
+    def is_number(self, key: str) -> bool:
+        """Return whether ``key`` holds a number, or true or false."""
+
+    def describe(self, key: str) -> str:
+        """Return the type of ``key`` in words."""
 
 
 @dataclass(frozen=True)
@@ -47,33 +73,66 @@ class Counterpart:
         theirs: names there.
         ours: keys here, or arguments in :data:`ARGUMENTS`; empty if nothing corresponds to the names.
         differs: what differs, as plain text without a full stop.
+        words: values there, in lower case, and what they are called here.
     """
 
     section: str
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
     differs: str
+    words: Mapping[str, str]
 
-    def advice(self, name: str, value: str | None, choices: Sequence[str] = ()) -> str:
+    def advice(self, name: str, value: str | None, values: Values | None = None) -> str:
         """Return what to write, and what differs.
 
         Args:
             name: the name there.
             value: value that the user gave to it; None for none.
-            choices: values of the key here, if they are a fixed set of names.
+            values: what the keys here take, if a value is given.
         """
         if not self.ours:
-            return f"write nothing in its place: {self.differs}"
-        if value is not None and len(self.ours) == 1:
-            (key,) = self.ours
-            own = _WRITTEN.get(f"{name}={value.lower()}", written(key, value))
-            if own != value or own in choices or self.differs.startswith(_ALIKE):
+            return self._without_key(value)
+        differs = re.sub(r"^The same\b", "It means the same", self.differs)
+        said = "" if self.differs == "The same" else f". {differs}"
+        (key, *others) = self.ours
+        if value is not None and values is not None and not others and "=" not in key:
+            word = self._translated(name, key, value, values.choices(key))
+            if "=" in word:
+                return f"write {word} instead"
+            own = values.fitting(key, word)
+            if own is None:
+                sentence, _, rest = self.differs.partition(". ")
+                # A list of the values is in the message already.
+                is_list = sentence.split()[0].rstrip(",") in values.choices(key)
+                more = (f". {rest}" if rest else "") if is_list else said
+                return f"write {key}=VALUE instead, where VALUE is {values.describe(key)}{more}"
+            if word != value or own in values.choices(key) or self.differs.startswith(_ALIKE):
                 return f"write {key}={own} instead"
-            if self.differs.startswith(_SAME_UNIT):
-                return f"write {key}={own} instead. {self.differs}"
-        said = "" if self.differs == "The same" else f". {self.differs}"
+            if values.is_number(key) and not _OTHER_UNIT.search(self.differs):
+                return f"write {key}={own} instead{said}"
         *first, last = self.ours
         return f"write {', '.join(first)}{' or ' if first else ''}{last} instead{said}"
+
+    def _translated(self, name: str, key: str, value: str, choices: Sequence[str]) -> str:
+        """Return what a value there is called here; the value itself if it has no other name."""
+        plain = value.lower()
+        for word in (f"{name.rpartition('.')[2]}={plain}", f"{key}={plain}"):
+            if word in _WRITTEN:
+                return _WRITTEN[word]
+        if plain == "true" and (first := self.differs.split(maxsplit=1)[0].rstrip(".,;")) in choices:
+            # A switch there, and a choice here.
+            return first
+        return self.words.get(plain, value)
+
+    def _without_key(self, value: str | None) -> str:
+        """Return what the row says to do where no key corresponds to a name."""
+        if self.differs.startswith("Write "):
+            instead = self.differs.removeprefix("Write ")
+            if value not in (None, "true", "false"):
+                instead = instead.replace("=FOLDER", f"={value}")
+            return f"write {instead}"
+        why = self.differs.removeprefix("Not needed: ")
+        return f"write nothing in its place. {why[0].upper()}{why[1:]}"
 
 
 def written(key: str, value: str) -> str:
@@ -118,7 +177,8 @@ def tables() -> Sequence[Counterpart]:
         elif line.startswith("| `"):
             theirs, ours, differs = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])
             names = tuple(_plain(name.replace(": ", ".")) for name in _codes(theirs))
-            found.append(Counterpart(section, names, tuple(_codes(ours)), _text(differs)))
+            words = {there.lower(): here for there, here in re.findall(r"`([^`]+)` is `([^`]+)`", differs)}
+            found.append(Counterpart(section, names, tuple(_codes(ours)), _text(differs), words))
     return found
 
 

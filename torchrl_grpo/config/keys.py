@@ -14,7 +14,8 @@ from copy import deepcopy
 from enum import EnumType
 from typing import Any
 
-from torchrl_grpo.config import elsewhere
+from torchrl_grpo.config import elsewhere, groups
+from torchrl_grpo.config.fitting import fitting
 from torchrl_grpo.errors import ConfigError
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Any: "a value"}
@@ -23,6 +24,10 @@ _EXAMPLES = {int: "1", float: "0.5", bool: "true", str: "NAME", Any: "VALUE"}
 # Lists and mappings can also hold mappings.
 _PLURALS[dict[str, Any]] = "mappings"
 _EXAMPLES[dict[str, Any]] = "{name:VALUE}"
+_EXAMPLES_OF_KEYS = {
+    "reward.functions": "{NAME:FILE.py:FUNCTION}",
+    "env.fields": "{question:COLUMN,answer:COLUMN}",
+}
 
 
 def key(default: Any, help: str) -> Any:
@@ -121,6 +126,12 @@ class KeyBook:
         hint = self.leaves.get(key)
         return any(typing.get_origin(option) is list for option in (hint, *typing.get_args(hint)))
 
+    def is_number(self, key: str) -> bool:
+        """Return whether ``key`` holds a number, or true or false; or either or null."""
+        hint = self.leaves.get(key)
+        options = () if typing.get_origin(hint) is list else typing.get_args(hint)
+        return set(options or (hint,)) <= {int, float, bool, type(None)}
+
     def choices(self, key: str) -> list[str]:
         """Return the values of ``key`` if they are a fixed set of names, or else an empty list."""
         hint = self.leaves.get(key)
@@ -185,6 +196,8 @@ class KeyBook:
 
     def example(self, key: str) -> str:
         """Return an example value of ``key``, as the command line accepts it."""
+        if key in _EXAMPLES_OF_KEYS:
+            return _EXAMPLES_OF_KEYS[key]
         default = self._defaults[key]
         if default not in (None, [], {}):
             return show(default)
@@ -219,12 +232,63 @@ class KeyBook:
             key: dotted key.
             value: value that the user gave; None for none.
         """
+        section, _, last = key.partition(".")
+        own = [known.rpartition(".")[2] for known in self.leaves if known.startswith(f"{section}.")]
+        is_misspelled = difflib.get_close_matches(last, own, n=1, cutoff=0.75)
+        if last and not is_misspelled and value in groups.groups().get(section, ()):
+            assert value is not None
+            return f"write {groups.choice(section, value)} instead"
         if (row := self._elsewhere(key)) is not None:
-            return row.advice(key, value, self.choices(row.ours[0]) if row.ours else ())
+            # A name for data may be that of a preset.
+            section = row.ours[0].partition(".")[0] if len(row.ours) > 1 else ""
+            if value is not None and section == "env" and value in groups.groups()[section]:
+                return f"write {groups.choice(section, value)} instead"
+            return row.advice(key, value, self)
         match = self._misspelled(key)
+        if match in self.sections and (value is None or not value.startswith("{")):
+            return self.into_section(match, value)
+        if match is None and value is not None and (group := groups.of_option(value)) is not None:
+            return f"write {groups.choice(group, value)} instead"
         if match is None:
             return "write one of the keys that --cfg job lists instead"
-        return f"write {match}={'...' if value is None else elsewhere.written(match, value)} instead"
+        alike = [known for known in self.leaves if known.rpartition(".")[2] == key] or [match]
+        taken = [self._taken(known, value) for known in alike]
+        if None in taken:
+            return f"write {alike[0]}=VALUE instead, where VALUE is {self.describe(alike[0])}"
+        *first, final = [f"{known}={word}" for known, word in zip(alike, taken, strict=True)]
+        return f"write {', '.join(first)}{' or ' if first else ''}{final} instead"
+
+    def as_own(self, key: str, value: str) -> str:
+        """Return what to write for an existing key whose value is written as elsewhere, or missing."""
+        own = self._taken(key, value)
+        where = "" if own is not None else f", where VALUE is {self.describe(key)}"
+        return f"write {key}={own or 'VALUE'} instead{where}"
+
+    def _taken(self, key: str, value: str | None) -> str | None:
+        if value is None or key in self.sections:
+            return value or "..."
+        return self.fitting(key, elsewhere.written(key, value))
+
+    def into_section(self, section: str, value: str | None) -> str:
+        """Return what to write in place of a section with a plain value."""
+        if value is not None and value in groups.groups().get(section, ()):
+            return f"write {groups.choice(section, value)} instead"
+        own = [known for known in self.leaves if known.startswith(section + ".")]
+        if (known := next((known for known in own if value in self.choices(known)), None)) is not None:
+            return f"write {known}={value} instead"
+        name = f"{section}.name" if f"{section}.name" in own else own[0]
+        options = groups.groups().get(section)
+        choice = f", or {section}= and one of {', '.join(options)}" if options else ""
+        return f"write for example {name}=VALUE instead{choice}, because {section} is a group of keys"
+
+    def fitting(self, key: str, value: str) -> str | None:
+        """Return a value from elsewhere as ``key`` takes it; None if it is of another type.
+
+        Args:
+            key: dotted key that holds a value, or a key under a free-form key.
+            value: value as the user wrote it, see :func:`~torchrl_grpo.config.fitting.fitting`.
+        """
+        return fitting(self.leaves.get(key, Any), value)
 
     def wrong_type(self, key: str, shown: str) -> ConfigError:
         """Build the error for a value of the wrong type.
@@ -241,9 +305,11 @@ class KeyBook:
             value_type = typing.get_args(self.leaves[free])[1]
             example = f"{key}={_EXAMPLES[value_type]}"
             return ConfigError(f"{shown}: must be {_WORDS[value_type]}; write for example {example} instead")
-        example = self.example(key)
+        example, value = self.example(key), shown.partition("=")[2]
+        if key in self.free_form or (self.is_list(key) and self._defaults[key] in (None, [])):
+            # Often only the brackets are missing.
+            example = self.fitting(key, value) or example
         if choices := self.choices(key):
-            value = shown.partition("=")[2]
             close = difflib.get_close_matches(value, choices, n=1)
             example = close[0] if close else example
             if elsewhere.written(key, value) != value:
@@ -254,6 +320,4 @@ class KeyBook:
 
     def section_value(self, section: str, shown: str) -> ConfigError:
         """Build the error for a section that is set to a plain value."""
-        first = next(known for known in self.leaves if known.startswith(section + "."))
-        name = f"{section}.name" if f"{section}.name" in self.leaves else first
-        return ConfigError(f"{shown}: {section} is a group of keys; write for example {name}=VALUE instead")
+        return ConfigError(f"{shown}: {self.into_section(section, shown.partition('=')[2])}")
