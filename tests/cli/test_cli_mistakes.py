@@ -134,7 +134,22 @@ BAD: list[tuple[str, str]] = [
         "policy.proximal=trainer policy.correction=truncate policy.correction_floor=0.5",
         "write policy.correction=mask",
     ),
-    ("policy=cispo policy.dual_clip=3", "cispo has no such bound"),
+    (
+        "policy=cispo policy.dual_clip=3",
+        "policy.surrogate=cispo, as policy=cispo sets it, has no such bound, and only clip has one; write "
+        "policy.dual_clip=null, or policy=grpo policy.surrogate=clip policy.dual_clip=3.0 instead",
+    ),
+    ("policy=sapo policy.dual_clip=3", "policy.surrogate=sapo, as policy=sapo sets it, has no such bound"),
+    (
+        "policy=maxent policy.kl_in=reward",
+        "policy.advantage_estimator=maxent, as policy=maxent sets it, takes the reference into its weights; "
+        "write policy.kl_in=weights, or policy=grpo policy.advantage_estimator=group_mean policy.kl_in=",
+    ),
+    (
+        "policy=rloo policy.kl_coef=0.1 policy.kl_in=weights",
+        "has such weights, and it is leave_one_out; write policy.kl_in=loss, or policy.advantage_estimator=",
+    ),
+    ("policy.surrogate_args.temperature_positive=2", "or policy.surrogate=sapo policy.surrogate_args.temp"),
     ("policy.reward_scale=0", "greater than 0"),
     ("policy.kl_coef=0.5 policy.kl_target=0.1 policy.init_kl_coeff=0.1", "one of the two"),
     ("policy.reward_combination=apart policy.kl_coef=0.1 policy.kl_in=reward", "policy.kl_in=loss"),
@@ -182,7 +197,10 @@ BAD: list[tuple[str, str]] = [
     ("policy=maxent policy.tau=-1", "at least 0"),
     ("policy=maxent policy.q_temperature=0", "greater than 0"),
     ("policy=maxent policy.q_epsilon=0.2", "env.repeats=8"),
-    ("policy=maxent policy.reward_combination=apart", "together"),
+    (
+        "policy=maxent policy.reward_combination=apart",
+        "takes one sum of rewards for a response; write policy.reward_combination=together, or policy=grpo ",
+    ),
     ("ref_model.refresh_frequency=-1", "at least 0"),
     ("ref_model.refresh_frequency=10", "write policy.kl_coef=0.01"),
     ("ref_model.refresh_mix=0", "greater than 0"),
@@ -349,6 +367,28 @@ BAD: list[tuple[str, str]] = [
     ("train.total_dialog_turns=100", "a multiple of one collection round, 8 prompts"),
     ("train.total_dialog_turns=0", "at least 1"),
     ("train.num_epochs=2", "write train.total_dialog_turns=null train.num_epochs=2.0 instead"),
+    (
+        "env.sampling=pass_rate train.num_epochs=2",
+        "write train.total_dialog_turns=64000 train.num_epochs=null",
+    ),
+    # brackets that are missing
+    ("reward.functions=good.py:r", "reward.functions={r:good.py:r} instead"),
+    ("reward.functions=[good.py:r,bad.py:s]", "reward.functions={r:good.py:r,s:bad.py:s} instead"),
+    ("reward.functions=good.py", "reward.functions={NAME:FILE.py:FUNCTION} instead"),
+    ("reward.functions=r:good.py:r", "reward.functions={r:good.py:r} instead"),
+    ("reward.weights=format", "error: reward.weights=format: must be a mapping of names to numbers"),
+    ("reward.weights=[format,gsm8k]", "reward.weights={format:1.0,gsm8k:1.0} instead"),
+    ("reward.weights={format}", "write reward.weights={format:1.0} instead"),
+    ("env.fields=question:q,answer:a", "write env.fields={question:q,answer:a} instead"),
+    ("env.tools=my_tools.py:f", "env.tools=[my_tools.py:f] instead"),
+    ("env.tools=null", "env.tools=[] instead"),
+    ("logging.backends=wandb", "logging.backends=[wandb] instead"),
+    # data sets and tasks
+    ("env.task=chain_sum env.dataset=my.py:load", "write env.task=null or env.dataset=reasoning_gym instead"),
+    (
+        "env.environment=guess env=reasoning_gym env.task=chain_sum",
+        "write another env.dataset, or env.environment=null env.tools=[]",
+    ),
     ("train.total_dialog_turns=null", "write train.num_epochs=1 or train.total_dialog_turns=64000 instead"),
     ("train.total_dialog_turns=null train.num_epochs=0", "greater than 0"),
     ("total_train_epochs=5", "write train.num_epochs=5 instead"),
@@ -489,10 +529,37 @@ def test_what_reads_an_unread_key_is_advised_as_it_is_accepted(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     message = mistake(capsys, *line.split())
-    for advice in re.split(r",? or ", message.partition("write ")[2].removesuffix(" instead\n")):
+    for advice in advised(message):
         changed = {word.partition("=")[0]: word for word in [*line.split(), *advice.split()]}
         if "init_kl_coeff" in line and "kl_target" not in advice:
             del changed["policy.init_kl_coeff"]  # A mistake of its own, which this advice is not about.
+        accept(*changed.values())
+
+
+def advised(message: str) -> list[str]:
+    """The ways out that a message names."""
+    return re.split(r",? or ", message.partition("write ")[2].removesuffix(" instead\n"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "policy=maxent policy.kl_in=reward",
+        "policy=maxent policy.kl_in=loss",
+        "policy=maxent policy.reward_combination=apart",
+        "policy=cispo policy.dual_clip=3",
+        "policy=sapo policy.dual_clip=3",
+        "policy.kl_coef=0.1 policy.kl_in=weights",
+        "policy=sapo policy.surrogate_args.temperature_positive=0",
+        "env.sampling=pass_rate train.num_epochs=2",
+        "env.task=chain_sum",
+    ],
+)
+def test_each_way_out_of_a_contradiction_is_accepted(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for advice in advised(mistake(capsys, *line.split())):
+        changed = {word.partition("=")[0]: word for word in [*line.split(), *advice.split()]}
+        if "env.dataset=reasoning_gym" not in advice:
+            changed.pop("env.task", None)
         accept(*changed.values())
 
 

@@ -372,7 +372,8 @@ def test_examples_have_the_columns_of_their_rows(tmp_path: Path, monkeypatch: py
         ),
         ("leaving:length", {}, "importing leaving failed: SystemExit: 5, line 1 of leaving.py"),
         ("mine.py:Silent", {}, "objects of this class cannot be called"),
-        ("broken.py:length", {}, "SyntaxError: "),
+        ("broken.py:length", {}, "line 2 of broken.py; correct the file"),
+        ("parsing.py:length", {}, "(char 0), line 2 of parsing.py; correct the file"),
         ("needs.py:length", {}, "ModuleNotFoundError: No module named 'nowhere', line 2 of needs.py"),
         ("no.such.module:length", {}, "there is no module no; install it, or name a file"),
         ("failing:length", {}, "importing failing failed: RuntimeError: not today, line 1 of failing.py"),
@@ -385,7 +386,8 @@ def test_a_function_that_cannot_be_used_is_one_clear_message(
     arguments: dict[str, Any],
     message: str,
 ) -> None:
-    (tmp_path / "broken.py").write_text("def length(:\n")
+    (tmp_path / "broken.py").write_text("\ndef length(:\n")
+    (tmp_path / "parsing.py").write_text("import json\njson.loads('')\n")
     (tmp_path / "needs.py").write_text("\nimport nowhere\n")
     (tmp_path / "leaving.py").write_text("raise SystemExit(5)\n")
     (tmp_path / "failing.py").write_text("raise RuntimeError('not today')\n")

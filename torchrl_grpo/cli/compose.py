@@ -158,6 +158,12 @@ class Composer:
                 fix = f"{match}=VALUE" if match else "key=value"
                 raise ConfigError(f"{word}: is no key=value pair; write {fix} instead") from error
             key, value = word.split("=", 1)
+            if (free := key.lstrip("+")) in keys().free_form:
+                # An entry without a value, or a bracket that is not closed.
+                own = keys().fitting(free, f"[{value.strip('{}')}]") or keys().example(free)
+                raise ConfigError(
+                    f"{free}={value}: cannot be read ({first_line(error)}); write {free}={own} instead"
+                ) from error
             quoted = value.replace("'", "\\'")
             raise ConfigError(
                 f"{word}: cannot be read ({first_line(error)}); write \"{key}='{quoted}'\" "
@@ -230,6 +236,9 @@ class Composer:
 def _several_values(override: Override) -> ConfigError:
     """Build the error for several values without --multirun; the fix is a list or a sweep."""
     key, line = override.key_or_group, str(override.input_line)
+    if key in keys().free_form and (own := keys().fitting(key, line.split("=", 1)[1])) is not None:
+        plain = line.lstrip("+")
+        return ConfigError(f"{plain}: a mapping stands in curly brackets; write {key}={own} instead")
     if keys().is_list(key):
         value = line.split("=", 1)[1]
         return ConfigError(f"{line}: a list stands in square brackets; write {key}=[{value}] instead")

@@ -59,7 +59,7 @@ def _entry(item: str, hint: Any) -> str:
     """Return an entry of a mapping; an empty text if it cannot be told from the item."""
     place, _, name = item.replace("=", ":", 1).partition(":")
     spec = user_code.parse(item)
-    if hint is str and spec is not None and "." in spec[0]:
+    if hint is str and spec is not None and "." in spec[0] and ":" not in spec[0]:
         return f"{spec[1]}:{item}"
     if hint is float and place.isidentifier() and not name:
         return f"{place}:1.0"

@@ -35,9 +35,7 @@ def choice(group: str, value: str, options: Sequence[str] | None = None, sign: s
         # That of every configuration that chooses no other.
         return "train.method=grpo"
     if group == "env" and user_code.parse(value) is not None:
-        return (
-            f"env.environment={value} for a class or env.dataset={value} for a function that loads rows"
-        )
+        return f"env.environment={value} for a class or env.dataset={value} for a function that loads rows"
     if group == "env" and value.endswith((".jsonl", ".json", ".parquet", ".csv")):
         return f"env=jsonl env.data_path={value}"
     options = groups()[group] if options is None else options

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
@@ -198,6 +199,10 @@ def _runner() -> asyncio.Runner:
     return runner
 
 
+# Folders of code that a user's code calls.
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+
+
 class UserCodeError(Exception):
     """The user's code raised. The message has its error and its line."""
 
@@ -221,6 +226,15 @@ def call(function: Any, *positional: Any, **named: Any) -> Any:
 
 def describe(error: BaseException) -> str:
     """Return type and message of an error, and the user's line that raised it."""
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if "importlib" not in one.filename]
-    line = f", line {frames[-1].lineno} of {Path(frames[-1].filename).name}" if frames else ""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        # Python adds the place to the text of the error, but no frame.
+        return f"{type(error).__name__}: {error.msg}, line {error.lineno} of {Path(error.filename).name}"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "importlib" not in frame.filename and frame.filename != __file__
+    ]
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    last = (own or frames)[-1:]
+    line = "".join(f", line {frame.lineno} of {Path(frame.filename).name}" for frame in last)
     return f"{type(error).__name__}: {error}{line}"

@@ -113,9 +113,8 @@ def _check_episodes(cfg: Config) -> None:
     value = env.environment if env.environment is not None else env.tools
     if env.dataset == "reasoning_gym":
         wrong = f"env.task={env.task} is generated when it is drawn, and an episode's prompt is made before"
-        raise bad_value(
-            "env.dataset", env.dataset, wrong, "another data set, or null and [] for environment and tools,"
-        )
+        good = "another env.dataset, or env.environment=null env.tools=[] for answers of one turn,"
+        raise bad_value("env.dataset", env.dataset, wrong, good)
     if cfg.collector.partial_rollout:
         wrong = f"an episode stays with the worker that has its environment, and {key}={show(value)} is set"
         raise bad_value("collector.partial_rollout", True, wrong, "collector.partial_rollout=false")
@@ -148,9 +147,8 @@ def _check_sampling(cfg: Config) -> None:
         raise bad_value("env.sampling", env.sampling, wrong, "env.sampling=uniform")
     if env.sampling == "pass_rate" and cfg.train.num_epochs is not None:
         wrong = "env.sampling=pass_rate draws with replacement and has no epochs"
-        raise bad_value(
-            "train.num_epochs", cfg.train.num_epochs, wrong, "train.total_dialog_turns=N and null"
-        )
+        good = "train.total_dialog_turns=64000 train.num_epochs=null, or env.sampling=uniform"
+        raise bad_value("train.num_epochs", cfg.train.num_epochs, wrong, good)
     if env.order_by is None:
         return
     if env.shuffle or env.sampling != "uniform":
@@ -171,12 +169,12 @@ def _check_task(cfg: Config) -> None:
         raise bad_value("env.task", env.task, wrong, "for example env.task=chain_sum")
     if not generated and env.task is not None:
         wrong = f"dataset {env.dataset} has no tasks, only reasoning_gym has"
-        whole = f"env={env.dataset} (the whole group), env.task=null or env.dataset=reasoning_gym"
-        raise bad_value("env.task", env.task, wrong, whole)
+        raise bad_value("env.task", env.task, wrong, "env.task=null or env.dataset=reasoning_gym")
     if not generated and not own and env.task_args:
         wrong = f"dataset {env.dataset} has no tasks, only reasoning_gym has"
-        whole = f"env={env.dataset} (the whole group) or env.dataset=reasoning_gym"
-        raise bad_value("env.task_args", env.task_args, wrong, whole)
+        raise bad_value(
+            "env.task_args", env.task_args, wrong, "env.task_args={} or env.dataset=reasoning_gym"
+        )
     for key, path in (("env.data_path", env.data_path), ("env.eval_data_path", env.eval_data_path)):
         if path is None:
             continue

@@ -5,6 +5,7 @@ A value that nothing would read is refused as well, because a user who sets it e
 
 from __future__ import annotations
 
+import difflib
 from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.config.derived import initial_kl_coef, needs_reference, optim_batch_size
@@ -14,6 +15,14 @@ from torchrl_grpo.config.values import SURROGATE_OPTIONS
 if TYPE_CHECKING:
     from torchrl_grpo.config.schema import Config
 
+# What sets a value that other keys contradict.
+_SETS = {
+    "policy.surrogate=cispo": "policy=cispo",
+    "policy.surrogate=sapo": "policy=sapo",
+    "policy.surrogate=log_likelihood": "+method=sft",
+    "policy.advantage_estimator=maxent": "policy=maxent",
+}
+_OTHER_ESTIMATOR = "policy=grpo policy.advantage_estimator=group_mean"
 # For each optional part of the objective: its name, how to enable it, and the keys that only it reads.
 _READ_BY = (
     (
@@ -52,20 +61,14 @@ def check_policy(cfg: Config) -> None:
             "policy.kl_estimator", "k1", wrong, "policy.kl_estimator=k2 or k3, or policy.kl_in=reward"
         )
     if policy.dual_clip is not None and policy.surrogate != "clip":
-        wrong = f"surrogate {policy.surrogate} has no such bound"
-        raise bad_value("policy.dual_clip", policy.dual_clip, wrong, "policy.dual_clip=null")
+        wrong = f"{_as_set('policy.surrogate', policy.surrogate)} has no such bound, and only clip has one"
+        good = (
+            f"policy.dual_clip=null, or policy=grpo policy.surrogate=clip policy.dual_clip={policy.dual_clip}"
+        )
+        raise bad_value("policy.dual_clip", policy.dual_clip, wrong, good)
     if policy.dual_clip is not None and policy.dual_clip <= 1:
         raise bad_value("policy.dual_clip", policy.dual_clip, "must be above 1", "policy.dual_clip=3.0")
-    for name, value in policy.surrogate_args.items():
-        known = SURROGATE_OPTIONS[policy.surrogate]
-        if name not in known:
-            wrong = f"surrogate {policy.surrogate} has {', '.join(known) or 'no options'}"
-            good = "one of these, or start from policy=grpo" if known else "policy=grpo, which sets none,"
-            raise bad_value(f"policy.surrogate_args.{name}", value, wrong, good)
-        if value <= 0:
-            raise bad_value(
-                f"policy.surrogate_args.{name}", value, "must be greater than 0", str(known[name])
-            )
+    _check_surrogate_args(cfg)
     _check_unread(cfg)
     _check_coefficients(cfg)
     _check_off_policy(cfg)
@@ -83,6 +86,28 @@ def check_policy(cfg: Config) -> None:
     if buffer is not None and buffer > length:
         wrong = f"is longer than a response, inference_model.max_new_tokens={length}"
         raise bad_value("policy.overlong_buffer", buffer, wrong, "policy.overlong_buffer=null")
+
+
+def _as_set(key: str, value: str) -> str:
+    """Return a key with its value, and the preset that sets it."""
+    by = _SETS.get(f"{key}={value}")
+    return f"{key}={value}{'' if by is None else f', as {by} sets it,'}"
+
+
+def _check_surrogate_args(cfg: Config) -> None:
+    surrogate = cfg.policy.surrogate
+    known = SURROGATE_OPTIONS[surrogate]
+    for name, value in cfg.policy.surrogate_args.items():
+        key = f"policy.surrogate_args.{name}"
+        if name not in known:
+            wrong = f"{_as_set('policy.surrogate', surrogate)} has {', '.join(known) or 'no options'}"
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            good = f"policy.surrogate_args.{close[0]}={value}" if close else "policy.surrogate_args={}"
+            if reader := next((other for other, names in SURROGATE_OPTIONS.items() if name in names), None):
+                good += f", or policy.surrogate={reader} {key}={value}"
+            raise bad_value(key, value, wrong, good)
+        if value <= 0:
+            raise bad_value(key, value, "must be greater than 0", f"{key}={known[name]}")
 
 
 def _check_unread(cfg: Config) -> None:
@@ -199,14 +224,20 @@ def _check_maxent(cfg: Config) -> None:
     policy = cfg.policy
     maxent = policy.advantage_estimator == "maxent"
     if maxent != (policy.kl_in == "weights") and (maxent or needs_reference(policy)):
-        wrong = "maxent takes the reference into its weights, and nothing else does"
-        good = "policy.kl_in=weights" if maxent else "policy.kl_in=loss"
+        weights = _as_set("policy.advantage_estimator", "maxent")
+        if maxent:
+            wrong = f"{weights} takes the reference into its weights"
+            good = f"policy.kl_in=weights, or {_OTHER_ESTIMATOR} policy.kl_in={policy.kl_in}"
+        else:
+            wrong = f"only {weights} has such weights, and it is {policy.advantage_estimator}"
+            good = "policy.kl_in=loss, or policy.advantage_estimator=maxent policy.kl_in=weights"
         raise bad_value("policy.kl_in", policy.kl_in, wrong, good)
     if not maxent:
         return
     if policy.reward_combination == "apart":
-        wrong = "maxent takes one utility a response"
-        raise bad_value("policy.reward_combination", "apart", wrong, "policy.reward_combination=together")
+        wrong = f"{_as_set('policy.advantage_estimator', 'maxent')} takes one sum of rewards for a response"
+        good = f"policy.reward_combination=together, or {_OTHER_ESTIMATOR} policy.reward_combination=apart"
+        raise bad_value("policy.reward_combination", "apart", wrong, good)
     if policy.tau + initial_kl_coef(policy) <= 0:
         wrong = "with policy.kl_coef=0 the best response would take all, divided by 0"
         raise bad_value("policy.tau", policy.tau, wrong, "policy.tau=0.1")
