@@ -366,7 +366,10 @@ BAD: list[tuple[str, str]] = [
     # combinations
     ("train.total_dialog_turns=100", "a multiple of one collection round, 8 prompts"),
     ("train.total_dialog_turns=0", "at least 1"),
-    ("train.num_epochs=2", "write train.total_dialog_turns=null train.num_epochs=2.0 instead"),
+    (
+        "train.total_dialog_turns=64000 train.num_epochs=2",
+        "write train.total_dialog_turns=null train.num_epochs=2.0, or train.total_dialog_turns=64000 train",
+    ),
     (
         "env.sampling=pass_rate train.num_epochs=2",
         "write train.total_dialog_turns=64000 train.num_epochs=null",
@@ -551,6 +554,7 @@ def advised(message: str) -> list[str]:
         "policy=sapo policy.dual_clip=3",
         "policy.kl_coef=0.1 policy.kl_in=weights",
         "policy=sapo policy.surrogate_args.temperature_positive=0",
+        "train.total_dialog_turns=64000 train.num_epochs=2",
         "env.sampling=pass_rate train.num_epochs=2",
         "env.task=chain_sum",
     ],

@@ -27,6 +27,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ),
     ("policy=sapo policy.surrogate=clip", {"policy.surrogate_args": {}}),
     ("policy=maxent policy.advantage_estimator=group_mean", {"policy.kl_in": "loss", "policy.kl_coef": 0.04}),
+    ("policy=rloo policy.advantage_estimator=maxent", {"policy.kl_in": "weights"}),
+    ("policy.advantage_estimator=maxent policy.kl_coef=0.1", {"policy.kl_in": "weights"}),
+    ("train.num_epochs=2", {"train.total_dialog_turns": None, "train.num_epochs": 2.0}),
+    ("train={num_epochs:2} env.num_envs=7", {"train.total_dialog_turns": None}),
     ("+recipe=cpu train.num_epochs=1", {"train.total_dialog_turns": None}),
     ("+recipe=cpu env.num_envs=12", {"train.total_dialog_turns": 8064}),
     ("+recipe=cpu inference_model.max_new_tokens=600", {"inference_model.max_model_len": 1112}),
@@ -80,6 +84,8 @@ def test_a_preset_gives_way_to_the_command_line(words: str, expected: dict[str, 
         # Both are the user's own.
         "policy=maxent policy.kl_coef=0.1 policy.kl_target=0.1 policy.init_kl_coeff=0.4",
         "policy=maxent policy.kl_in=loss",
+        "policy.advantage_estimator=maxent policy.kl_in=reward",
+        "train.num_epochs=2 train.total_dialog_turns=64000",
         "policy.kl_coef=0.1 policy.kl_in=loss policy.kl_estimator=k1",
         "train_model.lora.rank=16 train_model.parallelism=fsdp2",
         "+recipe=cpu train.num_epochs=1 train.total_dialog_turns=8000",
@@ -101,6 +107,7 @@ def test_a_primary_configuration_wins_over_its_preset_and_gives_way_to_the_comma
     (tmp_path / "mine.yaml").write_text(
         "defaults: [schema, base, {env: gsm8k}, {policy: maxent}, _self_]\n"
         "policy: {init_kl_coeff: 0.4, kl_target: 0.3}\n"
+        "train: {num_epochs: 3}\n"
     )
 
     def read(*words: str) -> Config:
@@ -110,6 +117,9 @@ def test_a_primary_configuration_wins_over_its_preset_and_gives_way_to_the_comma
 
     written, changed = read(), read("policy.kl_coef=0.1")
     assert (written.policy.kl_coef, written.policy.init_kl_coeff) == (0.0, 0.4)
+    assert (written.train.num_epochs, written.train.total_dialog_turns) == (3, None)
+    longer = read("train.total_dialog_turns=64000")
+    assert (longer.train.num_epochs, longer.train.total_dialog_turns) == (None, 64000)
     assert (changed.policy.kl_coef, changed.policy.init_kl_coeff, changed.policy.kl_target) == (
         0.1,
         None,

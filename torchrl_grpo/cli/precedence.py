@@ -2,9 +2,9 @@
 
 A preset writes keys for its user's convenience. If the user then writes a key that excludes one of them,
 the preset's key gives way. Layers come in Hydra's order: presets before the primary configuration's own
-keys, then files chosen with ``+``, and the command line last. Two keys of the same layer, and a key that has
-its default, are left to the checks of the configuration. A value that is written again where it stands
-already excludes nothing new.
+keys, then files chosen with ``+``, and the command line last. Two keys of the same layer, and most keys that
+have their defaults, are left to the checks of the configuration. A value that is written again where it
+stands already excludes nothing new, unless the other key would take its place.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def settle(node: DictConfig, loader: ConfigLoader, config_name: str, overrides: 
     lines: list[str] = []
     layers, changes = dict[str, int](), dict[str, int]()
     defaults = OmegaConf.structured(Config)
-    for key, others, value in contradictions(read):
-        changed = [other for other in others if read(other) != read(other, defaults)]
+    for key, others, value, defaults_too in contradictions(read):
+        changed = [other for other in others if defaults_too or read(other) != read(other, defaults)]
         if changed and not layers:
             layers, changes = _layers(loader, config_name, overrides)
-        written = changes.get(key, 0)
+        written = (layers if defaults_too else changes).get(key, 0)
         for other in changed:
             before, new = read(other), read(other, defaults) if value is DEFAULT else value
             if isinstance(before, dict):

@@ -24,11 +24,13 @@ class Contradiction(NamedTuple):
         key: key that wins if it was written later.
         others: keys that then give way.
         value: value that they get; DEFAULT for the default of each.
+        defaults_too: whether they give way if they have their defaults, and to a key that has its own.
     """
 
     key: str
     others: tuple[str, ...]
     value: Any = DEFAULT
+    defaults_too: bool = False
 
 
 def contradictions(read: Read) -> Iterator[Contradiction]:
@@ -55,8 +57,11 @@ def _of_kl(read: Read) -> Iterator[Contradiction]:
         yield Contradiction(start, (coef,), read(start) if read(target) is None else 0.0)
     if read(coef) == 0 and read(start) is None and read(target) is not None:
         yield Contradiction(coef, (target,))
-    if read("policy.kl_in") == "weights" and read("policy.advantage_estimator") != "maxent":
-        yield Contradiction("policy.advantage_estimator", ("policy.kl_in",))
+    estimator = "policy.advantage_estimator"
+    if read("policy.kl_in") == "weights" and read(estimator) != "maxent":
+        yield Contradiction(estimator, ("policy.kl_in",))
+    if read("policy.kl_in") != "weights" and read(estimator) == "maxent":
+        yield Contradiction(estimator, ("policy.kl_in",), "weights", defaults_too=True)
     if read("policy.kl_in") == "reward" and read("policy.reward_combination") == "apart":
         yield Contradiction("policy.reward_combination", ("policy.kl_in",))
     if read("policy.kl_in") == "loss" and read("policy.kl_estimator") == "k1":
@@ -95,8 +100,8 @@ def _of_objective(read: Read) -> Iterator[Contradiction]:
 def _of_lengths(read: Read) -> Iterator[Contradiction]:
     epochs, turns = "train.num_epochs", "train.total_dialog_turns"
     if read(epochs) is not None and read(turns) is not None:
-        yield Contradiction(epochs, (turns,), None)
-        yield Contradiction(turns, (epochs,))
+        yield Contradiction(epochs, (turns,), None, defaults_too=True)
+        yield Contradiction(turns, (epochs,), defaults_too=True)
     size = max(1, read("env.num_envs") * read("env.repeats"))
     batch = read("train.optim_batch_size")
     for key in ("env.num_envs", "env.repeats"):

@@ -149,7 +149,7 @@ class TrainConfig:
     )
     num_epochs: float | None = key(
         None,
-        "Passes over the training problems; needs total_dialog_turns=null. The number of collection rounds "
+        "Passes over the training problems; total_dialog_turns is null then. The number of collection rounds "
         "is rounded up.",
     )
     optim_batch_size: int | None = key(

@@ -219,7 +219,8 @@ def _check_length(cfg: Config) -> None:
         wrong = "one of train.total_dialog_turns and train.num_epochs says how long a run is"
         good = "train.num_epochs=1 or train.total_dialog_turns=64000"
         if turns is not None:
-            good = f"train.total_dialog_turns=null train.num_epochs={show(train.num_epochs)}"
+            good = f"train.total_dialog_turns=null train.num_epochs={show(train.num_epochs)}, or "
+            good += f"train.total_dialog_turns={turns} train.num_epochs=null"
         raise bad_value("train.num_epochs", train.num_epochs, wrong, good)
     if turns is not None and turns % round_size:
         rounds = max(1, round(turns / round_size))
