@@ -19,8 +19,8 @@ def unknown(given: Mapping[str, Any], known: Sequence[str]) -> ConfigError:
         known: those that exist.
     """
     advice = "; ".join(f"{name}: {_advice(name, value, known)}" for name, value in given.items())
-    said = "an argument" if len(given) == 1 else "arguments"
-    return ConfigError(f"GRPOTrainer has no such {said.split()[-1]}: {advice}")
+    noun = "an argument" if len(given) == 1 else "arguments"
+    return ConfigError(f"GRPOTrainer has no such {noun.split()[-1]}: {advice}")
 
 
 def _advice(name: str, value: Any, known: Sequence[str]) -> str:

@@ -56,11 +56,11 @@ def on_all_ranks(program: Callable[[], _T]) -> _T:
     """
     if rank_env.rank() > 0:
         _serve()
-        found: _T | None = _ranks().recv()
-        if found is None:
+        result_of_rank_0: _T | None = _ranks().recv()
+        if result_of_rank_0 is None:
             # Rank 0 has ended, and has said why.
             raise SystemExit(0)
-        return found
+        return result_of_rank_0
     result = program()
     if rank_env.launched():
         _ranks().broadcast_object(result)

@@ -17,9 +17,9 @@ from torchrl_grpo.runtime import user_code
 FILE = "objects.pkl"
 
 
-def label(found: Any) -> str:
+def label(value: Any) -> str:
     """Return the name of a function or class, or that of the class of another object."""
-    return str(getattr(found, "__name__", None) or type(found).__name__).strip("<>")
+    return str(getattr(value, "__name__", None) or type(value).__name__).strip("<>")
 
 
 class PassedObjects:
@@ -36,12 +36,12 @@ class PassedObjects:
     def __init__(self, objects: Mapping[str, Any], folder: Path) -> None:
         import cloudpickle
 
-        for name, found in objects.items():
+        for name, value in objects.items():
             try:
-                cloudpickle.dumps(found)
+                cloudpickle.dumps(value)
             except Exception as error:
                 raise ConfigError(
-                    f"{name}: {found!r:.80} cannot be sent to another process: {user_code.describe(error)}; "
+                    f"{name}: {value!r:.80} cannot be sent to another process: {user_code.describe(error)}; "
                     "open files and connections inside the function, or name a function in a file, "
                     "FILE.py:FUNCTION"
                 ) from error

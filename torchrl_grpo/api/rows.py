@@ -130,18 +130,18 @@ def columns(row: object) -> dict[str, Any] | None:
     else:
         return None
     names += [name for name in _READ if name not in names and hasattr(row, name)]
-    found = {name: getattr(row, name) for name in names}
-    return {name: value for name, value in found.items() if isinstance(value, _PLAIN)}
+    attributes = {name: getattr(row, name) for name in names}
+    return {name: value for name, value in attributes.items() if isinstance(value, _PLAIN)}
 
 
 def fields_of(row: object) -> dict[str, str]:
     """Return ``env.fields`` for rows that have the prompt in a column of another name than ``question``."""
-    found = columns(row) or {}
-    if "question" in found:
+    row_columns = columns(row) or {}
+    if "question" in row_columns:
         return {}
     for column in ("messages", "prompt"):
-        if column in found:
-            return {"messages" if isinstance(found[column], list) else "question": column}
+        if column in row_columns:
+            return {"messages" if isinstance(row_columns[column], list) else "question": column}
     return {}
 
 
@@ -152,14 +152,14 @@ def _plain(result: Any) -> Any:
 
 def _reward_of(row: Any) -> Callable[[str], Any] | None:
     own = row.get(REWARD) if isinstance(row, Mapping) else None
-    found = own if callable(own) else getattr(row, REWARD, None)
-    return found if callable(found) else None
+    reward = own if callable(own) else getattr(row, REWARD, None)
+    return reward if callable(reward) else None
 
 
 def _row(rows: Rows, index: int, split: str, rewarded: bool) -> dict[str, Any]:
     row: object = rows[index]
-    found = columns(row)
-    if found is None:
+    row_columns = columns(row)
+    if row_columns is None:
         raise DataError(
             f"{_ARGUMENTS[split]}[{index}] is {type(row).__name__} {row!r:.60}, not a mapping of columns; "
             'give rows such as {"question": ..., "answer": ...}'
@@ -169,4 +169,4 @@ def _row(rows: Rows, index: int, split: str, rewarded: bool) -> dict[str, Any]:
             f"{_ARGUMENTS[split]}[{index}] has no {REWARD}, and the first row has one; give it to every row, "
             "or to none"
         )
-    return {**found, SPLIT: split, INDEX: index}
+    return {**row_columns, SPLIT: split, INDEX: index}

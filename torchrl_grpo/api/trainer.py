@@ -265,8 +265,8 @@ class GRPOTrainer:
             yield
 
     def _newest(self) -> Path | None:
-        found = run_folder.complete_checkpoints(self.output_dir)
-        return found[-1] if found else None
+        complete = run_folder.complete_checkpoints(self.output_dir)
+        return complete[-1] if complete else None
 
 
 class _Passed(str):
@@ -303,7 +303,7 @@ def _of_data(
     functions = _by_name([*own, *chosen], passed, "rewards", REWARDS)
     if functions:
         given["reward.functions"] = {
-            name: one for name, one in functions.items() if isinstance(one, _Passed) or ":" in one
+            name: spec for name, spec in functions.items() if isinstance(spec, _Passed) or ":" in spec
         }
         weighted = [name for name in functions if rewarded or name != REWARD]
         usual = {"environment": 1.0} if environment is not None else DATASETS["jsonl"].weights
@@ -341,20 +341,20 @@ def _by_name(
     Raises:
         ConfigError: one cannot be called, or two have the same name.
     """
-    found: dict[str, str] = {}
-    for one in chosen:
-        is_name = isinstance(one, str)
-        if not is_name and not callable(one):
-            raise ConfigError(f"{what} has {one!r:.80}, which cannot be called; give functions or classes")
-        name = one.rpartition(":")[2] if isinstance(one, str) else objects.label(one)
+    named: dict[str, str] = {}
+    for reward in chosen:
+        is_name = isinstance(reward, str)
+        if not is_name and not callable(reward):
+            raise ConfigError(f"{what} has {reward!r:.80}, which cannot be called; give functions or classes")
+        name = reward.rpartition(":")[2] if isinstance(reward, str) else objects.label(reward)
         if not is_name and (name in (built_in or ()) or not name.isidentifier()):
-            name = f"my_{name}" if f"my_{name}".isidentifier() else f"my_function_{len(found)}"
-        if name in found or (not is_name and name in passed):
+            name = f"my_{name}" if f"my_{name}".isidentifier() else f"my_function_{len(named)}"
+        if name in named or (not is_name and name in passed):
             raise ConfigError(f"{what} has two functions {name!r}; rename one")
-        found[name] = one if isinstance(one, str) else _Passed(name)
-        if not isinstance(one, str):
-            passed[name] = one
-    return found
+        named[name] = reward if isinstance(reward, str) else _Passed(name)
+        if not isinstance(reward, str):
+            passed[name] = reward
+    return named
 
 
 def _replaced(value: Any, names: Mapping[str, str]) -> Any:
@@ -362,8 +362,8 @@ def _replaced(value: Any, names: Mapping[str, str]) -> Any:
     if isinstance(value, _Passed):
         return names[value]
     if isinstance(value, Mapping):
-        return {key: _replaced(one, names) for key, one in value.items()}
-    return [_replaced(one, names) for one in value] if isinstance(value, list) else value
+        return {key: _replaced(item, names) for key, item in value.items()}
+    return [_replaced(item, names) for item in value] if isinstance(value, list) else value
 
 
 @contextmanager

@@ -275,7 +275,7 @@ def _written(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{_written(one)}" for name, one in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{_written(entry)}" for name, entry in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(_written, value)) + "]"
     # Numbers of NumPy print with the name of their type.

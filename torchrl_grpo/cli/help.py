@@ -105,12 +105,12 @@ def primary_configs(config_dir: Path) -> dict[str, str]:
     Returns:
         Map from the name of each configuration to the first comment of its file.
     """
-    found = {}
+    summaries = {}
     for path in sorted(config_dir.glob("*.yaml")):
         text = path.read_text(encoding="utf-8")
         if "\ndefaults:" in f"\n{text}":
-            found[path.stem] = _summary(text)
-    return found
+            summaries[path.stem] = _summary(text)
+    return summaries
 
 
 def help_text(program: str, config_dir: Path, config_name: str, method: TrainMethod) -> str:

@@ -177,7 +177,7 @@ class _Command:
         }
         values = {"--cfg": args.cfg, "--package": args.package, "--info": args.info}
         values["--config-dir"] = str(self.extra_dir) if self.extra_dir else None
-        flags = [flag for flag, wanted in switches.items() if wanted]
+        flags = [flag for flag, is_set in switches.items() if is_set]
         for flag, value in values.items():
             flags += [] if value is None else [flag, value]
         return flags
@@ -295,11 +295,11 @@ class _Command:
             from torchrl_grpo.checkpoints import checkpoint
             from torchrl_grpo.observe import report
 
-            found = checkpoint.find(folder, str(cfg.resume), verify_checksums=False)
-            checkpoint.check_same_run(found, preflight.resolve_proximal(cfg, self.asynchronous))
-            ended = report.of_ended_run(folder, int(found.name)) is not None
+            last_checkpoint = checkpoint.find(folder, str(cfg.resume), verify_checksums=False)
+            checkpoint.check_same_run(last_checkpoint, preflight.resolve_proximal(cfg, self.asynchronous))
+            ended = report.of_ended_run(folder, int(last_checkpoint.name)) is not None
             nothing = ", where it has ended: nothing is left to do" if ended else ""
-            sys.stdout.write(f"resumes {folder} after step {found.name}{nothing}\n")
+            sys.stdout.write(f"resumes {folder} after step {last_checkpoint.name}{nothing}\n")
         preflight.report(cfg, self.asynchronous)
         problems: int | None = None
         if cfg.train.num_epochs is not None:
@@ -325,9 +325,9 @@ class _Command:
             )
         chosen = job.run_dir if self._chosen("hydra.run.dir") else None
         self.run_folder = chosen or Path(cfg.resume)
-        found = run_dir.folder_to_resume(cfg.resume, chosen)
-        self.run_folder = found
-        return found
+        resumed = run_dir.folder_to_resume(cfg.resume, chosen)
+        self.run_folder = resumed
+        return resumed
 
     def _chosen(self, key: str) -> bool:
         return any(word.lstrip("+").startswith(f"{key}=") for word in self.args.overrides)

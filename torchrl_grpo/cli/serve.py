@@ -48,14 +48,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: with code 2 for a user error.
     """
     try:
-        asked = _parser().parse_intermixed_args(argv)
-        cfg = _compose(asked)
+        args = _parser().parse_intermixed_args(argv)
+        cfg = _compose(args)
         kind = _kind(cfg)
-        words, variables = serve_command(cfg, kind, _where(asked, kind), makes_key=not asked.print)
+        words, variables = serve_command(cfg, kind, _where(args, kind), makes_key=not args.print)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(USER_ERROR_CODE) from None
-    if asked.print:
+    if args.print:
         shown = {**variables, kind.key_variable: "YOUR_KEY"}
         settings = " ".join(f"{name}={value}" for name, value in shown.items())
         sys.stdout.write(f"{settings} {shlex.join(words)}\n")
@@ -92,27 +92,27 @@ def _kind(cfg: Config) -> ServerKind:
     return server_kind(backend if backend in SERVER_BACKENDS else Backend.vllm_server)
 
 
-def _where(asked: argparse.Namespace, kind: ServerKind) -> dict[str, str | int]:
-    if asked.uds is not None:
-        if not asked.print:
-            listening.check_socket(asked.uds.resolve())
-        return {"uds": str(asked.uds.resolve())}
-    if asked.host not in LOOPBACK and not os.environ.get(kind.key_variable):
+def _where(args: argparse.Namespace, kind: ServerKind) -> dict[str, str | int]:
+    if args.uds is not None:
+        if not args.print:
+            listening.check_socket(args.uds.resolve())
+        return {"uds": str(args.uds.resolve())}
+    if args.host not in LOOPBACK and not os.environ.get(kind.key_variable):
         raise ConfigError(
-            f"--host={asked.host}: other machines can reach this server, and {kind.key_variable} is not set; "
+            f"--host={args.host}: other machines can reach this server, and {kind.key_variable} is not set; "
             "set it to a secret here and for the run"
         )
-    if not asked.print:
-        listening.check_port(asked.host, asked.port)
-    return {"host": asked.host, "port": asked.port}
+    if not args.print:
+        listening.check_port(args.host, args.port)
+    return {"host": args.host, "port": args.port}
 
 
-def _compose(asked: argparse.Namespace) -> Config:
+def _compose(args: argparse.Namespace) -> Config:
     from torchrl_grpo.cli.compose import composer, open_free_form
 
-    extra = None if asked.config_dir is None else asked.config_dir.resolve()
-    words = [open_free_form(word) for word in asked.overrides]
-    with composer(config_dir(), asked.config_name.removesuffix(".yaml"), extra) as tree:
+    extra = None if args.config_dir is None else args.config_dir.resolve()
+    words = [open_free_form(word) for word in args.overrides]
+    with composer(config_dir(), args.config_name.removesuffix(".yaml"), extra) as tree:
         (overrides,) = tree.jobs(words, sweep=False)
         cfg = resolve_job(tree.compose(overrides, 0).node, check=lambda cfg: None)
     check_installed(cfg)

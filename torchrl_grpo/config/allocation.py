@@ -87,10 +87,10 @@ def meaning(cfg: Config) -> dict[str, Any]:
         raise _bad(line, "a trainer has data parallelism only", "t1 and p1 for it, and more of d")
     if train.backend is not None and train.backend not in _TRAINS:
         raise _bad(line, f"nothing trains with {train.backend!r} here", f"one of {', '.join(_TRAINS)}")
-    found: dict[str, Any] = {"train_model.num_devices": train.devices}
+    keys_of_mode: dict[str, Any] = {"train_model.num_devices": train.devices}
     # One device needs no shards.
     if train.devices > 1:
-        found["train_model.parallelism"] = _TRAINS[train.backend or "fsdp"]
+        keys_of_mode["train_model.parallelism"] = _TRAINS[train.backend or "fsdp"]
     if generate is not None:
         backend = generate.backend or "vllm"
         if backend not in _GENERATES:
@@ -98,23 +98,23 @@ def meaning(cfg: Config) -> dict[str, Any]:
         same = _GENERATES[backend]
         if generate.size > 1:
             # Only servers have several devices.
-            same = tuple(one for one in same if one == Backend.vllm_server)
+            same = tuple(option for option in same if option == Backend.vllm_server)
             if not same:
                 wrong = f"an engine of {backend} has one device"
                 raise _bad(line, wrong, "vllm, or t1 and p1")
-            found["inference_model.tensor_parallel_size"] = generate.tensor
-            found["inference_model.pipeline_parallel_size"] = generate.pipeline
+            keys_of_mode["inference_model.tensor_parallel_size"] = generate.tensor
+            keys_of_mode["inference_model.pipeline_parallel_size"] = generate.pipeline
         # Both ways to run vLLM are vllm in this notation.
         chosen = cfg.inference_model.backend
-        found["inference_model.backend"] = chosen if chosen in same else same[0]
+        keys_of_mode["inference_model.backend"] = chosen if chosen in same else same[0]
         if not shared:
-            found["inference_model.num_devices"] = generate.devices
+            keys_of_mode["inference_model.num_devices"] = generate.devices
     if shared:
         # Engines without a number of their own would get GPUs of their own if some are left.
         gpus = list(range(train.devices))
         engines = gpus if generate is None else list(range(generate.devices))
-        found |= {"train_model.devices": gpus, "inference_model.devices": engines}
-    return found
+        keys_of_mode |= {"train_model.devices": gpus, "inference_model.devices": engines}
+    return keys_of_mode
 
 
 def shares_devices(line: str) -> bool:
@@ -145,23 +145,23 @@ def _read(line: str) -> tuple[_Part | None, _Part, bool]:
 
 
 def _read_part(line: str, text: str) -> _Part:
-    found = _PART.fullmatch(text)
-    if found is None:
+    matched = _PART.fullmatch(text)
+    if matched is None:
         raise _bad(line, f"{text!r} is not BACKEND:SIZES, as in vllm:d4 or fsdp:d8", _GOOD)
     sizes: dict[str, int] = {}
-    for name, size in _SIZE.findall(found[2]):
+    for name, size in _SIZE.findall(matched[2]):
         if name not in _DIMENSIONS or int(size) < 1 or name in sizes:
             known = ", ".join(f"{short} ({long})" for short, long in _DIMENSIONS.items())
             raise _bad(line, f"{name}{size} in {text!r} is no size; sizes are {known}, each once", _GOOD)
         sizes[name] = int(size)
-    trains = found[1] in _TRAINS
+    trains = matched[1] in _TRAINS
     for name, size in sizes.items():
         if name not in ("d" if trains else "dtp") and size > 1:
             what = _DIMENSIONS[name]
             wrong = f"{name}{size} in {text!r} asks for {what} parallelism, which does not exist here"
             raise _bad(line, wrong, f"{name}1, and more of d")
     tensor, pipeline = sizes.get("t", 1), sizes.get("p", 1)
-    return _Part(found[1], sizes.get("d", 1) * tensor * pipeline, tensor, pipeline)
+    return _Part(matched[1], sizes.get("d", 1) * tensor * pipeline, tensor, pipeline)
 
 
 def _changed(cfg: Config, line: str, changes: dict[str, Any]) -> Config:

@@ -43,8 +43,8 @@ def with_total_turns(cfg: Config, problems: int) -> Config:
     if cfg.train.num_epochs is None:
         return cfg
     # Rounded, because 0.1 x 30 is a little more than 3.
-    asked = math.ceil(round(cfg.train.num_epochs * problems, 6))
-    turns = max(1, math.ceil(asked / cfg.env.num_envs)) * cfg.env.num_envs * cfg.env.repeats
+    prompts = math.ceil(round(cfg.train.num_epochs * problems, 6))
+    turns = max(1, math.ceil(prompts / cfg.env.num_envs)) * cfg.env.num_envs * cfg.env.repeats
     return replace(cfg, train=replace(cfg.train, total_dialog_turns=turns, num_epochs=None))
 
 

@@ -93,7 +93,7 @@ class Counterpart:
         if not self.ours:
             return self._without_key(value)
         differs = re.sub(r"^The same\b", "It means the same", self.differs)
-        said = "" if self.differs == "The same" else f". {differs}"
+        note = "" if self.differs == "The same" else f". {differs}"
         (key, *others) = self.ours
         if value is not None and values is not None and not others and "=" not in key:
             word = self._translated(name, key, value, values.choices(key))
@@ -104,14 +104,14 @@ class Counterpart:
                 sentence, _, rest = self.differs.partition(". ")
                 # A list of the values is in the message already.
                 is_list = sentence.split()[0].rstrip(",") in values.choices(key)
-                more = (f". {rest}" if rest else "") if is_list else said
+                more = (f". {rest}" if rest else "") if is_list else note
                 return f"write {key}=VALUE instead, where VALUE is {values.describe(key)}{more}"
             if word != value or own in values.choices(key) or self.differs.startswith(_ALIKE):
                 return f"write {key}={own} instead"
             if values.is_number(key) and not _OTHER_UNIT.search(self.differs):
-                return f"write {key}={own} instead{said}"
+                return f"write {key}={own} instead{note}"
         *first, last = self.ours
-        return f"write {', '.join(first)}{' or ' if first else ''}{last} instead{said}"
+        return f"write {', '.join(first)}{' or ' if first else ''}{last} instead{note}"
 
     def _translated(self, name: str, key: str, value: str, choices: Sequence[str]) -> str:
         """Return what a value there is called here; the value itself if it has no other name."""
@@ -170,7 +170,7 @@ def find_argument(name: str) -> Counterpart | None:
 @functools.cache
 def tables() -> Sequence[Counterpart]:
     """Return the rows of all tables, in the order of the page."""
-    found, section = [], ""
+    counterparts, section = [], ""
     for line in coming_from().read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             section = line.removeprefix("## ")
@@ -178,8 +178,8 @@ def tables() -> Sequence[Counterpart]:
             theirs, ours, differs = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])
             names = tuple(_plain(name.replace(": ", ".")) for name in _codes(theirs))
             words = {there.lower(): here for there, here in re.findall(r"`([^`]+)` is `([^`]+)`", differs)}
-            found.append(Counterpart(section, names, tuple(_codes(ours)), _text(differs), words))
-    return found
+            counterparts.append(Counterpart(section, names, tuple(_codes(ours)), _text(differs), words))
+    return counterparts
 
 
 @functools.cache

@@ -58,17 +58,17 @@ def advise(cfg: Config, plan: Planner, fits: Callable[[Planned], bool], mild: bo
             shortens responses and rounds.
     """
     search = _Search(cfg, plan, fits)
-    found = list(itertools.islice(search.fitting([()]), _SUGGESTIONS))
-    if found or mild:
-        return found
+    suggestions = list(itertools.islice(search.fitting([()]), _SUGGESTIONS))
+    if suggestions or mild:
+        return suggestions
     ways = [list(way) for way in (_in_shards(cfg, plan), _adapters(cfg), _in_4_bits(cfg))]
     shards, adapters, packed = (next(search.fitting(way), None) for way in ways)
-    found = [one for one in (shards, adapters or packed) if one is not None]
-    if found:
-        return found
+    suggestions = [way for way in (shards, adapters or packed) if way is not None]
+    if suggestions:
+        return suggestions
     every, smaller = [(), *itertools.chain(*ways)], list(_smaller(cfg))
-    every = [one for one in every if smaller and not search.is_hopeless(one + smaller[-1])]
-    return list(itertools.islice(search.fitting([one + less for less in smaller for one in every]), 1))
+    every = [changes for changes in every if smaller and not search.is_hopeless(changes + smaller[-1])]
+    return list(itertools.islice(search.fitting([more + less for less in smaller for more in every]), 1))
 
 
 def apply(cfg: Config, changes: Changes) -> Config:
@@ -150,7 +150,7 @@ def _smaller(cfg: Config) -> Iterator[Changes]:
 
     steps = range(1, max(longest, cfg.env.num_envs, cfg.env.repeats).bit_length())
     alone = [[shorter(step) for step in steps]]
-    alone += [[smaller(*one, step) for step in steps] for one in fewer]
+    alone += [[smaller(*changes, step) for step in steps] for changes in fewer]
     together = [sum(parts, ()) for parts in zip(*alone, strict=True)]
     for changes in dict.fromkeys(itertools.chain(*alone, together)):
         if changes:
@@ -187,10 +187,10 @@ class _Search:
                 if number < len(changes):
                     continue
                 for chosen in itertools.combinations(ladders, number - len(changes)):
-                    found = self._mildest(changes, chosen)
-                    if found is not None and advised.isdisjoint(key for key, _ in found):
-                        advised |= {key for key, _ in found}
-                        yield _written(found)
+                    mildest = self._mildest(changes, chosen)
+                    if mildest is not None and advised.isdisjoint(key for key, _ in mildest):
+                        advised |= {key for key, _ in mildest}
+                        yield _written(mildest)
 
     def is_hopeless(self, way: Changes) -> bool:
         """Return whether a configuration is valid, and nothing is enough with it."""
@@ -198,17 +198,17 @@ class _Search:
 
     def _starts(self, way: Changes) -> list[tuple[Changes, list[Ladder]]]:
         """Return a way with texts of each length, and its ladders, where all of them together are enough."""
-        found: list[tuple[Changes, list[Ladder]]] = []
-        lengths = [one for one in _lengths(apply(self._cfg, way)) if self._may_change(one)]
+        starts: list[tuple[Changes, list[Ladder]]] = []
+        lengths = [length for length in _lengths(apply(self._cfg, way)) if self._may_change(length)]
         for length in reversed(lengths):
             changes = tuple(dict(way + length).items())
             planned = self._plan(changes)
-            ladders = [] if planned is None else [one for one in _LADDERS if self._rungs(one, planned)]
+            ladders = [] if planned is None else [rung for rung in _LADDERS if self._rungs(rung, planned)]
             if self._climb(changes, ladders) is None:
                 # If everything together is not enough, it is not with longer texts either.
                 break
-            found.append((changes, ladders))
-        return found[::-1]
+            starts.append((changes, ladders))
+        return starts[::-1]
 
     def _may_change(self, changes: Changes) -> bool:
         return self._cfg.resume is None or all(is_changeable_on_resume(key) for key, _ in changes)
@@ -223,15 +223,15 @@ class _Search:
 
     def _climb(self, changes: Changes, ladders: Sequence[Ladder]) -> list[list[Change]] | None:
         """Return the rungs of the ladders; None if the last ones together are not enough."""
-        found: list[list[Change]] = []
+        climbed: list[list[Change]] = []
         for ladder in ladders:
             planned = self._plan(changes)
             rungs = [] if planned is None else self._rungs(ladder, planned)
             if not rungs:
                 return None
-            found.append(rungs)
+            climbed.append(rungs)
             changes += (rungs[-1],)
-        return found if self._is_enough(changes) else None
+        return climbed if self._is_enough(changes) else None
 
     def _mildest(self, changes: Changes, ladders: Sequence[Ladder]) -> Changes | None:
         """Return changes and the lowest rungs that are enough with them; None if none are."""
@@ -243,9 +243,9 @@ class _Search:
             return changes + tuple(rungs_of[step] for rungs_of, step in zip(rungs, steps, strict=True))
 
         # Up all ladders in parallel, and then down each one as far as it goes.
-        tops = [len(one) - 1 for one in rungs]
+        tops = [len(ladder) - 1 for ladder in rungs]
         parallel = ([min(step, top) for top in tops] for step in range(max(tops, default=0) + 1))
-        steps = next(found for found in parallel if self._is_enough(at(found)))
+        steps = next(rung_numbers for rung_numbers in parallel if self._is_enough(at(rung_numbers)))
         for number in range(len(steps)):
             while steps[number] > 0 and self._is_enough(
                 at([*steps[:number], steps[number] - 1, *steps[number + 1 :]])
@@ -323,8 +323,8 @@ def _reference_copies(planned: Planned) -> list[Change]:
 
 
 def _evaluation(planned: Planned) -> list[Change]:
-    many = planned.cfg.eval.num_problems > _LEAST_PROBLEMS
-    return [("eval.num_problems", _LEAST_PROBLEMS)] if many else []
+    evaluates_many = planned.cfg.eval.num_problems > _LEAST_PROBLEMS
+    return [("eval.num_problems", _LEAST_PROBLEMS)] if evaluates_many else []
 
 
 def _share(planned: Planned) -> list[Change]:

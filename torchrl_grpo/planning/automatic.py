@@ -69,28 +69,28 @@ def choose(configs: Sequence[Config], asynchronous: bool, hardware: Hardware) ->
 
     def plans(changes: Changes, fits: Callable[[preflight.Planned], bool]) -> list[preflight.Planned] | None:
         """Return the plans of all jobs; None if one is invalid or does not fit."""
-        found = []
+        job_plans = []
         for cfg in configs:
             shape = shapes[cfg.model.name]
             planned = preflight.replan(apply(cfg, changes), asynchronous, hardware, shape)
             if planned is None or not fits(planned):
                 return None
-            found.append(planned)
-        return found
+            job_plans.append(planned)
+        return job_plans
 
     if divides:
         for parallelism in (None, Parallelism.fsdp2) if may_shard else (None,):
-            found: list[tuple[tuple[float, int, int], Changes]] = []
+            divisions: list[tuple[tuple[float, int, int], Changes]] = []
             for division in _divisions(configs[0], asynchronous, gpus):
                 changes = _changes(configs[0], division, parallelism)
                 planned = plans(changes, _fits_divided)
                 if planned is not None:
-                    idle = max(len(one.plan.idle) for one in planned)
+                    idle = max(len(job.plan.idle) for job in planned)
                     step = max(_step(cfg, division, asynchronous) for cfg in configs)
                     # Among equally fast divisions, prefer fewer idle GPUs, and then fewer ranks.
-                    found.append(((step, idle, division.ranks), changes))
-            if found:
-                return min(found, key=lambda candidate: candidate[0])[1]
+                    divisions.append(((step, idle, division.ranks), changes))
+            if divisions:
+                return min(divisions, key=lambda candidate: candidate[0])[1]
     # A plan that may be a little too large is better than none, but no better than shards that fit.
     for fits in (_fits, preflight.is_tolerable):
         for changes in ((), *shards) if shards else ():
@@ -182,20 +182,20 @@ def _reference(cfg: Config, gpus: int) -> int:
     """Return the number of GPUs that only the reference model uses, if engines and trainer are apart."""
     if not needs_reference(cfg.policy) or cfg.train_model.lora.rank > 0:
         return 0
-    asked = cfg.ref_model.num_devices
+    reference_devices = cfg.ref_model.num_devices
     # With two GPUs it shares the trainer's.
-    return asked if isinstance(asked, int) else int(gpus > 2)
+    return reference_devices if isinstance(reference_devices, int) else int(gpus > 2)
 
 
 def _changes(cfg: Config, division: Division, parallelism: Parallelism | None) -> Changes:
-    found: Changes = ()
+    changes: Changes = ()
     if cfg.train_model.num_devices == "auto" and division.ranks > 1:
-        found += ((_TRAIN, division.ranks),)
+        changes += ((_TRAIN, division.ranks),)
     if cfg.inference_model.num_devices == "auto" and not division.shared and division.engine_gpus > 1:
-        found += ((_INFERENCE, division.engine_gpus),) if cfg.inference_model.servers == "auto" else ()
+        changes += ((_INFERENCE, division.engine_gpus),) if cfg.inference_model.servers == "auto" else ()
     if parallelism is not None and division.ranks > 1:
-        found += (("train_model.parallelism", parallelism),)
-    return found
+        changes += (("train_model.parallelism", parallelism),)
+    return changes
 
 
 def _fits(planned: preflight.Planned) -> bool:

@@ -130,13 +130,13 @@ def notes() -> list[str]:
         if unused.only_with and not _is_set(unused.only_with):
             continue
         values = {field: os.environ.get(variable, "") for field, variable in unused.variables.items()}
-        said = [
+        settings = [
             f"{field}={value}"
             for field, value in values.items()
             if value and value.lower() not in unused.usual
         ]
-        if said:
-            lines.append(f"warning: accelerate launch: {', '.join(said)}: not used, {unused.instead}")
+        if settings:
+            lines.append(f"warning: accelerate launch: {', '.join(settings)}: not used, {unused.instead}")
     return lines
 
 
@@ -154,28 +154,28 @@ def with_settings(cfg: Config) -> Config:
                 "a model that does not fit one GPU"
             )
     train = cfg.train_model
-    told, asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower(), train.autocast
-    if told == "fp8":
+    launcher_precision, autocast = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower(), train.autocast
+    if launcher_precision == "fp8":
         raise ConfigError(
             "accelerate launch: mixed_precision=fp8: no run trains in 8 bits; write mixed_precision: bf16 "
             "for the launcher"
         )
     # The launcher's default is "no", which says nothing.
-    if told in ("bf16", "fp16"):
-        if asked not in ("auto", told):
+    if launcher_precision in ("bf16", "fp16"):
+        if autocast not in ("auto", launcher_precision):
             raise bad_value(
                 "train_model.autocast",
-                asked,
-                f"the launcher was configured for mixed_precision {told}",
+                autocast,
+                f"the launcher was configured for mixed_precision {launcher_precision}",
                 "train_model.autocast=auto, or mixed_precision: 'no' for the launcher",
             )
-        train = replace(train, autocast=Autocast(told))
+        train = replace(train, autocast=Autocast(launcher_precision))
     if _is_set(_FSDP) and _is_set("FSDP_ACTIVATION_CHECKPOINTING"):
         train = replace(train, gradient_checkpointing=True)
     return cfg if train == cfg.train_model else replace(cfg, train_model=train)
 
 
-def parallelism(asked: Parallelism) -> Parallelism:
+def parallelism(configured: Parallelism) -> Parallelism:
     """Return the configuration of ``accelerate launch`` as a value of ``train_model.parallelism``.
 
     Raises:
@@ -192,7 +192,7 @@ def parallelism(asked: Parallelism) -> Parallelism:
             wrong = f"the launcher's deepspeed_config_file {file} is not read"
         raise bad_value(
             "train_model.parallelism",
-            asked,
+            configured,
             wrong,
             "--config_file config/accelerate/deepspeed_zero2.yaml for the launcher",
         )

@@ -141,10 +141,10 @@ def uses_varlen(cfg: Config, devices: Sequence[str], hardware: Hardware) -> bool
 
     The kernel does not support every size of a head. That is checked only when the run starts.
     """
-    wanted = cfg.train_model.shared_prefix and cfg.train_model.prefix_attention != PrefixAttention.dense
+    shared = cfg.train_model.shared_prefix and cfg.train_model.prefix_attention != PrefixAttention.dense
     # GPUs that compute fast in bfloat16 are those that the kernel runs on.
     on_gpu = devices[0].startswith("cuda") and hardware.has_fast_bfloat16(devices)
-    return wanted and on_gpu and autocasts(cfg, devices, hardware)
+    return shared and on_gpu and autocasts(cfg, devices, hardware)
 
 
 def mask_bytes(load: Workload, half: bool, device: str) -> float:

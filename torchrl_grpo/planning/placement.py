@@ -149,12 +149,12 @@ def _notes(request: Request) -> tuple[str, ...]:
     notes = (request.allocation_mode,) if request.allocation_mode else ()
     if request.uses_reference or (role.num_devices is None and role.devices is None):
         return notes
-    asked = f"{role.key}.num_devices={role.num_devices}"
+    unused = f"{role.key}.num_devices={role.num_devices}"
     if role.devices is not None:
-        asked = f"{role.key}.devices={show_list(role.devices)}"
+        unused = f"{role.key}.devices={show_list(role.devices)}"
     return (
         *notes,
-        f"{asked} is not used: with policy.kl_coef=0 and no policy.kl_target no reference model is loaded; "
+        f"{unused} is not used: with policy.kl_coef=0 and no policy.kl_target no reference model is loaded; "
         "to have one, write policy.kl_coef=0.01",
     )
 
@@ -235,9 +235,9 @@ class _Allocator:
             return list(role.devices)
         left = self._left()
         if len(left) >= role.count:
-            found = left[: role.count]
-            self.taken.update(found)
-            return found
+            free = left[: role.count]
+            self.taken.update(free)
+            return free
         if role.count > 1:
             raise self._too_few(role, len(left))
         if role is self.request.train and self.num_gpus > 1:
@@ -262,7 +262,7 @@ class _Allocator:
         return bad_value(key, role.count, wrong, f"{key}={left or 'auto'}")
 
     def _none_for_trainer(self) -> Exception:
-        role = max(self.named, key=lambda one: one.count)
+        role = max(self.named, key=lambda candidate: candidate.count)
         fewer = (role.devices or ())[1:]
         return bad_value(
             f"{role.key}.devices",
@@ -274,9 +274,9 @@ class _Allocator:
     def _why_train(self, gpus: Sequence[int]) -> str:
         if self.request.train.devices is not None:
             return "as train_model.devices says"
-        asked = self.request.train.num_devices
-        said = "auto" if asked is None else str(asked)
-        return f"train_model.num_devices={said}: {which(gpus)}"
+        num_devices = self.request.train.num_devices
+        shown = "auto" if num_devices is None else str(num_devices)
+        return f"train_model.num_devices={shown}: {which(gpus)}"
 
     def _inference(self, trainer: list[int], gpus: list[int], own_process: bool) -> RolePlan:
         request = self.request
@@ -297,8 +297,8 @@ class _Allocator:
             why = f"{why_prefix or f'{one_gpu}: '}shares the trainer's{each}{_weights_by(request)}"
             return RolePlan(_names(gpus), "colocated", why)
         if own_process:
-            found = _workers(request, _names(gpus), "GPU")
-            return replace(found, why=why_prefix + found.why)
+            workers = _workers(request, _names(gpus), "GPU")
+            return replace(workers, why=why_prefix + workers.why)
         return RolePlan(_names(gpus), "separate", f"{why_prefix}a GPU of its own")
 
     def _reference(self, trainer: list[int], engine: list[int]) -> RolePlan:
@@ -351,7 +351,7 @@ class _Allocator:
 
     def _others_for(self, role: Role) -> str:
         """Return the fix for an invalid list: as many GPUs that no other list names, or null."""
-        named = {gpu for one in self.named if one is not role for gpu in one.devices or ()}
+        named = {gpu for other in self.named if other is not role for gpu in other.devices or ()}
         free = [gpu for gpu in range(self.num_gpus) if gpu not in named][: role.count]
         return f"{role.key}.devices={show_list(free) if len(free) == role.count else 'null'}"
 

@@ -57,9 +57,9 @@ class Prediction:
 
     def peak(self, device: str) -> tuple[float, str]:
         """Return the peak memory of ``device`` in bytes, and the phase of the peak."""
-        found = {phase: self.need(device, phase) for phase in PHASES}
-        worst = max(found, key=lambda phase: found[phase])
-        return found[worst], worst
+        needs = {phase: self.need(device, phase) for phase in PHASES}
+        worst = max(needs, key=lambda phase: needs[phase])
+        return needs[worst], worst
 
     def largest(self, device: str, phase: str) -> Row:
         """Return the row that takes the most memory of ``device`` in ``phase``."""

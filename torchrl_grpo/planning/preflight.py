@@ -71,14 +71,14 @@ class Planned:
         vllm = self.cfg.inference_model.backend in VLLM_BACKENDS
         if self.prediction is None or isinstance(self.shape, Unknown) or not vllm:
             return []
-        found, load = [], workload_of(self.cfg)
+        shares, load = [], workload_of(self.cfg)
         for row in self.prediction.rows:
             for name in row.devices if (row.role, row.phase) == ("inference", "generate") else ():
                 gib = self.hardware.gpu_gib(name)
                 if gib is not None:
                     least = memory.least_for_vllm(self.shape, load, row.weights, gib)
-                    found.append((gib, row.weights, least))
-        return found
+                    shares.append((gib, row.weights, least))
+        return shares
 
     @property
     def room_for_sequences(self) -> int | None:
@@ -127,8 +127,8 @@ class Planned:
             lines.append(f"micro-batches: at most {self.budget.tokens} tokens ({self.budget.why})")
         if self.plan.offload_optimizer:
             lines.append("optimizer: its moments wait in host memory while the engine generates")
-        if (many := self.plan.max_num_seqs) is not None:
-            lines.append(f"engine: at most {many} responses at a time")
+        if (sequences := self.plan.max_num_seqs) is not None:
+            lines.append(f"engine: at most {sequences} responses at a time")
         if self.prediction is None:
             assert isinstance(self.shape, Unknown)
             return [*lines, f"memory: not predicted: {self.shape.why}"]
@@ -200,25 +200,25 @@ def _try_awake(planned: Planned, request: Request) -> Planned | None:
     if request.sleep or planned.cfg.inference_model.backend not in VLLM_BACKENDS:
         return None
     highest = planned.plan.gpu_memory_utilization
-    wanted = max_num_seqs(planned.cfg, on_gpu=True, room=_NO_BOUND)
+    sequences = max_num_seqs(planned.cfg, on_gpu=True, room=_NO_BOUND)
 
     def with_share(share: float) -> Planned:
         changed = replace(request, sleep=False, gpu_memory_utilization=share)
         return _place_roles(planned.cfg, changed, planned.hardware, planned.shape)
 
-    def is_enough(found: Planned) -> bool:
-        share, room = found.plan.gpu_memory_utilization, found.room_for_sequences
-        return (found.least_share or 1.0) <= share and room is not None and room >= wanted
+    def is_enough(candidate: Planned) -> bool:
+        share, room = candidate.plan.gpu_memory_utilization, candidate.room_for_sequences
+        return (candidate.least_share or 1.0) <= share and room is not None and room >= sequences
 
-    found = with_share(highest)
+    awake = with_share(highest)
     if request.gpu_memory_utilization is None:
         smaller = (step / 20 for step in range(1, round(20 * highest)))
         least = next((share for share in smaller if is_enough(with_share(share))), highest)
         # One step more for CUDA graphs, which the prediction does not count.
-        found = with_share(min(highest, round(least + 1 / 20, 2)))
+        awake = with_share(min(highest, round(least + 1 / 20, 2)))
     # Many small micro-batches would take longer than an engine that falls asleep and wakes up.
-    large = 2 * found.budget.tokens >= planned.budget.tokens
-    return found if large and fits(found, SPARE) else None
+    large = 2 * awake.budget.tokens >= planned.budget.tokens
+    return awake if large and fits(awake, SPARE) else None
 
 
 def _place_roles(cfg: Config, request: Request, hardware: Hardware, shape: ModelShape | Unknown) -> Planned:
@@ -256,9 +256,9 @@ def replan(
 
 def _offloads(cfg: Config, plan: Plan, shape: ModelShape | Unknown, hardware: Hardware) -> bool:
     """Return whether the optimizer's moments wait in host memory while the engine generates."""
-    wanted = cfg.train_model.offload_optimizer
-    if wanted is not None or not plan.sleeps or cfg.train_model.parallelism in ZERO_STAGES:
-        return bool(wanted) and plan.train_device.startswith("cuda")
+    configured = cfg.train_model.offload_optimizer
+    if configured is not None or not plan.sleeps or cfg.train_model.parallelism in ZERO_STAGES:
+        return bool(configured) and plan.train_device.startswith("cuda")
     if isinstance(shape, Unknown) or not plan.train_device.startswith("cuda"):
         return False
     needs = {
@@ -384,7 +384,7 @@ def _shortage(planned: Planned) -> tuple[str, object, str] | None:
         if available_gib is None:
             continue
         needs = [(planned.prediction.need(device, phase), phase) for phase in PHASES]
-        over = [one for one in needs if one[0] > _tolerated(planned, device, one[1]) * available_gib * GIB]
+        over = [row for row in needs if row[0] > _tolerated(planned, device, row[1]) * available_gib * GIB]
         if not over:
             continue
         need, phase = max(over)

@@ -148,8 +148,8 @@ def build_request(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
 
 def _allocation(cfg: Config) -> str:
     """Return ``allocation_mode`` and the keys that it stands for."""
-    told = ", ".join(f"{key}={show(value)}" for key, value in meaning(cfg).items())
-    return f"allocation_mode={cfg.allocation_mode} is {told}"
+    meanings = ", ".join(f"{key}={show(value)}" for key, value in meaning(cfg).items())
+    return f"allocation_mode={cfg.allocation_mode} is {meanings}"
 
 
 def _role(key: str, count: int | str, devices: list[int] | None) -> Role:

@@ -29,13 +29,13 @@ def resolved(cfg: Config) -> Config:
     kind = parallelism(cfg)
     if not rank_env.launched():
         return cfg
-    asked, started = cfg.train_model.num_devices, rank_env.world_size()
-    if asked not in ("auto", started):
+    num_devices, started = cfg.train_model.num_devices, rank_env.world_size()
+    if num_devices not in ("auto", started):
         raise bad_value(
             "train_model.num_devices",
-            asked,
+            num_devices,
             f"the launcher has started {started} processes",
-            f"train_model.num_devices={started}, or --num_processes {asked} for the launcher",
+            f"train_model.num_devices={started}, or --num_processes {num_devices} for the launcher",
         )
     kind = cfg.train_model.parallelism if kind == "ddp" else kind
     train = replace(cfg.train_model, num_devices=rank_env.local_world_size(), parallelism=kind)
@@ -50,19 +50,19 @@ def parallelism(cfg: Config) -> Parallelism:
     Raises:
         ConfigError: the launcher was configured for another parallelism, or the model does not support it.
     """
-    asked = cfg.train_model.parallelism
-    told = launcher.parallelism(asked)
+    configured = cfg.train_model.parallelism
+    of_launcher = launcher.parallelism(configured)
     # "ddp" is also what a launcher without settings reports, so it contradicts nothing. A launcher that was
     # configured for FSDP or DeepSpeed must match.
-    if asked not in ("auto", told) and told != "ddp":
-        name = "FSDP" if told == "fsdp2" else f"DeepSpeed ZeRO-{ZERO_STAGES[told]}"
+    if configured not in ("auto", of_launcher) and of_launcher != "ddp":
+        name = "FSDP" if of_launcher == "fsdp2" else f"DeepSpeed ZeRO-{ZERO_STAGES[of_launcher]}"
         raise bad_value(
             "train_model.parallelism",
-            asked,
+            configured,
             f"the launcher was configured for {name}",
-            f"train_model.parallelism=auto, or config/accelerate/{_FILES[asked]}.yaml for the launcher",
+            f"train_model.parallelism=auto, or config/accelerate/{_FILES[configured]}.yaml for the launcher",
         )
-    kind = told if asked == "auto" else asked
+    kind = of_launcher if configured == "auto" else configured
     if kind in ZERO_STAGES and cfg.train_model.compile:
         wrong = f"this version does not compile layers that are held with {kind}"
         raise bad_value("train_model.compile", True, wrong, "train_model.compile=false")
@@ -74,7 +74,7 @@ def parallelism(cfg: Config) -> Parallelism:
     if cfg.train_model.lora.rank > 0:
         raise bad_value(
             "train_model.parallelism",
-            asked,
+            configured,
             "adapters are merged on one rank, which must hold their matrices whole; they need no shards",
             "train_model.parallelism=ddp, or config/accelerate/multi_gpu.yaml for the launcher",
         )

@@ -27,13 +27,13 @@ def choose_transfer(request: Request, own_process: bool) -> str:
         automatic = "shared_memory"
     else:
         automatic = "ray_objects" if own_process else "in_process"
-    asked = request.weight_transfer
-    if asked == "auto" or asked == automatic:
+    way = request.weight_transfer
+    if way == "auto" or way == automatic:
         return automatic
     if request.backend not in SERVER_BACKENDS:
         where = "in processes of their own, on Ray" if own_process else "in the trainer's process"
-        raise bad_value(_KEY, asked, f"the engines of this plan run {where}", f"{_KEY}={automatic}")
-    return asked
+        raise bad_value(_KEY, way, f"the engines of this plan run {where}", f"{_KEY}={automatic}")
+    return way
 
 
 def check_gpus(transfer: str, trainer: Sequence[int], engines: Collection[int]) -> None:

@@ -54,15 +54,15 @@ def workload_of(cfg: Config, ranks: int = 1, engines: int = 1) -> Workload:
     whole = max(1, groups // pieces)
     responses = whole * samples if pieces <= groups else max(1, samples * groups // pieces)
     prompts = whole if cfg.train_model.shared_prefix else responses
-    wanted = prompts * prompt + responses * response
-    tokens = min(wanted, token_budget(cfg))
-    share = tokens / wanted
+    cached = prompts * prompt + responses * response
+    tokens = min(cached, token_budget(cfg))
+    share = tokens / cached
     attended = share * (responses * length + (prompts * prompt if cfg.train_model.shared_prefix else 0))
     pairs = share * responses * response * length if cfg.train_model.shared_prefix else 0.0
     rows = max(
         -(-cfg.env.num_envs // engines) * samples, -(-cfg.eval.num_problems // engines) * cfg.eval.pass_at_k
     )
-    return Workload(prompt, response, tokens, attended, pairs, pieces > 1 or tokens < wanted, rows)
+    return Workload(prompt, response, tokens, attended, pairs, pieces > 1 or tokens < cached, rows)
 
 
 def max_num_seqs(cfg: Config, on_gpu: bool = False, room: int | None = None) -> int:
@@ -79,5 +79,5 @@ def max_num_seqs(cfg: Config, on_gpu: bool = False, room: int | None = None) -> 
     least = max(cfg.env.num_envs * cfg.env.repeats, _MIN_SEQS)
     if not on_gpu:
         return least
-    wanted = max(least, cfg.eval.num_problems * cfg.eval.pass_at_k, _MIN_SEQS_GPU)
-    return max(least, min(wanted, _MIN_SEQS_GPU if room is None else room))
+    sequences = max(least, cfg.eval.num_problems * cfg.eval.pass_at_k, _MIN_SEQS_GPU)
+    return max(least, min(sequences, _MIN_SEQS_GPU if room is None else room))

@@ -67,30 +67,30 @@ def script_for(arguments: Sequence[str]) -> str:
     Raises:
         UserError: an option or an override is wrong, or the run does not fit on the nodes.
     """
-    asked = _parser().parse_intermixed_args(arguments)
-    options = _slurm_options(asked)
+    args = _parser().parse_intermixed_args(arguments)
+    options = _slurm_options(args)
     options.check()
-    script = SCRIPTS[asked.script]
-    for override in asked.overrides:
+    script = SCRIPTS[args.script]
+    for override in args.overrides:
         key = override.lstrip("+~").partition("=")[0]
         if key in _SET_BY_JOB:
             raise ConfigError(f"{override}: the batch script sets {key}; remove it")
-    config_name = (asked.config_name or script.config_name).removesuffix(".yaml")
-    compose = _composing(config_name, asked.config_dir, script)
-    cfg = compose(asked.overrides)
-    layout.check_script(asked.script, cfg, options.nodes)
-    found, trainer_overrides = _lay_out(cfg, asked.overrides, script, options, compose)
+    config_name = (args.config_name or script.config_name).removesuffix(".yaml")
+    compose = _composing(config_name, args.config_dir, script)
+    cfg = compose(args.overrides)
+    layout.check_script(args.script, cfg, options.nodes)
+    plan_of_job, trainer_overrides = _lay_out(cfg, args.overrides, script, options, compose)
     run = Run(
-        script=asked.script,
+        script=args.script,
         common=[
             f"--config-name={config_name}",
-            *([f"--config-dir={asked.config_dir}"] if asked.config_dir else []),
+            *([f"--config-dir={args.config_dir}"] if args.config_dir else []),
         ],
         trainer_overrides=trainer_overrides,
-        server_overrides=list(asked.overrides),
+        server_overrides=list(args.overrides),
         command=shlex.join(["python", "-m", "torchrl_grpo.slurm", *arguments]),
     )
-    return batch_script(run, options, found)
+    return batch_script(run, options, plan_of_job)
 
 
 def _lay_out(
@@ -144,24 +144,24 @@ def _composing(
     return compose
 
 
-def _slurm_options(asked: argparse.Namespace) -> SlurmOptions:
+def _slurm_options(args: argparse.Namespace) -> SlurmOptions:
     return SlurmOptions(
-        nodes=asked.nodes,
-        gpus_per_node=asked.gpus_per_node,
-        cpus_per_node=asked.cpus_per_node,
-        memory_per_node=asked.memory_per_node,
-        time=asked.time,
-        partition=asked.partition,
-        account=asked.account,
-        qos=asked.qos,
-        mail_user=asked.mail_user,
-        mail_type=asked.mail_type,
-        job_name=asked.job_name or asked.script,
-        signal_seconds=asked.signal_seconds,
-        extra=tuple(asked.sbatch),
-        setup=tuple(asked.setup),
-        folder=asked.folder,
-        start_seconds=asked.start_seconds,
+        nodes=args.nodes,
+        gpus_per_node=args.gpus_per_node,
+        cpus_per_node=args.cpus_per_node,
+        memory_per_node=args.memory_per_node,
+        time=args.time,
+        partition=args.partition,
+        account=args.account,
+        qos=args.qos,
+        mail_user=args.mail_user,
+        mail_type=args.mail_type,
+        job_name=args.job_name or args.script,
+        signal_seconds=args.signal_seconds,
+        extra=tuple(args.sbatch),
+        setup=tuple(args.setup),
+        folder=args.folder,
+        start_seconds=args.start_seconds,
     )
 
 

@@ -115,10 +115,10 @@ async def _until_port_is_open(address: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     try:
-        asked = _parser().parse_args(argv)
-        if asked.ray is not None:
-            wait_for_ray(asked.ray, asked.nodes, asked.timeout)
-        wait_for_servers(asked.servers, os.environ.get(KEY_VARIABLE, ""), asked.timeout)
+        options = _parser().parse_args(argv)
+        if options.ray is not None:
+            wait_for_ray(options.ray, options.nodes, options.timeout)
+        wait_for_servers(options.servers, os.environ.get(KEY_VARIABLE, ""), options.timeout)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return USER_ERROR_CODE

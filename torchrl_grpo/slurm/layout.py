@@ -102,12 +102,12 @@ def count_engines(cfg: Config, asynchronous: bool, nodes: int, gpus: int) -> int
     Raises:
         ConfigError: they do not fit.
     """
-    asked = cfg.inference_model.num_devices
+    num_devices = cfg.inference_model.num_devices
     key = "inference_model.num_devices"
     if needs_servers(cfg, nodes):
         others = nodes - 1
         room = others * max(1, gpus)
-        count = asked if isinstance(asked, int) else _at_most(cfg.env.num_envs, room, others)
+        count = num_devices if isinstance(num_devices, int) else _at_most(cfg.env.num_envs, room, others)
         if count % others:
             fewer = count - count % others or others
             raise bad_value(
@@ -121,7 +121,7 @@ def count_engines(cfg: Config, asynchronous: bool, nodes: int, gpus: int) -> int
     plan = place(cfg, asynchronous, gpus)
     actors = plan.reference_actors if plan.reference.placement == "cluster" else 0
     room = nodes * gpus - len(_used_on_first(plan)) - actors if gpus else nodes
-    count = asked if isinstance(asked, int) else _at_most(cfg.env.num_envs, room, 1)
+    count = num_devices if isinstance(num_devices, int) else _at_most(cfg.env.num_envs, room, 1)
     if gpus and count > room:
         wrong = f"the other roles leave {counted(room, 'GPU')} on {nodes} nodes"
         raise bad_value(key, count, wrong, f"{key}={room}, or more --nodes" if room > 0 else "more --nodes")

@@ -162,10 +162,10 @@ def seconds_of(time: str) -> int | None:
     """
     if time.lower() in _UNLIMITED:
         return None
-    found = re.fullmatch(r"(?:(\d+)-(?=\d))?(\d+)(?::(\d+))?(?::(\d+))?", time)
-    if found is None:
+    matched = re.fullmatch(r"(?:(\d+)-(?=\d))?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if matched is None:
         raise _bad("--time", time, "is no time limit of Slurm", "90 (minutes), 24:00:00 or 2-12")
-    days, *parts = found.groups()
+    days, *parts = matched.groups()
     numbers = [int(part) for part in parts if part is not None]
     # Behind days, and of three numbers, the first counts hours. Otherwise it counts minutes.
     if days is None and len(numbers) < 3:

@@ -135,7 +135,7 @@ def _check_sampling(cfg: Config) -> None:
             wrong = "env.sampling=uniform reads no pass rates"
             raise bad_value(key, value, wrong, "env.sampling=pass_rate too,")
     bands, weights = env.pass_rate_bands, env.pass_rate_weights
-    if sorted(set(bands)) != bands or not all(0 <= one <= 1 for one in bands):
+    if sorted(set(bands)) != bands or not all(0 <= bound <= 1 for bound in bands):
         wrong = "must be numbers from 0 to 1 in increasing order"
         raise bad_value("env.pass_rate_bands", bands, wrong, "env.pass_rate_bands=[0.1,0.9]")
     if len(weights) != len(bands) + 1 or min(weights) < 0 or max(weights) <= 0:

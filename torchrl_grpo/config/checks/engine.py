@@ -147,7 +147,7 @@ def check_servers(cfg: Config) -> None:
     if servers == "auto":
         return
     good = f"{key}=[http://127.0.0.1:8000] or {key}=auto"
-    if not isinstance(servers, list) or not servers or not all(isinstance(one, str) for one in servers):
+    if not isinstance(servers, list) or not servers or not all(isinstance(item, str) for item in servers):
         raise bad_value(key, servers, "must be auto or a list of addresses", good)
     if inference.backend not in SERVER_BACKENDS:
         wrong = f"inference_model.backend={inference.backend} has no servers"

@@ -160,7 +160,7 @@ def unreached(cfg: Config, problems: int | None = None) -> list[str]:
     per_round, drawn = steps_per_round(cfg), rounds(cfg) * cfg.env.num_envs
     total = rounds(cfg) * per_round
     run = f"the run has {total} optimizer step{'' if total == 1 else 's'}"
-    found: list[tuple[str, object, str, str]] = []
+    entries: list[tuple[str, object, str, str]] = []
 
     def turns(steps: int) -> str:
         needed = -(-steps // per_round) * cfg.env.num_envs * cfg.env.repeats
@@ -171,21 +171,21 @@ def unreached(cfg: Config, problems: int | None = None) -> list[str]:
         highest = f"the learning rate ends at {lr * total / (warmup + 1):.3g}"
         wrong = f"{run}, so {highest} and never reaches optimizer.lr={lr:g}"
         good = f"optimizer.warmup_steps={total // 10} or {turns(warmup + 1 + decays)}"
-        found.append(("optimizer.warmup_steps", warmup, wrong, good))
+        entries.append(("optimizer.warmup_steps", warmup, wrong, good))
     elif decays and warmup == total - 1 > 0:
         wrong = f"{run}, and optimizer.warmup_steps={warmup}, so the learning rate never falls"
         good = f"optimizer.warmup_steps={total // 10} or {turns(warmup + 2)}"
-        found.append(("optimizer.schedule", cfg.optimizer.schedule, wrong, good))
+        entries.append(("optimizer.schedule", cfg.optimizer.schedule, wrong, good))
     refresh = cfg.ref_model.refresh_frequency
     if refresh > total - per_round:
         wrong = f"{run}, so no round is scored with a refreshed reference"
         good = f"ref_model.refresh_frequency={max(1, total // 10)} or {turns(refresh + per_round)}"
-        found.append(("ref_model.refresh_frequency", refresh, wrong, good))
+        entries.append(("ref_model.refresh_frequency", refresh, wrong, good))
     publish = cfg.train.weight_update_frequency
     if publish is not None and publish > total - per_round > 0 and cfg.train.method == TrainMethod.grpo:
         wrong = f"{run}, so every round is generated with the first weights"
         good = f"train.weight_update_frequency={per_round} or {turns(publish + per_round)}"
-        found.append(("train.weight_update_frequency", publish, wrong, good))
+        entries.append(("train.weight_update_frequency", publish, wrong, good))
     horizon, responses = cfg.policy.kl_horizon, total_turns(cfg) * cfg.train.epochs
     if cfg.policy.kl_target is not None and horizon > responses:
         wrong = (
@@ -193,12 +193,12 @@ def unreached(cfg: Config, problems: int | None = None) -> list[str]:
             "the coefficient by less than about a fifth"
         )
         good = f"policy.kl_horizon={max(optim_batch_size(cfg), responses // 10)}"
-        found.append(("policy.kl_horizon", horizon, wrong, good))
+        entries.append(("policy.kl_horizon", horizon, wrong, good))
     if cfg.env.order_by is not None and problems is not None and drawn < problems:
         wrong = f"the run draws {drawn} of {problems} problems, so it never reaches the last of them"
         good = "train.total_dialog_turns=null train.num_epochs=1"
-        found.append(("env.order_by", cfg.env.order_by, wrong, good))
-    return [f"{key}={show(value)}: {wrong}; write {good} instead" for key, value, wrong, good in found]
+        entries.append(("env.order_by", cfg.env.order_by, wrong, good))
+    return [f"{key}={show(value)}: {wrong}; write {good} instead" for key, value, wrong, good in entries]
 
 
 def _check_rounds(cfg: Config, age: int, allowed: str) -> None:

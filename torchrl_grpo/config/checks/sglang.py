@@ -95,5 +95,5 @@ def check_python(cfg: Config) -> None:
     if done.returncode == 3:
         raise bad_value(_KEY, given, "sglang is not installed there", _GOOD)
     if done.returncode != 0:
-        said = (done.stderr.strip() or "it said nothing").splitlines()[-1]
-        raise bad_value(_KEY, given, f"it is no Python 3.11 or newer ({said})", _GOOD)
+        last_line = (done.stderr.strip() or "it said nothing").splitlines()[-1]
+        raise bad_value(_KEY, given, f"it is no Python 3.11 or newer ({last_line})", _GOOD)
