@@ -21,6 +21,7 @@ _PAGES = (
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "benchmarks/RESULTS.md",
+    "benchmarks/MEASURED.md",
     "sota-implementations/grpo/README.md",
 )
 _LINK = re.compile(r"\]\(([^)\s#:]+)[)#]")

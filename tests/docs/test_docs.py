@@ -18,6 +18,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "sota-implementations" / "grpo" / "README.md",
+    ROOT / "benchmarks" / "MEASURED.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 # What is no key although it begins like one: train.jsonl, model.safetensors.
@@ -68,7 +69,7 @@ def anchors(page: Path) -> set[str]:
 
 def folder(page: Path) -> Path:
     """Where a page's commands are run: beside the scripts that it is about, or at the top."""
-    return ROOT if page.parent == ROOT / "docs" else page.parent
+    return ROOT if page.parent.name in ("docs", "benchmarks") else page.parent
 
 
 def is_key(word: str) -> bool:
