@@ -230,6 +230,22 @@ def test_no_comment_says_that_a_run_is_resumed_with_the_same_value_of_a_free_key
     assert "inference_model.engine_args" in seen
 
 
+def test_the_arrows_between_subpackages_are_the_imports() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    drawn = set(re.findall(r"^ +(\w+)(?:\[.*?\])? --> (\w+)", page, re.MULTILINE))
+    real = set()
+    for path in (ROOT / "torchrl_grpo").glob("*/**/*.py"):
+        importer = path.relative_to(ROOT / "torchrl_grpo").parts[0]
+        imported = re.findall(r"^ *(?:from|import) torchrl_grpo\.(\w+)", path.read_text(), re.MULTILINE)
+        real |= {(importer, name) for name in imported if name != importer}
+    assert drawn <= real
+    # Every import follows the arrows.
+    reached = set(drawn)
+    while more := {(a, d) for a, b in reached for c, d in drawn if b == c} - reached:
+        reached |= more
+    assert real <= reached
+
+
 # -- metrics
 
 
