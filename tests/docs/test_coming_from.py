@@ -234,9 +234,9 @@ def test_every_name_of_the_tables_leads_to_its_row_as_an_argument() -> None:
         ("mask_truncated_completions=true", "write policy.overlong=mask instead"),
         ("advantage_estimator=dr_grpo", "write policy=dr_grpo instead"),
         # The row says what to do without a key.
-        ("output_dir=out", "write hydra.run.dir=out, or use the dated folder"),
+        ("output_dir=out", "write hydra.run.dir=out"),
         ("logging_dir=out", "write hydra.run.dir=out."),
-        ("disable_dropout=true", "write nothing in its place. Dropout is always off"),
+        ("disable_dropout=true", "write nothing in its place. Dropout is off"),
         # The key takes another kind of value.
         (
             "save_strategy=epoch",
