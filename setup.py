@@ -12,6 +12,7 @@ setup(
         YAML: ["*.yaml", "*/*.yaml"],
         PAGES: ["coming_from.md"],
         "torchrl_grpo": ["py.typed"],
+        "torchrl_grpo.slurm": ["*.jinja"],
     },
     include_package_data=False,
 )

@@ -79,7 +79,8 @@ def test_the_wheel_holds_the_package_the_yaml_files_and_a_page_alone(wheel: Path
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
     info = "torchrl_grpo-0.1.0.dist-info/"
-    package = {str(path.relative_to(repo_root)) for path in (repo_root / "torchrl_grpo").rglob("*.py")}
+    files = [file for ending in ("py", "jinja") for file in (repo_root / "torchrl_grpo").rglob(f"*.{ending}")]
+    package = {str(file.relative_to(repo_root)) for file in files}
     config = repo_root / "config"
     yaml = {f"torchrl_grpo/config/yaml/{path.relative_to(config)}" for path in config.rglob("*.yaml")}
     more = {"torchrl_grpo/py.typed", "torchrl_grpo/config/pages/coming_from.md"}

@@ -71,6 +71,16 @@ def test_one_node_runs_one_step_with_logs_of_its_attempt(tmp_path: Path) -> None
     assert (job / "logs/latest").readlink() == Path("3") and (job / "logs/3/trainer.log").is_file()
 
 
+def test_text_of_the_user_is_no_code_of_the_script(tmp_path: Path) -> None:
+    fake = FakeSlurm(tmp_path)
+    override = r"""logging.experiment="$(touch made) `touch made` {{ 7 }} {# {% ' \\ %s" """.strip()
+    text = script_for([override, "--setup=true\ntouch set"])
+    assert all(line.startswith("#") for line in text.partition("\nset -eo pipefail\n")[0].splitlines())
+    run(fake, text)
+    assert f" {override} resume=auto_or_new " in fake.notes[1]
+    assert (tmp_path / "set").exists() and not (tmp_path / "made").exists()
+
+
 def test_the_trainer_waits_for_the_servers_and_ends_them(tmp_path: Path) -> None:
     fake = FakeSlurm(tmp_path, "node1,node2,node3", servers=4, gpus="4,6")
     arguments = [
