@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from torchrl_grpo.cli.arguments import Parser
@@ -67,35 +67,33 @@ def script_for(arguments: Sequence[str]) -> str:
     Raises:
         UserError: an option or an override is wrong, or the run does not fit on the nodes.
     """
-    args = _parser().parse_intermixed_args(arguments)
-    options = _slurm_options(args)
+    parsed = _parser().parse_intermixed_args(arguments)
+    options = _slurm_options(parsed)
     options.check()
-    script = SCRIPTS[args.script]
-    for override in args.overrides:
+    script = SCRIPTS[parsed.script]
+    for override in parsed.overrides:
         key = override.lstrip("+~").partition("=")[0]
         if key in _SET_BY_JOB:
             raise ConfigError(f"{override}: the batch script sets {key}; remove it")
-    config_name = (args.config_name or script.config_name).removesuffix(".yaml")
-    compose = _composing(config_name, args.config_dir, script)
-    cfg = compose(args.overrides)
-    layout.check_script(args.script, cfg, options.nodes)
-    plan_of_job, trainer_overrides = _lay_out(cfg, args.overrides, script, options, compose)
+    config_name = (parsed.config_name or script.config_name).removesuffix(".yaml")
+    compose = _composing(config_name, parsed.config_dir, script)
+    cfg = compose(parsed.overrides)
+    layout.check_script(parsed.script, cfg, options.nodes)
+    job_layout, trainer_overrides = _lay_out(cfg, parsed.overrides, script, options, compose)
+    config_dir_option = [f"--config-dir={parsed.config_dir}"] if parsed.config_dir else []
     run = Run(
-        script=args.script,
-        common=[
-            f"--config-name={config_name}",
-            *([f"--config-dir={args.config_dir}"] if args.config_dir else []),
-        ],
+        script=parsed.script,
+        common=[f"--config-name={config_name}", *config_dir_option],
         trainer_overrides=trainer_overrides,
-        server_overrides=list(args.overrides),
+        server_overrides=parsed.overrides,
         command=shlex.join(["python", "-m", "torchrl_grpo.slurm", *arguments]),
     )
-    return batch_script(run, options, plan_of_job)
+    return batch_script(run, options, job_layout)
 
 
 def _lay_out(
     cfg: Config,
-    given: Sequence[str],
+    user_overrides: Sequence[str],
     script: _Script,
     options: SlurmOptions,
     compose: Callable[[Sequence[str]], Config],
@@ -104,12 +102,12 @@ def _lay_out(
 
     Args:
         cfg: configuration of the run.
-        given: overrides that the user gave.
+        user_overrides: overrides that the user wrote.
         script: command that the job runs.
         options: options of the job.
         compose: function that composes overrides to a configuration.
     """
-    overrides, nodes, gpus = list(given), options.nodes, options.gpus
+    overrides, nodes, gpus = list(user_overrides), options.nodes, options.gpus
     if nodes == 1:
         return Layout(layout.place(cfg, script.asynchronous, gpus), 1, gpus), overrides
     if layout.needs_servers(cfg, nodes):
@@ -144,25 +142,9 @@ def _composing(
     return compose
 
 
-def _slurm_options(args: argparse.Namespace) -> SlurmOptions:
-    return SlurmOptions(
-        nodes=args.nodes,
-        gpus_per_node=args.gpus_per_node,
-        cpus_per_node=args.cpus_per_node,
-        memory_per_node=args.memory_per_node,
-        time=args.time,
-        partition=args.partition,
-        account=args.account,
-        qos=args.qos,
-        mail_user=args.mail_user,
-        mail_type=args.mail_type,
-        job_name=args.job_name or args.script,
-        signal_seconds=args.signal_seconds,
-        extra=tuple(args.sbatch),
-        setup=tuple(args.setup),
-        folder=args.folder,
-        start_seconds=args.start_seconds,
-    )
+def _slurm_options(arguments: argparse.Namespace) -> SlurmOptions:
+    values = {field.name: getattr(arguments, field.name) for field in fields(SlurmOptions)}
+    return SlurmOptions(**values | {"job_name": arguments.job_name or arguments.script})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -190,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--job-name", help="name of the job (default: that of the training command)")
     add(
         "--sbatch",
+        dest="extra",
         action="append",
         default=[],
         metavar="OPTION",

@@ -115,10 +115,10 @@ async def _until_port_is_open(address: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     try:
-        options = _parser().parse_args(argv)
-        if options.ray is not None:
-            wait_for_ray(options.ray, options.nodes, options.timeout)
-        wait_for_servers(options.servers, os.environ.get(KEY_VARIABLE, ""), options.timeout)
+        arguments = _parser().parse_args(argv)
+        if arguments.ray is not None:
+            wait_for_ray(arguments.ray, arguments.nodes, arguments.timeout)
+        wait_for_servers(arguments.servers, os.environ.get(KEY_VARIABLE, ""), arguments.timeout)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return USER_ERROR_CODE

@@ -42,15 +42,6 @@ class Layout:
         used = _used_on_first(self.plan)
         return [gpu for gpu in range(self.gpus) if f"cuda:{gpu}" not in used]
 
-    def describe(self) -> str:
-        """Return a line about each kind of node."""
-        if self.nodes == 1:
-            return "one node: the run starts its engines itself"
-        if self.servers:
-            each = counted(self.per_node, "server")
-            return f"first node: the trainer; {counted(self.nodes - 1, 'other node')}: {each} each"
-        return f"first node: the trainer; {counted(self.engines, 'worker')} on Ray, on all nodes"
-
 
 def needs_servers(cfg: Config, nodes: int) -> bool:
     """Whether the job starts servers on nodes of their own."""

@@ -162,10 +162,10 @@ def seconds_of(time: str) -> int | None:
     """
     if time.lower() in _UNLIMITED:
         return None
-    matched = re.fullmatch(r"(?:(\d+)-(?=\d))?(\d+)(?::(\d+))?(?::(\d+))?", time)
-    if matched is None:
+    match = re.fullmatch(r"(?:(\d+)-(?=\d))?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if match is None:
         raise _bad("--time", time, "is no time limit of Slurm", "90 (minutes), 24:00:00 or 2-12")
-    days, *parts = matched.groups()
+    days, *parts = match.groups()
     numbers = [int(part) for part in parts if part is not None]
     # Behind days, and of three numbers, the first counts hours. Otherwise it counts minutes.
     if days is None and len(numbers) < 3:

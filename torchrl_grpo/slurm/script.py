@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from torchrl_grpo.cli.endings import STOPPED_CODE
 from torchrl_grpo.config.values import KEY_VARIABLE
+from torchrl_grpo.planning.plan import counted
 from torchrl_grpo.slurm.layout import Layout
 from torchrl_grpo.slurm.options import EARLY_S, SlurmOptions
 
@@ -45,7 +46,7 @@ def batch_script(run: Run, options: SlurmOptions, layout: Layout) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    templates.filters["quote"] = shlex.quote
+    templates.filters.update(quote=shlex.quote, counted=counted)
     name = "job" if layout.nodes == 1 else "servers" if layout.servers else "ray"
     return templates.get_template(f"{name}.sh.jinja").render(
         run=run,
