@@ -75,7 +75,12 @@ class JsonChannel:
         end = time.monotonic() + limit_s + grace_s
         name = secrets.token_hex(8)
         request = {"id": name, "payload": payload, "limit_s": limit_s}
-        rest = memoryview(json.dumps(request).encode() + b"\n")
+        self.send_line(json.dumps(request).encode(), end)
+        return self._answer(name, end)
+
+    def send_line(self, content: bytes, end: float) -> None:
+        """Send a line until a time of the monotonic clock. See :meth:`ask`."""
+        rest = memoryview(content + b"\n")
         with selectors.DefaultSelector() as selector:
             selector.register(self._descriptor, selectors.EVENT_WRITE)
             while rest:
@@ -86,7 +91,6 @@ class JsonChannel:
                     continue
                 except (BrokenPipeError, ConnectionResetError) as error:
                     raise ChannelClosed from error
-        return self._answer(name, end)
 
     def wait_until_ready(self, limit_s: float) -> None:
         """Wait for the message of the process that it has started. See :meth:`ask`."""
@@ -94,7 +98,7 @@ class JsonChannel:
 
     def _answer(self, name: str, end: float) -> Any:
         start = b'{"id": ' + json.dumps(name).encode()
-        while not (text := self._line(end)).startswith(start):
+        while not (text := self.read_line(end)).startswith(start):
             # It is not even parsed, which takes long for a line made to take long.
             continue
         try:
@@ -107,7 +111,8 @@ class JsonChannel:
             raise RemoteTimeout
         return reply.get("value")
 
-    def _line(self, end: float) -> bytes:
+    def read_line(self, end: float) -> bytes:
+        """Return the next line, which comes until a time of the monotonic clock. See :meth:`ask`."""
         searched = 0
         with selectors.DefaultSelector() as selector:
             selector.register(self._descriptor, selectors.EVENT_READ)

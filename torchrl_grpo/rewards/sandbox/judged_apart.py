@@ -21,7 +21,6 @@ import json
 import math
 import os
 import resource
-import selectors
 import signal
 import socket
 import time
@@ -31,11 +30,18 @@ from typing import Any
 
 from torchrl_grpo.rewards.sandbox import no_code
 from torchrl_grpo.runtime import sandbox, supervised
-from torchrl_grpo.runtime.json_channel import attempt
+from torchrl_grpo.runtime.json_channel import (
+    ChannelBroken,
+    ChannelClosed,
+    ChannelTimeout,
+    JsonChannel,
+    attempt,
+)
 
 # Longest verdict in bytes: a number, or the message of an error.
 _MOST_BYTES = 2**14
 _MOST_CHARACTERS = 1_000
+_NO_VERDICT = {"error": "the judge's process wrote something that is no verdict"}
 # Processor time of a copy that nobody ends. Its time limit is much shorter.
 _MOST_CPU_S = 86_400
 # Number of the socket in a copy, which has no other file open.
@@ -76,14 +82,19 @@ class Copies:
             return {"error": f"no process can be started: {error}"}
         assert self._next is not None
         (copy, own), self._next = self._next, None
+        channel = JsonChannel(own.fileno())
         try:
-            rest = _send(own, json.dumps(payload).encode() + b"\n")
+            channel.send_line(json.dumps(payload).encode(), end)
             # While this copy judges. Without a process for the next one, the next call says so.
             with contextlib.suppress(OSError):
                 self.make_ready()
-            return _checked(_exchange(own, rest, end))
-        except TimeoutError:
+            return _checked(channel.read_line(end))
+        except ChannelTimeout:
             return {"timeout": True}
+        except ChannelBroken:
+            return _NO_VERDICT
+        except ChannelClosed:
+            return {"error": "the judge's process ended without a verdict"}
         finally:
             self._end(copy, own)
 
@@ -101,7 +112,6 @@ class Copies:
             copy = os.fork()
             if copy == 0:
                 _judge(self._function, theirs, self._sandboxed)
-        ours.setblocking(False)
         self._next = copy, ours
 
     def discard(self) -> None:
@@ -116,46 +126,8 @@ class Copies:
         self._ending.add(copy)
 
 
-def _send(own: socket.socket, request: bytes) -> memoryview:
-    """Send what goes at once, and return the rest."""
-    rest = memoryview(request)
-    with contextlib.suppress(OSError):  # the exchange that follows meets the same error
-        rest = rest[own.send(rest) :]
-    return rest
-
-
-def _exchange(own: socket.socket, rest: memoryview, end: float) -> bytes:
-    """Send the rest of a request, and return the first line of the reply, as far as it comes.
-
-    Raises:
-        TimeoutError: it does not come in time.
-    """
-    content = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(own, selectors.EVENT_WRITE if rest else selectors.EVENT_READ)
-        while len(content) <= _MOST_BYTES and b"\n" not in content:
-            left = end - time.monotonic()
-            if left <= 0 or not selector.select(left):
-                raise TimeoutError
-            try:
-                if rest:
-                    rest = rest[own.send(rest) :]
-                    if not rest:
-                        selector.modify(own, selectors.EVENT_READ)
-                    continue
-                chunk = own.recv(_MOST_BYTES)
-            except (BrokenPipeError, ConnectionResetError):
-                break
-            if not chunk:
-                break
-            content += chunk
-    return content.partition(b"\n")[0]
-
-
 def _checked(content: bytes) -> dict[str, Any]:
     """Return the verdict that the copy wrote. Code of a model may have written it, so it is one number."""
-    if not content:
-        return {"error": "the judge's process ended without a verdict"}
     verdict = None
     with contextlib.suppress(ValueError, RecursionError):
         verdict = json.loads(content)
@@ -166,7 +138,7 @@ def _checked(content: bytes) -> dict[str, Any]:
         if "error" in verdict:
             # Without line breaks and control characters, because it goes to the log.
             return {"error": ascii(str(verdict["error"]))[1:-1]}
-    return {"error": "the judge's process wrote something that is no verdict"}
+    return _NO_VERDICT
 
 
 def _judge(function: Callable[[Any], float], own: socket.socket, sandboxed: bool) -> None:
