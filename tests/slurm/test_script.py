@@ -236,6 +236,7 @@ MISTAKES = {
     "--time=11 --signal-seconds=600": "no time is left to train; write --time=12",
     "--time=0-0:10:00 --signal-seconds=600": "--time=0-0:10:00: .* --signal-seconds=600",
     "--time=5m": "--time=5m: is no time limit of Slurm; write 90",
+    "--template=none.jinja": "--template=none.jinja: .*No such file.*; write a file that is a .* copy of /",
     "--script=ppo": "invalid choice: 'ppo'",
     "resume=auto": "resume=auto: the batch script sets resume",
     "hydra.run.dir=x": "hydra.run.dir=x: the batch script sets hydra.run.dir",
@@ -261,6 +262,33 @@ def test_mistakes(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert found.out == "" and found.err.startswith("error: ") and found.err.count("\n") == 1
     assert re.search(MISTAKES[arguments], found.err), found.err
     assert re.search("write |remove it", found.err)
+
+
+def test_a_changed_copy_of_a_template_makes_the_script(repo_root: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.sh.jinja"
+    own.write_text((repo_root / "torchrl_grpo/slurm/ray.sh.jinja").read_text().replace("ray_head", "my_head"))
+    usual = script_for(SHAPES["ray"]).replace("ray_head", "my_head").splitlines()
+    changed = script_for([*SHAPES["ray"], f"--template={own}"]).splitlines()
+    (command,) = set(changed) - set(usual)
+    assert command.startswith("# Made by ") and len(changed) == len(usual)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("\n{% extend %}", "line 2: .*unknown tag 'extend'"),
+        ("{{ node }}", "'node' is undefined"),
+        ("{{ 1 + 'a' }}", "unsupported operand"),
+        ("{% extends 'none' %}", "none"),
+        ("\udcff", "can't decode byte 0xff"),
+    ],
+)
+def test_a_template_that_is_wrong_is_one_clear_line(text: str, wrong: str, tmp_path: Path) -> None:
+    own = tmp_path / "own.sh.jinja"
+    own.write_text(text, errors="surrogateescape")
+    with pytest.raises(UserError, match=f"--template={own}: .*{wrong}.*; write a file that is a") as raised:
+        script_for([f"--template={own}"])
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("example", ["one_node.sh", "servers.sh", "ray.sh"])

@@ -200,4 +200,5 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds that servers, or nodes of Ray, have to come up (default: 1800)",
     )
+    add("--template", type=Path, metavar="FILE", help="template of your own for the script")
     return parser

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torchrl_grpo.errors import ConfigError
 
@@ -47,6 +48,7 @@ class SlurmOptions:
         setup: lines of shell that set up the environment.
         folder: folder for the folders of jobs, which all nodes see.
         start_seconds: seconds that servers, or nodes of Ray, have to come up.
+        template: template of the user's for the script; None for that of the layout.
     """
 
     nodes: int
@@ -65,6 +67,7 @@ class SlurmOptions:
     setup: Sequence[str]
     folder: str
     start_seconds: int
+    template: Path | None
 
     @property
     def gpus(self) -> int:

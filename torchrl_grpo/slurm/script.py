@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError, TemplateSyntaxError
 
 from torchrl_grpo.cli.endings import STOPPED_CODE
 from torchrl_grpo.config.values import KEY_VARIABLE
+from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning.plan import counted
 from torchrl_grpo.slurm.layout import Layout
 from torchrl_grpo.slurm.options import EARLY_S, SlurmOptions
@@ -38,9 +39,14 @@ class Run:
 
 
 def batch_script(run: Run, options: SlurmOptions, layout: Layout) -> str:
-    """Return the text of the batch script."""
+    """Return the text of the batch script.
+
+    Raises:
+        ConfigError: the user's template cannot be read or filled in.
+    """
+    folder = Path(__file__).parent
     templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader(folder),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -48,15 +54,23 @@ def batch_script(run: Run, options: SlurmOptions, layout: Layout) -> str:
     )
     templates.filters.update(quote=shlex.quote, counted=counted)
     name = "job" if layout.nodes == 1 else "servers" if layout.servers else "ray"
-    return templates.get_template(f"{name}.sh.jinja").render(
-        run=run,
-        options=options,
-        layout=layout,
-        job_folder=uses_job_folder(run.trainer_overrides),
-        early_s=EARLY_S,
-        stopped_code=STOPPED_CODE,
-        key_variable=KEY_VARIABLE,
-    )
+    usual = folder / f"{name}.sh.jinja"
+    try:
+        return templates.from_string((options.template or usual).read_text(encoding="utf-8")).render(
+            run=run,
+            options=options,
+            layout=layout,
+            job_folder=uses_job_folder(run.trainer_overrides),
+            early_s=EARLY_S,
+            stopped_code=STOPPED_CODE,
+            key_variable=KEY_VARIABLE,
+        )
+    except (OSError, ValueError, TypeError, TemplateError) as error:
+        where = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+        wrong = f"{where}{error}".rstrip(".")
+        raise ConfigError(
+            f"--template={options.template}: {wrong}; write a file that is a changed copy of {usual}"
+        ) from error
 
 
 def uses_job_folder(overrides: Sequence[str]) -> bool:
