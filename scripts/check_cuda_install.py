@@ -65,7 +65,7 @@ def install(python: str, overrides: list[str], folder: Path) -> None:
     copy.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    for name in ("torchrl_grpo", "config"):
+    for name in ("torchrl_grpo", "config", "docs"):
         shutil.copytree(ROOT / name, copy / name)
     uv("pip", "install", "--quiet", "--python", interpreter, "--no-deps", str(copy))
     # A GPU of this machine is hidden: the check is that none is needed. Elsewhere than in the checkout, the
