@@ -67,7 +67,7 @@ def imported(repo_root: Path) -> dict[str, set[str]]:
     """Folder of the repository -> packages that its modules import, without this repository's own."""
     tests = {path.stem for path in (repo_root / "tests").rglob("*.py")}
     ours = tests | {"torchrl_grpo", "benchmarks"} | set(sys.stdlib_module_names)
-    packages = {}
+    packages: dict[str, set[str]] = {}
     for folder in ("torchrl_grpo", "tests", "scripts", "benchmarks", "sota-implementations"):
         modules = set[str]().union(*map(_modules, (repo_root / folder).rglob("*.py"))) - ours
         packages[folder] = {canonicalize_name(PACKAGE_OF.get(name, name)) for name in modules}
