@@ -251,7 +251,7 @@ def test_evaluation_resumption_and_saving(make: Make, tmp_path: Path) -> None:
     [
         ({"config": {"optimizer.lrr": 1}}, r"optimizer\.lrr.*optimizer\.lr"),
         ({"config": {"optimizer.lr": "fast"}}, r"optimizer\.lr"),
-        ({"config": {"env.num_envs": 0}}, r"env\.num_envs=0: must be at least 1"),
+        ({"config": {"env.num_envs": 0}}, r"env\.num_envs=0: it must be at least 1"),
         ({"config_name": "grpo_gsm9k"}, "grpo_gsm9k"),
         ({"train_dataset": []}, "train_dataset has no rows"),
         ({"eval_dataset": ROWS}, "without train_dataset"),

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.checkpoints import run_dir as run_folder
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.parsing import keys
 from torchrl_grpo.config.resume import is_changeable_on_resume
+from torchrl_grpo.config.schema import keys
 from torchrl_grpo.config.values import AnswerFormat, Autocast, Backend, Dtype, OverlongPrompts
 from torchrl_grpo.data import Example
 from torchrl_grpo.envs.chat import check_length

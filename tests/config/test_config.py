@@ -20,7 +20,7 @@ from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config.__main__ import files
 from torchrl_grpo.config.builtin import DATASETS, ENVIRONMENTS, REWARDS, TOOLS, load_built_in
 from torchrl_grpo.config.checks import whole as checks
-from torchrl_grpo.config.parsing import keys
+from torchrl_grpo.config.schema import keys
 from torchrl_grpo.config.values import Backend
 from torchrl_grpo.data import load
 from torchrl_grpo.errors import ConfigError

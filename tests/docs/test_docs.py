@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_grpo.config.parsing import keys
 from torchrl_grpo.config.resume import FREE_FROM, FREE_KEYS, is_changeable_on_resume
+from torchrl_grpo.config.schema import keys
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

@@ -14,8 +14,7 @@ import pytest
 from torchrl_grpo.cli.compose import composer
 from torchrl_grpo.config import parse
 from torchrl_grpo.config.keys import show
-from torchrl_grpo.config.parsing import keys
-from torchrl_grpo.config.schema import PolicyConfig
+from torchrl_grpo.config.schema import PolicyConfig, keys
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "config"

@@ -172,8 +172,8 @@ def test_an_unknown_layer_stops_the_run_with_one_line(train: Runner, config: Con
 @pytest.mark.parametrize(
     "keys,says",
     [
-        ({"rank": -1}, "train_model.lora.rank=-1: must be at least 0"),
-        ({"rank": 4, "alpha": 0.0}, "train_model.lora.alpha=0.0: must be greater than 0"),
+        ({"rank": -1}, "train_model.lora.rank=-1: it must be at least 0"),
+        ({"rank": 4, "alpha": 0.0}, "train_model.lora.alpha=0.0: it must be greater than 0"),
         ({"rank": 4, "alpha": float("nan")}, "train_model.lora.alpha=nan: must be finite"),
         ({"rank": 4, "target_modules": []}, "names no layer"),
         ({"rank": 4, "target_modules": ["q_proj", "all-linear"]}, "stands for every linear layer"),

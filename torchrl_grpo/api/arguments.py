@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchrl_grpo.config import elsewhere
-from torchrl_grpo.config.parsing import keys
+from torchrl_grpo.config.schema import keys
 from torchrl_grpo.errors import ConfigError
 
 

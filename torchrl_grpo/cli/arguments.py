@@ -8,7 +8,7 @@ import re
 from typing import NoReturn
 
 from torchrl_grpo.config import elsewhere, groups
-from torchrl_grpo.config.parsing import keys
+from torchrl_grpo.config.schema import keys
 from torchrl_grpo.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from torchrl_grpo.config.parsing import keys
+from torchrl_grpo.config.schema import keys
 from torchrl_grpo.config.values import TrainMethod
 
 _MOST_USED = (

@@ -16,6 +16,7 @@ from typing import Any
 
 from torchrl_grpo.config import elsewhere, groups
 from torchrl_grpo.config.fitting import fitting
+from torchrl_grpo.config.values import Range
 from torchrl_grpo.errors import ConfigError
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Any: "a value"}
@@ -90,6 +91,8 @@ class KeyBook:
         leaves: map from dotted key to type hint, for every key that holds a value.
         sections: dotted names of the nested dataclasses.
         help: map from dotted key to its help.
+        defaults: map from dotted key to its default.
+        ranges: map from dotted key to the range of its value, for numbers that have one.
         free_form: keys that hold a mapping whose own keys the user chooses.
     """
 
@@ -97,12 +100,14 @@ class KeyBook:
         self.leaves: dict[str, Any] = {}
         self.sections: set[str] = set()
         self.help: dict[str, str] = {}
-        self._defaults: dict[str, Any] = {}
+        self.defaults: dict[str, Any] = {}
+        self.ranges: dict[str, Range] = {}
         self._read(schema, schema(), "")
         self.free_form = {key for key, hint in self.leaves.items() if typing.get_origin(hint) is dict}
 
     def _read(self, schema: type, defaults: Any, prefix: str) -> None:
         metadata = {field.name: field.metadata for field in dataclasses.fields(schema)}
+        annotated = typing.get_type_hints(schema, include_extras=True)
         for name, hint in typing.get_type_hints(schema).items():
             value = vars(defaults)[name]
             if dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -111,7 +116,11 @@ class KeyBook:
             else:
                 self.leaves[prefix + name] = hint
                 self.help[prefix + name] = metadata[name]["help"]
-                self._defaults[prefix + name] = value
+                self.defaults[prefix + name] = value
+                # A number, or a number or null.
+                for option in (annotated[name], *typing.get_args(annotated[name])):
+                    if typing.get_origin(option) is typing.Annotated:
+                        (self.ranges[prefix + name],) = option.__metadata__
 
     def free_form_parent(self, key: str) -> str | None:
         """Return the free-form key that equals ``key`` or contains it, or None."""
@@ -198,7 +207,7 @@ class KeyBook:
         """Return an example value of ``key``, as the command line accepts it."""
         if key in _EXAMPLES_OF_KEYS:
             return _EXAMPLES_OF_KEYS[key]
-        default = self._defaults[key]
+        default = self.defaults[key]
         if default not in (None, [], {}):
             return show(default)
         hint = self.leaves[key]
@@ -306,7 +315,7 @@ class KeyBook:
             example = f"{key}={_EXAMPLES[value_type]}"
             return ConfigError(f"{shown}: must be {_WORDS[value_type]}; write for example {example} instead")
         example, value = self.example(key), shown.partition("=")[2]
-        if key in self.free_form or (self.is_list(key) and self._defaults[key] in (None, [])):
+        if key in self.free_form or (self.is_list(key) and self.defaults[key] in (None, [])):
             # Often only the brackets are missing.
             example = self.fitting(key, value) or example
         if choices := self.choices(key):

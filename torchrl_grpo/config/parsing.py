@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.config.allocation import with_allocation
 from torchrl_grpo.config.checks import validate
-from torchrl_grpo.config.keys import KeyBook, show
-from torchrl_grpo.config.schema import Config
+from torchrl_grpo.config.keys import show
+from torchrl_grpo.config.schema import Config, keys
 from torchrl_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-
-@functools.cache
-def keys() -> KeyBook:
-    """Return the keys of the schema. They are read on first use, because most runs do not need them."""
-    return KeyBook(Config)
 
 
 def parse(node: DictConfig) -> Config:

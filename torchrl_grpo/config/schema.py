@@ -6,9 +6,11 @@ It is the one source of each key's type, default and help. ``python -m torchrl_g
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from torchrl_grpo.config.keys import key
+from torchrl_grpo.config.keys import KeyBook, key
 from torchrl_grpo.config.schema_learning import PolicyConfig
 from torchrl_grpo.config.schema_models import (
     InferenceModelConfig,
@@ -17,7 +19,18 @@ from torchrl_grpo.config.schema_models import (
     TrainModelConfig,
 )
 from torchrl_grpo.config.schema_task import EnvConfig, RewardConfig
-from torchrl_grpo.config.values import LRSchedule, Placement, TrainMethod, WeightUpdate
+from torchrl_grpo.config.values import (
+    LRSchedule,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Placement,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Share,
+    TrainMethod,
+    WeightUpdate,
+)
 
 __all__ = [
     "CheckpointConfig",
@@ -36,6 +49,7 @@ __all__ = [
     "RewardConfig",
     "TrainConfig",
     "TrainModelConfig",
+    "keys",
 ]
 
 
@@ -68,7 +82,7 @@ class ModelConfig:
 class CollectorConfig:
     """How rollout workers generate and load new weights, and when a worker is replaced."""
 
-    max_policy_age: int = key(
+    max_policy_age: NonNegativeInt = key(
         1,
         "grpo-async.py: largest age, in collection rounds, of a response that is trained on; 0 behaves "
         "like grpo.py.",
@@ -83,12 +97,12 @@ class CollectorConfig:
         "grpo-async.py: put groups that new weights interrupt back into the queue, so that any free worker "
         "continues them.",
     )
-    timeout_s: float = key(
+    timeout_s: PositiveFloat = key(
         600.0,
         "Seconds without an answer after which a worker counts as dead. The limit is at least 900 while a "
         "worker starts. For a process of the reference model it is always at least 900.",
     )
-    max_restarts: int = key(
+    max_restarts: NonNegativeInt = key(
         10,
         "Number of dead workers that are replaced before the run stops. For processes of the reference "
         "model the limit applies to each process separately.",
@@ -114,17 +128,19 @@ class RayConfig:
 class OptimizerConfig:
     """AdamW and its schedule."""
 
-    lr: float = key(1e-5, "Peak learning rate of AdamW.")
-    weight_decay: float = key(0.0, "Decoupled weight decay.")
+    lr: NonNegativeFloat = key(1e-5, "Peak learning rate of AdamW.")
+    weight_decay: NonNegativeFloat = key(0.0, "Decoupled weight decay.")
     betas: list[float] = key([0.9, 0.999], "AdamW's two averaging factors.")
-    eps: float = key(1e-8, "AdamW's epsilon.")
-    max_grad_norm: float = key(1.0, "Norm to which larger gradients are scaled down.")
+    eps: PositiveFloat = key(1e-8, "AdamW's epsilon.")
+    max_grad_norm: PositiveFloat = key(1.0, "Norm to which larger gradients are scaled down.")
     schedule: LRSchedule = key(
         LRSchedule.constant,
         "Learning rate after warm-up: constant, or a linear or cosine decay to min_lr_ratio.",
     )
-    warmup_steps: int = key(0, "Optimizer steps over which the learning rate rises linearly to lr.")
-    min_lr_ratio: float = key(
+    warmup_steps: NonNegativeInt = key(
+        0, "Optimizer steps over which the learning rate rises linearly to lr."
+    )
+    min_lr_ratio: Share = key(
         0.0,
         "Learning rate of the last step, as a share of lr, if the schedule is a decay. With 0, the decay "
         "reaches 0 one step after the last step, as in transformers, so the last step still has a positive "
@@ -142,51 +158,51 @@ class TrainConfig:
         "(sft.py) from the solutions of the dataset.",
     )
 
-    total_dialog_turns: int | None = key(
+    total_dialog_turns: PositiveInt | None = key(
         64_000,
         "Responses in the whole run, a multiple of env.num_envs x env.repeats; null if num_epochs gives the "
         "length.",
     )
-    num_epochs: float | None = key(
+    num_epochs: PositiveFloat | None = key(
         None,
         "Passes over the training problems; total_dialog_turns is null then. The number of collection rounds "
         "is rounded up.",
     )
-    optim_batch_size: int | None = key(
+    optim_batch_size: PositiveInt | None = key(
         None,
         "Responses in one optimizer step: a multiple of env.repeats that divides a collection round. null "
         "means the whole round.",
     )
-    gradient_accumulation_steps: int = key(
+    gradient_accumulation_steps: PositiveInt = key(
         1,
         "Micro-batches into which an optimizer step is divided to save memory. The batch size does not "
         "change, and the result is the same up to rounding.",
     )
-    max_tokens_per_microbatch: int | None = key(
+    max_tokens_per_microbatch: PositiveInt | None = key(
         None,
         "Largest number of tokens in a micro-batch, with a group's prompt counted once; larger micro-batches "
         "are divided further. null means 4096, or inference_model.max_model_len if that is larger. On a GPU, "
         "null means as many as the predicted memory allows, up to 65536. The number is halved automatically "
         "when memory runs out.",
     )
-    epochs: int = key(1, "Passes over each collection round.")
-    weight_update_frequency: int | None = key(
+    epochs: PositiveInt = key(1, "Passes over each collection round.")
+    weight_update_frequency: PositiveInt | None = key(
         None,
         "Optimizer steps between two publications of the weights to the engine; null means a collection "
         "round, and with train.method=sft before evaluations only. A larger interval needs either grpo.py "
         "with an engine in the trainer's process that does not sleep, or grpo-async.py with a large enough "
         "collector.max_policy_age.",
     )
-    checkpoint_frequency: int = key(
+    checkpoint_frequency: NonNegativeInt = key(
         100,
         "Optimizer steps between checkpoints; 0 writes none before the end. The end of the run always writes "
         "one.",
     )
-    max_skipped_steps: int = key(
+    max_skipped_steps: PositiveInt = key(
         5,
         "Largest number of consecutive steps that are skipped because a loss or gradient is not finite.",
     )
-    num_threads: int | None = key(
+    num_threads: PositiveInt | None = key(
         None,
         "CPU threads of the trainer; null means every core that no engine uses at the same time.",
     )
@@ -196,22 +212,22 @@ class TrainConfig:
 class EvalConfig:
     """Evaluation on held-out problems."""
 
-    frequency: int = key(
+    frequency: NonNegativeInt = key(
         50,
         "Optimizer steps between evaluations; 0 disables evaluations during the run. There is always one at "
         "the end.",
     )
-    num_problems: int = key(
+    num_problems: NonNegativeInt = key(
         200,
         "Problems held out from training and answered greedily; 0 holds out none and evaluates nothing.",
     )
     at_start: bool = key(True, "Evaluate before the first step too.")
-    pass_at_k: int = key(
+    pass_at_k: PositiveInt = key(
         1,
         "k of pass@k. With 1, only the greedy response is graded. Above 1, k responses to each problem are "
         "also sampled at eval.temperature.",
     )
-    temperature: float = key(0.8, "Sampling temperature of pass@k.")
+    temperature: PositiveFloat = key(0.8, "Sampling temperature of pass@k.")
     reward: str | None = key(
         None,
         "Reward that grades held-out responses; a value of 1 or more counts as correct. null means the one "
@@ -225,7 +241,7 @@ class EvalConfig:
 class CheckpointConfig:
     """Retention and export of checkpoints."""
 
-    keep: int = key(2, "Number of the newest checkpoints to keep.")
+    keep: PositiveInt = key(2, "Number of the newest checkpoints to keep.")
     export_merged: bool = key(
         False,
         "Also write the model with its adapters merged, to merged/. A checkpoint of a run with adapters has "
@@ -263,7 +279,8 @@ class LoggingConfig:
 class Config:
     """Configuration of a run."""
 
-    seed: int = key(0, "Seed of data order, sampling and the engine.")
+    # Random generators of the libraries take 32 bits.
+    seed: Annotated[int, Range(ge=0, le=2**32 - 1)] = key(0, "Seed of data order, sampling and the engine.")
     resume: str | None = key(
         None,
         "Continue an earlier run. null starts a new one. auto continues the run of hydra.run.dir, or else "
@@ -291,3 +308,9 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+@functools.cache
+def keys() -> KeyBook:
+    """Return the keys of the schema. They are read on first use, because many commands do not need them."""
+    return KeyBook(Config)

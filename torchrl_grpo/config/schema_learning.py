@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from torchrl_grpo.config.keys import key
 from torchrl_grpo.config.values import (
@@ -14,9 +15,15 @@ from torchrl_grpo.config.values import (
     KLEstimator,
     KLIn,
     Level,
+    NonNegativeFloat,
     Overlong,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
     Proximal,
+    Range,
     RewardCombination,
+    Share,
     Surrogate,
 )
 
@@ -33,16 +40,16 @@ class PolicyConfig:
         {},
         "Options of the surrogate, e.g. {temperature_positive: 1.0} for sapo.",
     )
-    clip_epsilon: float = key(
+    clip_epsilon: PositiveShare = key(
         0.2,
         "The ratio's lower bound is 1 - clip_epsilon; 1 means no lower bound. Without clip_epsilon_high, the "
         "upper bound is 1 + clip_epsilon.",
     )
-    clip_epsilon_high: float | None = key(
+    clip_epsilon_high: PositiveFloat | None = key(
         None,
         "Upper bound of the ratio is 1 + clip_epsilon_high; null means clip_epsilon.",
     )
-    dual_clip: float | None = key(
+    dual_clip: Annotated[float, Range(gt=1)] | None = key(
         None,
         "Lower bound of the objective for a negative advantage, as a multiple (above 1) of the advantage; "
         "null is no bound.",
@@ -58,7 +65,7 @@ class PolicyConfig:
         "then over responses. constant: sum over each response divided by aggregation_length, then mean "
         "over responses.",
     )
-    aggregation_length: int | None = key(
+    aggregation_length: PositiveInt | None = key(
         None,
         "Tokens by which aggregation=constant divides; null means inference_model.max_new_tokens.",
     )
@@ -73,15 +80,15 @@ class PolicyConfig:
         "Standard deviation by which advantages are divided: of the group, unbiased (n-1) or population "
         "(n); of the whole collection round (batch); or none.",
     )
-    advantage_eps: float = key(1e-4, "Constant added to the standard deviation.")
+    advantage_eps: NonNegativeFloat = key(1e-4, "Constant added to the standard deviation.")
     reward_combination: RewardCombination = key(
         RewardCombination.together,
         "How several rewards are combined. together: summed by weight, then normalized. apart: normalized "
         "one by one, then summed (GDPO).",
     )
     reward_shift: float = key(0.0, "Constant added to every reward first.")
-    reward_scale: float = key(1.0, "Factor that multiplies every reward after the shift.")
-    reward_clip: float | None = key(
+    reward_scale: PositiveFloat = key(1.0, "Factor that multiplies every reward after the shift.")
+    reward_clip: PositiveFloat | None = key(
         None,
         "Bound on the absolute value of every reward after scaling; null is no bound.",
     )
@@ -90,7 +97,7 @@ class PolicyConfig:
         "What to do with groups whose rewards are all equal: keep, drop, or refill the round with other "
         "groups (dynamic sampling).",
     )
-    max_refills: int = key(
+    max_refills: PositiveInt = key(
         3,
         "Largest number of further collection rounds that constant_groups=refill takes to fill one round.",
     )
@@ -99,12 +106,12 @@ class PolicyConfig:
         "What to do with long responses: keep; mask (responses cut off at max_new_tokens leave the loss); "
         "penalise (subtract up to 1 from the reward).",
     )
-    overlong_buffer: int | None = key(
+    overlong_buffer: PositiveInt | None = key(
         None,
         "Number of tokens before max_new_tokens over which the penalty grows; null means a fifth of "
         "max_new_tokens.",
     )
-    kl_coef: float = key(
+    kl_coef: NonNegativeFloat = key(
         0.0,
         "Weight of the KL divergence to the reference model. With 0 no reference model is loaded, unless "
         "kl_target is set.",
@@ -119,28 +126,34 @@ class PolicyConfig:
         KLIn.loss,
         "Where the KL divergence counts: in the loss, the reward, or the weights of maxent.",
     )
-    init_kl_coeff: float | None = key(None, "Initial coefficient if kl_target adapts it; null means kl_coef.")
-    kl_target: float | None = key(
+    init_kl_coeff: NonNegativeFloat | None = key(
+        None, "Initial coefficient if kl_target adapts it; null means kl_coef."
+    )
+    kl_target: PositiveFloat | None = key(
         None,
         "Target KL divergence, in nats per token, to which the coefficient is adapted; null keeps the "
         "coefficient constant.",
     )
-    kl_horizon: int = key(10_000, "Responses over which the adapted coefficient may change by about a fifth.")
-    kl_inference_coef: float = key(
+    kl_horizon: PositiveInt = key(
+        10_000, "Responses over which the adapted coefficient may change by about a fifth."
+    )
+    kl_inference_coef: NonNegativeFloat = key(
         0.0,
         "Weight of the KL divergence to the policy that generated the samples.",
     )
-    entropy_coef: float = key(0.0, "Weight of the entropy bonus.")
-    entropy_target: float | None = key(
+    entropy_coef: NonNegativeFloat = key(0.0, "Weight of the entropy bonus.")
+    entropy_target: PositiveFloat | None = key(
         None,
         "Entropy, in nats per token, below which the entropy bonus counts and its weight grows; null keeps "
         "the weight constant.",
     )
-    entropy_delta: float = key(
+    entropy_delta: PositiveFloat = key(
         0.005,
         "Change of the weight of the entropy bonus in one optimizer step, if entropy_target is set.",
     )
-    entropy_coef_max: float = key(1.0, "Largest weight of the entropy bonus, if entropy_target is set.")
+    entropy_coef_max: PositiveFloat = key(
+        1.0, "Largest weight of the entropy bonus, if entropy_target is set."
+    )
     proximal: Proximal = key(
         Proximal.auto,
         "Log-probabilities in the denominator of ratios: engine (at sampling time), trainer (when a round is "
@@ -156,13 +169,17 @@ class PolicyConfig:
         Level.token,
         "Level of the importance weights: token, sequence (geometric mean) or trajectory (product).",
     )
-    correction_cap: float = key(2.0, "Largest importance weight.")
-    correction_floor: float = key(0.0, "Smallest importance weight that correction=mask keeps.")
-    tau: float = key(
+    correction_cap: Annotated[float, Range(ge=1)] = key(2.0, "Largest importance weight.")
+    correction_floor: Share = key(0.0, "Smallest importance weight that correction=mask keeps.")
+    tau: NonNegativeFloat = key(
         0.1, "maxent: entropy weight. A larger tau makes the weights of a group's responses more equal."
     )
-    q_temperature: float = key(1.0, "maxent: temperature of the target distribution that the rewards define.")
-    q_epsilon: float = key(1e-6, "maxent: smallest probability of a response in the target distribution.")
+    q_temperature: PositiveFloat = key(
+        1.0, "maxent: temperature of the target distribution that the rewards define."
+    )
+    q_epsilon: NonNegativeFloat = key(
+        1e-6, "maxent: smallest probability of a response in the target distribution."
+    )
     length_normalize_ref: bool = key(
         True,
         "maxent: divide the reference's log-probability of a response by its number of tokens.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from torchrl_grpo.config.keys import key
 from torchrl_grpo.config.values import (
@@ -12,9 +12,14 @@ from torchrl_grpo.config.values import (
     Backend,
     Dtype,
     HeadDtype,
+    NonNegativeInt,
     Parallelism,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
     PrefixAttention,
     Quantization,
+    Range,
     WeightTransfer,
 )
 
@@ -23,8 +28,8 @@ from torchrl_grpo.config.values import (
 class LoraConfig:
     """Low-rank adapters on the trained copy."""
 
-    rank: int = key(0, "Rank of the adapters; 0 trains the whole model.")
-    alpha: float = key(32.0, "Adapters are scaled by alpha / rank.")
+    rank: NonNegativeInt = key(0, "Rank of the adapters; 0 trains the whole model.")
+    alpha: PositiveFloat = key(32.0, "Adapters are scaled by alpha / rank.")
     target_modules: list[str] = key(
         ["all-linear"],
         "Linear layers that get an adapter, by the ends of their names, e.g. [q_proj,v_proj]; [all-linear] "
@@ -134,11 +139,13 @@ class RefModelConfig:
         "policy does, so that equal weights have zero divergence; its matrices are held in the format of "
         "train_model.autocast.",
     )
-    refresh_frequency: int = key(
+    refresh_frequency: NonNegativeInt = key(
         0,
         "Optimizer steps between updates of the reference from the policy; 0 never updates it.",
     )
-    refresh_mix: float = key(1.0, "Weight of the policy in an updated reference; 1 copies the policy.")
+    refresh_mix: PositiveShare = key(
+        1.0, "Weight of the policy in an updated reference; 1 copies the policy."
+    )
 
 
 @dataclass
@@ -178,12 +185,12 @@ class InferenceModelConfig:
         "Devices that generate, a number or auto, with one engine on each. Without a GPU, engines share the "
         "cores. docs/devices.md says which process each engine runs in.",
     )
-    tensor_parallel_size: int = key(
+    tensor_parallel_size: PositiveInt = key(
         1,
         "Devices that share each layer of one engine, for models that do not fit one GPU. Only servers take "
         "more than 1. inference_model.num_devices is a multiple of it.",
     )
-    pipeline_parallel_size: int = key(
+    pipeline_parallel_size: PositiveInt = key(
         1,
         "Groups of devices that divide the layers of one engine among them. Only servers take more than 1.",
     )
@@ -198,17 +205,17 @@ class InferenceModelConfig:
         "computes logits in float32 from the weights it holds. The counterpart of train_model.head_dtype: "
         "set both (docs/step.md).",
     )
-    gpu_memory_utilization: float | None = key(
+    gpu_memory_utilization: PositiveShare | None = key(
         None,
         "Share of a GPU's memory that vLLM or SGLang takes. null means 0.85 of a GPU of its own, and 0.4 if "
         "another role is on the GPU or ray.address names a cluster.",
     )
-    kv_cache_gib: int = key(
+    kv_cache_gib: PositiveInt = key(
         1,
         "Memory for the key/value cache of vLLM or SGLang on a CPU, in GiB. At least one sequence of "
         "max_model_len tokens must fit.",
     )
-    block_size: int | None = key(
+    block_size: PositiveInt | None = key(
         None,
         "Tokens in one block of vLLM's cache; null means the usual one of the machine.",
     )
@@ -221,13 +228,13 @@ class InferenceModelConfig:
         "Free the engine's GPU memory during training. null frees it if vLLM runs in the process of "
         "grpo.py's trainer and on its GPU (docs/devices.md).",
     )
-    max_model_len: int = key(1024, "Longest prompt and response together, in tokens.")
-    max_new_tokens: int = key(256, "Longest response, in tokens.")
-    temperature: float = key(
+    max_model_len: Annotated[int, Range(ge=2)] = key(1024, "Longest prompt and response together, in tokens.")
+    max_new_tokens: PositiveInt = key(256, "Longest response, in tokens.")
+    temperature: PositiveFloat = key(
         1.0,
         "Sampling temperature; the trainer scores at the same one. vLLM takes 0.01 or more.",
     )
-    max_logprob_gap: float | None = key(
+    max_logprob_gap: PositiveFloat | None = key(
         None,
         "Mean difference of log-probabilities between engine and trainer, in nats, above which a warning is "
         "given. null derives it from the number format and the first difference. Weights are always "
@@ -239,7 +246,7 @@ class InferenceModelConfig:
         "Arguments that other keys set are refused. A resumed run may change them, but quantization and "
         "kv_cache_dtype change the distribution that is sampled from.",
     )
-    num_threads: int | None = key(
+    num_threads: PositiveInt | None = key(
         None,
         "CPU threads of each engine, and of each process of the reference model. null divides the cores "
         "among them, and with the trainer if they work at the same time (grpo-async.py).",

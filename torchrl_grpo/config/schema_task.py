@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrl_grpo.config.keys import key
-from torchrl_grpo.config.values import AnswerFormat, OverlongPrompts, ProblemSampling
+from torchrl_grpo.config.values import (
+    AnswerFormat,
+    NonNegativeFloat,
+    OverlongPrompts,
+    PositiveFloat,
+    PositiveInt,
+    ProblemSampling,
+)
 
 
 @dataclass
@@ -23,7 +30,7 @@ class EnvConfig:
         {},
         "Arguments of the reasoning_gym task, e.g. {max_terms: 3}, or of your own function in dataset.",
     )
-    task_size: int = key(
+    task_size: PositiveInt = key(
         10_000,
         "Number of problems to generate for training, for reasoning_gym and for composed IFEval prompts.",
     )
@@ -68,21 +75,23 @@ class EnvConfig:
         "[calculator, my_tools.py:search]. A chat template that loses calls or their results is refused at "
         "the start.",
     )
-    max_turns: int = key(
+    max_turns: PositiveInt = key(
         8, "With an environment or tools: largest number of the model's turns in a response."
     )
-    max_turn_tokens: int | None = key(
+    max_turn_tokens: PositiveInt | None = key(
         None,
         "With an environment or tools: largest number of tokens of one turn of the model. A longer turn is "
         "cut off and ends the response. null leaves inference_model.max_new_tokens, which bounds the whole "
         "response.",
     )
-    tool_timeout_s: float = key(
+    tool_timeout_s: PositiveFloat = key(
         10.0,
         "Seconds that one call of a tool or of an environment of your own may take before its process is "
         "stopped.",
     )
-    max_tool_characters: int = key(2_000, "Longest result of a tool, in characters. The rest is cut off.")
+    max_tool_characters: PositiveInt = key(
+        2_000, "Longest result of a tool, in characters. The rest is cut off."
+    )
     mixture: list[dict[str, Any]] = key(
         [],
         "Several data sets in place of one, e.g. [{dataset: gsm8k, weight: 0.7}, {dataset: reasoning_gym, "
@@ -90,8 +99,8 @@ class EnvConfig:
         "system_prompt, answer_format, control_tokens_in_data, reward (a mapping like the section reward), "
         "eval_reward and name.",
     )
-    num_envs: int = key(8, "Prompts in one collection round.")
-    repeats: int = key(
+    num_envs: PositiveInt = key(8, "Prompts in one collection round.")
+    repeats: PositiveInt = key(
         8,
         "Responses to each prompt: the group within which advantages are computed. At least 2.",
     )
@@ -135,7 +144,7 @@ class EnvConfig:
         [0.2, 1.0, 0.2],
         "With sampling=pass_rate: the weight of a problem in each band, one more than there are bounds.",
     )
-    unseen_weight: float = key(
+    unseen_weight: NonNegativeFloat = key(
         1.0,
         "With sampling=pass_rate: the weight of a problem that no group has answered.",
     )
@@ -175,12 +184,12 @@ class RewardConfig:
         0.0,
         "Value of a reward that raises an error. The error is also counted and logged.",
     )
-    timeout_s: float = key(
+    timeout_s: PositiveFloat = key(
         5.0,
         "Seconds that one call of a checker or of a function of your own may take before its process is "
         "stopped.",
     )
-    workers: int = key(
+    workers: PositiveInt = key(
         1,
         "Worker processes per reward. math_verify, reasoning_gym and each function of your own start this "
         "many.",

@@ -1,8 +1,41 @@
-"""The choices and ranges of single values, and the values that error messages suggest."""
+"""The choices and ranges of single values."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
+
+
+@dataclass(frozen=True)
+class Range:
+    """The range of a number. The schema has it beside the number's type: ``Annotated[int, Range(ge=1)]``.
+
+    Attributes:
+        gt: number that is too small itself.
+        ge: smallest number.
+        le: largest number.
+    """
+
+    gt: float | None = None
+    ge: float | None = None
+    le: float | None = None
+
+    def mistake(self, number: float) -> str | None:
+        """Return what is wrong with a number, or None."""
+        if self.gt is not None and number <= self.gt:
+            return f"it must be greater than {self.gt}"
+        if self.ge is not None and number < self.ge:
+            return f"it must be at least {self.ge}"
+        return f"it must be at most {self.le}" if self.le is not None and number > self.le else None
+
+
+PositiveInt = Annotated[int, Range(ge=1)]
+NonNegativeInt = Annotated[int, Range(ge=0)]
+PositiveFloat = Annotated[float, Range(gt=0)]
+NonNegativeFloat = Annotated[float, Range(ge=0)]
+Share = Annotated[float, Range(ge=0, le=1)]
+PositiveShare = Annotated[float, Range(gt=0, le=1)]
 
 # The choices of a key. omegaconf reads and prints an enum member by its name, so users write names, and each
 # name equals its value. The functional form avoids writing each name twice.
@@ -60,94 +93,7 @@ SERVER_BACKENDS = (Backend.vllm_server, Backend.sglang_server)
 # of a GPU, or inference_model.kv_cache_gib of a CPU's memory.
 CACHING_BACKENDS = (*VLLM_BACKENDS, Backend.sglang_server)
 
-# Key -> the smallest valid value, and a value to suggest.
-AT_LEAST: dict[str, tuple[float, str]] = {
-    "seed": (0, "0"),
-    "env.task_size": (1, "10000"),
-    "env.unseen_weight": (0, "1.0"),
-    "env.num_envs": (1, "8"),
-    "env.repeats": (1, "8"),
-    "env.max_turns": (1, "8"),
-    "env.max_turn_tokens": (1, "null"),
-    "env.max_tool_characters": (1, "2000"),
-    "reward.workers": (1, "1"),
-    "policy.advantage_eps": (0, "1e-4"),
-    "policy.aggregation_length": (1, "null"),
-    "policy.max_refills": (1, "3"),
-    "policy.overlong_buffer": (1, "null"),
-    "policy.kl_coef": (0, "0.01"),
-    "policy.init_kl_coeff": (0, "null"),
-    "policy.kl_inference_coef": (0, "0.0"),
-    "policy.entropy_coef": (0, "0.001"),
-    "policy.entropy_delta": (0, "0.005"),
-    "policy.entropy_coef_max": (0, "1.0"),
-    "policy.correction_floor": (0, "0.0"),
-    "policy.tau": (0, "0.1"),
-    "policy.q_epsilon": (0, "1e-6"),
-    "train_model.lora.rank": (0, "16"),
-    "ref_model.refresh_frequency": (0, "0"),
-    "inference_model.block_size": (1, "null"),
-    "inference_model.max_model_len": (2, "1024"),
-    "inference_model.max_new_tokens": (1, "256"),
-    "inference_model.num_threads": (1, "null"),
-    "inference_model.tensor_parallel_size": (1, "1"),
-    "inference_model.pipeline_parallel_size": (1, "1"),
-    "collector.max_policy_age": (0, "1"),
-    "collector.max_restarts": (0, "10"),
-    "optimizer.lr": (0, "1e-5"),
-    "optimizer.weight_decay": (0, "0.01"),
-    "optimizer.warmup_steps": (0, "0"),
-    "optimizer.min_lr_ratio": (0, "0.1"),
-    "train.total_dialog_turns": (1, "64000"),
-    "train.optim_batch_size": (1, "null"),
-    "train.gradient_accumulation_steps": (1, "1"),
-    "train.max_tokens_per_microbatch": (1, "null"),
-    "train.epochs": (1, "1"),
-    "train.weight_update_frequency": (1, "null"),
-    "train.checkpoint_frequency": (0, "100"),
-    "train.max_skipped_steps": (1, "5"),
-    "train.num_threads": (1, "null"),
-    "eval.frequency": (0, "50"),
-    "eval.num_problems": (0, "200"),
-    "eval.pass_at_k": (1, "1"),
-    "checkpoint.keep": (1, "2"),
-}
-
-# Key whose value must be above 0 -> a value to suggest.
-ABOVE_ZERO: dict[str, str] = {
-    "env.tool_timeout_s": "10.0",
-    "reward.timeout_s": "5.0",
-    "collector.timeout_s": "600.0",
-    "policy.clip_epsilon": "0.2",
-    "policy.clip_epsilon_high": "null",
-    "policy.reward_clip": "null",
-    "policy.reward_scale": "1.0",
-    "policy.kl_target": "null",
-    "policy.kl_horizon": "10000",
-    "policy.entropy_target": "null",
-    "policy.q_temperature": "1.0",
-    "train_model.lora.alpha": "32.0",
-    "ref_model.refresh_mix": "1.0",
-    "inference_model.gpu_memory_utilization": "null",
-    "inference_model.kv_cache_gib": "1",
-    "inference_model.temperature": "1.0",
-    "inference_model.max_logprob_gap": "null",
-    "optimizer.eps": "1e-8",
-    "optimizer.max_grad_norm": "1.0",
-    "train.num_epochs": "1",
-    "eval.temperature": "0.8",
-}
-
 # vLLM raises a lower temperature to this one, so its log-probabilities would be of another distribution.
 VLLM_LEAST_TEMPERATURE = 0.01
 # vLLM's CPU attention kernel takes multiples of 32 only. With the smallest one, short prompts can be shared.
 VLLM_CPU_BLOCK_SIZE = 32
-
-# Key -> the largest valid value, and a value to suggest.
-AT_MOST: dict[str, tuple[float, str]] = {
-    "seed": (2**32 - 1, "0"),  # random generators of the libraries take 32 bits
-    "inference_model.gpu_memory_utilization": (1, "null"),
-    "optimizer.min_lr_ratio": (1, "0.1"),
-    "policy.clip_epsilon": (1, "0.2"),
-    "ref_model.refresh_mix": (1, "1.0"),
-}

@@ -66,8 +66,6 @@ def check_policy(cfg: Config) -> None:
             f"policy.dual_clip=null, or policy=grpo policy.surrogate=clip policy.dual_clip={policy.dual_clip}"
         )
         raise bad_value("policy.dual_clip", policy.dual_clip, wrong, good)
-    if policy.dual_clip is not None and policy.dual_clip <= 1:
-        raise bad_value("policy.dual_clip", policy.dual_clip, "must be above 1", "policy.dual_clip=3.0")
     _check_surrogate_args(cfg)
     _check_unread(cfg)
     _check_coefficients(cfg)
@@ -136,14 +134,10 @@ def _accepted(name: str, value: Any, cfg: Config) -> Any:
     """Return the value of an unread key, or the nearest value that is accepted once the key is read."""
     if name == "kl_horizon":
         return max(value, optim_batch_size(cfg))
-    if name == "correction_cap":
-        return max(value, 1.0)
     if name == "q_epsilon":
         return min(value, 1 / cfg.env.repeats)
     if name == "entropy_coef_max":
-        return max(value, cfg.policy.entropy_coef) or type(cfg.policy)().entropy_coef_max
-    if name == "entropy_delta":
-        return value or type(cfg.policy)().entropy_delta
+        return max(value, cfg.policy.entropy_coef)
     return value
 
 
@@ -170,10 +164,6 @@ def _check_coefficients(cfg: Config) -> None:
     if policy.entropy_target is not None and policy.entropy_coef > policy.entropy_coef_max:
         wrong = f"is above policy.entropy_coef_max={policy.entropy_coef_max}"
         raise bad_value("policy.entropy_coef", policy.entropy_coef, wrong, "policy.entropy_coef=0.001")
-    if policy.entropy_target is not None and not (policy.entropy_delta > 0 and policy.entropy_coef_max > 0):
-        name = "entropy_coef_max" if policy.entropy_coef_max <= 0 else "entropy_delta"
-        wrong = "must be greater than 0, or policy.entropy_target moves nothing"
-        raise bad_value(f"policy.{name}", 0.0, wrong, f"policy.{name}=0.005")
     _check_reference(cfg)
 
 
@@ -204,20 +194,12 @@ def _check_off_policy(cfg: Config) -> None:
         )
         good = f"policy.proximal=trainer policy.correction={policy.correction}"
         raise bad_value("policy.correction", policy.correction, wrong, good)
-    if policy.correction_cap < 1:
-        wrong = "must be at least 1, the weight of a token on which engine and trainer agree"
-        raise bad_value("policy.correction_cap", policy.correction_cap, wrong, "policy.correction_cap=2.0")
     if policy.correction_floor > 0 and policy.correction != "mask":
         wrong = f"is not read with policy.correction={policy.correction}"
-        good = f"policy.correction=mask policy.correction_floor={min(policy.correction_floor, 1.0)}"
+        good = f"policy.correction=mask policy.correction_floor={policy.correction_floor}"
         if policy.proximal != "trainer":
             good = f"policy.proximal=trainer {good}"
         raise bad_value("policy.correction_floor", policy.correction_floor, wrong, good)
-    if policy.correction_floor > 1:
-        wrong = "must be at most 1, the weight of a token on which engine and trainer agree"
-        raise bad_value(
-            "policy.correction_floor", policy.correction_floor, wrong, "policy.correction_floor=0.5"
-        )
 
 
 def _check_maxent(cfg: Config) -> None:

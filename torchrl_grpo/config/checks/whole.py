@@ -7,7 +7,6 @@ ConfigError that names the key, its value and a fix.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import math
 from collections.abc import Iterator
@@ -23,10 +22,8 @@ from torchrl_grpo.config.checks.sglang import check_python
 from torchrl_grpo.config.derived import optim_batch_size
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.mixture import mixture_parts
+from torchrl_grpo.config.schema import keys
 from torchrl_grpo.config.values import (
-    ABOVE_ZERO,
-    AT_LEAST,
-    AT_MOST,
     VLLM_BACKENDS,
     VLLM_LEAST_TEMPERATURE,
     ZERO_STAGES,
@@ -124,30 +121,15 @@ def _numbers(value: Any) -> Iterator[float]:
         yield value
 
 
-def _leaves(section: object, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(section).items():
-        if dataclasses.is_dataclass(value):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
-
-
 def _check_each(cfg: Config) -> None:
-    for key, value in _leaves(cfg, ""):
+    for key, default in keys().defaults.items():
+        value = attrgetter(key)(cfg)
         if any(not math.isfinite(number) for number in _numbers(value)):
             raise bad_value(key, value, "must be finite", f"{key}=<a finite number>")
-    for key, (smallest, good) in AT_LEAST.items():
-        value = attrgetter(key)(cfg)
-        if value is not None and value < smallest:
-            raise bad_value(key, value, f"must be at least {smallest}", f"{key}={good}")
-    for key, good in ABOVE_ZERO.items():
-        value = attrgetter(key)(cfg)
-        if value is not None and value <= 0:
-            raise bad_value(key, value, "must be greater than 0", f"{key}={good}")
-    for key, (largest, good) in AT_MOST.items():
-        value = attrgetter(key)(cfg)
-        if value is not None and value > largest:
-            raise bad_value(key, value, f"must be at most {largest}", f"{key}={good}")
+        bounds = keys().ranges.get(key)
+        mistake = None if bounds is None or value is None else bounds.mistake(value)
+        if mistake is not None:
+            raise bad_value(key, value, mistake, f"{key}={show(default)}")
     for key in ("model.name", "logging.project"):
         if not attrgetter(key)(cfg).strip():
             raise bad_value(key, "''", "must not be empty", f"{key}=NAME")
