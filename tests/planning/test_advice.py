@@ -16,6 +16,7 @@ from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.shape import ModelShape
 from torchrl_grpo.planning import preflight
+from torchrl_grpo.planning.planned import Planned
 from torchrl_grpo.runtime.hardware import Hardware
 
 # As published: Qwen2.5 of five sizes, and Llama-2-7B.
@@ -63,7 +64,7 @@ def read(words: str) -> Config:
     return parse(node)
 
 
-def planned(words: str, asynchronous: bool, there: Hardware) -> preflight.Planned:
+def planned(words: str, asynchronous: bool, there: Hardware) -> Planned:
     """The plan of a command, with all that is checked before a run."""
     cfg = read(words)
     (schedule.check_async if asynchronous else schedule.check_sync)(cfg)

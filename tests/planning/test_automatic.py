@@ -18,6 +18,7 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.shape import Unknown
 from torchrl_grpo.planning import automatic, preflight, resolve
 from torchrl_grpo.planning.advice import apply
+from torchrl_grpo.planning.planned import Planned
 from torchrl_grpo.runtime import hardware
 from torchrl_grpo.runtime.hardware import Hardware
 
@@ -37,7 +38,7 @@ def of_size(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "read_shape", lambda model: SHAPES[size])
 
 
-def plan(overrides: str, asynchronous: bool, there: Hardware) -> tuple[str, preflight.Planned]:
+def plan(overrides: str, asynchronous: bool, there: Hardware) -> tuple[str, Planned]:
     """What the command line adds to overrides, and the plan, as before a run."""
     cfg = read(overrides)
     changes = automatic.choose([cfg], asynchronous, there)

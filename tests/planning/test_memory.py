@@ -42,6 +42,7 @@ from torchrl_grpo.models.shape import (
     shape_of,
 )
 from torchrl_grpo.planning import memory, placement, preflight, token_budget
+from torchrl_grpo.planning.planned import Planned
 from torchrl_grpo.planning.prediction import GIB, Prediction, Row
 from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.planning.workload import Workload, workload_of
@@ -720,12 +721,12 @@ def a_7b(engine: str = "vllm", **changes: Any) -> tuple[Config, Any]:
     """A configuration for 7B, all of it trained in float32 by one GPU, and its plan for GPUs of some size."""
     cfg = config(inference_model__backend=engine, inference_model__dtype="bfloat16", **changes)
 
-    def planned(*gpus: float, apart: bool = False) -> preflight.Planned:
+    def planned(*gpus: float, apart: bool = False) -> Planned:
         plan = placement.plan(build_request(cfg, apart), len(gpus))
         there = Hardware(gpus, 900.0)
         needs = memory.predict(cfg, plan, SEVEN_B, there)
         budget = token_budget.choose(cfg, plan, SEVEN_B, there)
-        return preflight.Planned(cfg, plan, apart, there, SEVEN_B, needs, budget)
+        return Planned(cfg, plan, apart, there, SEVEN_B, needs, budget)
 
     return cfg, planned
 

@@ -10,6 +10,7 @@ from torchrl_grpo.config.checks import validate
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.shape import ModelShape
 from torchrl_grpo.planning import memory, preflight, token_budget
+from torchrl_grpo.planning.planned import Planned
 from torchrl_grpo.planning.prediction import GIB
 from torchrl_grpo.planning.workload import max_num_seqs
 from torchrl_grpo.runtime.hardware import Hardware
@@ -27,7 +28,7 @@ def read(*words: str) -> Config:
 
 def planned(
     monkeypatch: pytest.MonkeyPatch, there: Hardware, *words: str, shape: ModelShape = HALF_B
-) -> preflight.Planned:
+) -> Planned:
     monkeypatch.setattr(preflight, "read_shape", lambda model: shape)
     return preflight.make(read(*words), False, there)
 

@@ -18,7 +18,7 @@ import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import schedule
@@ -26,10 +26,8 @@ from torchrl_grpo.config.derived import token_budget
 from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.config.values import VLLM_BACKENDS
+from torchrl_grpo.planning.planned import Planned
 from torchrl_grpo.runtime import rank_env
-
-if TYPE_CHECKING:
-    from torchrl_grpo.planning.preflight import Planned
 
 _SUGGESTIONS = 3
 # The advice never makes prompts and responses shorter than this many tokens, or evaluations than this many
@@ -42,9 +40,9 @@ _RANK = 16
 Change = tuple[str, Any]
 Changes = tuple[Change, ...]
 # Plans a configuration. Returns None if it is invalid or does not match the devices.
-Planner = Callable[[Config], "Planned | None"]
+Planner = Callable[[Config], Planned | None]
 # Returns the rungs of a key for a plan; none if the key saves nothing.
-Ladder = Callable[["Planned"], list[Change]]
+Ladder = Callable[[Planned], list[Change]]
 
 
 def advise(cfg: Config, plan: Planner, fits: Callable[[Planned], bool], mild: bool = False) -> list[str]:

@@ -25,6 +25,7 @@ from torchrl_grpo.config.values import Parallelism
 from torchrl_grpo.models.shape import read_shape
 from torchrl_grpo.planning import preflight
 from torchrl_grpo.planning.advice import Changes, apply
+from torchrl_grpo.planning.planned import Planned
 from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.hardware import Hardware
 
@@ -67,7 +68,7 @@ def choose(configs: Sequence[Config], asynchronous: bool, hardware: Hardware) ->
         return ()
     shapes = {cfg.model.name: read_shape(cfg.model) for cfg in configs}
 
-    def plans(changes: Changes, fits: Callable[[preflight.Planned], bool]) -> list[preflight.Planned] | None:
+    def plans(changes: Changes, fits: Callable[[Planned], bool]) -> list[Planned] | None:
         """Return the plans of all jobs; None if one is invalid or does not fit."""
         job_plans = []
         for cfg in configs:
@@ -198,11 +199,11 @@ def _changes(cfg: Config, division: Division, parallelism: Parallelism | None) -
     return changes
 
 
-def _fits(planned: preflight.Planned) -> bool:
+def _fits(planned: Planned) -> bool:
     return planned.prediction is None or preflight.fits(planned)
 
 
-def _fits_divided(planned: preflight.Planned) -> bool:
+def _fits_divided(planned: Planned) -> bool:
     """Return whether a division fits that the planner chose."""
     if planned.prediction is None:
         # Two models on a GPU may be too much, and nothing says so before they are loaded.
