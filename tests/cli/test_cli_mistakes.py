@@ -117,7 +117,7 @@ BAD: list[tuple[str, str]] = [
     ),
     ("policy.kl_target=0.1", "policy.init_kl_coeff=0.1"),
     ("policy.kl_coef=0.1 policy.kl_target=0", "greater than 0"),
-    ("policy.init_kl_coeff=0.1", "write policy.kl_coef=0.1 instead"),
+    ("policy.init_kl_coeff=0.1", "write policy.kl_coef=0.1"),
     ("policy.kl_horizon=0", "at least 1"),
     ("policy.kl_coef=0.1 policy.kl_target=0.1 policy.kl_horizon=63", "64 responses"),
     ("policy.kl_inference_coef=-1", "at least 0"),
@@ -132,14 +132,14 @@ BAD: list[tuple[str, str]] = [
     ("policy.proximal=trainer policy.correction=mask policy.correction_floor=3", "at most 1"),
     (
         "policy.proximal=trainer policy.correction=truncate policy.correction_floor=0.5",
-        "write policy.correction=mask",
+        "write policy.proximal=trainer policy.correction=mask",
     ),
     (
         "policy=cispo policy.dual_clip=3",
-        "policy.surrogate=cispo, as policy=cispo sets it, has no such bound, and only clip has one; write "
-        "policy.dual_clip=null, or policy=grpo policy.surrogate=clip policy.dual_clip=3.0 instead",
+        "only read if policy.surrogate is clip, and that is cispo, as policy=cispo sets it; write "
+        "policy=grpo policy.surrogate=clip policy.dual_clip=3.0, or policy.dual_clip=null",
     ),
-    ("policy=sapo policy.dual_clip=3", "policy.surrogate=sapo, as policy=sapo sets it, has no such bound"),
+    ("policy=sapo policy.dual_clip=3", "and that is sapo, as policy=sapo sets it"),
     (
         "policy=maxent policy.kl_in=reward",
         "policy.advantage_estimator=maxent, as policy=maxent sets it, takes the reference into its weights; "
@@ -155,7 +155,7 @@ BAD: list[tuple[str, str]] = [
     ("policy.reward_combination=apart policy.kl_coef=0.1 policy.kl_in=reward", "policy.kl_in=loss"),
     ("policy.entropy_target=1 policy.entropy_coef_max=0", "greater than 0"),
     ("policy.entropy_target=1 policy.entropy_delta=0", "greater than 0"),
-    ("ref_model.refresh_mix=0.5", "refresh_frequency above 0"),
+    ("ref_model.refresh_mix=0.5", "only read if ref_model.refresh_frequency is not 0"),
     ("train_model.attn_implementation=flash", "auto, sdpa, eager, flash_attention_2"),
     ("train_model.attn_implementation=eager", "write train_model.shared_prefix=false train_model.attn"),
     ("train_model.prefix_attention=flash", "auto, varlen, dense"),
@@ -182,16 +182,16 @@ BAD: list[tuple[str, str]] = [
     ("policy=maxent policy.kl_in=loss", "policy.kl_in=weights"),
     (
         "policy.tau=0.5",
-        "only read with policy.advantage_estimator=maxent; write policy=maxent policy.tau=0.5",
+        "only read if policy.advantage_estimator is maxent; write policy=maxent policy.tau=0.5",
     ),
     ("policy=dapo policy.q_temperature=0.5", "write policy=maxent policy.q_temperature=0.5, or"),
     ("policy.q_epsilon=0.01", "policy.q_epsilon=1e-06"),
-    ("policy.length_normalize_ref=false", "or policy.length_normalize_ref=true instead"),
+    ("policy.length_normalize_ref=false", ", or policy.length_normalize_ref=true"),
     ("policy.correction_cap=3.0", "write policy.proximal=trainer policy.correction=truncate policy.corr"),
-    ("policy.correction_level=sequence", "only read with a policy.correction"),
-    ("policy.kl_coef=0.1 policy.kl_horizon=500", "only read with a policy.kl_target"),
-    ("policy.entropy_coef=0.1 policy.entropy_delta=0.1", "only read with a policy.entropy_target"),
-    ("policy.entropy_coef_max=0.1", "only read with a policy.entropy_target"),
+    ("policy.correction_level=sequence", "only read if policy.correction is not none"),
+    ("policy.kl_coef=0.1 policy.kl_horizon=500", "only read if policy.kl_target is not null"),
+    ("policy.entropy_coef=0.1 policy.entropy_delta=0.1", "only read if policy.entropy_target is not null"),
+    ("policy.entropy_coef_max=0.1", "only read if policy.entropy_target is not null"),
     ("policy.max_refills=5", "write policy.constant_groups=refill policy.max_refills=5"),
     ("policy=maxent policy.tau=0 policy.kl_coef=0", "policy.tau=0.1"),
     ("policy=maxent policy.tau=-1", "at least 0"),
@@ -220,14 +220,17 @@ BAD: list[tuple[str, str]] = [
         "inference_model.engine_args={max_num_batched_tokens:64,enable_chunked_prefill:false}",
         "tokens may not be cut; write inference_model.engine_args.max_num_batched_tokens=1024 or",
     ),
-    ("inference_model.server_python=/usr/bin/python3", "only sglang_server has a Python of its own"),
+    (
+        "inference_model.server_python=/usr/bin/python3",
+        "only read if inference_model.backend is sglang_server",
+    ),
     (
         "inference_model.backend=sglang_server inference_model.engine_args.tp_size=2",
-        "write inference_model.num_devices=2 instead",
+        "write inference_model.num_devices=2",
     ),
     (
         "inference_model.backend=sglang_server inference_model.engine_args.tokenizer_worker_num=2",
-        "it is 1: all requests pass through the process that names the weights",
+        "it is 1, because all requests pass through the process that names the weights",
     ),
     (
         "inference_model.backend=sglang_server inference_model.tensor_parallel_size=2",
@@ -244,7 +247,7 @@ BAD: list[tuple[str, str]] = [
     ),
     (
         "inference_model.backend=sglang_server inference_model.engine_args.context_length=9",
-        "write inference_model.max_model_len=VALUE instead",
+        "write inference_model.max_model_len=VALUE",
     ),
     (
         "inference_model.backend=sglang_server inference_model.engine_args.quantization=fp8",
@@ -258,20 +261,20 @@ BAD: list[tuple[str, str]] = [
     ("inference_model.backend=vllm_server inference_model.servers=[]", "must be auto or a list of addresses"),
     ("inference_model.backend=vllm_server inference_model.servers=[8000]", "must be auto or a list of addr"),
     ("inference_model.backend=vllm_server inference_model.servers=[host]", "'host' is no address"),
-    ("inference_model.backend=vllm_server inference_model.servers=[http://a:b]", "must be http://HOST:PORT"),
+    ("inference_model.backend=vllm_server inference_model.servers=[http://a:b]", "which is http://HOST:PO"),
     ("inference_model.backend=vllm_server inference_model.servers=[http://a/v1]", "'http://a/v1' is no addr"),
     ("inference_model.backend=vllm_server inference_model.servers=[unix:socket]", "or unix:/PATH; write"),
     (
         "inference_model.backend=vllm_server inference_model.servers=[http://a,http://a]",
-        "names a server twice; write inference_model.servers=[http://a] instead",
+        "names a server twice; write inference_model.servers=[http://a]",
     ),
     (
         "inference_model.backend=vllm_server inference_model.num_devices=2 inference_model.servers=[unix:/a]",
-        "inference_model.servers names 1; write inference_model.num_devices=auto instead",
+        "inference_model.servers names 1 servers; write inference_model.num_devices=auto",
     ),
     (
         "inference_model.backend=vllm_server inference_model.servers=[http://a] inference_model.devices=[1]",
-        "have their GPUs already; write inference_model.devices=null instead",
+        "run already and have their GPUs; write inference_model.devices=null",
     ),
     (
         "inference_model.backend=vllm_server inference_model.servers=[http://a] "
@@ -283,35 +286,35 @@ BAD: list[tuple[str, str]] = [
     ("inference_model.backend=vllm_server inference_model.servers=[http://u:p@a:1]", "is no address"),
     (
         f"inference_model.backend=vllm_server inference_model.servers=[unix:/{'a' * 107}]",
-        "it must be http://HOST:PORT or unix:/PATH",
+        "no address, which is http://HOST:PORT or unix:/PATH",
     ),
     (
         "inference_model.backend=vllm_server "
         "inference_model.servers=[http://127.0.0.1:8000,http://localhost:8000/]",
-        "names a server twice; write inference_model.servers=[http://127.0.0.1:8000] instead",
+        "names a server twice; write inference_model.servers=[http://127.0.0.1:8000]",
     ),
     (
         "inference_model.backend=vllm_server inference_model.servers=[unix:/a,unix:///a]",
-        "names a server twice; write inference_model.servers=[unix:/a] instead",
+        "names a server twice; write inference_model.servers=[unix:/a]",
     ),
     ("inference_model.backend=vllm_server ray.address=auto", "servers do not run on Ray; write inference_mo"),
-    ("inference_model.engine_args.middleware=own", "write nothing for middleware instead"),
-    ("inference_model.engine_args.port=8000", "write inference_model.servers=VALUE instead"),
+    ("inference_model.engine_args.middleware=own", "write nothing for middleware"),
+    ("inference_model.engine_args.port=8000", "write inference_model.servers=VALUE"),
     ("inference_model.temperature=0", "greater than 0"),
-    ("inference_model.temperature=0.005", "write inference_model.temperature=0.01 instead"),
-    ("eval.temperature=0.0099", "at least 0.01 with inference_model.backend=vllm"),
+    ("inference_model.temperature=0.005", "write inference_model.temperature=0.01"),
+    ("eval.temperature=0.0099", "inference_model.backend=vllm samples at 0.01 or more"),
     ("inference_model.gpu_memory_utilization=1.5", "at most 1"),
     ("inference_model.gpu_memory_utilization=0", "greater than 0"),
     ("inference_model.max_new_tokens=0", "at least 1"),
-    ("inference_model.engine_args.dtype=half", "write inference_model.dtype=VALUE instead"),
-    ("inference_model.engine_args={max_model_len:99}", "write inference_model.max_model_len=VALUE instead"),
+    ("inference_model.engine_args.dtype=half", "write inference_model.dtype=VALUE"),
+    ("inference_model.engine_args={max_model_len:99}", "write inference_model.max_model_len=VALUE"),
     ("inference_model.head_dtype=bfloat16", "auto, float32"),
     (
         "inference_model.engine_args.hf_overrides={head_dtype:float32}",
-        "write inference_model.head_dtype=float32 instead",
+        "write inference_model.head_dtype=float32",
     ),
-    ("inference_model.engine_args.hf_overrides=7", "these are entries of the model's configuration"),
-    ("inference_model.engine_args.logprobs_mode=raw_logprobs", "write nothing for logprobs_mode instead"),
+    ("inference_model.engine_args.hf_overrides=7", "it has entries of the model's configuration"),
+    ("inference_model.engine_args.logprobs_mode=raw_logprobs", "write nothing for logprobs_mode"),
     ("inference_model.engine_args.tensor_parallel_size=2", "write inference_model.tensor_parallel_size=2"),
     ("inference_model.tensor_parallel_size=2", "write inference_model.backend=vllm_server or"),
     ("inference_model.weight_transfer=folder", "write inference_model.backend=vllm_server or"),
@@ -319,7 +322,7 @@ BAD: list[tuple[str, str]] = [
     ("inference_model.weight_transfer=nccl", "weight_transfer"),
     (
         "inference_model.backend=transformers inference_model.engine_args.swap_space=0",
-        "write inference_model.backend=vllm or inference_model.engine_args={} instead",
+        "write inference_model.backend=vllm or inference_model.engine_args={}",
     ),
     ("optimizer.lr=inf", "finite"),
     ("optimizer.lr=-1e-5", "at least 0"),
@@ -341,10 +344,10 @@ BAD: list[tuple[str, str]] = [
     ("logging.backends=[csv,csv]", "twice"),
     ("logging.entity=''", "must not be empty"),
     ("logging.tags=['']", "1 to 64 characters"),
-    ("logging.tags=[night]", "write logging.backends=[wandb] instead"),
+    ("logging.tags=[night]", "write logging.tags=[], or logging.backends=[wandb]"),
     ("data.filter_overlong_prompts=true", "write env.overlong_prompts=drop instead"),
     ("data.truncation=left", "write env.overlong_prompts=truncate_left instead"),
-    ("inference_model.engine_args.max_logprobs=5", "write nothing for max_logprobs instead"),
+    ("inference_model.engine_args.max_logprobs=5", "write nothing for max_logprobs"),
     ("logging.tags=night", "a list of names in square brackets"),
     # devices
     (
@@ -354,11 +357,11 @@ BAD: list[tuple[str, str]] = [
     ("train_model.parallelism=fsdp2 train_model.lora.rank=8", "train_model.parallelism=ddp"),
     ("train_model.parallelism=fsdp", "one of auto, ddp, fsdp2, deepspeed_zero2, deepspeed_zero3"),
     ("train_model.num_devices=0", "at least 1"),
-    ("train_model.num_devices=two", "a whole number or auto"),
+    ("train_model.num_devices=two", "auto or a whole number of at least 1"),
     ("train_model.num_devices=1.5", "a whole number or text"),
-    ("inference_model.num_devices=-1", "write inference_model.num_devices=1 instead"),
-    ("ref_model.num_devices=0", "write ref_model.num_devices=1 instead"),
-    ("inference_model.devices=[0,0]", "write inference_model.devices=[0] instead"),
+    ("inference_model.num_devices=-1", "write inference_model.num_devices=1"),
+    ("ref_model.num_devices=0", "write ref_model.num_devices=1"),
+    ("inference_model.devices=[0,0]", "write inference_model.devices=[0]"),
     ("inference_model.num_devices=3 inference_model.devices=[0,1]", "write inference_model.num_devices=2"),
     ("dry_run=perhaps", "true or false"),
     ("inference_model.devices=[-1]", "at least 0"),
@@ -375,45 +378,51 @@ BAD: list[tuple[str, str]] = [
         "write train.total_dialog_turns=64000 train.num_epochs=null",
     ),
     # brackets that are missing
-    ("reward.functions=good.py:r", "reward.functions={r:good.py:r} instead"),
-    ("reward.functions=[good.py:r,bad.py:s]", "reward.functions={r:good.py:r,s:bad.py:s} instead"),
-    ("reward.functions=good.py", "reward.functions={NAME:FILE.py:FUNCTION} instead"),
-    ("reward.functions=r:good.py:r", "reward.functions={r:good.py:r} instead"),
-    ("reward.weights=format", "error: reward.weights=format: must be a mapping of names to numbers"),
-    ("reward.weights=[format,gsm8k]", "reward.weights={format:1.0,gsm8k:1.0} instead"),
+    ("reward.functions=good.py:r", "reward.functions={r:good.py:r}, for example"),
+    ("reward.functions=[good.py:r,bad.py:s]", "reward.functions={r:good.py:r,s:bad.py:s}, for example"),
+    ("reward.functions=good.py", "reward.functions={NAME:FILE.py:FUNCTION}, for example"),
+    ("reward.functions=r:good.py:r", "reward.functions={r:good.py:r}, for example"),
+    ("reward.weights=format", "error: reward.weights=format: it must be a mapping of names to numbers"),
+    ("reward.weights=[format,gsm8k]", "reward.weights={format:1.0,gsm8k:1.0}, for example"),
     ("reward.weights={format}", "write reward.weights={format:1.0} instead"),
-    ("env.fields=question:q,answer:a", "write env.fields={question:q,answer:a} instead"),
-    ("env.tools=my_tools.py:f", "env.tools=[my_tools.py:f] instead"),
-    ("env.tools=null", "env.tools=[] instead"),
-    ("logging.backends=wandb", "logging.backends=[wandb] instead"),
+    ("env.fields=question:q,answer:a", "write env.fields={question:q,answer:a}, for"),
+    ("env.tools=my_tools.py:f", "env.tools=[my_tools.py:f], for example"),
+    ("env.tools=null", "env.tools=[], for example"),
+    ("logging.backends=wandb", "logging.backends=[wandb], for example"),
     # data sets and tasks
-    ("env.task=chain_sum env.dataset=my.py:load", "write env.task=null or env.dataset=reasoning_gym instead"),
+    (
+        "env.task=chain_sum env.dataset=my.py:load",
+        "write env.dataset=reasoning_gym env.task=chain_sum, or env.task=null",
+    ),
     (
         "env.environment=guess env=reasoning_gym env.task=chain_sum",
         "write another env.dataset, or env.environment=null env.tools=[]",
     ),
-    ("train.total_dialog_turns=null", "write train.num_epochs=1 or train.total_dialog_turns=64000 instead"),
+    ("train.total_dialog_turns=null", "write train.num_epochs=1 or train.total_dialog_turns=64000"),
     ("train.total_dialog_turns=null train.num_epochs=0", "greater than 0"),
     ("total_train_epochs=5", "write train.num_epochs=5 instead"),
     ("eval_steps=50", "write eval.frequency=50 instead"),
     ("temperature=0.7", "write inference_model.temperature=0.7 instead"),
     ("train.optim_batch_size=12", "a multiple of env.repeats=8"),
     ("train.optim_batch_size=24", "one of 8, 16, 32, 64"),
-    ("train.optim_batch_size=128", "divide one collection round"),
-    ("train.gradient_accumulation_steps=5", "write train.gradient_accumulation_steps=4 instead"),
+    ("train.optim_batch_size=128", "divides one round"),
+    ("train.gradient_accumulation_steps=5", "write train.gradient_accumulation_steps=4"),
     ("train.gradient_accumulation_steps=128", "batch of 64 samples"),
-    ("train.max_tokens_per_microbatch=512", "write train.max_tokens_per_microbatch=1024 instead"),
+    ("train.max_tokens_per_microbatch=512", "write train.max_tokens_per_microbatch=1024"),
     ("train.max_tokens_per_microbatch=0", "at least 1"),
     ("inference_model.max_new_tokens=1024", "no room for a prompt"),
     ("inference_model.sleep=true", "only on a CUDA device"),
-    ("env.task=chain_sum", "only reasoning_gym has"),
+    ("env.task=chain_sum", "only read if env.dataset is reasoning_gym"),
     ("env.task_args.max_terms=3", "only reasoning_gym has"),
     ("env.dataset=reasoning_gym", "env.task=chain_sum"),
-    ("env=reasoning_gym env.data_path=.", "reads no file"),
-    ("env=reasoning_gym env.hub_name=a/b", "reads no hub"),
-    ("env=reasoning_gym env.eval_split=test", "write env.eval_split=null instead"),
+    ("env=reasoning_gym env.data_path=.", "reads neither files nor the hub"),
+    ("env=reasoning_gym env.hub_name=a/b", "reads neither files nor the hub"),
+    ("env=reasoning_gym env.eval_split=test", "write env.eval_split=null"),
     ("env.overlong_prompts=truncate", "error, drop, truncate_left, truncate_right, truncate_middle"),
-    ("env=reasoning_gym env.overlong_prompts=drop", "write env.overlong_prompts=error or truncate_right"),
+    (
+        "env=reasoning_gym env.overlong_prompts=drop",
+        "write env.overlong_prompts=error or env",
+    ),
     ("env.train_split=''", "must not be empty"),
     ("env=ifeval env.train_split=train", "env.eval_split, and training prompts are composed"),
     ("env.dataset=jsonl", "needs a file"),
@@ -423,13 +432,13 @@ BAD: list[tuple[str, str]] = [
         "that of answer if there is one",
     ),
     ("env.dataset=jsonl env.data_path=. env.fields={question:q,messages:m}", "of question or of messages"),
-    ("env.dataset=my_data.py", "or name a function of your own"),
-    ("env.dataset=my_data.py:load env.train_split=train", "has no splits of a file"),
-    ("env.dataset=my_data.py:load env.hub_name=a/b", "reads no hub"),
-    ("env.dataset=my_data.py:load env.data_path=.", "reads no file"),
+    ("env.dataset=my_data.py", "names no function of your own"),
+    ("env.dataset=my_data.py:load env.train_split=train", "has no splits"),
+    ("env.dataset=my_data.py:load env.hub_name=a/b", "reads neither files nor the hub"),
+    ("env.dataset=my_data.py:load env.data_path=.", "reads neither files nor the hub"),
     ("env.environment=gues", "write env.environment=guess"),
     ("env.environment=my_env.py", "names no class of your own"),
-    ("env.environment_args={a:1}", "there is no environment that takes them"),
+    ("env.environment_args={a:1}", "only read if env.environment is not null"),
     ("env.tools=[calculatr]", "write env.tools=[calculator]"),
     ("env.tools=[my_tools.py]", "names no function of your own"),
     ("env.tools=[calculator,calculator]", "names a tool twice"),
@@ -448,7 +457,7 @@ BAD: list[tuple[str, str]] = [
     # resume
     ("resume=auto", "no run below"),
     ("resume=nowhere", "no complete checkpoint"),
-    ("hydra.run.dir=nowhere resume=auto", "nowhere has none"),
+    ("hydra.run.dir=nowhere resume=auto", "nowhere has no complete checkpoint"),
     ("--multirun resume=auto optimizer.lr=1e-4,1e-5", "a sweep cannot be resumed"),
     # sweeps: every job is looked at before the first starts
     ("--multirun optimizer.lr=1e-4,-1", "optimizer.lr=-1"),
@@ -541,7 +550,7 @@ def test_what_reads_an_unread_key_is_advised_as_it_is_accepted(
 
 def advised(message: str) -> list[str]:
     """The ways out that a message names."""
-    return re.split(r",? or ", message.partition("write ")[2].removesuffix(" instead\n"))
+    return re.split(r",? or ", message.partition("write ")[2].removesuffix("\n"))
 
 
 @pytest.mark.parametrize(
@@ -572,8 +581,8 @@ def test_there_are_enough_mistakes() -> None:
 
 
 def test_value_is_named_as_it_was_written(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "error: optimizer.lr=1e-4x: must be a number" in mistake(capsys, "optimizer.lr=1e-4x")
-    assert "env.repeats=1: must be at least 2" in mistake(capsys, "env.repeats=1")
+    assert "error: optimizer.lr=1e-4x: it must be a number" in mistake(capsys, "optimizer.lr=1e-4x")
+    assert "env.repeats=1: it must be at least 2" in mistake(capsys, "env.repeats=1")
 
 
 def test_mistake_in_a_configuration_file(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,7 +135,7 @@ def test_a_line_is_planned(
         ),
         ("vllm:d4+megatron:d4", "nothing trains with 'megatron' here; write one of fsdp, fsdp2, ddp"),
         ("vllm:d4+fsdp:d2+fsdp:d2", "it has more than two parts"),
-        ("vllm:d4", "it says nothing of the trainer; write allocation_mode=vllm:d4+fsdp:d1 instead"),
+        ("vllm:d4", "it says nothing of the trainer; write allocation_mode=vllm:d4+fsdp:d1"),
         (
             "vllm:d4|fsdp:d8",
             "4 and 8 devices cannot be the same ones; write the same sizes on both sides of |",
@@ -178,6 +178,6 @@ def test_workers_that_run_ahead_have_devices_of_their_own() -> None:
     check_async(parsed("vllm:d2+fsdp:d2"))
     check_async(parsed("vllm:d1|fsdp:d1"))
     with pytest.raises(
-        ConfigError, match=r"allocation_mode=vllm:d2\|fsdp:d2: workers .*write vllm:d4\+fsdp:d4"
+        ConfigError, match=r"allocation_mode=vllm:d2\|fsdp:d2: workers .*write .*=vllm:d4\+fsdp:d4"
     ):
         check_async(parsed("vllm:d2|fsdp:d2"))

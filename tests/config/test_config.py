@@ -234,12 +234,12 @@ def test_interpolations_are_resolved() -> None:
         ({"foo": 1}, "there is no key foo"),
         ({"env": {"repeat": 2}}, "write env.repeats=2 instead"),
         ({"env": 3}, "env is a group of keys"),
-        ({"train": {"epochs": "many"}}, "train.epochs=many: must be a whole number"),
-        ({"train": {"epochs": 1.5}}, "train.epochs=1.5: must be a whole number"),
+        ({"train": {"epochs": "many"}}, "train.epochs=many: it must be a whole number"),
+        ({"train": {"epochs": 1.5}}, "train.epochs=1.5: it must be a whole number"),
         ({"reward": {"weights": {"format": "much"}}}, "reward.weights={format:much}"),
         ({"model": {"name": "${nowhere}"}}, "model.name"),
         ({"model": {"name": "???"}}, "model.name"),
-        ({"optimizer": {"betas": 0.9}}, "optimizer.betas=0.9: must be a list of numbers"),
+        ({"optimizer": {"betas": 0.9}}, "optimizer.betas=0.9: it must be a list of numbers"),
     ],
 )
 def test_parser_needs_no_schema_to_refuse(node: dict[str, Any], says: str) -> None:

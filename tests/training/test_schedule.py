@@ -97,7 +97,7 @@ SHORT = "env.num_envs=16 train.optim_batch_size=64 train.total_dialog_turns=1024
             [
                 "optimizer.warmup_steps=16: the run has 16 optimizer steps, so the learning rate ends at "
                 "9.41e-06 and never reaches optimizer.lr=1e-05; write optimizer.warmup_steps=1 or "
-                "train.total_dialog_turns=1152 instead"
+                "train.total_dialog_turns=1152"
             ],
         ),
         ("optimizer.warmup_steps=15 optimizer.schedule=constant", []),
@@ -106,7 +106,7 @@ SHORT = "env.num_envs=16 train.optim_batch_size=64 train.total_dialog_turns=1024
             [
                 "optimizer.schedule=linear: the run has 16 optimizer steps, and optimizer.warmup_steps=15, "
                 "so the learning rate never falls; write optimizer.warmup_steps=1 or "
-                "train.total_dialog_turns=1152 instead"
+                "train.total_dialog_turns=1152"
             ],
         ),
         ("policy.kl_coef=0.1 ref_model.refresh_frequency=14", []),
@@ -123,7 +123,7 @@ def test_schedules_that_the_run_is_too_short_for_are_told(words: str, said: list
     assert len(told) == len(said) and all(map(str.startswith, told, said)), told
     for sentence in told:
         # As a user would: each of the alternatives.
-        for fix in sentence.partition("; write ")[2].removesuffix(" instead").split(" or "):
+        for fix in sentence.partition("; write ")[2].split(" or "):
             again = with_total_turns(read(f"{SHORT} optimizer.lr=1e-5 {words} {fix}"), 200)
             assert checks.unreached(again, problems=200) == []
 

@@ -113,10 +113,10 @@ def check_free(key: str, folder: Path) -> None:
         ConfigError: the folder is a file, or it holds results of an earlier run.
     """
     if folder.exists() and not folder.is_dir():
-        raise bad_value(key, folder, "is a file, not a folder", f"{key}=<another folder>")
+        raise bad_value(key, folder, "it is a file and not a folder", f"{key}=<another folder>")
     if holds_run(folder):
         raise ConfigError(
-            f"{key}={folder}: holds an earlier run, which is left as it is; "
+            f"{key}={folder}: it holds an earlier run, which is left as it is; "
             f"write resume={folder} to continue it, or {key}=<another folder> instead"
         )
 
@@ -175,7 +175,7 @@ def folder_to_resume(resume: str, chosen: Path | None, outputs: Path = Path("out
     if resume == AUTO_OR_NEW:
         if chosen is None:
             wrong = "a run that begins again needs the folder that it had"
-            raise bad_value("resume", resume, wrong, "hydra.run.dir=FOLDER in addition, or resume=auto")
+            raise bad_value("resume", resume, wrong, "hydra.run.dir=FOLDER beside it, or resume=auto")
         return chosen if complete_checkpoints(chosen) else None
     if resume == "auto":
         return _newest(outputs) if chosen is None else _checked(resume, chosen)
@@ -300,11 +300,11 @@ def _checked(resume: str, run_dir: Path) -> Path:
     else:
         complete = bool(complete_checkpoints(run_dir))
     if not complete:
-        where = f"{run_dir} has none" if resume == "auto" else "there is none"
+        where = run_dir if resume == "auto" else "it"
         raise CheckpointError(
-            f"resume={resume}: no complete checkpoint to resume from, {where}; "
+            f"resume={resume}: {where} has no complete checkpoint to resume from; "
             "write the path of a run folder that holds checkpoints/<step>, "
-            "or resume=null for a new run instead"
+            "or resume=null for a new run"
         )
     return run_dir
 
@@ -320,6 +320,6 @@ def _newest(outputs: Path) -> Path:
     if not candidates:
         raise CheckpointError(
             f"resume=auto: no run below {outputs.resolve()} has a complete checkpoint; "
-            "write resume=<a run folder> to continue another, or resume=null for a new run instead"
+            "write resume=<a run folder> to continue another, or resume=null for a new run"
         )
     return max(candidates)[1]

@@ -157,17 +157,17 @@ class Composer:
                 known = word in keys().leaves or keys().free_form_parent(word) is not None
                 match = word if known else keys().nearest(word)
                 fix = f"{match}=VALUE" if match else "key=value"
-                raise ConfigError(f"{word}: is no key=value pair; write {fix} instead") from error
+                raise ConfigError(f"{word}: it is no key=value pair; write {fix} instead") from error
             key, value = word.split("=", 1)
             if (free := key.lstrip("+")) in keys().free_form:
                 # An entry without a value, or a bracket that is not closed.
                 own = keys().fitting(free, f"[{value.strip('{}')}]") or keys().example(free)
                 raise ConfigError(
-                    f"{free}={value}: cannot be read ({first_line(error)}); write {free}={own} instead"
+                    f"{free}={value}: it cannot be read ({first_line(error)}); write {free}={own} instead"
                 ) from error
             quoted = value.replace("'", "\\'")
             raise ConfigError(
-                f"{word}: cannot be read ({first_line(error)}); write \"{key}='{quoted}'\" "
+                f"{word}: it cannot be read ({first_line(error)}); write \"{key}='{quoted}'\" "
                 "with the quotes instead, or close every bracket and quote"
             ) from error
 
@@ -176,7 +176,7 @@ class Composer:
         key, line = override.key_or_group, str(override.input_line)
         options = self._loader.get_group_options(key)
         if options:
-            return ConfigError(f"{line}: matches none of {', '.join(options)}; write {key}=glob(*) instead")
+            return ConfigError(f"{line}: it matches none of {', '.join(options)}; write {key}=glob(*) instead")
         fix = f"--multirun {key}=VALUE,VALUE" if keys().knows(key) else "a group that --help lists"
         return ConfigError(f"{line}: glob chooses among the files of a group; write {fix} instead")
 
@@ -189,8 +189,8 @@ class Composer:
             return
         value = None if override.value_type is None else override.value()
         if override.is_delete():
-            fix = f"{key}={keys().example(key)}" if key in keys().leaves else "another value"
-            raise ConfigError(f"{line}: a key cannot be taken away; write for example {fix} instead")
+            fix = f"{key}={keys().example(key)}" if key in keys().leaves else f"{key}= and another value"
+            raise ConfigError(f"{line}: a key cannot be taken away; write {fix}, for example")
         plain = line.lstrip("+")
         options = self._loader.get_group_options(key) if "." not in key else []
         if options and not isinstance(value, dict):
@@ -201,7 +201,7 @@ class Composer:
         free = keys().free_form_parent(key)
         if override.is_add() and free is None:
             raise ConfigError(
-                f"{line}: the key is there already, + only adds new ones; write {plain} instead"
+                f"{line}: the key is there already, and + only adds new ones; write {plain} instead"
             )
         if key in keys().sections:
             if not isinstance(value, dict):

@@ -36,7 +36,7 @@ _TRAINS = {
 _DIMENSIONS = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
 _PART = re.compile(r"(?:([a-z_0-9]+)[:.])?((?:[a-z]\d+)+)")
 _SIZE = re.compile(r"([a-z])(\d+)")
-_GOOD = f"{_KEY}=vllm:d4+fsdp:d4, for example,"
+_FIX = f"{_KEY}=vllm:d4+fsdp:d4, for example"
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,10 @@ def _read(line: str) -> tuple[_Part | None, _Part, bool]:
     """Return generation (None if the line has one part only), training, and whether they share devices."""
     shared = "|" in line
     if "(" in line or "[" in line:
-        raise _bad(line, "layouts of experts and names of parts are not supported", _GOOD)
+        raise _bad(line, "layouts of experts and names of parts are not supported", _FIX)
     parts = [_read_part(line, text.strip()) for text in re.split(r"[+|]", line)]
     if len(parts) > 2:
-        raise _bad(line, "it has more than two parts", _GOOD)
+        raise _bad(line, "it has more than two parts", _FIX)
     if len(parts) == 1:
         if parts[0].backend in _GENERATES:
             raise _bad(line, "it says nothing of the trainer", f"{_KEY}={line}+fsdp:d1")
@@ -147,12 +147,12 @@ def _read(line: str) -> tuple[_Part | None, _Part, bool]:
 def _read_part(line: str, text: str) -> _Part:
     matched = _PART.fullmatch(text)
     if matched is None:
-        raise _bad(line, f"{text!r} is not BACKEND:SIZES, as in vllm:d4 or fsdp:d8", _GOOD)
+        raise _bad(line, f"{text!r} is not BACKEND:SIZES, as in vllm:d4 or fsdp:d8", _FIX)
     sizes: dict[str, int] = {}
     for name, size in _SIZE.findall(matched[2]):
         if name not in _DIMENSIONS or int(size) < 1 or name in sizes:
             known = ", ".join(f"{short} ({long})" for short, long in _DIMENSIONS.items())
-            raise _bad(line, f"{name}{size} in {text!r} is no size; sizes are {known}, each once", _GOOD)
+            raise _bad(line, f"{name}{size} in {text!r} is no size; sizes are {known}, each once", _FIX)
         sizes[name] = int(size)
     trains = matched[1] in _TRAINS
     for name, size in sizes.items():
@@ -178,5 +178,5 @@ def _changed(cfg: Config, line: str, changes: dict[str, Any]) -> Config:
     return replace(cfg, **changed)
 
 
-def _bad(line: str, wrong: str, instead: str) -> ConfigError:
-    return bad_value(_KEY, line, wrong, instead)
+def _bad(line: str, wrong: str, fix: str) -> ConfigError:
+    return bad_value(_KEY, line, wrong, fix)

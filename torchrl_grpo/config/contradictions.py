@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torchrl_grpo.config.builtin import REWARDS, dataset_kind
+from torchrl_grpo.config.keys import show
+from torchrl_grpo.config.schema import keys
 from torchrl_grpo.config.values import CACHING_BACKENDS, SURROGATE_OPTIONS, Backend
 
 # Returns the value of a key.
@@ -42,6 +44,16 @@ def contradictions(read: Read) -> Iterator[Contradiction]:
     yield from _of_adapters(read)
     yield from _of_data(read)
     yield from _of_engines(read)
+    for key, setting in unread(read):
+        yield Contradiction(setting.partition("=")[0], (key,))
+
+
+def unread(read: Read) -> Iterator[tuple[str, str]]:
+    """Yield each key that nothing reads, with the setting that it needs (:func:`~.keys.key`)."""
+    for key, setting in keys().only_with.items():
+        name, equals, needed = setting.partition("=")
+        if (show(read(name)) != needed) if equals else (read(name) == keys().defaults[name]):
+            yield key, setting
 
 
 def _keys(section: str, names: str) -> tuple[str, ...]:
@@ -66,35 +78,14 @@ def _of_kl(read: Read) -> Iterator[Contradiction]:
         yield Contradiction("policy.reward_combination", ("policy.kl_in",))
     if read("policy.kl_in") == "loss" and read("policy.kl_estimator") == "k1":
         yield Contradiction("policy.kl_in", ("policy.kl_estimator",))
-    if read("ref_model.refresh_frequency") == 0:
-        yield Contradiction("ref_model.refresh_frequency", ("ref_model.refresh_mix",))
 
 
 def _of_objective(read: Read) -> Iterator[Contradiction]:
     surrogate = read("policy.surrogate")
     if not set(read("policy.surrogate_args")) <= set(SURROGATE_OPTIONS[surrogate]):
         yield Contradiction("policy.surrogate", ("policy.surrogate_args",), {})
-    if surrogate != "clip":
-        yield Contradiction("policy.surrogate", ("policy.dual_clip",))
     if read("policy.proximal") != "trainer":
         yield Contradiction("policy.proximal", ("policy.correction",))
-    # What only a part reads that is switched off.
-    for switch, is_on, names in (
-        (
-            "advantage_estimator",
-            read("policy.advantage_estimator") == "maxent",
-            "tau q_temperature q_epsilon length_normalize_ref",
-        ),
-        ("correction", read("policy.correction") != "none", "correction_level correction_cap"),
-        ("correction", read("policy.correction") == "mask", "correction_floor"),
-        ("kl_target", read("policy.kl_target") is not None, "kl_horizon"),
-        ("entropy_target", read("policy.entropy_target") is not None, "entropy_delta entropy_coef_max"),
-        ("constant_groups", read("policy.constant_groups") == "refill", "max_refills"),
-        ("overlong", read("policy.overlong") == "penalise", "overlong_buffer"),
-        ("aggregation", read("policy.aggregation") == "constant", "aggregation_length"),
-    ):
-        if not is_on:
-            yield Contradiction(f"policy.{switch}", _keys("policy", names))
 
 
 def _of_lengths(read: Read) -> Iterator[Contradiction]:
@@ -135,17 +126,13 @@ def _of_devices(read: Read) -> Iterator[Contradiction]:
 
 def _of_adapters(read: Read) -> Iterator[Contradiction]:
     rank, kind = "train_model.lora.rank", "train_model.parallelism"
-    of_adapters = _keys("train_model.lora", "alpha target_modules base_dtype")
-    of_adapters += ("train_model.quantization", "checkpoint.export_merged")
     if read(rank) > 0 and read(kind) not in ("auto", "ddp"):
         yield Contradiction(rank, (kind,))
-        yield Contradiction(kind, (rank, *of_adapters))
+        yield Contradiction(kind, (rank,))
     if read(rank) > 0:
         yield Contradiction(
             rank, _keys("ref_model", "refresh_frequency refresh_mix dtype devices num_devices")
         )
-    else:
-        yield Contradiction(rank, of_adapters)
     if read("train_model.prefix_attention") == "varlen" and read("train_model.autocast") == "no":
         yield Contradiction("train_model.prefix_attention", ("train_model.autocast",))
         yield Contradiction("train_model.autocast", ("train_model.prefix_attention",))
@@ -156,12 +143,10 @@ def _of_data(read: Read) -> Iterator[Contradiction]:
         own = "task task_args data_path eval_data_path hub_name hub_subset train_split eval_split fields"
         yield Contradiction("env.mixture", (*_keys("env", own), *_keys("reward", "weights functions args")))
         yield Contradiction("env.mixture", ("eval.reward",))
-    if read("env.sampling") == "uniform":
-        yield Contradiction("env.sampling", _keys("env", "pass_rate_bands pass_rate_weights unseen_weight"))
     # The columns of a data set are its own.
     yield Contradiction("env.dataset", ("env.fields",))
     if read("env.dataset") != "reasoning_gym":
-        yield Contradiction("env.dataset", _keys("env", "task task_args"))
+        yield Contradiction("env.dataset", ("env.task_args",))
     kind, functions = dataset_kind(read("env.dataset")), read("reward.functions")
     weights, grader = read("reward.weights"), read("eval.reward")
     for key, names in (("reward.weights", weights), ("eval.reward", [] if grader is None else [grader])):
@@ -169,8 +154,6 @@ def _of_data(read: Read) -> Iterator[Contradiction]:
             yield Contradiction("env.dataset", (key,))
     # The arguments of a task are those of its own generator.
     yield Contradiction("env.task", ("env.task_args",))
-    if read("env.environment") is None:
-        yield Contradiction("env.environment", ("env.environment_args",))
 
 
 def _of_engines(read: Read) -> Iterator[Contradiction]:

@@ -31,19 +31,22 @@ _EXAMPLES_OF_KEYS = {
 }
 
 
-def key(default: Any, help: str) -> Any:
+def key(default: Any, help: str, only_with: str | None = None) -> Any:
     """Declare a key of the schema.
 
     Args:
         default: value if neither a file nor the command line sets one; a list or a mapping is copied.
         help: meaning of the key, for users. ``python -m torchrl_grpo.config`` writes it into the YAML files.
+        only_with: setting without which nothing reads the key: ``KEY=VALUE``, or ``KEY`` alone for any value
+            but its default. None if the key is always read.
 
     Returns:
         The dataclass field.
     """
+    metadata = {"help": help, "only_with": only_with}
     if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=lambda: deepcopy(default), metadata={"help": help})
-    return dataclasses.field(default=default, metadata={"help": help})
+        return dataclasses.field(default_factory=lambda: deepcopy(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def show(value: Any) -> str:
@@ -66,19 +69,19 @@ def show(value: Any) -> str:
     return str(value)
 
 
-def bad_value(key: str, value: Any, wrong: str, instead: str) -> ConfigError:
-    """Build the error for an invalid value.
+def bad_value(key: str, value: Any, wrong: str, fix: str) -> ConfigError:
+    """Build the error for an invalid value, which is one sentence.
 
     Args:
         key: dotted key.
         value: value of the key.
-        wrong: description of the mistake, e.g. ``"must be at least 2"``.
-        instead: text to write instead, e.g. ``"env.repeats=8"``.
+        wrong: the mistake as a clause with a subject, e.g. ``"it must be at least 2"``.
+        fix: end of the sentence, after "write", e.g. ``"env.repeats=8"``.
 
     Returns:
         The error, not raised yet.
     """
-    return ConfigError(f"{key}={show(value)}: {wrong}; write {instead} instead")
+    return ConfigError(f"{key}={show(value)}: {wrong}; write {fix}")
 
 
 class KeyBook:
@@ -93,6 +96,7 @@ class KeyBook:
         help: map from dotted key to its help.
         defaults: map from dotted key to its default.
         ranges: map from dotted key to the range of its value, for numbers that have one.
+        only_with: map from dotted key to the setting without which nothing reads it, as :func:`key` takes it.
         free_form: keys that hold a mapping whose own keys the user chooses.
     """
 
@@ -102,6 +106,7 @@ class KeyBook:
         self.help: dict[str, str] = {}
         self.defaults: dict[str, Any] = {}
         self.ranges: dict[str, Range] = {}
+        self.only_with: dict[str, str] = {}
         self._read(schema, schema(), "")
         self.free_form = {key for key, hint in self.leaves.items() if typing.get_origin(hint) is dict}
 
@@ -117,6 +122,8 @@ class KeyBook:
                 self.leaves[prefix + name] = hint
                 self.help[prefix + name] = metadata[name]["help"]
                 self.defaults[prefix + name] = value
+                if metadata[name]["only_with"] is not None:
+                    self.only_with[prefix + name] = metadata[name]["only_with"]
                 # A number, or a number or null.
                 for option in (annotated[name], *typing.get_args(annotated[name])):
                     if typing.get_origin(option) is typing.Annotated:
@@ -313,7 +320,7 @@ class KeyBook:
         if free is not None and key != free:
             value_type = typing.get_args(self.leaves[free])[1]
             example = f"{key}={_EXAMPLES[value_type]}"
-            return ConfigError(f"{shown}: must be {_WORDS[value_type]}; write for example {example} instead")
+            return ConfigError(f"{shown}: it must be {_WORDS[value_type]}; write {example}, for example")
         example, value = self.example(key), shown.partition("=")[2]
         if key in self.free_form or (self.is_list(key) and self.defaults[key] in (None, [])):
             # Often only the brackets are missing.
@@ -323,9 +330,7 @@ class KeyBook:
             example = close[0] if close else example
             if elsewhere.written(key, value) != value:
                 example = elsewhere.written(key, value)
-        return ConfigError(
-            f"{shown}: must be {self.describe(key)}; write for example {key}={example} instead"
-        )
+        return ConfigError(f"{shown}: it must be {self.describe(key)}; write {key}={example}, for example")
 
     def section_value(self, section: str, shown: str) -> ConfigError:
         """Build the error for a section that is set to a plain value."""

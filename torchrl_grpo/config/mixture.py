@@ -63,26 +63,30 @@ def _part(cfg: Config, given: Any, key: str) -> MixturePart:
     unknown = [name for name in given if name not in _SHARED and name not in _OWN]
     if unknown:
         raise ConfigError(
-            f"{key}.{unknown[0]}: a part has no such key; it may have {', '.join([*_OWN, *_SHARED])}"
+            f"{key}.{unknown[0]}: a part has no such key; write one of {', '.join([*_OWN, *_SHARED])}"
         )
     if "dataset" not in given:
         raise ConfigError(f"{key}={show(given)}: a part needs a data set; write {{dataset: NAME, ...}}")
     weight = given.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-        raise ConfigError(f"{key}.weight={show(weight)}: must be a number greater than 0; write e.g. 1.0")
+        raise ConfigError(
+            f"{key}.weight={show(weight)}: it must be a number greater than 0; write 1.0, for example"
+        )
     start = {name: getattr(EnvConfig(), name) for name in _OF_A_DATASET}
     base = {**vars(cfg.env), **start, "mixture": []}
     env = _typed(EnvConfig, base, {name: given[name] for name in given if name in _SHARED}, key)
     reward = given.get("reward", {})
     if not isinstance(reward, dict):
-        raise ConfigError(f"{key}.reward={show(reward)}: must be a mapping; write {{weights: {{NAME: 1.0}}}}")
+        raise ConfigError(
+            f"{key}.reward={show(reward)}: it must be a mapping; write {{weights: {{NAME: 1.0}}}}"
+        )
     own: dict[str, Any] = {"weights": {}, "functions": {}, "args": {}}
     rewards = _typed(RewardConfig, {**vars(cfg.reward), **own}, reward, f"{key}.reward")
     # Of a file with its path, the last part is enough.
     default = str(given.get("task") or given["dataset"]).rpartition("/")[2].replace(":", ".")
     name = given.get("name", default)
     if not isinstance(name, str) or not name.strip() or "/" in name:
-        raise ConfigError(f"{key}.name={show(name)}: must be a name without /; write e.g. sums")
+        raise ConfigError(f"{key}.name={show(name)}: it must be a name without /; write sums, for example")
     evaluation = dataclasses.replace(cfg.eval, reward=given.get("eval_reward"))
     whole = dataclasses.replace(cfg, env=env, reward=rewards, eval=evaluation)
     return MixturePart(name, float(weight), whole)

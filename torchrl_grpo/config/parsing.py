@@ -39,10 +39,10 @@ def parse(node: DictConfig) -> Config:
         plain = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = error.full_key or "configuration"
-        raise ConfigError(f"{key}: {first_line(error)}; write a value for {key} instead") from error
+        raise ConfigError(f"{key}: {first_line(error)}; write a value for it") from error
     if not isinstance(plain, dict):
         raise ConfigError(
-            f"configuration={show(plain)}: must be a mapping of keys; write key: value lines instead"
+            f"configuration={show(plain)}: it must be a mapping of keys; write lines of key: value"
         )
     values = {str(key): value for key, value in plain.items()}
     _check_keys(values, "", Config)
@@ -91,4 +91,4 @@ def _type_error(error: Exception, values: dict[str, Any]) -> ConfigError:
                 OmegaConf.update(OmegaConf.structured(Config), key, value, force_add=True)
             except OmegaConfBaseException:
                 return keys().wrong_type(key, f"{key}={show(value)}")
-    return ConfigError(f"configuration: {first_line(error)}; write values that --cfg job shows instead")
+    return ConfigError(f"configuration: {first_line(error)}; write values as --cfg job shows them")

@@ -246,6 +246,7 @@ class CheckpointConfig:
         False,
         "Also write the model with its adapters merged, to merged/. A checkpoint of a run with adapters has "
         "only the adapters otherwise.",
+        only_with="train_model.lora.rank",
     )
 
 

@@ -53,6 +53,7 @@ class PolicyConfig:
         None,
         "Lower bound of the objective for a negative advantage, as a multiple (above 1) of the advantage; "
         "null is no bound.",
+        only_with="policy.surrogate=clip",
     )
     ratio: Level = key(
         Level.token,
@@ -68,6 +69,7 @@ class PolicyConfig:
     aggregation_length: PositiveInt | None = key(
         None,
         "Tokens by which aggregation=constant divides; null means inference_model.max_new_tokens.",
+        only_with="policy.aggregation=constant",
     )
     advantage_estimator: AdvantageEstimator = key(
         AdvantageEstimator.group_mean,
@@ -100,6 +102,7 @@ class PolicyConfig:
     max_refills: PositiveInt = key(
         3,
         "Largest number of further collection rounds that constant_groups=refill takes to fill one round.",
+        only_with="policy.constant_groups=refill",
     )
     overlong: Overlong = key(
         Overlong.keep,
@@ -110,6 +113,7 @@ class PolicyConfig:
         None,
         "Number of tokens before max_new_tokens over which the penalty grows; null means a fifth of "
         "max_new_tokens.",
+        only_with="policy.overlong=penalise",
     )
     kl_coef: NonNegativeFloat = key(
         0.0,
@@ -135,7 +139,9 @@ class PolicyConfig:
         "coefficient constant.",
     )
     kl_horizon: PositiveInt = key(
-        10_000, "Responses over which the adapted coefficient may change by about a fifth."
+        10_000,
+        "Responses over which the adapted coefficient may change by about a fifth.",
+        only_with="policy.kl_target",
     )
     kl_inference_coef: NonNegativeFloat = key(
         0.0,
@@ -150,9 +156,12 @@ class PolicyConfig:
     entropy_delta: PositiveFloat = key(
         0.005,
         "Change of the weight of the entropy bonus in one optimizer step, if entropy_target is set.",
+        only_with="policy.entropy_target",
     )
     entropy_coef_max: PositiveFloat = key(
-        1.0, "Largest weight of the entropy bonus, if entropy_target is set."
+        1.0,
+        "Largest weight of the entropy bonus, if entropy_target is set.",
+        only_with="policy.entropy_target",
     )
     proximal: Proximal = key(
         Proximal.auto,
@@ -168,19 +177,31 @@ class PolicyConfig:
     correction_level: Level = key(
         Level.token,
         "Level of the importance weights: token, sequence (geometric mean) or trajectory (product).",
+        only_with="policy.correction",
     )
-    correction_cap: Annotated[float, Range(ge=1)] = key(2.0, "Largest importance weight.")
-    correction_floor: Share = key(0.0, "Smallest importance weight that correction=mask keeps.")
+    correction_cap: Annotated[float, Range(ge=1)] = key(
+        2.0, "Largest importance weight.", only_with="policy.correction"
+    )
+    correction_floor: Share = key(
+        0.0, "Smallest importance weight that correction=mask keeps.", only_with="policy.correction=mask"
+    )
     tau: NonNegativeFloat = key(
-        0.1, "maxent: entropy weight. A larger tau makes the weights of a group's responses more equal."
+        0.1,
+        "maxent: entropy weight. A larger tau makes the weights of a group's responses more equal.",
+        only_with="policy.advantage_estimator=maxent",
     )
     q_temperature: PositiveFloat = key(
-        1.0, "maxent: temperature of the target distribution that the rewards define."
+        1.0,
+        "maxent: temperature of the target distribution that the rewards define.",
+        only_with="policy.advantage_estimator=maxent",
     )
     q_epsilon: NonNegativeFloat = key(
-        1e-6, "maxent: smallest probability of a response in the target distribution."
+        1e-6,
+        "maxent: smallest probability of a response in the target distribution.",
+        only_with="policy.advantage_estimator=maxent",
     )
     length_normalize_ref: bool = key(
         True,
         "maxent: divide the reference's log-probability of a response by its number of tokens.",
+        only_with="policy.advantage_estimator=maxent",
     )

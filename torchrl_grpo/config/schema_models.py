@@ -29,16 +29,20 @@ class LoraConfig:
     """Low-rank adapters on the trained copy."""
 
     rank: NonNegativeInt = key(0, "Rank of the adapters; 0 trains the whole model.")
-    alpha: PositiveFloat = key(32.0, "Adapters are scaled by alpha / rank.")
+    alpha: PositiveFloat = key(
+        32.0, "Adapters are scaled by alpha / rank.", only_with="train_model.lora.rank"
+    )
     target_modules: list[str] = key(
         ["all-linear"],
         "Linear layers that get an adapter, by the ends of their names, e.g. [q_proj,v_proj]; [all-linear] "
         "is every layer but the output head.",
+        only_with="train_model.lora.rank",
     )
     base_dtype: Dtype = key(
         Dtype.auto,
         "Number format of the frozen model: auto, float32, bfloat16 or float16. auto means the format of "
         "autocast, or float32 without autocast. Adapters are float32.",
+        only_with="train_model.lora.rank",
     )
 
 
@@ -98,6 +102,7 @@ class TrainModelConfig:
         Attention.auto,
         "Attention of the trainer with shared_prefix=false: auto, sdpa, eager or flash_attention_2. If it "
         "is not available, a warning says so and the model's usual one is used.",
+        only_with="train_model.shared_prefix=false",
     )
     compile: bool = key(
         False,
@@ -112,6 +117,7 @@ class TrainModelConfig:
     quantization: Quantization = key(
         Quantization.none,
         "Quantization of the frozen model below adapters: none, or nf4 (QLoRA, 4 bits, needs bitsandbytes).",
+        only_with="train_model.lora.rank",
     )
     lora: LoraConfig = field(
         default_factory=LoraConfig,
@@ -144,7 +150,9 @@ class RefModelConfig:
         "Optimizer steps between updates of the reference from the policy; 0 never updates it.",
     )
     refresh_mix: PositiveShare = key(
-        1.0, "Weight of the policy in an updated reference; 1 copies the policy."
+        1.0,
+        "Weight of the policy in an updated reference; 1 copies the policy.",
+        only_with="ref_model.refresh_frequency",
     )
 
 
@@ -167,6 +175,7 @@ class InferenceModelConfig:
         None,
         "Python of the environment that has SGLang, which starts its servers; it needs one of its own, e.g. "
         ".venv-sglang/bin/python, which scripts/setup_sglang.sh makes.",
+        only_with="inference_model.backend=sglang_server",
     )
     weight_transfer: WeightTransfer = key(
         WeightTransfer.auto,
@@ -179,6 +188,7 @@ class InferenceModelConfig:
         None,
         "Folder for inference_model.weight_transfer=folder, which the trainer and all servers see under the "
         "same path.",
+        only_with="inference_model.weight_transfer=folder",
     )
     num_devices: int | str = key(
         "auto",

@@ -25,7 +25,11 @@ class EnvConfig:
         "Source of the problems: gsm8k, math, ifeval, reasoning_gym, jsonl, or a function of your own, "
         "FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION.",
     )
-    task: str | None = key(None, "The reasoning_gym task, e.g. chain_sum; null for every other dataset.")
+    task: str | None = key(
+        None,
+        "The reasoning_gym task, e.g. chain_sum; null for every other dataset.",
+        only_with="env.dataset=reasoning_gym",
+    )
     task_args: dict[str, Any] = key(
         {},
         "Arguments of the reasoning_gym task, e.g. {max_terms: 3}, or of your own function in dataset.",
@@ -68,7 +72,7 @@ class EnvConfig:
         "Environment in which a response is an episode of several turns: guess, countdown, or a class of "
         "your own, FILE.py:CLASS or PACKAGE.MODULE:CLASS. null is one turn, unless there are tools.",
     )
-    environment_args: dict[str, Any] = key({}, "Arguments of the environment.")
+    environment_args: dict[str, Any] = key({}, "Arguments of the environment.", only_with="env.environment")
     tools: list[str] = key(
         [],
         "Tools that the model may call in a response: calculator, python, or functions of your own, e.g. "
@@ -139,14 +143,17 @@ class EnvConfig:
     pass_rate_bands: list[float] = key(
         [0.1, 0.9],
         "With sampling=pass_rate: the bounds between bands of pass rates.",
+        only_with="env.sampling=pass_rate",
     )
     pass_rate_weights: list[float] = key(
         [0.2, 1.0, 0.2],
         "With sampling=pass_rate: the weight of a problem in each band, one more than there are bounds.",
+        only_with="env.sampling=pass_rate",
     )
     unseen_weight: NonNegativeFloat = key(
         1.0,
         "With sampling=pass_rate: the weight of a problem that no group has answered.",
+        only_with="env.sampling=pass_rate",
     )
     order_by: str | None = key(
         None,
@@ -157,6 +164,7 @@ class EnvConfig:
         False,
         "Train on the prompts of the IFEval benchmark itself. Its accuracy then says nothing about new "
         "prompts.",
+        only_with="env.dataset=ifeval",
     )
 
 

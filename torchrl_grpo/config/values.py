@@ -80,6 +80,8 @@ SURROGATE_OPTIONS: dict[str, dict[str, float]] = {
     "log_likelihood": {},
     "sapo": {"temperature_positive": 1.0, "temperature_negative": 1.05},
 }
+# Values of logging.backends -> the packages that they need.
+LOGGERS = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb"}
 # Values of train_model.parallelism that use DeepSpeed -> its ZeRO stage.
 ZERO_STAGES = {"deepspeed_zero2": 2, "deepspeed_zero3": 3}
 

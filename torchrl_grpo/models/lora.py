@@ -53,8 +53,8 @@ def add_adapters(model: PreTrainedModel, cfg: LoraConfig, seed: int) -> None:
         if not any(name == target or name.endswith(f".{target}") for name in layers):
             kinds = sorted({name.rpartition(".")[2] for name in layers})
             wrong = f"{type(model).__name__} has no linear layer {target} (except its output head)"
-            good = f"some of {', '.join(kinds)}, or [{ALL_LINEAR}]"
-            raise bad_value("train_model.lora.target_modules", chosen, wrong, good)
+            fix = f"some of {', '.join(kinds)}, or [{ALL_LINEAR}]"
+            raise bad_value("train_model.lora.target_modules", chosen, wrong, fix)
     import peft
 
     config = peft.LoraConfig(

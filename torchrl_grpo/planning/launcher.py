@@ -187,7 +187,7 @@ def parallelism(configured: Parallelism) -> Parallelism:
             if stage == str(number):
                 return Parallelism(kind)
         file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-        wrong = f"the launcher was configured for DeepSpeed with zero_stage {stage}; only 2 and 3 are run"
+        wrong = f"the launcher was configured for DeepSpeed with zero_stage {stage}, and only 2 and 3 are run"
         if file is not None:
             wrong = f"the launcher's deepspeed_config_file {file} is not read"
         raise bad_value(

@@ -80,7 +80,12 @@ def _plan_cpu(request: Request) -> Plan:
 
 def _not_a_multiple(request: Request, count: int) -> Exception:
     size = request.engine_size
-    return bad_value("inference_model.num_devices", count, f"each engine has {size} of them", f"{size}")
+    return bad_value(
+        "inference_model.num_devices",
+        count,
+        f"each engine has {size} devices",
+        f"inference_model.num_devices={size}",
+    )
 
 
 def _sleeps(request: Request, own_process: bool, automatic: bool) -> bool:
@@ -253,7 +258,9 @@ class _Allocator:
         here = f"this machine has {counted(self.num_gpus, 'GPU')}"
         size = self.request.engine_size if role is self.request.inference else 1
         if size > 1:
-            wrong = f"{here}, of which {left} {'is' if left == 1 else 'are'} left, and each engine has {size}"
+            wrong = (
+                f"{here}, of which {left} {'is' if left == 1 else 'are'} left, and each engine takes {size}"
+            )
             fewer = f"{key}={left // size * size}" if left >= size else f"{self.request.one_device} {key}=1"
             return bad_value(key, role.count, wrong, fewer)
         if left == self.num_gpus:
@@ -267,7 +274,7 @@ class _Allocator:
         return bad_value(
             f"{role.key}.devices",
             list(role.devices or ()),
-            f"leaves none of this machine's {self.num_gpus} GPUs for the trainer",
+            f"it leaves none of this machine's {self.num_gpus} GPUs for the trainer",
             f"{role.key}.devices={show_list(fewer) if fewer else 'null'}",
         )
 
@@ -346,7 +353,7 @@ class _Allocator:
         if together:
             wrong += ", and workers of grpo-async.py generate while the trainer trains"
         else:
-            wrong += "; two roles share all of their GPUs or none"
+            wrong += ", and two roles share all of their GPUs or none"
         raise bad_value(f"{role.key}.devices", list(role.devices or ()), wrong, self._others_for(role))
 
     def _others_for(self, role: Role) -> str:

@@ -35,9 +35,9 @@ _PARKED_SHARE = 0.25
 # More responses than any configuration has.
 _NO_BOUND = 10**9
 _NOTHING_ELSE = (
-    "a smaller model (shorter texts, smaller batches, shards, adapters and 4 bits are not enough; an engine "
-    "over several GPUs, with inference_model.backend=vllm_server and inference_model.tensor_parallel_size, "
-    "was not tried)"
+    "a smaller model as model.name (shorter texts, smaller batches, shards, adapters and 4 bits are not "
+    "enough; an engine over several GPUs, with inference_model.backend=vllm_server and "
+    "inference_model.tensor_parallel_size, was not tried)"
 )
 
 
@@ -250,13 +250,13 @@ def check_memory(planned: Planned) -> None:
     if short is None:
         return
     key, value, wrong = short
-    instead = " or ".join(_advice(planned))
-    if not instead and planned.cfg.resume is not None:
+    fix = " or ".join(_advice(planned))
+    if not fix and planned.cfg.resume is not None:
         # Keys that a resumed run must not change may be enough.
         fresh = replace(planned, cfg=replace(planned.cfg, resume=None))
         if advice := _advice(fresh):
-            instead = f"in a new run {' or '.join(advice)}"
-    raise bad_value(key, value, wrong, instead or _NOTHING_ELSE)
+            fix = f"in a new run {' or '.join(advice)}"
+    raise bad_value(key, value, wrong, fix or _NOTHING_ELSE)
 
 
 def is_tolerable(planned: Planned) -> bool:

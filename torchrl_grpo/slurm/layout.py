@@ -68,16 +68,12 @@ def check_script(script: str, cfg: Config, nodes: int) -> None:
         raise bad_value("ray.address", cfg.ray.address, "the job starts Ray on its nodes", "ray.address=null")
     if nodes > 1 and cfg.inference_model.backend == Backend.sglang_server:
         wrong = f"a job of --nodes={nodes} starts vLLM servers only"
-        raise bad_value(
-            "inference_model.backend",
-            cfg.inference_model.backend,
-            wrong,
-            "inference_model.backend=vllm_server, or --nodes=1",
-        )
+        fix = "inference_model.backend=vllm_server, or --nodes=1"
+        raise bad_value("inference_model.backend", cfg.inference_model.backend, wrong, fix)
     if nodes > 1 and cfg.train.method == "sft":
         raise ConfigError(
             f"--nodes={nodes}: {script} has no engines, and its training ranks run on one machine; "
-            "write --nodes=1 instead"
+            "write --nodes=1"
         )
 
 
@@ -101,9 +97,8 @@ def count_engines(cfg: Config, asynchronous: bool, nodes: int, gpus: int) -> int
         count = num_devices if isinstance(num_devices, int) else _at_most(cfg.env.num_envs, room, others)
         if count % others:
             fewer = count - count % others or others
-            raise bad_value(
-                key, count, f"{others} nodes get the same number of servers each", f"{key}={fewer}"
-            )
+            wrong = f"{others} nodes get the same number of servers each"
+            raise bad_value(key, count, wrong, f"{key}={fewer}")
         if gpus > 0 and room < count:
             have = "has" if others == 1 else "have"
             wrong = f"{counted(others, 'node')} besides the trainer's {have} {counted(room, 'GPU')} together"

@@ -89,7 +89,7 @@ class SlurmOptions:
             ConfigError: a value is not one that Slurm takes, or contradicts the script.
         """
         if not re.fullmatch(r"([\w.-]+:)?\d+", self.gpus_per_node):
-            raise _bad("--gpus-per-node", self.gpus_per_node, "is not a number of GPUs", "4 or a100:4")
+            raise _bad("--gpus-per-node", self.gpus_per_node, "it is not a number of GPUs", "4 or a100:4")
         for option, value, least in (
             ("--nodes", self.nodes, 1),
             ("--cpus-per-node", self.cpus_per_node, 1),
@@ -97,7 +97,7 @@ class SlurmOptions:
             ("--start-seconds", self.start_seconds, 1),
         ):
             if value is not None and value < least:
-                raise _bad(option, value, f"must be at least {least}", str(least))
+                raise _bad(option, value, f"it must be at least {least}", str(least))
         if self.signal_s > 65535:
             raise _bad("--signal-seconds", self.signal_seconds, "Slurm takes at most 65535", "3600")
         limit = None if self.time is None else seconds_of(self.time)
@@ -110,22 +110,22 @@ class SlurmOptions:
             least = -(-(self.signal_s + EARLY_S) // 60) + 1
             raise _bad("--time", self.time, wrong, f"--time={least} or more")
         if re.search(r"['\"$`\\\n%]", self.folder) or not self.folder:
-            raise _bad("--folder", self.folder, "must be a plain path", "outputs/slurm")
+            raise _bad("--folder", self.folder, "it must be a plain path", "outputs/slurm")
         for line in self.extra:
             self._check_extra(line)
         for name, text in vars(self).items():
             if isinstance(text, str) and "\n" in text:
-                raise _bad(f"--{name.replace('_', '-')}", text, "is more than one line", "one line")
+                raise _bad(f"--{name.replace('_', '-')}", text, "it is more than one line", "one line")
 
     def _check_extra(self, line: str) -> None:
         name = line.partition("=")[0].partition(" ")[0].removeprefix("--")
         if not re.fullmatch(r"--[a-z][a-z-]*([= ]\S.*)?", line):
             raise _bad(
-                "--sbatch", line, "is not a long option of sbatch", "--sbatch=--constraint=ib for example"
+                "--sbatch", line, "it is not a long option of sbatch", "--sbatch=--constraint=ib, for example"
             )
         if name in _SET:
             fix = f"{_SET[name]}=VALUE"
-            raise ConfigError(f"--sbatch={line}: an option of this command sets it; write {fix} instead")
+            raise ConfigError(f"--sbatch={line}: an option of this command sets it; write {fix}")
         if name in _OWN:
             wrong = "the script needs a value of its own"
             raise ConfigError(f"--sbatch={line}: {wrong}; remove it")
@@ -153,8 +153,8 @@ class SlurmOptions:
         return [f"#SBATCH {line}" for line in [*lines, "--requeue", "--open-mode=append", *self.extra]]
 
 
-def _bad(option: str, value: object, wrong: str, instead: str) -> ConfigError:
-    return ConfigError(f"{option}={value}: {wrong}; write {instead} instead")
+def _bad(option: str, value: object, wrong: str, fix: str) -> ConfigError:
+    return ConfigError(f"{option}={value}: {wrong}; write {fix}")
 
 
 def seconds_of(time: str) -> int | None:
@@ -167,7 +167,7 @@ def seconds_of(time: str) -> int | None:
         return None
     match = re.fullmatch(r"(?:(\d+)-(?=\d))?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
-        raise _bad("--time", time, "is no time limit of Slurm", "90 (minutes), 24:00:00 or 2-12")
+        raise _bad("--time", time, "it is no time limit of Slurm", "90 (minutes), 24:00:00 or 2-12")
     days, *parts = match.groups()
     numbers = [int(part) for part in parts if part is not None]
     # Behind days, and of three numbers, the first counts hours. Otherwise it counts minutes.

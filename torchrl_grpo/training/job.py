@@ -72,7 +72,7 @@ def evaluate(cfg: Config, resume_from: Path | None) -> dict[str, float]:
         UserError: the data, checkpoint or model is invalid.
     """
     if cfg.eval.num_problems == 0:
-        raise bad_value("eval.num_problems", 0, "leaves nothing to evaluate", "eval.num_problems=200")
+        raise bad_value("eval.num_problems", 0, "it leaves nothing to evaluate", "eval.num_problems=200")
     # Do not open a run in the user's loggers for an evaluation.
     cfg = replace(cfg, logging=replace(cfg.logging, backends=[], rollouts=False))
     problems = data.load(cfg)

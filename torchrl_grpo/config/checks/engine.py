@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from torchrl_grpo.config.checks import sglang
+from torchrl_grpo.config.checks.unread import check_unset
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.values import CACHING_BACKENDS, SERVER_BACKENDS, Backend
 from torchrl_grpo.runtime.files.socket_folder import LONGEST
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torchrl_grpo.config.schema import Config
 
 _KEY = "inference_model.engine_args"
+_STARTED = "the servers of inference_model.servers run already"
 # Hosts that only this machine reaches.
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -44,10 +46,10 @@ SET_BY_KEY = {
 }
 # Argument of vLLM with the same value in every run -> the value and the reason, for the error message.
 ALWAYS_SET = {
-    "enable_prefix_caching": "it is on: the responses of a group share their prompt",
-    "logprobs_mode": "it is processed_logprobs: the numbers of what was sampled are trained on",
+    "enable_prefix_caching": "it is on, because the responses of a group share their prompt",
+    "logprobs_mode": "it is processed_logprobs, because the numbers of what was sampled are trained on",
     "max_logprobs": "it is what the comparison after each publication needs",
-    "disable_log_stats": "it is on: the run has metrics of its own",
+    "disable_log_stats": "it is on, because the run has metrics of its own",
     "skip_tokenizer_init": "the engine takes and gives token ids in any case",
     "distributed_executor_backend": "the engine runs in its worker's own process, where weights reach it",
     "worker_cls": "weights reach the engine in the worker that vLLM has by itself",
@@ -73,11 +75,10 @@ def check_engine_args(cfg: Config) -> None:
     if not inference.engine_args:
         return
     if inference.backend not in CACHING_BACKENDS:
-        wrong = f"only vllm and sglang take these, and inference_model.backend={inference.backend}"
+        wrong = f"inference_model.backend={inference.backend} takes none, only vLLM and SGLang do"
         raise bad_value(_KEY, inference.engine_args, wrong, f"inference_model.backend=vllm or {_KEY}={{}}")
     if inference.servers != "auto":
-        wrong = "the servers of inference_model.servers run already"
-        raise bad_value(_KEY, inference.engine_args, wrong, f"{_KEY}={{}}, and give them to grpo-serve")
+        raise bad_value(_KEY, inference.engine_args, _STARTED, f"{_KEY}={{}}, and give them to grpo-serve")
     if inference.backend == Backend.sglang_server:
         by_key, always, one_device = sglang.SET_BY_KEY, sglang.ALWAYS_SET, sglang.ONE_DEVICE
     else:
@@ -87,34 +88,24 @@ def check_engine_args(cfg: Config) -> None:
     for name, value in inference.engine_args.items():
         key = f"{_KEY}.{name}"
         if name in by_key:
-            fix = by_key[name]
-            also = (
-                " on a CPU, and inference_model.gpu_memory_utilization sets it on a GPU"
-                if name == "kv_cache_memory_bytes"
-                else ""
-            )
-            raise bad_value(key, value, f"{fix} sets this for the whole run{also}", f"{fix}=VALUE")
+            also = " on a CPU, and inference_model.gpu_memory_utilization on a GPU"
+            wrong = f"{by_key[name]} sets it{also if name == 'kv_cache_memory_bytes' else ''}"
+            raise bad_value(key, value, wrong, f"{by_key[name]}=VALUE in its place")
         if name in always:
             raise bad_value(key, value, always[name], f"nothing for {name}")
         if name in one_device and value != 1:
-            wrong = f"{one_device[name]} sets this for the whole run"
-            raise bad_value(key, value, wrong, f"{one_device[name]}={value}")
+            fix = f"{one_device[name]}={value} in its place"
+            raise bad_value(key, value, f"{one_device[name]} sets it", fix)
 
 
 def _check_overrides(overrides: Any) -> None:
-    key = f"{_KEY}.hf_overrides"
+    key, fix = f"{_KEY}.hf_overrides", "inference_model.head_dtype"
     if not isinstance(overrides, dict):
-        raise bad_value(
-            key, overrides, "these are entries of the model's configuration", f"{key}={{NAME: VALUE}}"
-        )
+        wrong = "it has entries of the model's configuration"
+        raise bad_value(key, overrides, wrong, f"{key}={{NAME:VALUE}}")
     if "head_dtype" in overrides:
-        fix = "inference_model.head_dtype"
-        raise bad_value(
-            f"{key}.head_dtype",
-            overrides["head_dtype"],
-            f"{fix} sets this for the whole run",
-            f"{fix}=float32",
-        )
+        key, value = f"{key}.head_dtype", overrides["head_dtype"]
+        raise bad_value(key, value, f"{fix} sets it", f"{fix}=float32 in its place")
 
 
 def _check_step(engine_args: dict[str, Any], longest: int) -> None:
@@ -133,38 +124,25 @@ def check_servers(cfg: Config) -> None:
     """
     inference, key = cfg.inference_model, "inference_model.servers"
     servers = inference.servers
-    if inference.backend != Backend.sglang_server and inference.server_python is not None:
-        wrong = f"only sglang_server has a Python of its own, and inference_model.backend={inference.backend}"
-        python = "inference_model.server_python"
-        raise bad_value(
-            python, inference.server_python, wrong, f"inference_model.backend=sglang_server or {python}=null"
-        )
     if inference.backend in SERVER_BACKENDS and cfg.ray.address is not None:
-        wrong = "servers do not run on Ray"
-        raise bad_value(
-            "ray.address", cfg.ray.address, wrong, "inference_model.backend=vllm or ray.address=null"
-        )
+        fix = "inference_model.backend=vllm or ray.address=null"
+        raise bad_value("ray.address", cfg.ray.address, "servers do not run on Ray", fix)
     if servers == "auto":
         return
-    good = f"{key}=[http://127.0.0.1:8000] or {key}=auto"
+    fix = f"{key}=[http://127.0.0.1:8000] or {key}=auto"
     if not isinstance(servers, list) or not servers or not all(isinstance(item, str) for item in servers):
-        raise bad_value(key, servers, "must be auto or a list of addresses", good)
+        raise bad_value(key, servers, "it must be auto or a list of addresses", fix)
     if inference.backend not in SERVER_BACKENDS:
         wrong = f"inference_model.backend={inference.backend} has no servers"
         raise bad_value(key, servers, wrong, f"inference_model.backend=vllm_server or {key}=auto")
     known: dict[str, str] = {}
     for address in servers:
-        known.setdefault(_normal_address(address, servers, good), address)
+        known.setdefault(_normal_address(address, servers, fix), address)
     if len(known) < len(servers):
-        raise bad_value(key, servers, "names a server twice", f"{key}={show(list(known.values()))}")
+        raise bad_value(key, servers, "it names a server twice", f"{key}={show(list(known.values()))}")
     if inference.num_devices not in ("auto", len(servers)):
-        wrong = f"{key} names {len(servers)}"
-        raise bad_value(
-            "inference_model.num_devices", inference.num_devices, wrong, "inference_model.num_devices=auto"
-        )
-    if inference.devices is not None:
-        wrong = "the servers of inference_model.servers have their GPUs already"
-        raise bad_value("inference_model.devices", inference.devices, wrong, "inference_model.devices=null")
+        check_unset(cfg, "inference_model", "num_devices", f"{key} names {len(servers)} servers")
+    check_unset(cfg, "inference_model", "devices", f"{_STARTED} and have their GPUs")
 
 
 def check_transfer(cfg: Config) -> None:
@@ -177,22 +155,21 @@ def check_transfer(cfg: Config) -> None:
     size = inference.tensor_parallel_size * inference.pipeline_parallel_size
     several = "tensor" if inference.tensor_parallel_size > 1 else "pipeline"
     key = f"inference_model.{several}_parallel_size"
+    value = attrgetter(key)(cfg)
     if size > 1 and inference.backend != Backend.vllm_server:
         wrong = f"an engine of inference_model.backend={inference.backend} has one device"
-        raise bad_value(key, attrgetter(key)(cfg), wrong, f"inference_model.backend=vllm_server or {key}=1")
+        raise bad_value(key, value, wrong, f"inference_model.backend=vllm_server or {key}=1")
     if size > 1 and inference.servers != "auto":
-        wrong = "the servers of inference_model.servers have their GPUs already"
-        raise bad_value(key, attrgetter(key)(cfg), wrong, f"{key}=1, and give it to grpo-serve")
+        raise bad_value(key, value, f"{_STARTED} and have their GPUs", f"{key}=1, and give it to grpo-serve")
     for name, count in (
         ("num_devices", inference.num_devices),
         ("devices", None if inference.devices is None else len(inference.devices)),
     ):
         if size > 1 and isinstance(count, int) and count % size:
-            wrong = f"each engine has {size} of them ({key}={attrgetter(key)(cfg)})"
+            wrong = f"each engine has {size} devices, because of {key}={value}"
             raise bad_value(f"inference_model.{name}", vars(inference)[name], wrong, f"a multiple of {size}")
-    way, folder = inference.weight_transfer, inference.weight_folder
+    way, served = inference.weight_transfer, inference.backend in SERVER_BACKENDS
     key = "inference_model.weight_transfer"
-    served = inference.backend in SERVER_BACKENDS
     if way in ("cuda_ipc", "nccl") and inference.backend == "sglang_server":
         raise bad_value(key, way, "SGLang's servers do not get weights in this way", f"{key}=auto")
     if way in ("shared_memory", "folder", "cuda_ipc", "nccl") and not served:
@@ -201,15 +178,12 @@ def check_transfer(cfg: Config) -> None:
     if way in ("in_process", "ray_objects") and served:
         wrong = "a server is a process of its own, and does not run on Ray"
         raise bad_value(key, way, wrong, f"{key}=auto or inference_model.backend=vllm")
-    if way == "folder" and folder is None:
+    if way == "folder" and inference.weight_folder is None:
         wrong = "inference_model.weight_folder names no folder that the trainer and the servers see"
-        raise bad_value(key, way, wrong, "inference_model.weight_folder=/shared/weights, for example,")
-    if folder is not None and way != "folder":
-        wrong = f"{key}={way} uses no folder"
-        raise bad_value("inference_model.weight_folder", folder, wrong, f"{key}=folder")
+        raise bad_value(key, way, wrong, "inference_model.weight_folder=/shared/weights, for example")
 
 
-def _normal_address(address: str, servers: list[str], good: str) -> str:
+def _normal_address(address: str, servers: list[str], fix: str) -> str:
     """Return the same text for all spellings of an address."""
     try:
         parts = urlsplit(address)
@@ -224,5 +198,5 @@ def _normal_address(address: str, servers: list[str], good: str) -> str:
     except ValueError:
         # The address has no valid host or port, and is refused below.
         pass
-    wrong = f"{address!r} is no address: it must be http://HOST:PORT or unix:/PATH"
-    raise bad_value("inference_model.servers", servers, wrong, good)
+    wrong = f"{address!r} is no address, which is http://HOST:PORT or unix:/PATH"
+    raise bad_value("inference_model.servers", servers, wrong, fix)

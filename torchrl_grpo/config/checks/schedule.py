@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from torchrl_grpo.config.allocation import shares_devices
+from torchrl_grpo.config.checks.unread import check_unset
 from torchrl_grpo.config.derived import num_devices, optim_batch_size, rounds, steps_per_round, total_turns
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.schema import Config, InferenceModelConfig, TrainModelConfig
@@ -30,48 +33,36 @@ def check_method(cfg: Config, method: TrainMethod) -> None:
         ConfigError: it is for another script, or keys contradict supervised fine-tuning.
     """
     if cfg.train.method != method:
-        wrong = "this script learns from rewards" if method == "grpo" else "this script learns from solutions"
-        good = "train.method=grpo, or call sft.py" if method == "grpo" else "+method=sft, or call grpo.py"
-        raise bad_value("train.method", cfg.train.method, wrong, good)
+        wrong = f"this script learns from {'rewards' if method == 'grpo' else 'solutions'}"
+        fix = "train.method=grpo, or call sft.py" if method == "grpo" else "+method=sft, or call grpo.py"
+        raise bad_value("train.method", cfg.train.method, wrong, fix)
     if method == "sft":
         _check_sft(cfg)
 
 
 def _check_sft(cfg: Config) -> None:
-    policy = cfg.policy
-    for key, value, needed, wrong in (
-        ("env.repeats", cfg.env.repeats, 1, "a problem has one solution"),
-        (
-            "policy.surrogate",
-            policy.surrogate,
-            "log_likelihood",
-            "a solution was not sampled, so it has no ratio",
-        ),
-        ("policy.advantage_estimator", policy.advantage_estimator, "reward", "a solution has no baseline"),
-        ("policy.reward_shift", policy.reward_shift, 0.0, "solutions have no rewards"),
-        ("policy.reward_scale", policy.reward_scale, 1.0, "solutions have no rewards"),
-        ("policy.reward_clip", policy.reward_clip, None, "solutions have no rewards"),
-        ("policy.constant_groups", policy.constant_groups, "keep", "solutions have no rewards"),
-        ("policy.kl_inference_coef", policy.kl_inference_coef, 0.0, "a solution was not sampled"),
-        ("policy.correction", policy.correction, "none", "a solution was not sampled"),
-        (
-            "inference_model.temperature",
-            cfg.inference_model.temperature,
-            1.0,
-            "nothing is sampled in training",
-        ),
-        ("env.sampling", cfg.env.sampling, "uniform", "solutions have no pass rate"),
-        ("env.environment", cfg.env.environment, None, "solutions have one turn"),
-        ("env.tools", cfg.env.tools, [], "solutions have one turn"),
+    sft = "with train.method=sft"
+    for key, needed, wrong in (
+        ("env.repeats", 1, "a problem has one solution"),
+        ("policy.surrogate", "log_likelihood", "a solution was not sampled, so it has no ratio"),
+        ("policy.advantage_estimator", "reward", "a solution has no baseline"),
     ):
-        if value != needed:
-            raise bad_value(key, value, f"{wrong} with train.method=sft", f"{key}={show(needed)}")
-    for key, value, refused, good in (
-        ("policy.overlong", policy.overlong, "penalise", "keep or mask"),
-        ("policy.kl_in", policy.kl_in, "reward", "loss"),
+        if (value := attrgetter(key)(cfg)) != needed:
+            raise bad_value(key, value, f"{wrong} {sft}", f"{key}={needed}")
+    for section, names, wrong in (
+        ("policy", "reward_shift reward_scale reward_clip constant_groups", "solutions have no rewards"),
+        ("policy", "kl_inference_coef correction", "a solution was not sampled"),
+        ("inference_model", "temperature", "nothing is sampled in training"),
+        ("env", "sampling", "solutions have no pass rate"),
+        ("env", "environment tools", "solutions have one turn"),
     ):
-        if value == refused:
-            raise bad_value(key, value, "solutions have no rewards with train.method=sft", f"{key}={good}")
+        check_unset(cfg, section, names, f"{wrong} {sft}")
+    for key, refused, fix in (
+        ("policy.overlong", "penalise", "policy.overlong=keep or policy.overlong=mask"),
+        ("policy.kl_in", "reward", "policy.kl_in=loss"),
+    ):
+        if attrgetter(key)(cfg) == refused:
+            raise bad_value(key, refused, f"solutions have no rewards {sft}", fix)
 
 
 def check_in_turn(cfg: Config) -> None:
@@ -96,7 +87,9 @@ def check_async(cfg: Config) -> None:
         wrong = (
             "workers of grpo-async.py generate while the trainer trains, so they need devices of their own"
         )
-        raise bad_value("allocation_mode", cfg.allocation_mode, wrong, "vllm:d4+fsdp:d4, or call grpo.py")
+        raise bad_value(
+            "allocation_mode", cfg.allocation_mode, wrong, "allocation_mode=vllm:d4+fsdp:d4, or call grpo.py"
+        )
     age = cfg.collector.max_policy_age
     _check_rounds(cfg, age, f"and collector.max_policy_age={age} allows less")
     way = cfg.inference_model.weight_transfer
@@ -198,7 +191,7 @@ def unreached(cfg: Config, problems: int | None = None) -> list[str]:
         wrong = f"the run draws {drawn} of {problems} problems, so it never reaches the last of them"
         good = "train.total_dialog_turns=null train.num_epochs=1"
         entries.append(("env.order_by", cfg.env.order_by, wrong, good))
-    return [f"{key}={show(value)}: {wrong}; write {good} instead" for key, value, wrong, good in entries]
+    return [str(bad_value(*entry)) for entry in entries]
 
 
 def _check_rounds(cfg: Config, age: int, allowed: str) -> None:
@@ -220,7 +213,7 @@ def _check_rounds(cfg: Config, age: int, allowed: str) -> None:
         raise bad_value(
             "train.weight_update_frequency",
             frequency,
-            f"must divide a collection round of {steps} optimizer steps, or be a multiple of it",
+            f"it must divide a collection round of {steps} optimizer steps, or be a multiple of it",
             f"train.weight_update_frequency={steps}",
         )
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torchrl_grpo.config.schema import Config
 
 _KEY = "inference_model.server_python"
-_GOOD = f"{_KEY}=.venv-sglang/bin/python after scripts/setup_sglang.sh"
+_FIX = f"{_KEY}=.venv-sglang/bin/python after scripts/setup_sglang.sh"
 _KEYS = "a server that the run starts has a random key, and SGLANG_API_KEY is that of other servers"
 
 # Argument of SGLang -> the key that sets it.
@@ -37,15 +37,15 @@ SET_BY_KEY = {
 }
 # Argument of SGLang with the same value in every run -> the value and the reason, for the error message.
 ALWAYS_SET = {
-    "disable_radix_cache": "the cache is on: the responses of a group share their prompt",
+    "disable_radix_cache": "the cache is on, because the responses of a group share their prompt",
     "skip_tokenizer_init": "the engine takes and gives token ids in any case",
-    "sampling_defaults": "it is openai: nothing but the run's own keys changes what is sampled from",
+    "sampling_defaults": "it is openai, so that nothing but the run's own keys changes what is sampled from",
     "preferred_sampling_params": "nothing but the run's own keys changes what is sampled from",
     "skip_server_warmup": "the run generates as soon as the server has its weights",
     "custom_weight_loader": "it is the function that takes weights",
     "quantization": "published weights are compared bit by bit with those that the server holds",
-    "nnodes": "it is 1: an engine has one device",
-    "tokenizer_worker_num": "it is 1: all requests pass through the process that names the weights",
+    "nnodes": "it is 1, because an engine has one device",
+    "tokenizer_worker_num": "it is 1, because all requests pass through the process that names the weights",
     "api_key": _KEYS,
     "admin_api_key": _KEYS,
     "weight_version": "it is a name that the run gives with each publication",
@@ -54,22 +54,22 @@ ALWAYS_SET = {
 ONE_DEVICE = dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size"), "inference_model.num_devices")
 
 
-def python_of(given: str | None) -> Path:
+def python_of(python: str | None) -> Path:
     """Return the Python that runs SGLang.
 
     Args:
-        given: value of ``inference_model.server_python``.
+        python: value of ``inference_model.server_python``.
 
     Raises:
         ConfigError: ``inference_model.server_python`` is missing, or is no program.
     """
-    if given is None:
+    if python is None:
         wrong = "SGLang needs an environment of its own, and this key names its Python"
-        raise bad_value(_KEY, given, wrong, _GOOD)
+        raise bad_value(_KEY, python, wrong, _FIX)
     # Not resolved: a virtual environment is found by the path of its link.
-    path = Path(given).expanduser().absolute()
+    path = Path(python).expanduser().absolute()
     if not path.is_file():
-        raise bad_value(_KEY, given, "there is no such file", _GOOD)
+        raise bad_value(_KEY, python, "there is no such file", _FIX)
     return path
 
 
@@ -79,11 +79,11 @@ def check_python(cfg: Config) -> None:
     Raises:
         ConfigError: it has not, or it does not run.
     """
-    given = cfg.inference_model.server_python
+    python = cfg.inference_model.server_python
     code = "import importlib.util, sys; sys.exit(3 if importlib.util.find_spec('sglang') is None else 0)"
     try:
         done = subprocess.run(
-            [python_of(given), "-P", "-c", code],
+            [python_of(python), "-P", "-c", code],
             env={},
             capture_output=True,
             text=True,
@@ -91,9 +91,9 @@ def check_python(cfg: Config) -> None:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise bad_value(_KEY, given, f"it does not run ({error})", _GOOD) from error
+        raise bad_value(_KEY, python, f"it does not run ({error})", _FIX) from error
     if done.returncode == 3:
-        raise bad_value(_KEY, given, "sglang is not installed there", _GOOD)
+        raise bad_value(_KEY, python, "sglang is not installed there", _FIX)
     if done.returncode != 0:
-        last_line = (done.stderr.strip() or "it said nothing").splitlines()[-1]
-        raise bad_value(_KEY, given, f"it is no Python 3.11 or newer ({last_line})", _GOOD)
+        error_line = (done.stderr.strip() or "it printed nothing").splitlines()[-1]
+        raise bad_value(_KEY, python, f"it is no Python 3.11 or newer ({error_line})", _FIX)
