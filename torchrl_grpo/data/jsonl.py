@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.checks.data import check_fields
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.data import problems, prompts
 from torchrl_grpo.data.example import Example, is_role
 from torchrl_grpo.data.identity import conversation
 from torchrl_grpo.data.rows import columns, fields, sources
-from torchrl_grpo.errors import ConfigError, DataError
-
-_FIELDS = ("question", "messages", "answer", "solution", "identity")
+from torchrl_grpo.errors import DataError
 
 
 def load(cfg: Config) -> problems.Problems:
     """Load the rows of ``env.data_path`` or ``env.hub_name``; see :func:`torchrl_grpo.data.load`.
 
     Raises:
-        ConfigError: neither is set, or ``env.fields`` has another key than :func:`field_names` knows.
+        ConfigError: ``env.fields`` has another key than :func:`field_names` knows.
     """
-    if cfg.env.data_path is None and cfg.env.hub_name is None:
-        raise ConfigError("env.dataset=jsonl needs a file: set env.data_path=FILE.jsonl (or env.hub_name)")
     field_names(cfg.env)
     found = problems.build(cfg, sources.resolve(cfg, sources.Hub("")), example)
     check_answers(found)
@@ -48,14 +45,7 @@ def field_names(env: EnvConfig) -> dict[str, str]:
     Raises:
         ConfigError: ``env.fields`` has another key, or both ``question`` and ``messages``.
     """
-    unknown = sorted(set(env.fields) - set(_FIELDS))
-    if unknown:
-        raise ConfigError(
-            f"env.fields has unknown key(s) {', '.join(map(repr, unknown))}; write "
-            "env.fields={question: COLUMN, answer: COLUMN}"
-        )
-    if {"question", "messages"} <= set(env.fields):
-        raise ConfigError("env.fields has question and messages; a prompt is made of one of them: remove one")
+    check_fields(env)
     prompt = {} if "messages" in env.fields else {"question": "question"}
     return prompt | env.fields
 

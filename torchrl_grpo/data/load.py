@@ -8,10 +8,11 @@ from types import ModuleType
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import DATASETS
+from torchrl_grpo.config.checks.data import check_dataset
 from torchrl_grpo.config.mixture import MixturePart, mixture_parts
 from torchrl_grpo.data.mixture import mix
 from torchrl_grpo.data.problems import Problems, held_out_keys, leave_out
-from torchrl_grpo.errors import ConfigError, DataError
+from torchrl_grpo.errors import DataError
 from torchrl_grpo.runtime import user_code
 
 
@@ -65,9 +66,5 @@ def dataset_module(name: str) -> ModuleType:
     """
     if user_code.parse(name) is not None:
         return importlib.import_module("torchrl_grpo.data.user")
-    if name not in DATASETS:
-        raise ConfigError(
-            f"env.dataset={name!r} is unknown; write one of: {', '.join(sorted(DATASETS))}, or a function of "
-            "your own, FILE.py:FUNCTION"
-        )
+    check_dataset(name)
     return importlib.import_module(DATASETS[name].module)

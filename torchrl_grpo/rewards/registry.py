@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import DATASETS, REWARDS, dataset_kind, load_built_in
+from torchrl_grpo.config.checks.data import check_rewards
 from torchrl_grpo.config.mixture import mixture_parts
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.errors import ConfigError
@@ -64,25 +64,7 @@ def check_weights(cfg: Config) -> dict[str, float]:
     weights = _weights(cfg)
     for name in cfg.reward.functions:
         _user_reward_spec(cfg, name).load()
-    for name, weight in weights.items():
-        if not math.isfinite(weight):
-            raise ConfigError(f"reward.weights.{name}={weight!r} is not a finite number; write e.g. 1.0")
-        if name in cfg.reward.functions:
-            continue
-        if name not in REWARDS:
-            raise ConfigError(
-                f"reward.weights.{name}={weight!r}: no such reward; write one of: "
-                f"{', '.join([*REWARDS, *cfg.reward.functions])}"
-            )
-        if dataset_kind(cfg.env.dataset) not in (supported := REWARDS[name].datasets):
-            raise ConfigError(
-                f"reward.weights.{name}: this reward cannot judge env.dataset={cfg.env.dataset}; it supports "
-                f"{', '.join(supported)}. Write e.g. reward.weights={_default_weights(cfg)}"
-            )
-    if not any(weights.values()):
-        raise ConfigError(
-            f"reward.weights={dict(weights)!r} are all 0, so nothing is rewarded; raise one of them"
-        )
+    check_rewards(cfg, weights)
     return dict(weights)
 
 

@@ -59,11 +59,6 @@ def _find_environment(name: str) -> Callable[..., Environment]:
     if name in ENVIRONMENTS:
         built_in: Callable[..., Environment] = load_built_in(ENVIRONMENTS[name])
         return built_in
-    if user_code.parse(name) is None:
-        raise ConfigError(
-            f"env.environment={name!r} is unknown; write {', '.join(ENVIRONMENTS)}, FILE.py:CLASS "
-            "or PACKAGE.MODULE:CLASS"
-        )
     environment: Callable[..., Environment] = user_code.load(name, "env.environment")
     return environment
 

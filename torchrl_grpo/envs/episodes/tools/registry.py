@@ -39,11 +39,6 @@ def _load(spec: str) -> Tool:
     if spec in TOOLS:
         built: Tool = load_built_in(TOOLS[spec])()
         return built
-    if user_code.parse(spec) is None:
-        raise ConfigError(
-            f"env.tools has {spec!r}, which is no tool; write {', '.join(TOOLS)}, "
-            "FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION"
-        )
     found = user_code.load(spec, "env.tools")
     name = spec.rpartition(":")[2]
     return Tool(name, spec, make_schema(_called(found, spec), spec, name), None)
