@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import importlib.util
 import re
+import runpy
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torchrl_grpo.config.__main__ import files
 from torchrl_grpo.config.builtin import DATASETS, ENVIRONMENTS, REWARDS, TOOLS, load_built_in
 from torchrl_grpo.config.checks import whole as checks
 from torchrl_grpo.config.schema import keys
-from torchrl_grpo.config.values import Backend
+from torchrl_grpo.config.values import LOGGERS, Backend
 from torchrl_grpo.data import load
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards.reward_set import close_all
@@ -104,6 +105,32 @@ def test_base_and_policy_show_the_defaults_of_the_schema() -> None:
     assert isinstance(base, dict)
     base["policy"] = OmegaConf.to_container(OmegaConf.load(CONFIG / "policy" / "grpo.yaml"))
     assert base == dataclasses.asdict(Config())
+
+
+def test_help_names_every_choice_of_a_key() -> None:
+    for key in keys().leaves:
+        for choice in keys().choices(key):
+            assert re.search(rf"\b{choice}\b", keys().help[key]), (key, choice)
+
+
+def test_help_names_what_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for registry in (DATASETS, ENVIRONMENTS, REWARDS, TOOLS, LOGGERS):
+        # As if one more was registered: a reward of correctness, for example.
+        monkeypatch.setitem(registry, "one_more", next(iter(registry.values())))
+    again = {
+        module: runpy.run_path(str(ROOT / f"torchrl_grpo/config/{module}.py"))
+        for module in ("schema", "schema_task")
+    }
+    for module, section, name in (
+        ("schema_task", "EnvConfig", "dataset"),
+        ("schema_task", "EnvConfig", "environment"),
+        ("schema_task", "EnvConfig", "tools"),
+        ("schema_task", "RewardConfig", "weights"),
+        ("schema", "EvalConfig", "reward"),
+        ("schema", "LoggingConfig", "backends"),
+    ):
+        fields = {field.name: field for field in dataclasses.fields(again[module][section])}
+        assert "one_more" in fields[name].metadata["help"], name
 
 
 def test_choices_are_written_as_they_are_named() -> None:

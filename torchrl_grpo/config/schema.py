@@ -10,6 +10,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from torchrl_grpo.config.builtin import REWARDS
 from torchrl_grpo.config.keys import KeyBook, key
 from torchrl_grpo.config.schema_learning import PolicyConfig
 from torchrl_grpo.config.schema_models import (
@@ -20,6 +21,7 @@ from torchrl_grpo.config.schema_models import (
 )
 from torchrl_grpo.config.schema_task import EnvConfig, RewardConfig
 from torchrl_grpo.config.values import (
+    LOGGERS,
     LRSchedule,
     NonNegativeFloat,
     NonNegativeInt,
@@ -51,6 +53,9 @@ __all__ = [
     "TrainModelConfig",
     "keys",
 ]
+
+# Rewards that grade the evaluation by themselves.
+_GRADERS = ", ".join(name for name, reward in REWARDS.items() if reward.is_correctness)
 
 
 @dataclass
@@ -230,10 +235,9 @@ class EvalConfig:
     temperature: PositiveFloat = key(0.8, "Sampling temperature of pass@k.")
     reward: str | None = key(
         None,
-        "Reward that grades held-out responses; a value of 1 or more counts as correct. null means the one "
-        "of gsm8k, math_verify, exact_match, reasoning_gym, ifeval and environment that has the largest "
-        "positive weight. If none has one, it is environment if env.environment is set, and otherwise the "
-        "dataset's default.",
+        "Reward that grades held-out responses; a value of 1 or more counts as correct. null means the "
+        f"reward with the largest positive weight among {_GRADERS}. If none has one, it is environment if "
+        "env.environment is set, and otherwise the dataset's default.",
     )
 
 
@@ -256,7 +260,7 @@ class LoggingConfig:
 
     backends: list[str] = key(
         [],
-        "Loggers in addition to metrics.jsonl: any of csv, tensorboard and wandb, e.g. [csv,wandb].",
+        f"Loggers in addition to metrics.jsonl: any of {', '.join(LOGGERS)}, e.g. [csv,wandb].",
     )
     project: str = key("torchrl-grpo", "Project name for the loggers.")
     experiment: str | None = key(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torchrl_grpo.config.builtin import DATASETS, ENVIRONMENTS, REWARDS, TOOLS
 from torchrl_grpo.config.keys import key
 from torchrl_grpo.config.values import (
     AnswerFormat,
@@ -22,7 +23,7 @@ class EnvConfig:
 
     dataset: str = key(
         "gsm8k",
-        "Source of the problems: gsm8k, math, ifeval, reasoning_gym, jsonl, or a function of your own, "
+        f"Source of the problems: {', '.join(DATASETS)}, or a function of your own, "
         "FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION.",
     )
     task: str | None = key(
@@ -69,13 +70,14 @@ class EnvConfig:
     )
     environment: str | None = key(
         None,
-        "Environment in which a response is an episode of several turns: guess, countdown, or a class of "
-        "your own, FILE.py:CLASS or PACKAGE.MODULE:CLASS. null is one turn, unless there are tools.",
+        "Environment in which a response is an episode of several turns: "
+        f"{', '.join(ENVIRONMENTS)}, or a class of your own, FILE.py:CLASS or PACKAGE.MODULE:CLASS. null is "
+        "one turn, unless there are tools.",
     )
     environment_args: dict[str, Any] = key({}, "Arguments of the environment.", only_with="env.environment")
     tools: list[str] = key(
         [],
-        "Tools that the model may call in a response: calculator, python, or functions of your own, e.g. "
+        f"Tools that the model may call in a response: {', '.join(TOOLS)}, or functions of your own, e.g. "
         "[calculator, my_tools.py:search]. A chat template that loses calls or their results is refused at "
         "the start.",
     )
@@ -175,8 +177,7 @@ class RewardConfig:
     weights: dict[str, float] = key(
         {},
         "Weight of each reward in the sum, e.g. {gsm8k: 1.0, format: 0.2}; {} means the dataset's defaults. "
-        "Names: gsm8k, format, math_verify, reasoning_gym, bare_number, closeness, ifeval, exact_match, "
-        "environment.",
+        f"Names: {', '.join(REWARDS)}.",
     )
     functions: dict[str, str] = key(
         {},

@@ -25,6 +25,7 @@ from typing import Any, TextIO
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.builtin import DATASETS
 from torchrl_grpo.config.schema import EnvConfig, RewardConfig
+from torchrl_grpo.config.values import AnswerFormat
 from torchrl_grpo.data import Example
 from torchrl_grpo.data.load import dataset_module
 from torchrl_grpo.data.rows.columns import text
@@ -126,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         help='as reward.args, e.g. {"brevity": {"target": 50}}',
     )
     parser.add_argument(
-        "--answer-format", choices=("tags", "plain", "equation"), default="tags", help="as env.answer_format"
+        "--answer-format", choices=[*AnswerFormat.__members__], default="tags", help="as env.answer_format"
     )
     parser.add_argument("--task", help="reasoning_gym: the task, as env.task")
     parser.add_argument("--task-args", default="{}", metavar="JSON", help="reasoning_gym: as env.task_args")
