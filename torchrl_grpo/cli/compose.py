@@ -176,7 +176,9 @@ class Composer:
         key, line = override.key_or_group, str(override.input_line)
         options = self._loader.get_group_options(key)
         if options:
-            return ConfigError(f"{line}: it matches none of {', '.join(options)}; write {key}=glob(*) instead")
+            return ConfigError(
+                f"{line}: it matches none of {', '.join(options)}; write {key}=glob(*) instead"
+            )
         fix = f"--multirun {key}=VALUE,VALUE" if keys().knows(key) else "a group that --help lists"
         return ConfigError(f"{line}: glob chooses among the files of a group; write {fix} instead")
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torchrl_grpo.config.builtin import REWARDS, dataset_kind
 from torchrl_grpo.config.keys import show
+from torchrl_grpo.config.mixture import OF_A_DATASET
 from torchrl_grpo.config.schema import keys
 from torchrl_grpo.config.values import CACHING_BACKENDS, SURROGATE_OPTIONS, Backend
 
@@ -140,8 +141,8 @@ def _of_adapters(read: Read) -> Iterator[Contradiction]:
 
 def _of_data(read: Read) -> Iterator[Contradiction]:
     if read("env.mixture"):
-        own = "task task_args data_path eval_data_path hub_name hub_subset train_split eval_split fields"
-        yield Contradiction("env.mixture", (*_keys("env", own), *_keys("reward", "weights functions args")))
+        own = (*_keys("env", " ".join(OF_A_DATASET)), *_keys("reward", "weights functions args"))
+        yield Contradiction("env.mixture", own)
         yield Contradiction("env.mixture", ("eval.reward",))
     # The columns of a data set are its own.
     yield Contradiction("env.dataset", ("env.fields",))

@@ -12,13 +12,13 @@ from torchrl_grpo.config.schema import Config, EnvConfig, RewardConfig
 from torchrl_grpo.errors import ConfigError
 
 # Keys of a data set. A part that does not write one has its default, and not the value of the whole run.
-_OF_A_DATASET = (
+OF_A_DATASET = (
     "task", "task_args", "data_path", "eval_data_path", "hub_name", "hub_subset", "train_split", "eval_split",
     "fields", "train_on_ifeval",
 )  # fmt: skip
 # Keys that a part shares with the whole run.
 _SHARED = (
-    *_OF_A_DATASET, "dataset", "task_size", "system_prompt", "prompt_template", "answer_format",
+    *OF_A_DATASET, "dataset", "task_size", "system_prompt", "prompt_template", "answer_format",
     "control_tokens_in_data",
 )  # fmt: skip
 _OWN = ("name", "weight", "reward", "eval_reward")
@@ -72,7 +72,7 @@ def _part(cfg: Config, given: Any, key: str) -> MixturePart:
         raise ConfigError(
             f"{key}.weight={show(weight)}: it must be a number greater than 0; write 1.0, for example"
         )
-    start = {name: getattr(EnvConfig(), name) for name in _OF_A_DATASET}
+    start = {name: getattr(EnvConfig(), name) for name in OF_A_DATASET}
     base = {**vars(cfg.env), **start, "mixture": []}
     env = _typed(EnvConfig, base, {name: given[name] for name in given if name in _SHARED}, key)
     reward = given.get("reward", {})

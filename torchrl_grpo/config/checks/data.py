@@ -12,6 +12,7 @@ from torchrl_grpo.config.builtin import DATASETS, ENVIRONMENTS, REWARDS, TOOLS, 
 from torchrl_grpo.config.checks.unread import check_unset
 from torchrl_grpo.config.derived import has_episodes
 from torchrl_grpo.config.keys import bad_value, show
+from torchrl_grpo.config.mixture import OF_A_DATASET
 from torchrl_grpo.runtime import user_code
 
 if TYPE_CHECKING:
@@ -40,9 +41,8 @@ def check_mixture(cfg: Config) -> None:
     """
     if not cfg.env.mixture:
         return
-    names = "task task_args data_path eval_data_path hub_name hub_subset train_split eval_split fields"
-    wrong, also = "each part of env.mixture has its own", ", and set it in the parts"
-    check_unset(cfg, "env", names, wrong, also)
+    wrong = "each part of env.mixture has its own"
+    check_unset(cfg, "env", " ".join(OF_A_DATASET), wrong, ", and set it in the parts")
     check_unset(cfg, "reward", "weights functions args", wrong, ", and reward={...} in the parts")
     check_unset(cfg, "eval", "reward", wrong, ", and eval_reward in the parts")
     wrong = "the parts of env.mixture have different rewards, of which no group has all"

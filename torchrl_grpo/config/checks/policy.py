@@ -58,8 +58,8 @@ def _check_surrogate_args(cfg: Config) -> None:
     for name, value in cfg.policy.surrogate_args.items():
         key = f"policy.surrogate_args.{name}"
         if name not in known:
-            whose = f"policy.surrogate={as_set(surrogate, 'policy.surrogate')}"
-            wrong = f"{whose} has {', '.join(known) or 'no options'}"
+            options = f"the options {', '.join(known)}" if known else "no options"
+            wrong = f"policy.surrogate={as_set(surrogate, 'policy.surrogate')} has {options}"
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
             fix = f"policy.surrogate_args.{close[0]}={value}" if close else "policy.surrogate_args={}"
             if reader := next((other for other, names in SURROGATE_OPTIONS.items() if name in names), None):
