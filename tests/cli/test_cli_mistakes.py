@@ -182,7 +182,7 @@ BAD: list[tuple[str, str]] = [
     ("policy=maxent policy.kl_in=loss", "policy.kl_in=weights"),
     (
         "policy.tau=0.5",
-        "only read if policy.advantage_estimator is maxent; write policy=maxent policy.tau=0.5",
+        "only read if policy.advantage_estimator is maxent, and that is group_mean; write policy=maxent pol",
     ),
     ("policy=dapo policy.q_temperature=0.5", "write policy=maxent policy.q_temperature=0.5, or"),
     ("policy.q_epsilon=0.01", "policy.q_epsilon=1e-06"),
@@ -385,7 +385,7 @@ BAD: list[tuple[str, str]] = [
     ("reward.weights=format", "error: reward.weights=format: it must be a mapping of names to numbers"),
     ("reward.weights=[format,gsm8k]", "reward.weights={format:1.0,gsm8k:1.0}, for example"),
     ("reward.weights={format}", "write reward.weights={format:1.0} instead"),
-    ("env.fields=question:q,answer:a", "write env.fields={question:q,answer:a}, for"),
+    ("env.fields=question:q,answer:a", "write env.fields={question:q,answer:a} instead"),
     ("env.tools=my_tools.py:f", "env.tools=[my_tools.py:f], for example"),
     ("env.tools=null", "env.tools=[], for example"),
     ("logging.backends=wandb", "logging.backends=[wandb], for example"),

@@ -202,11 +202,11 @@ def test_a_mistake_in_a_part_names_the_part(tmp_path: Path, part: Any, error: st
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"env.task": "chain_sum"}, "each part has its own data set"),
-        ({"env.train_split": "easy"}, "each part has its own data set"),
-        ({"env.hub_subset": "main"}, "each part has its own data set"),
-        ({"reward.weights": {"gsm8k": 1.0}}, "each part has its own rewards"),
-        ({"eval.reward": "gsm8k"}, "graded by its own reward"),
+        ({"env.task": "chain_sum"}, "each part of env.mixture has its own"),
+        ({"env.train_split": "easy"}, "each part of env.mixture has its own"),
+        ({"env.hub_subset": "main"}, "each part of env.mixture has its own"),
+        ({"reward.weights": {"gsm8k": 1.0}}, "each part of env.mixture has its own"),
+        ({"eval.reward": "gsm8k"}, "each part of env.mixture has its own"),
         ({"policy.reward_combination": "apart"}, "of which no group has all"),
     ],
 )

@@ -147,10 +147,10 @@ def test_a_column_orders_the_problems(tmp_path: Path) -> None:
             "has no such column; its columns are question, answer, level",
         ),
         ({"order_by": "level"}, "an order needs env.shuffle=false"),
-        ({"pass_rate_weights": [1.0, 2.0]}, "env.sampling=uniform reads no pass rates"),
+        ({"pass_rate_weights": [1.0, 2.0]}, "only read if env.sampling is pass_rate"),
         ({"sampling": "pass_rate", "pass_rate_bands": [0.5, 0.5]}, "in increasing order"),
         ({"sampling": "pass_rate", "pass_rate_bands": [0.5]}, "must be 2 numbers, one for each band"),
-        ({"sampling": "pass_rate", "pass_rate_weights": [0.0, 0.0, 0.0]}, "not all 0"),
+        ({"sampling": "pass_rate", "pass_rate_weights": [0.0, 0.0, 0.0]}, "not all of them 0"),
         ({"sampling": "pass_rate", "mixture": [{"dataset": "gsm8k"}]}, "env"),
     ],
 )

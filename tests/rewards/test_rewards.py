@@ -586,7 +586,7 @@ def test_the_defaults_of_gsm8k() -> None:
     [
         ("gsm8k", {"gsm9k": 1.0}, ["reward.weights.gsm9k", "gsm8k, format, math_verify", "bare_number"]),
         ("gsm8k", {"gsm8k": math.nan}, ["reward.weights.gsm8k=nan", "finite"]),
-        ("gsm8k", {"gsm8k": 0.0}, ["all 0"]),
+        ("gsm8k", {"gsm8k": 0.0}, ["every weight is 0"]),
         ("gsm8k", {"ifeval": 1.0}, ["reward.weights.ifeval", "env.dataset=gsm8k"]),
         ("ifeval", {"exact_match": 1.0}, ["reward.weights.exact_match", "env.dataset=ifeval"]),
     ],

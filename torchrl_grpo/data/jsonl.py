@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.checks.data import check_fields
+from torchrl_grpo.config.checks.data import check_fields, check_source
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.data import problems, prompts
 from torchrl_grpo.data.example import Example, is_role
@@ -16,8 +16,9 @@ def load(cfg: Config) -> problems.Problems:
     """Load the rows of ``env.data_path`` or ``env.hub_name``; see :func:`torchrl_grpo.data.load`.
 
     Raises:
-        ConfigError: ``env.fields`` has another key than :func:`field_names` knows.
+        ConfigError: neither is set, or ``env.fields`` has another key than :func:`field_names` knows.
     """
+    check_source(cfg.env)
     field_names(cfg.env)
     found = problems.build(cfg, sources.resolve(cfg, sources.Hub("")), example)
     check_answers(found)

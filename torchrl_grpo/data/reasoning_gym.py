@@ -69,7 +69,7 @@ def check(env: EnvConfig) -> tuple[str, dict[str, Any]]:
     """Check the task and return its name and arguments.
 
     Raises:
-        ConfigError: the task is unknown, or an argument is unknown to the
+        ConfigError: the task is unknown, ``task_size`` is not positive, or an argument is unknown to the
             task or has an invalid value.
     """
     if env.task is None:
@@ -86,6 +86,8 @@ def check(env: EnvConfig) -> tuple[str, dict[str, Any]]:
                 f"env.task_args.{name}={env.task_args[name]!r}: the key {key} sets this argument; remove it "
                 f"and set {key}"
             )
+    if env.task_size < 1:
+        raise ConfigError(f"env.task_size={env.task_size} leaves no problem to train on; write 1 or more")
     make(env.task, env.task_args, seed=0, size=1)
     return env.task, env.task_args
 

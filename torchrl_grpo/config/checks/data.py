@@ -31,6 +31,13 @@ def check_data(cfg: Config) -> None:
     _check_episodes(cfg)
     _check_sampling(cfg)
     check_rewards(cfg, cfg.reward.weights)
+    if cfg.env.environment is None and "environment" not in cfg.reward.functions:
+        wrong = "there is no environment that gives this reward"
+        fix = "env.environment=FILE.py:CLASS beside it"
+        if cfg.eval.reward == "environment":
+            raise bad_value("eval.reward", "environment", wrong, fix)
+        if (weight := cfg.reward.weights.get("environment")) is not None:
+            raise bad_value("reward.weights.environment", weight, wrong, fix)
 
 
 def check_mixture(cfg: Config) -> None:
@@ -165,10 +172,19 @@ def _check_jsonl(cfg: Config) -> None:
         wrong = f"env.dataset={env.dataset} has columns of its own, and only jsonl reads this"
         check_unset(cfg, "env", "fields", wrong, ", or env=jsonl env.data_path=FILE.jsonl")
         return
+    check_source(env)
+    check_fields(env)
+
+
+def check_source(env: EnvConfig) -> None:
+    """Check that a data set of rows has something to read.
+
+    Raises:
+        ConfigError: neither ``env.data_path`` nor ``env.hub_name`` is set.
+    """
     if env.dataset == "jsonl" and env.data_path is None and env.hub_name is None:
         wrong = "env.dataset=jsonl needs a file to read"
         raise bad_value("env.data_path", None, wrong, "env.data_path=FILE.jsonl or env.hub_name=NAME")
-    check_fields(env)
 
 
 def check_fields(env: EnvConfig) -> None:
@@ -231,9 +247,6 @@ def _check_reward(cfg: Config, name: str, key: str, value: Any, fix: str) -> Non
     if name not in able:
         wrong = f"this reward cannot judge env.dataset={cfg.env.dataset}"
         raise bad_value(key, value, wrong, f"{fix.format(able[0])}, or one of {', '.join(able[1:])}")
-    if name == "environment" and cfg.env.environment is None:
-        wrong = "there is no environment that gives this reward"
-        raise bad_value(key, value, wrong, "env.environment=FILE.py:CLASS beside it")
 
 
 def _check_function(name: str, spec: str) -> None:
