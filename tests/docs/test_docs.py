@@ -233,7 +233,7 @@ def test_no_comment_says_that_a_run_is_resumed_with_the_same_value_of_a_free_key
 def test_the_arrows_between_subpackages_are_the_imports() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     drawn = set(re.findall(r"^ +(\w+)(?:\[.*?\])? --> (\w+)", page, re.MULTILINE))
-    real = set()
+    real: set[tuple[str, str]] = set()
     for path in (ROOT / "torchrl_grpo").glob("*/**/*.py"):
         importer = path.relative_to(ROOT / "torchrl_grpo").parts[0]
         imported = re.findall(r"^ *(?:from|import) torchrl_grpo\.(\w+)", path.read_text(), re.MULTILINE)
