@@ -17,7 +17,7 @@ import pytest
 from torchrl_grpo import GRPOTrainer
 from torchrl_grpo.cli.arguments import read_arguments
 from torchrl_grpo.config import elsewhere
-from torchrl_grpo.config.schema import keys
+from torchrl_grpo.config.parsing import keys
 from torchrl_grpo.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,9 +234,9 @@ def test_every_name_of_the_tables_leads_to_its_row_as_an_argument() -> None:
         ("mask_truncated_completions=true", "write policy.overlong=mask instead"),
         ("advantage_estimator=dr_grpo", "write policy=dr_grpo instead"),
         # The row says what to do without a key.
-        ("output_dir=out", "write hydra.run.dir=out"),
+        ("output_dir=out", "write hydra.run.dir=out, or use the dated folder"),
         ("logging_dir=out", "write hydra.run.dir=out."),
-        ("disable_dropout=true", "write nothing in its place. Dropout is off"),
+        ("disable_dropout=true", "write nothing in its place. Dropout is always off"),
         # The key takes another kind of value.
         (
             "save_strategy=epoch",
