@@ -497,8 +497,3 @@ def test_imports_between_rooms_run_one_way(
     assert done.returncode == (broken is not None), done.stdout + done.stderr
     found = re.findall(r"^(.*) BROKEN$", done.stdout, re.MULTILINE)
     assert found == [] if broken is None else broken in found
-
-
-def test_nothing_lies_loose_in_the_package(repo_root: Path) -> None:
-    package = repo_root / "torchrl_grpo"
-    assert {path.name for path in package.glob("*.py")} == {"__init__.py", "errors.py"}
