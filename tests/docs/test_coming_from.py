@@ -17,7 +17,7 @@ import pytest
 from torchrl_grpo import GRPOTrainer
 from torchrl_grpo.cli.arguments import read_arguments
 from torchrl_grpo.config import elsewhere
-from torchrl_grpo.config.parsing import keys
+from torchrl_grpo.config.schema import keys
 from torchrl_grpo.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
