@@ -27,7 +27,7 @@ echo "server $SLURM_PROCID ${CUDA_VISIBLE_DEVICES:-none} $VLLM_API_KEY $*" >> "$
 trap 'echo "server $SLURM_PROCID ends" >> "$NOTES"; exit' TERM
 echo up > "$UP.$SLURM_PROCID"
 sleep 60 & wait""",
-    # The gate reads what each server writes, and so waits for it.
+    # The gate reads what each server, or node of Ray, writes, and so waits for it.
     "python": """
 case "$*" in *--nodes=*|*http*) ;; *) echo "wait for head" >> "$NOTES"; exit ;; esac
 [ "$FAULT" != server ] || sleep 60
@@ -36,7 +36,8 @@ for number in $SERVERS; do cat "$UP.$number" > /dev/null; done
 echo "gate $*" >> "$NOTES\"""",
     "ray": """
 echo "ray ${CUDA_VISIBLE_DEVICES-unset} $*" >> "$NOTES"
-case "$*" in *--head*) [ -z "$SERVERS" ] ;; esac
+case "$*" in *--head*) name=head ;; *) name=$SLURM_PROCID ;; esac
+echo up > "$UP.$name"
 sleep 60 & wait""",
     "grpo": """
 echo "trainer ${CUDA_VISIBLE_DEVICES-unset} $*" >> "$NOTES"
@@ -54,7 +55,8 @@ class FakeSlurm:
     Args:
         folder: empty folder.
         nodes: names of the job's nodes.
-        servers: number of servers.
+        servers: number of servers, or of workers of Ray.
+        head: whether Ray has a head.
         fault: ``server``, ``gate`` or ``trainer``: what fails.
         lasts: whether the trainer goes on until it is signaled.
         gpus: GPUs that a step gets.
@@ -65,6 +67,7 @@ class FakeSlurm:
         folder: Path,
         nodes: str = "node1",
         servers: int = 0,
+        head: bool = False,
         fault: str = "",
         lasts: bool = False,
         gpus: str | None = None,
@@ -79,8 +82,9 @@ class FakeSlurm:
             program.parent.mkdir(exist_ok=True)
             program.write_text(f"#!/bin/bash\n{body}\n")
             program.chmod(0o755)
-        for number in range(servers):
-            os.mkfifo(folder / f"up.{number}")
+        engines = [*map(str, range(servers)), *(["head"] if head else [])]
+        for engine in engines:
+            os.mkfifo(folder / f"up.{engine}")
         self.begun = folder / "begun"
         os.mkfifo(self.begun)
         self.environment = {
@@ -90,7 +94,7 @@ class FakeSlurm:
             "STEPS": str(self._steps),
             "NODES": nodes,
             "LIMIT": "1-00:00:00",
-            "SERVERS": " ".join(map(str, range(servers))),
+            "SERVERS": " ".join(engines),
             "UP": str(folder / "up"),
             "FAULT": fault,
             "LASTS": str(self.begun) if lasts else "",

@@ -116,7 +116,7 @@ def test_the_trainer_waits_for_the_servers_and_ends_them(tmp_path: Path) -> None
 
 
 def test_ray_has_a_head_workers_and_the_trainer_joins(tmp_path: Path) -> None:
-    fake = FakeSlurm(tmp_path, "node1,node2,node3", gpus="0,1,2,3")
+    fake = FakeSlurm(tmp_path, "node1,node2,node3", servers=2, head=True, gpus="0,1,2,3")
     arguments = ["--nodes=3", "--gpus-per-node=4", "train_model.num_devices=2", "env.num_envs=32"]
     run(fake, script_for(arguments))
     address = f"node1.cluster:{20000 + 7 * 64}"
