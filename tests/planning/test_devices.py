@@ -230,14 +230,14 @@ def test_vllm_is_in_the_trainers_process_where_it_finds_its_gpu_and_no_ranks(
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["inference_model.num_devices=9", "env.num_envs=8"], r"only env.num_envs=8 groups.*num_devices=8 "),
+        (["inference_model.num_devices=9", "env.num_envs=8"], r"only env.num_envs=8 groups.*num_devices=8$"),
         (
             ["inference_model.devices=[0,1,2]", "env.num_envs=2", "train.total_dialog_turns=64"],
-            r"inference_model.devices=\[0,1,2\]: a round has only .*write inference_model.devices=\[0,1\] ",
+            r"inference_model.devices=\[0,1,2\]: a round has only .*write inference_model.devices=\[0,1\]$",
         ),
         (
             ["inference_model.num_devices=2", "train.weight_update_frequency=2"],
-            r"weight_update_frequency=2: .*processes of their own.*frequency=1 ",
+            r"weight_update_frequency=2: .*processes of their own.*frequency=1$",
         ),
         (["inference_model.num_devices=2", "inference_model.sleep=true"], r"sleep=true: .*sleep=false"),
     ],

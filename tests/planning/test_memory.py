@@ -776,7 +776,7 @@ def test_a_share_that_holds_no_more_than_the_weights_is_refused() -> None:
     # Of unequal ones the one that is too small.
     _, planned = a_7b(inference_model__gpu_memory_utilization=0.5, inference_model__num_devices=2)
     with pytest.raises(
-        ConfigError, match=r"=0\.5: 12\.00 GiB of 24\.00 .*write inference_model.gpu_memory_utilization=0\.7 "
+        ConfigError, match=r"=0\.5: 12\.00 GiB of 24\.00 .*write inference_model.gpu_memory_utilization=0\.7$"
     ):
         preflight.check_memory(planned(400.0, 80.0, 24.0, apart=True))
     preflight.check_memory(planned(400.0, 80.0, 80.0, apart=True))

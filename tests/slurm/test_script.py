@@ -226,7 +226,7 @@ MISTAKES = {
     "--nods=2": "unrecognized arguments: --nods",
     "--nodes=0": "--nodes=0: it must be at least 1",
     "--gpus-per-node=many": "--gpus-per-node=many: it is not a number of GPUs",
-    "--sbatch=exclusive": "--sbatch=exclusive: is not a long option of sbatch",
+    "--sbatch=exclusive": "--sbatch=exclusive: it is not a long option of sbatch",
     "--sbatch=--nodes=3": "--sbatch=--nodes=3: .* write --nodes=VALUE",
     "--sbatch=--no-requeue": "--sbatch=--no-requeue: the script needs a value of its own",
     "--folder=a'b": "--folder=a'b: it must be a plain path",
