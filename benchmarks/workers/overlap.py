@@ -21,7 +21,6 @@ from benchmarks.workers.ours import Drawn, config
 from benchmarks.workload import Workload
 from torchrl_grpo import data, rewards
 from torchrl_grpo.config.derived import num_devices
-from torchrl_grpo.config.values import Backend
 from torchrl_grpo.inference.protocol import Completion, Request, SteppingEngine
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.planning import placement
@@ -104,7 +103,7 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
     )
     cfg.env.data_path = str(folder / "questions.jsonl")
     workload.write_questions(Path(cfg.env.data_path))
-    cfg.inference_model.backend = Backend("transformers")
+    cfg.inference_model.backend = "transformers"
     cfg.inference_model.num_devices = max(1, workers)
     # The same on both sides, so that training takes the same time.
     cfg.inference_model.num_threads = 1

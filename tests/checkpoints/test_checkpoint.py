@@ -26,7 +26,7 @@ from torchrl_grpo.checkpoints import run_dir as run_folder
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.resume import is_changeable_on_resume
 from torchrl_grpo.config.schema import keys
-from torchrl_grpo.config.values import AnswerFormat, Autocast, Backend, Dtype, OverlongPrompts
+from torchrl_grpo.config.values import AnswerFormat, Autocast, Dtype, OverlongPrompts
 from torchrl_grpo.data import Example
 from torchrl_grpo.envs.chat import check_length
 from torchrl_grpo.errors import CheckpointError, DataError, RunFolderLost
@@ -386,7 +386,7 @@ def test_the_same_configuration_is_the_same_run(run_dir: Path) -> None:
     free.inference_model.max_logprob_gap = 2.0
     free.train_model.autocast = Autocast("no")
     free.inference_model.dtype = free.ref_model.dtype = Dtype("float32")
-    free.inference_model.backend = Backend("transformers")
+    free.inference_model.backend = "transformers"
     checkpoint.check_same_run(folder, free)
 
 

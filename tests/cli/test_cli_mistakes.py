@@ -594,6 +594,7 @@ def test_mistake_in_a_configuration_file(workplace: Path, capsys: pytest.Capture
         "optimizer: {lr: fast}": "optimizer.lr",
         "env: {repeats: 1}": "env.repeats=1",
         "optimizer: [": "my.yaml: cannot be read",
+        "inference_model: {backend: lmdeploy}": "inference_model.backend=lmdeploy: it must be one of vllm, ",
     }
     for body, says in cases.items():
         (mine / "my.yaml").write_text(head + body)

@@ -12,7 +12,7 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import validate
 from torchrl_grpo.config.checks.schedule import check_async, check_sync
 from torchrl_grpo.config.derived import describe_length, rounds, steps_per_round, with_total_turns
-from torchrl_grpo.config.values import Backend, ConstantGroups, Proximal, WeightTransfer
+from torchrl_grpo.config.values import ConstantGroups, Proximal, WeightTransfer
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning.cores import divide_cores
 from torchrl_grpo.planning.placement import plan
@@ -50,7 +50,7 @@ def config(**changes: object) -> Config:
             {
                 "collector__max_policy_age": 3,
                 "train__weight_update_frequency": 4,
-                "inference_model__backend": Backend.vllm_server,
+                "inference_model__backend": "vllm_server",
                 "inference_model__weight_transfer": WeightTransfer.nccl,
             },
             r"weight_update_frequency=4: .*weight_transfer=nccl allows none.*weight_update_frequency=1",

@@ -22,7 +22,7 @@ from torchrl_grpo.config.__main__ import files
 from torchrl_grpo.config.builtin import DATASETS, ENVIRONMENTS, REWARDS, TOOLS, load_built_in
 from torchrl_grpo.config.checks import whole as checks
 from torchrl_grpo.config.schema import keys
-from torchrl_grpo.config.values import LOGGERS, Backend
+from torchrl_grpo.config.values import LOGGERS
 from torchrl_grpo.data import load
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards.reward_set import close_all
@@ -325,7 +325,7 @@ def test_a_missing_package_is_named_before_the_run(monkeypatch: pytest.MonkeyPat
         ConfigError, match=r"vllm is not installed; write inference_model\.backend=transformers"
     ):
         checks.check_installed(cfg)
-    cfg.inference_model.backend = Backend("transformers")
+    cfg.inference_model.backend = "transformers"
     checks.check_installed(cfg)
     cfg.logging.backends = ["wandb"]
     with pytest.raises(ConfigError, match="wandb is not installed"):

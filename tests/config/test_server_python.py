@@ -10,13 +10,12 @@ import pytest
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import check_installed
 from torchrl_grpo.config.checks.sglang import python_of
-from torchrl_grpo.config.values import Backend
 from torchrl_grpo.errors import ConfigError
 
 
 def on_sglang(python: str | None) -> Config:
     cfg = Config()
-    cfg.inference_model.backend = Backend.sglang_server
+    cfg.inference_model.backend = "sglang_server"
     cfg.inference_model.server_python = python
     return cfg
 

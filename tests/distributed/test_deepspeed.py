@@ -28,7 +28,7 @@ from rank_runs import (
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import whole as checks
-from torchrl_grpo.config.values import ZERO_STAGES, Backend, Parallelism
+from torchrl_grpo.config.values import ZERO_STAGES, Parallelism
 from torchrl_grpo.distributed.deepspeed import engine_config
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning import resolve
@@ -124,7 +124,7 @@ def test_deepspeed_reads_what_it_is_told(kind: str) -> None:
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = Config()
-    cfg.inference_model.backend = Backend("transformers")
+    cfg.inference_model.backend = "transformers"
     cfg.train_model.parallelism = Parallelism("deepspeed_zero2")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"deepspeed_zero2: deepspeed is not installed"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import AnswerFormat, Autocast, Backend, Dtype
+from torchrl_grpo.config.values import AnswerFormat, Autocast, Dtype
 from torchrl_grpo.observe import report
 from torchrl_grpo.rewards.text import BareNumberReward
 from torchrl_grpo.tools.verify_resume import read, unmeasured
@@ -42,7 +42,7 @@ def config(
     # Not what this machine is fast in: a test does the same on every machine.
     cfg.train_model.autocast = Autocast({"float32": "no", "bfloat16": "bf16"}[number_format])
     cfg.inference_model.dtype = Dtype(number_format)
-    cfg.inference_model.backend = Backend("transformers")
+    cfg.inference_model.backend = "transformers"
     cfg.inference_model.max_model_len, cfg.inference_model.max_new_tokens = 200, 6
     cfg.optimizer.lr = 1e-2
     if request.node.get_closest_marker("float32") is not None:

@@ -26,7 +26,7 @@ from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from transformers import AutoModelForCausalLM
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import Backend, Dtype
+from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.inference.protocol import Probe, Request, Sampling
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequirements
@@ -61,7 +61,7 @@ def process(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def started(tiny_model_dir: Path, folder: Path) -> ServerProcess:
     cfg = Config()
     cfg.model.name = str(tiny_model_dir)
-    options = replace(cfg.inference_model, backend=Backend.sglang_server, server_python=PYTHON)
+    options = replace(cfg.inference_model, backend="sglang_server", server_python=PYTHON)
     cfg.inference_model = replace(options, dtype=Dtype.float32, max_model_len=600)
     launch = SGLANG.launch(
         cfg, str(tiny_model_dir), torch.device("cpu"), max_num_seqs=64, gpu_memory_utilization=0.5
@@ -262,8 +262,8 @@ def test_a_method_that_fails_is_an_error_and_not_the_end_of_the_server(engine: S
 def test_a_run_that_is_resumed_is_the_run_that_was_not_interrupted(
     process: ServerProcess, config: Config, train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(SGLANG.key_variable, process.key)
-    config.inference_model.backend = Backend.sglang_server
+    monkeypatch.setenv(SGLANG.engine.key_variable, process.key)
+    config.inference_model.backend = "sglang_server"
     config.inference_model.servers = [process.address]
     config.checkpoint.keep = 4
     train("whole", train__checkpoint_frequency=2)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from vllm_arguments import ON_A_CPU
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import KEY_VARIABLE, Backend
+from torchrl_grpo.config.values import KEY_VARIABLE
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.protocol import Request, Sampling
 from torchrl_grpo.inference.servers import weight_files
@@ -102,10 +102,10 @@ def test_a_server_generates_what_an_engine_in_the_process_does(
             assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
     inside.close()
     # And so do whole runs.
-    config.inference_model.backend = Backend("vllm")
+    config.inference_model.backend = "vllm"
     train("inside")
     monkeypatch.setenv(KEY_VARIABLE, process.key)
-    config.inference_model.backend = Backend("vllm_server")
+    config.inference_model.backend = "vllm_server"
     config.inference_model.servers = [process.address]
     train("served")
     runs = [read(tmp_path / name / "rollouts.jsonl") for name in ("inside", "served")]

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from torchrl_grpo.config import Config, parse
 from torchrl_grpo.config.checks import whole as checks
 from torchrl_grpo.config.schema import LoraConfig, ModelConfig, TrainModelConfig
-from torchrl_grpo.config.values import Autocast, Backend, Dtype, Quantization
+from torchrl_grpo.config.values import Autocast, Dtype, Quantization
 from torchrl_grpo.errors import ConfigError, TrainingStopped
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.models import loading, lora, saving
@@ -39,7 +39,7 @@ def test_quantization_is_for_frozen_models_and_needs_its_package(monkeypatch: py
         checks.validate(cfg)
     cfg.train_model.lora.rank = 8
     checks.validate(cfg)
-    cfg.inference_model.backend = Backend("transformers")
+    cfg.inference_model.backend = "transformers"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"quantization=nf4: bitsandbytes is not installed"):
         checks.check_installed(cfg)

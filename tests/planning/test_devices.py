@@ -18,7 +18,6 @@ from plan_cases import answer, dry_run, read
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import whole as checks
-from torchrl_grpo.config.values import Backend
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.shape import ModelShape
 from torchrl_grpo.planning import preflight
@@ -474,7 +473,7 @@ def test_a_vllm_for_gpus_is_not_run_without_one(
     for prepare in (preflight.report, preflight.announce):
         with pytest.raises(ConfigError, match=r"backend=vllm: .*no GPU is visible.*backend=transformers"):
             prepare(cfg, False)
-    cfg.inference_model.backend = Backend("transformers")
+    cfg.inference_model.backend = "transformers"
     preflight.report(cfg, False)
 
 

@@ -23,7 +23,6 @@ from torchrl_grpo.config.schema import LoraConfig, ModelConfig
 from torchrl_grpo.config.values import (
     AnswerFormat,
     Autocast,
-    Backend,
     Dtype,
     PrefixAttention,
     Quantization,
@@ -61,7 +60,7 @@ def overridden(cfg: Config, words: str) -> Config:
 
 def config(**changes: object) -> Config:
     cfg = Config()
-    cfg.inference_model.backend, cfg.inference_model.dtype = Backend("transformers"), Dtype("float32")
+    cfg.inference_model.backend, cfg.inference_model.dtype = "transformers", Dtype("float32")
     cfg.train_model.autocast, cfg.ref_model.dtype = Autocast("no"), Dtype("float32")
     for key, value in changes.items():
         group, _, leaf = key.partition("__")
@@ -637,8 +636,8 @@ def test_processes_of_a_cpu_share_its_memory() -> None:
 
 
 def test_servers_have_more_processes_and_one_copy_of_the_weights_on_the_way() -> None:
-    options = {"inference_model__backend": Backend("vllm_server")}
-    workers = predicted(config(inference_model__backend=Backend("vllm")), apart=True)
+    options = {"inference_model__backend": "vllm_server"}
+    workers = predicted(config(inference_model__backend="vllm"), apart=True)
     one = predicted(config(**options))
     two = predicted(config(inference_model__num_devices=2, **options))
     weights = row(one, "inference", "generate").weights

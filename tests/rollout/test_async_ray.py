@@ -22,7 +22,7 @@ from forked import ForkedPopen
 from stale_parts import Fault, assert_each_is_found, every_part, of_each_kind
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import Backend, Dtype
+from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.rollout.workers import ray_pool
@@ -319,7 +319,7 @@ def test_a_part_of_any_tensor_that_is_stale_in_a_worker_is_found(
     model.save_pretrained(tmp_path / "model")
     cfg = Config()
     cfg.model.name = str(tmp_path / "model")
-    cfg.inference_model.backend = Backend("transformers")
+    cfg.inference_model.backend = "transformers"
     cfg.inference_model.dtype = Dtype(str(dtype).removeprefix("torch."))
     cfg.ray.address = two_nodes.address
     pool = ray_pool.RayPool(

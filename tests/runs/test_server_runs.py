@@ -18,7 +18,6 @@ from tiny_runs import Runner, config  # noqa: F401  fixtures
 from tiny_runs import train as train_in_process  # noqa: F401
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import Backend
 from torchrl_grpo.errors import ConfigError, WorkersLost
 from torchrl_grpo.inference.servers.sglang import loader
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
@@ -72,7 +71,7 @@ def servers(
 
 
 def on(servers: Servers, config: Config, count: int, spares: int = 0) -> Config:
-    config.inference_model.backend = servers.kind.kind.backend
+    config.inference_model.backend = servers.kind.kind.engine.name
     config.inference_model.servers = servers.start(count, spares)
     return config
 
@@ -196,7 +195,7 @@ def test_a_server_that_is_not_there_is_named(
     monkeypatch.setattr(build, "START_LIMIT_S", 0.5)
     monkeypatch.setattr(server_pool, "_SILENT_S", 0.1)
     config.collector.timeout_s = 0.5
-    config.inference_model.backend = Backend("vllm_server")
+    config.inference_model.backend = "vllm_server"
     config.inference_model.servers = [f"unix:{tmp_path}/nobody"]
     with pytest.raises(
         ConfigError, match=r"no server answered at unix:.*/nobody .* start one there with grpo-serve --uds /"

@@ -12,7 +12,7 @@ import torch
 from batches import inputs, make_batch, make_model
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import Autocast, Backend, Dtype, HeadDtype
+from torchrl_grpo.config.values import Autocast, Dtype, HeadDtype
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.inference import vllm_engine
 from torchrl_grpo.inference.build import build_engine
@@ -79,7 +79,7 @@ def test_engines_compute_their_heads_as_they_are_told(
 ) -> None:
     told: dict[str, Any] = {}
     monkeypatch.setattr(vllm_engine, "VLLMEngine", lambda source, **options: told.update(options))
-    config.inference_model.backend, config.inference_model.dtype = Backend(backend), Dtype("bfloat16")
+    config.inference_model.backend, config.inference_model.dtype = backend, Dtype("bfloat16")
     config.inference_model.head_dtype = HeadDtype(asked)
     engine = build_engine(config, config.model.name, CPU, [2], 0, 1)
     if backend == "vllm":

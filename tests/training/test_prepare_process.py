@@ -10,7 +10,6 @@ import pytest
 import ray
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import Backend
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.servers.kinds import VLLM
 from torchrl_grpo.inference.servers.launch import Launch
@@ -37,7 +36,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(gpus: int, backend: str = "vllm") -> tuple[Config, Plan]:
     cfg = Config()
-    cfg.inference_model.backend = Backend(backend)
+    cfg.inference_model.backend = backend
     return cfg, plan(build_request(cfg, asynchronous=False), gpus)
 
 

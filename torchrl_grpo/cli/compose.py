@@ -215,6 +215,8 @@ class Composer:
             OmegaConf.update(self._probe, key, value, force_add=free is not None)
         except OmegaConfBaseException as error:
             raise keys().wrong_type(key, line) from error
+        if key in keys().registered and str(value) not in keys().registered[key]:
+            raise keys().wrong_type(key, line)
 
     def _check_option(self, override: Override, value: object, options: list[str]) -> None:
         group, line = override.key_or_group, str(override.input_line)

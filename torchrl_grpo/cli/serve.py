@@ -1,4 +1,4 @@
-"""``grpo-serve``: a server for runs with ``inference_model.backend=vllm_server`` or ``sglang_server``.
+"""``grpo-serve``: a server for runs whose engine has servers.
 
 It takes the arguments of the training command, so that model, number format and lengths are the same.
 """
@@ -23,7 +23,7 @@ from torchrl_grpo.cli.main import resolve_job
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.checks import check_installed
 from torchrl_grpo.config.checks.engine import LOOPBACK
-from torchrl_grpo.config.values import KEY_VARIABLE, SERVER_BACKENDS, SGLANG_KEY_VARIABLE, Backend
+from torchrl_grpo.config.engines import engine_kind, engines_with
 from torchrl_grpo.errors import ConfigError, UserError
 from torchrl_grpo.runtime import rank_env
 from torchrl_grpo.runtime.config_dir import config_dir
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(USER_ERROR_CODE) from None
     if args.print:
-        shown = {**variables, kind.key_variable: "YOUR_KEY"}
+        shown = {**variables, kind.engine.key_variable: "YOUR_KEY"}
         settings = " ".join(f"{name}={value}" for name, value in shown.items())
         sys.stdout.write(f"{settings} {shlex.join(words)}\n")
         return
@@ -65,13 +65,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.execve(words[0], words, {**inherited, **variables})
 
 
+def _served() -> list[str]:
+    return engines_with(lambda kind: kind.has_servers)
+
+
 def _parser() -> argparse.ArgumentParser:
+    first, *others = map(engine_kind, _served())
+    variables = [f"{kind.key_variable} for {kind.program}" for kind in others]
     parser = Parser(
         prog="grpo-serve",
         allow_abbrev=False,
-        description="Serve a model to runs with inference_model.backend=vllm_server or sglang_server. All "
+        description=f"Serve a model to runs with inference_model.backend={' or '.join(_served())}. All "
         "other arguments are the same as for the training command.",
-        epilog=f"{KEY_VARIABLE}, or {SGLANG_KEY_VARIABLE} for SGLang, holds the key that the run has to "
+        epilog=f"{', or '.join([first.key_variable, *variables])}, holds the key that the run has to "
         "bring. Set it in both places.",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
@@ -85,11 +91,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _kind(cfg: Config) -> ServerKind:
-    """Return the kind of server that a configuration asks for: vLLM unless it is another one."""
+    """Return the kind of server that a configuration asks for: the first one unless it is another."""
     from torchrl_grpo.inference.servers.kinds import server_kind
 
-    backend = cfg.inference_model.backend
-    return server_kind(backend if backend in SERVER_BACKENDS else Backend.vllm_server)
+    engine = cfg.inference_model.engine
+    return server_kind(engine if engine.has_servers else engine_kind(_served()[0]))
 
 
 def _where(args: argparse.Namespace, kind: ServerKind) -> dict[str, str | int]:
@@ -97,10 +103,10 @@ def _where(args: argparse.Namespace, kind: ServerKind) -> dict[str, str | int]:
         if not args.print:
             listening.check_socket(args.uds.resolve())
         return {"uds": str(args.uds.resolve())}
-    if args.host not in LOOPBACK and not os.environ.get(kind.key_variable):
+    if args.host not in LOOPBACK and not os.environ.get(kind.engine.key_variable):
         raise ConfigError(
-            f"--host={args.host}: other machines can reach this server, and {kind.key_variable} is not set; "
-            "set it to a secret here and for the run"
+            f"--host={args.host}: other machines can reach this server, and {kind.engine.key_variable} is "
+            "not set; set it to a secret here and for the run"
         )
     if not args.print:
         listening.check_port(args.host, args.port)
@@ -148,12 +154,12 @@ def serve_command(
         max_num_seqs=max_num_seqs(cfg, on_gpu=device.type == "cuda"),
         gpu_memory_utilization=OWN_GPU if share is None else share,
     )
-    key = os.environ.get(kind.key_variable, "")
+    key = os.environ.get(kind.engine.key_variable, "")
     if not key and makes_key:
         key = secrets.token_urlsafe(32)
-        sys.stdout.write(f"{kind.key_variable}={key}  # set this for the run\n")
+        sys.stdout.write(f"{kind.engine.key_variable}={key}  # set this for the run\n")
         sys.stdout.flush()
-    variables = {**launch.variables, kind.key_variable: key}
+    variables = {**launch.variables, kind.engine.key_variable: key}
     # The first of them is that of sockets.
     name = launch.folder_variables[0]
     usual = os.environ.get(name) or tempfile.gettempdir()

@@ -11,20 +11,13 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
+from torchrl_grpo.config.engines import DEFAULT_ENGINE, ENGINES, engine_kind
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.schema import Config
-from torchrl_grpo.config.values import VLLM_BACKENDS, Backend, Parallelism
+from torchrl_grpo.config.values import Parallelism
 from torchrl_grpo.errors import ConfigError
 
 _KEY = "allocation_mode"
-# Backend of the notation -> values of inference_model.backend that mean it; the first is the default.
-_GENERATES = {
-    "vllm": tuple(VLLM_BACKENDS),
-    "vllm_server": (Backend.vllm_server,),
-    "sglang": (Backend.sglang_server,),
-    "sglang_server": (Backend.sglang_server,),
-    "transformers": (Backend.transformers,),
-}
 # Backend of the notation -> value of train_model.parallelism.
 _TRAINS = {
     "fsdp": Parallelism.fsdp2,
@@ -92,13 +85,12 @@ def meaning(cfg: Config) -> dict[str, Any]:
     if train.devices > 1:
         keys_of_mode["train_model.parallelism"] = _TRAINS[train.backend or "fsdp"]
     if generate is not None:
-        backend = generate.backend or "vllm"
-        if backend not in _GENERATES:
-            raise _bad(line, f"nothing generates with {backend!r} here", f"one of {', '.join(_GENERATES)}")
-        same = _GENERATES[backend]
+        backend, generates = generate.backend or DEFAULT_ENGINE, _generates()
+        if backend not in generates:
+            raise _bad(line, f"nothing generates with {backend!r} here", f"one of {', '.join(generates)}")
+        same = generates[backend]
         if generate.size > 1:
-            # Only servers have several devices.
-            same = tuple(option for option in same if option == Backend.vllm_server)
+            same = [name for name in same if engine_kind(name).spans_devices]
             if not same:
                 wrong = f"an engine of {backend} has one device"
                 raise _bad(line, wrong, "vllm, or t1 and p1")
@@ -123,6 +115,20 @@ def shares_devices(line: str) -> bool:
     return shared and train.devices > 1
 
 
+def _generates() -> dict[str, list[str]]:
+    """Return, for each backend of the notation, the values of ``inference_model.backend`` that mean it.
+
+    A program means all engines that run it; the first one is the default.
+    """
+    means: dict[str, list[str]] = {}
+    for name, kind in ENGINES.items():
+        if kind.package is not None:
+            means.setdefault(kind.package, []).append(name)
+        if name != kind.package:
+            means[name] = [name]
+    return means
+
+
 def _read(line: str) -> tuple[_Part | None, _Part, bool]:
     """Return generation (None if the line has one part only), training, and whether they share devices."""
     shared = "|" in line
@@ -132,7 +138,7 @@ def _read(line: str) -> tuple[_Part | None, _Part, bool]:
     if len(parts) > 2:
         raise _bad(line, "it has more than two parts", _FIX)
     if len(parts) == 1:
-        if parts[0].backend in _GENERATES:
+        if parts[0].backend in _generates():
             raise _bad(line, "it says nothing of the trainer", f"{_KEY}={line}+fsdp:d1")
         # Training alone: the engines share its devices.
         return None, parts[0], True

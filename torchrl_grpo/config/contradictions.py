@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torchrl_grpo.config.builtin import REWARDS, dataset_kind
+from torchrl_grpo.config.engines import engine_kind
 from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.mixture import OF_A_DATASET
 from torchrl_grpo.config.schema import keys
-from torchrl_grpo.config.values import CACHING_BACKENDS, SURROGATE_OPTIONS, Backend
+from torchrl_grpo.config.values import SURROGATE_OPTIONS
 
 # Returns the value of a key.
 Read = Callable[[str], Any]
@@ -162,9 +163,10 @@ def _of_engines(read: Read) -> Iterator[Contradiction]:
         "inference_model.backend",
         _keys("inference_model", "tensor_parallel_size pipeline_parallel_size"),
     )
-    if read(backend) not in CACHING_BACKENDS:
+    kind = engine_kind(read(backend))
+    if kind.engine_args is None:
         yield Contradiction(backend, ("inference_model.engine_args",), {})
-    if read(backend) != Backend.vllm_server:
+    if not kind.spans_devices:
         yield Contradiction(backend, sizes)
     if read("inference_model.servers") != "auto":
         own = _keys("inference_model", "num_devices devices engine_args")

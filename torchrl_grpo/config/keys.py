@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
+from collections.abc import Collection
 from copy import deepcopy
 from enum import EnumType
 from typing import Any
@@ -31,7 +32,7 @@ _EXAMPLES_OF_KEYS = {
 }
 
 
-def key(default: Any, help: str, only_with: str | None = None) -> Any:
+def key(default: Any, help: str, only_with: str | None = None, choices: Collection[str] = ()) -> Any:
     """Declare a key of the schema.
 
     Args:
@@ -39,11 +40,12 @@ def key(default: Any, help: str, only_with: str | None = None) -> Any:
         help: meaning of the key, for users. ``python -m torchrl_grpo.config`` writes it into the YAML files.
         only_with: setting without which nothing reads the key: ``KEY=VALUE``, or ``KEY`` alone for any value
             but its default. None if the key is always read.
+        choices: values of a text, if they are registered elsewhere; otherwise any text is valid.
 
     Returns:
         The dataclass field.
     """
-    metadata = {"help": help, "only_with": only_with}
+    metadata = {"help": help, "only_with": only_with, "choices": choices}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: deepcopy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -97,6 +99,7 @@ class KeyBook:
         defaults: map from dotted key to its default.
         ranges: map from dotted key to the range of its value, for numbers that have one.
         only_with: map from dotted key to the setting without which nothing reads it, as :func:`key` takes it.
+        registered: map from dotted key to the registered names that it takes.
         free_form: keys that hold a mapping whose own keys the user chooses.
     """
 
@@ -107,6 +110,7 @@ class KeyBook:
         self.defaults: dict[str, Any] = {}
         self.ranges: dict[str, Range] = {}
         self.only_with: dict[str, str] = {}
+        self.registered: dict[str, Collection[str]] = {}
         self._read(schema, schema(), "")
         self.free_form = {key for key, hint in self.leaves.items() if typing.get_origin(hint) is dict}
 
@@ -124,6 +128,8 @@ class KeyBook:
                 self.defaults[prefix + name] = value
                 if metadata[name]["only_with"] is not None:
                     self.only_with[prefix + name] = metadata[name]["only_with"]
+                if choices := metadata[name]["choices"]:
+                    self.registered[prefix + name] = choices
                 # A number, or a number or null.
                 for option in (annotated[name], *typing.get_args(annotated[name])):
                     if typing.get_origin(option) is typing.Annotated:
@@ -151,7 +157,7 @@ class KeyBook:
     def choices(self, key: str) -> list[str]:
         """Return the values of ``key`` if they are a fixed set of names, or else an empty list."""
         hint = self.leaves.get(key)
-        return list(hint.__members__) if isinstance(hint, EnumType) else []
+        return list(hint.__members__ if isinstance(hint, EnumType) else self.registered.get(key, ()))
 
     def nearest(self, key: str) -> str | None:
         """Return the existing key that ``key`` most likely means, or None.

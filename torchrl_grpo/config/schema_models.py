@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from torchrl_grpo.config.engines import (
+    DEFAULT_ENGINE,
+    ENGINES,
+    EngineKind,
+    described,
+    engine_kind,
+    engines_with,
+)
 from torchrl_grpo.config.keys import key
 from torchrl_grpo.config.values import (
     Attention,
     Autocast,
-    Backend,
     Dtype,
     HeadDtype,
     NonNegativeInt,
@@ -22,6 +29,8 @@ from torchrl_grpo.config.values import (
     Range,
     WeightTransfer,
 )
+
+_SERVED = " or ".join(engines_with(lambda kind: kind.has_servers))
 
 
 @dataclass
@@ -160,14 +169,10 @@ class RefModelConfig:
 class InferenceModelConfig:
     """The engine that generates."""
 
-    backend: Backend = key(
-        Backend.vllm,
-        "Engine that generates responses: vllm, vllm_server (vLLM in processes of its own, over HTTP), "
-        "sglang_server (the same with SGLang), or transformers (runs everywhere, slower).",
-    )
+    backend: str = key(DEFAULT_ENGINE, f"Engine that generates responses: {described()}.", choices=ENGINES)
     servers: Any = key(
         "auto",
-        "Servers of inference_model.backend=vllm_server or sglang_server: auto starts one on each device, "
+        f"Servers of inference_model.backend={_SERVED}: auto starts one on each device, "
         "and a list of addresses, e.g. [http://127.0.0.1:8000], names servers that grpo-serve has started "
         "(docs/servers.md).",
     )
@@ -261,3 +266,8 @@ class InferenceModelConfig:
         "CPU threads of each engine, and of each process of the reference model. null divides the cores "
         "among them, and with the trainer if they work at the same time (grpo-async.py).",
     )
+
+    @property
+    def engine(self) -> EngineKind:
+        """What the engine of ``backend`` can do."""
+        return engine_kind(self.backend)

@@ -63,7 +63,6 @@ HeadDtype = StrEnum("HeadDtype", ["auto", "float32"])
 Attention = StrEnum("Attention", ["auto", "sdpa", "eager", "flash_attention_2"])
 PrefixAttention = StrEnum("PrefixAttention", ["auto", "varlen", "dense"])
 Quantization = StrEnum("Quantization", ["none", "nf4"])
-Backend = StrEnum("Backend", ["vllm", "vllm_server", "sglang_server", "transformers"])
 WeightTransfer = StrEnum(
     "WeightTransfer",
     ["auto", "in_process", "shared_memory", "folder", "cuda_ipc", "nccl", "ray_objects"],
@@ -87,15 +86,6 @@ ZERO_STAGES = {"deepspeed_zero2": 2, "deepspeed_zero3": 3}
 
 # Environment variables with the keys of servers. The first is vLLM's own, so that its check and ours agree.
 KEY_VARIABLE, SGLANG_KEY_VARIABLE = "VLLM_API_KEY", "SGLANG_API_KEY"
-# Values of inference_model.backend with which vLLM generates.
-VLLM_BACKENDS = (Backend.vllm, Backend.vllm_server)
-# Values of inference_model.backend with which a server generates.
-SERVER_BACKENDS = (Backend.vllm_server, Backend.sglang_server)
-# Values of inference_model.backend whose engine takes memory for its key/value cache when it starts: a share
-# of a GPU, or inference_model.kv_cache_gib of a CPU's memory.
-CACHING_BACKENDS = (*VLLM_BACKENDS, Backend.sglang_server)
 
-# vLLM raises a lower temperature to this one, so its log-probabilities would be of another distribution.
-VLLM_LEAST_TEMPERATURE = 0.01
 # vLLM's CPU attention kernel takes multiples of 32 only. With the smallest one, short prompts can be shared.
 VLLM_CPU_BLOCK_SIZE = 32

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from torchrl_grpo.config import Config
 from torchrl_grpo.errors import ModelError
 from torchrl_grpo.inference.checksums import Checksums, compute_checksums
 from torchrl_grpo.inference.layout import in_format
 from torchrl_grpo.inference.noise import Noise
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
-from torchrl_grpo.models.precision import choose_kernels
+from torchrl_grpo.models.loading import load_model
+from torchrl_grpo.models.precision import choose_kernels, resolve_dtype, resolve_head
 from torchrl_grpo.models.scoring.padding import pad_left
 from torchrl_grpo.models.scoring.token_scorer import set_head_compute_dtype
 from torchrl_grpo.planning.workload import MAX_ROWS
@@ -279,3 +281,18 @@ def _whole_groups(requests: list[Request], max_rows: int) -> tuple[list[Request]
 def _sample(log_p: Tensor, noise: Noise) -> Tensor:
     """Draw one token per row with the exponential race: argmax of p / E with E ~ Exp(1)."""
     return (log_p - noise.draw(log_p.shape[-1]).log()).argmax(-1)
+
+
+def build(
+    cfg: Config,
+    source: str,
+    device: torch.device,
+    *,
+    eos_token_ids: Sequence[int],
+    pad_token_id: int,
+    **_: object,
+) -> TransformersEngine:
+    """Build the engine; see :func:`~torchrl_grpo.inference.build.build_engine`."""
+    options = cfg.inference_model
+    model = load_model(source, cfg.model, device, resolve_dtype(options.dtype, device))
+    return TransformersEngine(model, eos_token_ids, pad_token_id, head_dtype=resolve_head(options.head_dtype))

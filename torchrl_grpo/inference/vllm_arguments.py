@@ -8,10 +8,33 @@ from typing import Any
 
 import torch
 
+from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import VLLM_CPU_BLOCK_SIZE
+from torchrl_grpo.models.precision import resolve_dtype, resolve_head
 
 # The least of vLLM's defaults of max_num_batched_tokens, and the usual one.
 _LEAST_STEP, _USUAL_STEP = 2048, 8192
+
+
+def engine_options(
+    cfg: Config, device: torch.device, max_num_seqs: int, gpu_memory_utilization: float, sleeps: bool = False
+) -> dict[str, Any]:
+    """Return the options of a configuration for an engine, by the names of :func:`vllm_arguments`."""
+    options = cfg.inference_model
+    return {
+        "dtype": resolve_dtype(options.dtype, device),
+        "head_dtype": resolve_head(options.head_dtype),
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "seed": cfg.seed,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "kv_cache_gib": options.kv_cache_gib,
+        "block_size": options.block_size,
+        "enforce_eager": options.enforce_eager,
+        "enable_sleep": sleeps,
+        "trust_remote_code": cfg.model.trust_remote_code,
+        "engine_args": options.engine_args,
+    }
 
 
 def vllm_arguments(

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_grpo.config import Config
 from torchrl_grpo.errors import ConfigError, ModelError
 from torchrl_grpo.inference import vllm_classes, vllm_compat
 from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
-from torchrl_grpo.inference.vllm_arguments import name_of, vllm_arguments
+from torchrl_grpo.inference.vllm_arguments import engine_options, name_of, vllm_arguments
 from torchrl_grpo.inference.vllm_weights import VLLMWeights
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.oom import stop_on_oom
@@ -279,3 +280,18 @@ def _completion(token_ids: Sequence[int], log_probs: Sequence[Any], finish_reaso
     return Completion(
         tokens, [step[token].logprob for token, step in zip(tokens, log_probs, strict=True)], finish_reason
     )
+
+
+def build(
+    cfg: Config,
+    source: str,
+    device: torch.device,
+    *,
+    max_num_seqs: int,
+    sleeps: bool,
+    gpu_memory_utilization: float,
+    **_: object,
+) -> VLLMEngine:
+    """Build the engine; see :func:`~torchrl_grpo.inference.build.build_engine`."""
+    options = engine_options(cfg, device, max_num_seqs, gpu_memory_utilization, sleeps)
+    return VLLMEngine(source, device=device, **options)

@@ -25,7 +25,6 @@ from torchrl_grpo.config.checks import schedule
 from torchrl_grpo.config.derived import token_budget
 from torchrl_grpo.config.keys import show
 from torchrl_grpo.config.resume import is_changeable_on_resume
-from torchrl_grpo.config.values import VLLM_BACKENDS
 from torchrl_grpo.planning.planned import Planned
 from torchrl_grpo.runtime import rank_env
 
@@ -291,7 +290,7 @@ def _parking(planned: Planned) -> list[Change]:
 
 def _cache(planned: Planned) -> list[Change]:
     options = planned.cfg.inference_model
-    if options.backend not in VLLM_BACKENDS or planned.plan.num_gpus > 0:
+    if not options.engine.has_known_needs or planned.plan.num_gpus > 0:
         return []
     # Raise the cache if it is too small for one sequence. Otherwise lower it to the least that one needs.
     fewest, now = planned.least_cache_gib or 1, options.kv_cache_gib
@@ -300,16 +299,16 @@ def _cache(planned: Planned) -> list[Change]:
 
 
 def _sleep(planned: Planned) -> list[Change]:
-    # vLLM can sleep on GPUs only. On a CPU, sleep of the transformers engine saved no memory when measured.
+    # On a CPU, sleep of the transformers engine saved no memory when measured.
     cfg, plan = planned.cfg, planned.plan
-    may = plan.num_gpus > 0 and cfg.inference_model.backend in VLLM_BACKENDS and schedule.may_sleep(cfg)
+    may = plan.num_gpus > 0 and cfg.inference_model.engine.sleeps_on_gpu and schedule.may_sleep(cfg)
     awake = plan.colocated and not plan.inference.own_process and not plan.sleeps
     return [("inference_model.sleep", True)] if may and awake else []
 
 
 def _engines(planned: Planned) -> list[Change]:
     options, plan = planned.cfg.inference_model, planned.plan
-    if options.backend not in VLLM_BACKENDS or plan.num_gpus == 0 or options.num_devices != "auto":
+    if not options.engine.has_known_needs or plan.num_gpus == 0 or options.num_devices != "auto":
         return []
     several = plan.colocated and len(plan.inference.devices) > 1
     return [("inference_model.num_devices", 1)] if several else []
@@ -326,7 +325,7 @@ def _evaluation(planned: Planned) -> list[Change]:
 
 
 def _share(planned: Planned) -> list[Change]:
-    on_gpu = planned.cfg.inference_model.backend in VLLM_BACKENDS and planned.plan.num_gpus > 0
+    on_gpu = planned.cfg.inference_model.engine.has_known_needs and planned.plan.num_gpus > 0
     least, now = planned.least_share, planned.plan.gpu_memory_utilization
     if not on_gpu or least is None:
         return []

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import CACHING_BACKENDS, SERVER_BACKENDS, ZERO_STAGES, PrefixAttention
+from torchrl_grpo.config.values import ZERO_STAGES, PrefixAttention
 from torchrl_grpo.models.shape import ModelShape
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.prediction import GIB, PHASES, Prediction, Row
@@ -24,10 +24,8 @@ from torchrl_grpo.runtime.hardware import Hardware
 FLOAT = 4
 # Values of train_model.parallelism with which no rank holds the whole model.
 _SHARDS = ("fsdp2", "deepspeed_zero3")
-# Memory of Python with torch, transformers and TorchRL, and the increase when vLLM is imported. Measured on
-# Linux with torch 2.13.
+# Memory of Python with torch, transformers and TorchRL. Measured on Linux with torch 2.13.
 _PROGRAM_GIB = 0.5
-_VLLM_PROGRAM_GIB = 0.2
 # A vLLM server has two more processes than an engine in this process: the HTTP server and the scheduler.
 _SERVER_PROGRAM_GIB = 1.5
 # Estimates that were not measured here: CUDA's context and kernels in a process, and the memory that a
@@ -85,8 +83,7 @@ def _program(cfg: Config, plan: Plan) -> Row:
     workers = plan.inference.devices if plan.inference.own_process and not elsewhere else ()
     if plan.reference.own_process and plan.reference.placement != "cluster":
         workers += plan.reference.devices
-    in_process = cfg.inference_model.backend == "vllm" and not plan.inference.own_process
-    each = _PROGRAM_GIB + (_VLLM_PROGRAM_GIB if in_process else 0)
+    each = _PROGRAM_GIB + (0 if plan.inference.own_process else cfg.inference_model.engine.import_gib)
     return Row("program", "all", (*plan.train.devices, *workers), other=each * GIB)
 
 
@@ -269,8 +266,8 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardw
     element = 2 if bits16(options.dtype, _SIXTEEN, hardware.has_fast_bfloat16(role.devices)) else FLOAT
     # The devices of an engine divide its weights.
     weights = element * shape.parameters / plan.engine_size
-    cache, work = _generation(options.backend, cfg, shape, load, element)
-    if options.backend in CACHING_BACKENDS and device == "cuda":
+    cache, work = _generation(cfg, shape, load, element)
+    if options.engine.preallocates and device == "cuda":
         sizes = [hardware.gpu_gib(name) for name in role.devices]
         # Use the smallest GPU, because the table has one row for all devices of a role.
         known = [size for size in sizes if size is not None]
@@ -279,7 +276,7 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardw
         share = weights if size is None else max(weights, plan.gpu_memory_utilization * size * GIB)
         cache, work = share - weights, 0.0
     awake = Row("inference", "generate", role.devices, weights, activations=work, cache=cache)
-    if options.backend in SERVER_BACKENDS and device == "cpu":
+    if options.engine.has_servers and device == "cpu":
         server = Row("inference", "all", role.devices, other=_SERVER_PROGRAM_GIB * GIB)
         ahead = plan.asynchronous and cfg.collector.max_policy_age > 0
         if plan.weight_transfer != "shared_memory" or not ahead:
@@ -289,10 +286,10 @@ def _inference(cfg: Config, plan: Plan, shape: ModelShape, load: Workload, hardw
         return [awake, server, Row("inference", "all", ("cpu",), other=float(element * shape.parameters))]
     if plan.inference.own_process:
         return [awake]
-    kept = cache if options.backend in CACHING_BACKENDS else 0.0
+    kept = cache if options.engine.preallocates else 0.0
     phases = [phase for phase in PHASES if phase not in ("load", "generate")]
     if plan.sleeps:
-        left = _ASLEEP_GIB * GIB if options.backend in CACHING_BACKENDS else 0.0
+        left = _ASLEEP_GIB * GIB if options.engine.preallocates else 0.0
         return [awake, *(Row("inference", phase, role.devices, other=left) for phase in phases)]
     return [awake, *(Row("inference", phase, role.devices, weights, cache=kept) for phase in phases)]
 
@@ -321,15 +318,13 @@ def cache_of(shape: ModelShape, element: float, tokens: int) -> float:
     return element * shape.layers * 2 * shape.keys * tokens
 
 
-def _generation(
-    backend: str, cfg: Config, shape: ModelShape, load: Workload, element: int
-) -> tuple[float, float]:
+def _generation(cfg: Config, shape: ModelShape, load: Workload, element: int) -> tuple[float, float]:
     """Return the bytes of the key/value cache, and the temporary bytes of sampling."""
     # A 16-bit output head that multiplies in float32 is copied in each step. On a GPU, vLLM has a kernel that
     # avoids the copy.
     cast = cfg.inference_model.head_dtype == "float32" and element < FLOAT
     head = float(cast * FLOAT * shape.vocabulary * shape.hidden)
-    if backend in CACHING_BACKENDS:
+    if cfg.inference_model.engine.preallocates:
         sampling = FLOAT * load.rows * shape.vocabulary * 2
         return float(cfg.inference_model.kv_cache_gib * GIB), sampling + head
     rows = min(load.rows, MAX_ROWS)

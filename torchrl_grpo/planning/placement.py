@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torchrl_grpo.config.keys import bad_value
-from torchrl_grpo.config.values import SERVER_BACKENDS
 from torchrl_grpo.planning.plan import Plan, RolePlan, counted, resolved_utilization, show_list, which
 from torchrl_grpo.planning.request import Request, Role
 from torchrl_grpo.planning.transfer import check_gpus, choose_transfer
@@ -123,7 +122,7 @@ def _workers(request: Request, devices: tuple[str, ...], each: str) -> RolePlan:
         return RolePlan(
             ("ray",) * count, "cluster", f"{counted(count, 'worker')}, where ray.address puts them"
         )
-    what = "server" if request.backend in SERVER_BACKENDS else "worker"
+    what = "server" if request.engine.has_servers else "worker"
     own = f"one {what}, a {each} of its own" if count == 1 else f"{count} {what}s, a {each} each"
     if size > 1:
         kind = "processes" if each == "process" else "GPUs"
@@ -133,7 +132,7 @@ def _workers(request: Request, devices: tuple[str, ...], each: str) -> RolePlan:
 
 def _weights_by(request: Request) -> str:
     """Return how servers get weights, in words."""
-    if request.backend not in SERVER_BACKENDS:
+    if not request.engine.has_servers:
         return ""
     return f"; weights by {choose_transfer(request, own_process=True).replace('_', ' ')}"
 
@@ -208,11 +207,12 @@ class _Allocator:
         in_ranks = request.ranks_generate and engine == gpus
         train = RolePlan(_names(gpus), "separate", self._why_train(gpus))
         # vLLM takes the first GPU that its process sees. For another GPU, the process must see only that one.
-        own_process = request.needs_processes or (request.backend == "vllm" and not gpus == engine == [0])
+        first_only = request.engine.owns_process and not gpus == engine == [0]
+        own_process = request.needs_processes or first_only
         inference = self._inference(gpus, engine, own_process)
         shared = inference.placement == "colocated"
         sleeps = _sleeps(
-            request, own_process, automatic=shared and not own_process and request.backend == "vllm"
+            request, own_process, automatic=shared and not own_process and request.engine.sleeps_on_gpu
         )
         if shared:
             inference = replace(inference, why=f"{inference.why}; {'sleeps' if sleeps else 'stays awake'}")
@@ -296,7 +296,7 @@ class _Allocator:
         why_prefix = "as inference_model.devices says: " if request.inference.devices is not None else ""
         if shared:
             one_gpu = "one GPU" if self.num_gpus == 1 else "no GPU left"
-            kind = "server" if request.backend in SERVER_BACKENDS else "worker"
+            kind = "server" if request.engine.has_servers else "worker"
             engines = len(gpus) // request.engine_size
             each = f", {engines} {kind}s" if engines > 1 and not why_prefix else ""
             if request.engine_size > 1:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import VLLM_BACKENDS, VLLM_CPU_BLOCK_SIZE
+from torchrl_grpo.config.values import VLLM_CPU_BLOCK_SIZE
 from torchrl_grpo.models.shape import ModelShape, Unknown
 from torchrl_grpo.planning import memory
 from torchrl_grpo.planning.plan import Plan
@@ -44,7 +44,7 @@ class Planned:
     @property
     def vllm_on_gpus(self) -> list[tuple[float, float, float]]:
         """GPUs with vLLM and a known size: size in GiB, bytes of weights, bytes that vLLM needs to start."""
-        vllm = self.cfg.inference_model.backend in VLLM_BACKENDS
+        vllm = self.cfg.inference_model.engine.has_known_needs
         if self.prediction is None or isinstance(self.shape, Unknown) or not vllm:
             return []
         shares, load = [], workload_of(self.cfg)
@@ -83,7 +83,7 @@ class Planned:
         ``kv_cache_dtype`` is set.
         """
         options = self.cfg.inference_model
-        if self.prediction is None or isinstance(self.shape, Unknown) or options.backend not in VLLM_BACKENDS:
+        if self.prediction is None or isinstance(self.shape, Unknown) or not options.engine.has_known_needs:
             return None
         if not self.shape.full_cache or "kv_cache_dtype" in options.engine_args:
             return None

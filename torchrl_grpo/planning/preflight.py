@@ -6,9 +6,11 @@ import sys
 from dataclasses import replace
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.builtin import load_built_in
 from torchrl_grpo.config.checks import schedule, validate
+from torchrl_grpo.config.engines import engines_with, reference
 from torchrl_grpo.config.keys import bad_value, show
-from torchrl_grpo.config.values import VLLM_BACKENDS, ZERO_STAGES, Proximal
+from torchrl_grpo.config.values import ZERO_STAGES, Proximal
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.models.kind import check_kind
 from torchrl_grpo.models.shape import ModelShape, Unknown, read_shape
@@ -34,9 +36,10 @@ SPARE = 1.2
 _PARKED_SHARE = 0.25
 # More responses than any configuration has.
 _NO_BOUND = 10**9
+_SEVERAL_GPUS = engines_with(lambda kind: kind.spans_devices)[0]
 _NOTHING_ELSE = (
     "a smaller model as model.name (shorter texts, smaller batches, shards, adapters and 4 bits are not "
-    "enough; an engine over several GPUs, with inference_model.backend=vllm_server and "
+    f"enough; an engine over several GPUs, with inference_model.backend={_SEVERAL_GPUS} and "
     "inference_model.tensor_parallel_size, was not tried)"
 )
 
@@ -98,7 +101,7 @@ def _try_awake(planned: Planned, request: Request) -> Planned | None:
     the GPU is the smallest with room for all responses that it decodes at a time. The rest is left for
     larger micro-batches.
     """
-    if request.sleep or planned.cfg.inference_model.backend not in VLLM_BACKENDS:
+    if request.sleep or not planned.cfg.inference_model.engine.has_known_needs:
         return None
     highest = planned.plan.gpu_memory_utilization
     sequences = max_num_seqs(planned.cfg, on_gpu=True, room=_NO_BOUND)
@@ -131,7 +134,7 @@ def _place_roles(cfg: Config, request: Request, hardware: Hardware, shape: Model
     if isinstance(shape, ModelShape):
         prediction = memory.predict(token_budget.with_budget(cfg, budget.tokens), plan, shape, hardware)
     planned = Planned(cfg, plan, request.asynchronous, hardware, shape, prediction, budget)
-    if cfg.inference_model.backend not in VLLM_BACKENDS or plan.inference.placement == "servers":
+    if not cfg.inference_model.engine.has_known_needs or plan.inference.placement == "servers":
         return planned
     if plan.num_gpus == 0:
         return planned
@@ -198,7 +201,7 @@ def announce(cfg: Config, asynchronous: bool) -> Plan:
         ConfigError: requested devices do not exist, or there is too little memory.
     """
     planned = make(cfg, asynchronous, hardware_module.present())
-    _check_vllm(planned)
+    _check_build(planned)
     check_memory(planned)
     lines = [*planned.peaks(), *hints(planned)]
     sys.stdout.write(planned.plan.table() + "".join(f"{line}\n" for line in lines))
@@ -214,7 +217,7 @@ def report(cfg: Config, asynchronous: bool, hardware: Hardware | None = None) ->
     """
     planned = make(cfg, asynchronous, hardware or hardware_module.present())
     if hardware is None:
-        _check_vllm(planned)
+        _check_build(planned)
     sys.stdout.write(f"{planned.plan.table()}\n")
     if planned.prediction is not None:
         sys.stdout.write(f"{planned.prediction.table()}\n")
@@ -224,18 +227,19 @@ def report(cfg: Config, asynchronous: bool, hardware: Hardware | None = None) ->
     sys.stdout.write("".join(f"{line}\n" for line in hints(planned)))
 
 
-def _check_vllm(planned: Planned) -> None:
-    """Check that the installed vLLM runs on this machine.
+def _check_build(planned: Planned) -> None:
+    """Check that the installed program of the engine runs on this machine.
 
     Raises:
-        ConfigError: vLLM was built for GPUs, and the plan runs an engine on the CPU.
+        ConfigError: it was built for GPUs, and the plan runs an engine on the CPU.
     """
-    on_cpu = "cpu" in planned.plan.inference.devices
-    if planned.cfg.inference_model.backend in VLLM_BACKENDS and on_cpu and hardware_module.vllm_needs_gpu():
-        wrong = "the vLLM that is installed is one for GPUs, and no GPU is visible here"
+    engine = planned.cfg.inference_model.engine
+    if engine.needs_gpu and "cpu" in planned.plan.inference.devices and load_built_in(engine.needs_gpu)():
+        wrong = f"the {engine.program} that is installed is one for GPUs, and no GPU is visible here"
         raise ConfigError(
             f"inference_model.backend={show(planned.cfg.inference_model.backend)}: {wrong}; write "
-            "inference_model.backend=transformers, or run `make setup ACCELERATOR=cpu` and repeat the command"
+            f"inference_model.backend={reference()}, or run `make setup ACCELERATOR=cpu` and repeat the "
+            "command"
         )
 
 
@@ -300,7 +304,8 @@ def _shortage(planned: Planned) -> tuple[str, object, str] | None:
 
 
 def _tolerated(planned: Planned, device: str, phase: str) -> float:
-    engine = planned.cfg.inference_model.backend in VLLM_BACKENDS and device in planned.plan.inference.devices
+    known = planned.cfg.inference_model.engine.has_known_needs
+    engine = known and device in planned.plan.inference.devices
     # In these phases nothing depends on text lengths: the memory holds weights, optimizer moments and vLLM's
     # fixed share.
     fixed = phase == "load" or (engine and phase == "generate")

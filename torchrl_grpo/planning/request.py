@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torchrl_grpo.config.allocation import meaning
 from torchrl_grpo.config.derived import needs_reference
+from torchrl_grpo.config.engines import DEFAULT_ENGINE, EngineKind, engine_kind
 from torchrl_grpo.config.keys import show
-from torchrl_grpo.config.values import SERVER_BACKENDS
 
 if TYPE_CHECKING:
     from torchrl_grpo.config import Config
@@ -71,7 +71,7 @@ class Request:
     cluster: bool = False
     uses_reference: bool = False
     lora: bool = False
-    backend: str = "vllm"
+    backend: str = DEFAULT_ENGINE
     engine_size: int = 1
     one_device: str = ""
     weight_transfer: str = "auto"
@@ -83,15 +83,20 @@ class Request:
     allocation_mode: str = ""
 
     @property
+    def engine(self) -> EngineKind:
+        """What the engine of ``backend`` can do."""
+        return engine_kind(self.backend)
+
+    @property
     def needs_processes(self) -> bool:
         """Whether the engines run as workers in processes of their own wherever they are placed.
 
-        True for servers, for grpo-async.py, for a Ray cluster, for several engines, and for vLLM with several
-        ranks. In the process of a rank, vLLM would use the ranks' process group as its own.
+        True for servers, for grpo-async.py, for a Ray cluster, for several engines, and for engines that own
+        their process if there are several ranks: vLLM would use the ranks' process group as its own.
         """
-        with_ranks = self.backend == "vllm" and max(self.ranks, self.train.count) > 1
+        with_ranks = self.engine.owns_process and max(self.ranks, self.train.count) > 1
         several = self.inference.count > 1
-        return self.backend in SERVER_BACKENDS or self.asynchronous or self.cluster or several or with_ranks
+        return self.engine.has_servers or self.asynchronous or self.cluster or several or with_ranks
 
     @property
     def ranks_generate(self) -> bool:
@@ -139,7 +144,7 @@ def build_request(cfg: Config, asynchronous: bool, ranks: int = 1) -> Request:
         ranks=ranks,
         # The processes of a reference model run on Ray, and servers do not need it.
         reference_in_own_processes=asynchronous
-        and cfg.inference_model.backend not in SERVER_BACKENDS
+        and not cfg.inference_model.engine.has_servers
         and cfg.collector.max_policy_age > 0
         and cfg.ref_model.refresh_frequency == 0,
         allocation_mode="" if cfg.allocation_mode is None else _allocation(cfg),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from torchrl_grpo.config.keys import bad_value
-from torchrl_grpo.config.values import SERVER_BACKENDS
 from torchrl_grpo.planning.request import Request
 
 _KEY = "inference_model.weight_transfer"
@@ -23,14 +22,14 @@ def choose_transfer(request: Request, own_process: bool) -> str:
     Raises:
         ConfigError: the engines of the plan cannot get weights in the way that was asked for.
     """
-    if request.backend in SERVER_BACKENDS:
+    if request.engine.has_servers:
         automatic = "shared_memory"
     else:
         automatic = "ray_objects" if own_process else "in_process"
     way = request.weight_transfer
     if way == "auto" or way == automatic:
         return automatic
-    if request.backend not in SERVER_BACKENDS:
+    if not request.engine.has_servers:
         where = "in processes of their own, on Ray" if own_process else "in the trainer's process"
         raise bad_value(_KEY, way, f"the engines of this plan run {where}", f"{_KEY}={automatic}")
     return way

@@ -14,7 +14,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import rounds, steps_per_round, total_turns
-from torchrl_grpo.config.values import SERVER_BACKENDS, Dtype
+from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.distributed.ranks import cores_to_divide
 from torchrl_grpo.envs.episodes.build import with_episodes
 from torchrl_grpo.envs.group_text import GroupTextEnv
@@ -101,7 +101,7 @@ def collection_for(cfg: Config, plan: Plan) -> CollectorFactory:
     """Return the function that builds the collection of a plan."""
     if not plan.inference.own_process:
         return build_single_engine
-    build = build_servers if cfg.inference_model.backend in SERVER_BACKENDS else build_ray_workers
+    build = build_servers if cfg.inference_model.engine.has_servers else build_ray_workers
     return build if plan.asynchronous else partial(build_in_turn, build)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrl_grpo.config import Config
+from torchrl_grpo.config.engines import engine_kind, engines_with
 from torchrl_grpo.config.keys import bad_value
-from torchrl_grpo.config.values import Backend
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.planning import preflight
 from torchrl_grpo.planning.plan import Plan, counted
@@ -45,7 +45,7 @@ class Layout:
 
 def needs_servers(cfg: Config, nodes: int) -> bool:
     """Whether the job starts servers on nodes of their own."""
-    return nodes > 1 and cfg.inference_model.backend == "vllm_server"
+    return nodes > 1 and cfg.inference_model.engine.has_job_servers
 
 
 def check_script(script: str, cfg: Config, nodes: int) -> None:
@@ -66,9 +66,11 @@ def check_script(script: str, cfg: Config, nodes: int) -> None:
         )
     if cfg.ray.address is not None:
         raise bad_value("ray.address", cfg.ray.address, "the job starts Ray on its nodes", "ray.address=null")
-    if nodes > 1 and cfg.inference_model.backend == Backend.sglang_server:
-        wrong = f"a job of --nodes={nodes} starts vLLM servers only"
-        fix = "inference_model.backend=vllm_server, or --nodes=1"
+    engine = cfg.inference_model.engine
+    if nodes > 1 and engine.has_servers and not engine.has_job_servers:
+        other = engines_with(lambda kind: kind.has_job_servers)[0]
+        wrong = f"a job of --nodes={nodes} starts {engine_kind(other).program} servers only"
+        fix = f"inference_model.backend={other}, or --nodes=1"
         raise bad_value("inference_model.backend", cfg.inference_model.backend, wrong, fix)
     if nodes > 1 and cfg.train.method == "sft":
         raise ConfigError(

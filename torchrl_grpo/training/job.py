@@ -273,9 +273,9 @@ def _prepare_process(cfg: Config | None, plan: Plan | None) -> None:
         cfg is not None and resolve.parallelism(cfg) in ZERO_STAGES,
         cfg is not None and cfg.train_model.quantization != "none",
     )
-    # An engine of vLLM that sleeps has an allocator of its own, and its CUDA graphs are incompatible with
+    # An engine that sleeps on a GPU has an allocator of its own, and its CUDA graphs are incompatible with
     # expandable segments. The other ranks have no plan yet, and never such an engine.
-    sleeps = plan is not None and plan.sleeps and cfg is not None and cfg.inference_model.backend == "vllm"
+    sleeps = plan is not None and plan.sleeps and cfg is not None and cfg.inference_model.engine.sleeps_on_gpu
     on_gpu = plan is None or plan.num_gpus > 0
     if on_gpu:
         hardware.put_own_programs_on_path()

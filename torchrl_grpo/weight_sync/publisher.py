@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_grpo.config.engines import DEFAULT_ENGINE, engine_kind, reference
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.inference.checksums import Checksums, checksum, checksum_tensor, collect_checksums
 from torchrl_grpo.inference.protocol import Inference, Probe, ProbeResult
@@ -47,7 +48,7 @@ _MERGE_ERROR = 1e-5
 # If tensors cannot be read back, the run stops once the mean exceeds its first value times this factor. In
 # bfloat16 runs with correct weights, it grew to 2.4 times its first value.
 _UNREADABLE_BOUND_FACTOR = 4.0
-_OTHER_ENGINE = "Set inference_model.backend=transformers, which copies weights without a loader"
+_OTHER_ENGINE = f"Set inference_model.backend={reference()}, which copies weights without a loader"
 _DEFECT = "This is a defect of the program; please report it"
 
 
@@ -82,7 +83,7 @@ class WeightPublisher:
         engine_dtype: torch.dtype,
         bound: float | None = None,
         warn: Callable[[str], None] = lambda text: None,
-        backend: str = "vllm",
+        backend: str = DEFAULT_ENGINE,
         transport: Transport | None = None,
     ) -> None:
         self.model = model
@@ -105,8 +106,8 @@ class WeightPublisher:
         self._padded = pad_left(probe_prompts, pad_token_id)
         self._warn = warn
         self._warned = False
-        # The transformers backend is the fallback, so no other backend can be recommended for it.
-        self._advice = _DEFECT if backend == "transformers" else _OTHER_ENGINE
+        # The reference engine is the fallback, so no other engine can be recommended for it.
+        self._advice = _DEFECT if engine_kind(backend).is_reference else _OTHER_ENGINE
         # Tensors that an engine could not read back in its latest result. Only the probe's log-probabilities
         # can verify them.
         self.unreadable: list[str] = []

@@ -6,15 +6,15 @@ checks their names when the engine starts.
 
 from __future__ import annotations
 
+import importlib
 import os
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from torchrl_grpo.config.checks import sglang
 from torchrl_grpo.config.checks.unread import check_unset
+from torchrl_grpo.config.engines import ENGINES
 from torchrl_grpo.config.keys import bad_value, show
-from torchrl_grpo.config.values import CACHING_BACKENDS, SERVER_BACKENDS, Backend
 from torchrl_grpo.runtime.files.socket_folder import LONGEST
 
 if TYPE_CHECKING:
@@ -74,17 +74,17 @@ def check_engine_args(cfg: Config) -> None:
     inference = cfg.inference_model
     if not inference.engine_args:
         return
-    if inference.backend not in CACHING_BACKENDS:
-        wrong = f"inference_model.backend={inference.backend} takes none, only vLLM and SGLang do"
+    rules = inference.engine.engine_args
+    if rules is None:
+        takers = dict.fromkeys(kind.program for kind in ENGINES.values() if kind.engine_args)
+        wrong = f"inference_model.backend={inference.backend} takes none, only {' and '.join(takers)} do"
         raise bad_value(_KEY, inference.engine_args, wrong, f"inference_model.backend=vllm or {_KEY}={{}}")
     if inference.servers != "auto":
         raise bad_value(_KEY, inference.engine_args, _STARTED, f"{_KEY}={{}}, and give them to grpo-serve")
-    if inference.backend == Backend.sglang_server:
-        by_key, always, one_device = sglang.SET_BY_KEY, sglang.ALWAYS_SET, sglang.ONE_DEVICE
-    else:
-        by_key, always, one_device = SET_BY_KEY, ALWAYS_SET, ONE_DEVICE
-        _check_overrides(inference.engine_args.get("hf_overrides", {}))
-        _check_step(inference.engine_args, inference.max_model_len)
+    module = importlib.import_module(rules)
+    by_key, always, one_device = module.SET_BY_KEY, module.ALWAYS_SET, module.ONE_DEVICE
+    _check_overrides(inference.engine_args.get("hf_overrides", {}))
+    _check_step(inference.engine_args, inference.max_model_len)
     for name, value in inference.engine_args.items():
         key = f"{_KEY}.{name}"
         if name in by_key:
@@ -124,7 +124,7 @@ def check_servers(cfg: Config) -> None:
     """
     inference, key = cfg.inference_model, "inference_model.servers"
     servers = inference.servers
-    if inference.backend in SERVER_BACKENDS and cfg.ray.address is not None:
+    if inference.engine.has_servers and cfg.ray.address is not None:
         fix = "inference_model.backend=vllm or ray.address=null"
         raise bad_value("ray.address", cfg.ray.address, "servers do not run on Ray", fix)
     if servers == "auto":
@@ -132,7 +132,7 @@ def check_servers(cfg: Config) -> None:
     fix = f"{key}=[http://127.0.0.1:8000] or {key}=auto"
     if not isinstance(servers, list) or not servers or not all(isinstance(item, str) for item in servers):
         raise bad_value(key, servers, "it must be auto or a list of addresses", fix)
-    if inference.backend not in SERVER_BACKENDS:
+    if not inference.engine.has_servers:
         wrong = f"inference_model.backend={inference.backend} has no servers"
         raise bad_value(key, servers, wrong, f"inference_model.backend=vllm_server or {key}=auto")
     known: dict[str, str] = {}
@@ -156,7 +156,7 @@ def check_transfer(cfg: Config) -> None:
     several = "tensor" if inference.tensor_parallel_size > 1 else "pipeline"
     key = f"inference_model.{several}_parallel_size"
     value = attrgetter(key)(cfg)
-    if size > 1 and inference.backend != Backend.vllm_server:
+    if size > 1 and not inference.engine.spans_devices:
         wrong = f"an engine of inference_model.backend={inference.backend} has one device"
         raise bad_value(key, value, wrong, f"inference_model.backend=vllm_server or {key}=1")
     if size > 1 and inference.servers != "auto":
@@ -168,10 +168,10 @@ def check_transfer(cfg: Config) -> None:
         if size > 1 and isinstance(count, int) and count % size:
             wrong = f"each engine has {size} devices, because of {key}={value}"
             raise bad_value(f"inference_model.{name}", vars(inference)[name], wrong, f"a multiple of {size}")
-    way, served = inference.weight_transfer, inference.backend in SERVER_BACKENDS
+    way, engine, served = inference.weight_transfer, inference.engine, inference.engine.has_servers
     key = "inference_model.weight_transfer"
-    if way in ("cuda_ipc", "nccl") and inference.backend == "sglang_server":
-        raise bad_value(key, way, "SGLang's servers do not get weights in this way", f"{key}=auto")
+    if way in ("cuda_ipc", "nccl") and served and not engine.takes_gpu_weights:
+        raise bad_value(key, way, f"{engine.program}'s servers do not get weights in this way", f"{key}=auto")
     if way in ("shared_memory", "folder", "cuda_ipc", "nccl") and not served:
         wrong = f"only servers get weights in this way, and inference_model.backend={inference.backend}"
         raise bad_value(key, way, wrong, f"inference_model.backend=vllm_server or {key}=auto")

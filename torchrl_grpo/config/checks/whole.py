@@ -21,15 +21,13 @@ from torchrl_grpo.config.checks.policy import check_policy
 from torchrl_grpo.config.checks.sglang import check_python
 from torchrl_grpo.config.checks.unread import check_unread, check_unset
 from torchrl_grpo.config.derived import optim_batch_size
+from torchrl_grpo.config.engines import reference
 from torchrl_grpo.config.keys import bad_value, show
 from torchrl_grpo.config.mixture import mixture_parts
 from torchrl_grpo.config.schema import keys
 from torchrl_grpo.config.values import (
     LOGGERS,
-    VLLM_BACKENDS,
-    VLLM_LEAST_TEMPERATURE,
     ZERO_STAGES,
-    Backend,
     PrefixAttention,
 )
 from torchrl_grpo.errors import ConfigError
@@ -86,11 +84,10 @@ def check_installed(cfg: Config) -> None:
     Raises:
         ConfigError: a setting needs a package that is not installed.
     """
-    inference = cfg.inference_model
-    starts_vllm = inference.backend in VLLM_BACKENDS and inference.servers == "auto"
+    engine, starts_engine = cfg.inference_model.engine, cfg.inference_model.servers == "auto"
     parallelism, loggers = cfg.train_model.parallelism, cfg.logging.backends
     needed: list[tuple[bool, str | None, str, str]] = [
-        (starts_vllm, "vllm", "inference_model.backend", "transformers"),
+        (starts_engine and not engine.has_own_python, engine.package, "inference_model.backend", reference()),
         (cfg.train_model.quantization != "none", "bitsandbytes", "train_model.quantization", "none"),
         (parallelism in ZERO_STAGES, "deepspeed", "train_model.parallelism", "fsdp2"),
         *((True, LOGGERS[name], "logging.backends", "[csv]") for name in loggers),
@@ -98,7 +95,7 @@ def check_installed(cfg: Config) -> None:
     for is_needed, package, key, other in needed:
         if is_needed and package is not None and importlib.util.find_spec(package) is None:
             raise bad_value(key, attrgetter(key)(cfg), f"{package} is not installed", f"{key}={other}")
-    if inference.backend == Backend.sglang_server and inference.servers == "auto":
+    if starts_engine and engine.has_own_python:
         check_python(cfg)
 
 
@@ -230,12 +227,13 @@ def _check_inference(cfg: Config) -> None:
         wrong = f"it leaves no room for a prompt in inference_model.max_model_len={inference.max_model_len}"
         fix = f"inference_model.max_model_len={tokens + 512}"
         raise bad_value("inference_model.max_new_tokens", tokens, wrong, fix)
-    if inference.sleep and inference.backend in VLLM_BACKENDS and not cuda_device_present():
-        wrong = "vLLM can sleep only on a CUDA device, and there is none here"
+    engine = inference.engine
+    if inference.sleep and engine.sleeps_on_gpu and not cuda_device_present():
+        wrong = f"{engine.program} can sleep only on a CUDA device, and there is none here"
         raise bad_value("inference_model.sleep", True, wrong, "inference_model.sleep=false")
     for key in ("inference_model.temperature", "eval.temperature"):
-        value, least = attrgetter(key)(cfg), VLLM_LEAST_TEMPERATURE
-        if inference.backend in VLLM_BACKENDS and value < least:
+        value, least = attrgetter(key)(cfg), engine.least_temperature
+        if value < least:
             wrong = f"inference_model.backend={inference.backend} samples at {least} or more"
             raise bad_value(key, value, wrong, f"{key}={least}")
 

@@ -8,14 +8,15 @@ from typing import Protocol
 import torch
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.config.values import KEY_VARIABLE, SGLANG_KEY_VARIABLE, Backend
-from torchrl_grpo.inference.build import server_arguments
+from torchrl_grpo.config.builtin import load_built_in
+from torchrl_grpo.config.engines import ENGINES, EngineKind
 from torchrl_grpo.inference.servers.api import ServerApi
 from torchrl_grpo.inference.servers.launch import Launch
 from torchrl_grpo.inference.servers.sglang.api import SGLangApi
 from torchrl_grpo.inference.servers.sglang.command import sglang_launch
 from torchrl_grpo.inference.servers.vllm.api import VLLMApi
 from torchrl_grpo.inference.servers.vllm.command import vllm_launch
+from torchrl_grpo.inference.vllm_arguments import engine_options, vllm_arguments
 
 
 class BuildLaunch(Protocol):
@@ -38,16 +39,12 @@ class ServerKind:
     """One kind of server.
 
     Attributes:
-        backend: value of ``inference_model.backend``.
-        title: name of the program.
-        key_variable: environment variable with the key.
+        engine: what is registered of it.
         api: its routes.
         launch: function that returns how a server is started.
     """
 
-    backend: Backend
-    title: str
-    key_variable: str
+    engine: EngineKind
     api: ServerApi
     launch: BuildLaunch
 
@@ -55,16 +52,21 @@ class ServerKind:
 def _vllm(
     cfg: Config, source: str, device: torch.device, *, max_num_seqs: int, gpu_memory_utilization: float
 ) -> Launch:
-    arguments = server_arguments(
-        cfg, device, max_num_seqs=max_num_seqs, gpu_memory_utilization=gpu_memory_utilization
-    )
+    # The same as in this process.
+    options = engine_options(cfg, device, max_num_seqs, gpu_memory_utilization)
+    arguments = vllm_arguments(on_cpu=device.type == "cpu", **options)
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (size := vars(cfg.inference_model)[name]) > 1:
+            arguments[name] = size
     return vllm_launch(source, arguments, on_cpu=device.type == "cpu")
 
 
-VLLM = ServerKind(Backend.vllm_server, "vLLM", KEY_VARIABLE, VLLMApi(), _vllm)
-SGLANG = ServerKind(Backend.sglang_server, "SGLang", SGLANG_KEY_VARIABLE, SGLangApi(), sglang_launch)
+VLLM = ServerKind(ENGINES["vllm_server"], VLLMApi(), _vllm)
+SGLANG = ServerKind(ENGINES["sglang_server"], SGLangApi(), sglang_launch)
 
 
-def server_kind(backend: Backend) -> ServerKind:
-    """Return the kind of the servers of ``inference_model.backend``."""
-    return {kind.backend: kind for kind in (VLLM, SGLANG)}[backend]
+def server_kind(engine: EngineKind) -> ServerKind:
+    """Return the kind of the servers of an engine that has some."""
+    assert engine.servers is not None
+    kind: ServerKind = load_built_in(engine.servers)
+    return kind

@@ -71,7 +71,7 @@ class ServerProcess:
                     **inherited(),
                     **launch.variables,
                     **environment,
-                    kind.key_variable: self.key,
+                    kind.engine.key_variable: self.key,
                     # A killed server leaves its own sockets and temporary files behind.
                     **dict.fromkeys(launch.folder_variables, str(self._folder.path)),
                     READY_VARIABLE: str(write),
@@ -106,14 +106,15 @@ class ServerProcess:
             selector.register(self._ready, selectors.EVENT_READ)
             if not selector.select(timeout_s):
                 raise TimeoutError(
-                    f"a server of {self._kind.title} was not ready within {timeout_s:g} s{self._said()}"
+                    f"a server of {self._kind.engine.program} was not ready within {timeout_s:g} s"
+                    f"{self._said()}"
                 )
         if not self._ready.read(1):
             # The exit status stays, so that the number of the process is not used again before kill().
             left = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
             code = "nothing" if left is None else left.si_status
             raise ModelError(
-                f"inference_model.backend={self._kind.backend}: a server ended with code {code} while it "
+                f"inference_model.backend={self._kind.engine.name}: a server ended with code {code} while it "
                 f"started{self._said()}"
             )
         self._segments = segments_of(self._process.pid)

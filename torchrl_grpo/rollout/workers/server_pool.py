@@ -86,7 +86,7 @@ class ServerSpec:
     @property
     def kind(self) -> ServerKind:
         """Kind of the servers."""
-        return server_kind(self.cfg.inference_model.backend)
+        return server_kind(self.cfg.inference_model.engine)
 
 
 class _Member:
@@ -150,7 +150,7 @@ class _Member:
         spec = self._pool.spec
         options, timeout_s = spec.cfg.inference_model, spec.cfg.collector.timeout_s
         if spec.addresses:
-            address, key = spec.addresses[self._index], os.environ.get(spec.kind.key_variable, "")
+            address, key = spec.addresses[self._index], os.environ.get(spec.kind.engine.key_variable, "")
         else:
             process = self._start_server()
             process.wait_until_ready(spec.start_limit_s)
@@ -158,7 +158,7 @@ class _Member:
         with self._ending:
             if self._ended:
                 raise InterruptedError("the worker was ended while it started")
-            self._connection = ServerConnection(address, key, timeout_s, spec.kind.key_variable)
+            self._connection = ServerConnection(address, key, timeout_s, spec.kind.engine.key_variable)
         self._wait_until_up(self._connection)
         wanted = ServerRequirements(
             resolve_dtype(options.dtype, spec.device),

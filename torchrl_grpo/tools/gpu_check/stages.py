@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchrl_grpo.config.engines import engines_with
 from torchrl_grpo.errors import TrainingStopped
 from torchrl_grpo.tools.processes import program
 
@@ -32,7 +33,7 @@ _RUN = (
     "reward.weights={brevity: 1.0}",
 )
 _FLOAT32 = ("inference_model.dtype=float32", "train_model.autocast=no")
-_SERVED = ("inference_model.backend=vllm_server",)
+_SERVED = (f"inference_model.backend={engines_with(lambda kind: kind.takes_gpu_weights)[0]}",)
 _FIRST_GPU = ("train_model.devices=[0]", "inference_model.devices=[0]")
 _BFLOAT16 = ("inference_model.dtype=bfloat16", "train_model.autocast=bf16")
 # Largest mean difference of log-probabilities between engine and trainer, in nats.
@@ -318,9 +319,7 @@ STAGES: dict[str, Stage] = {
     ),
     "sweep": Stage(sweep, "two jobs in one process"),
     "resume": Stage(resume, "a run that is killed while it writes a checkpoint, and resumed"),
-    "servers": Stage(
-        train("servers", "inference_model.backend=vllm_server"), "an engine in a vLLM server, over HTTP"
-    ),
+    "servers": Stage(train("servers", *_SERVED), "an engine in a vLLM server, over HTTP"),
     "ipc": Stage(
         train("ipc", *_SERVED, "inference_model.weight_transfer=cuda_ipc", *_FIRST_GPU),
         "weights that a server reads where they lie, on the trainer's GPU",
