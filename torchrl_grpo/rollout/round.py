@@ -17,7 +17,6 @@ from torchrl_grpo.data.episode import EpisodeRecord
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.envs.responses import judged_texts, written_texts
-from torchrl_grpo.inference.protocol import Completion
 from torchrl_grpo.models.scoring.padding import pad_right
 from torchrl_grpo.rollout.groups import Group, ScoredGroup
 
@@ -115,13 +114,7 @@ def build_round(
     rewards = [[one.parts.get(name, math.nan) for name in reward_names] for one in scores]
     batch = build_batch(
         [scored.group.prompt for scored in groups],
-        [
-            [
-                Completion(one.token_ids, one.log_probs, str(one.finish_reason), one.sampled)
-                for one in siblings
-            ]
-            for siblings in responses
-        ],
+        responses,
         torch.tensor([one.total for one in scores], dtype=torch.float64).view(*shape, 1),
         torch.tensor(rewards, dtype=torch.float64).view(*shape, -1),
         torch.tensor([scored.group.group_id for scored in groups])[:, None].repeat(1, shape[1]),
