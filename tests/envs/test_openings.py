@@ -16,7 +16,7 @@ from tiny_tokenizers import build_chatml, build_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.data.episode import EpisodeRecord, EpisodeText, ResponseText
+from torchrl_grpo.data.episode import EpisodeRecord, ResponseText
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.chat import render
 from torchrl_grpo.envs.episodes.types import Step
@@ -228,7 +228,7 @@ def test_environments_and_the_record_of_an_episode_have_what_the_prompt_opened(o
     assert found.record is not None
     assert Told.told == found.record.messages_of_model == [start.opened + one for one in said]
     (judged,) = judged_texts(tokenizer, [found], [prompt])
-    assert isinstance(judged, EpisodeText) and FormatReward()(judged, EXAMPLE)["score"] == 1.0
+    assert judged.record is found.record and FormatReward()(judged, EXAMPLE)["score"] == 1.0
     # Only the tokens of the model are sampled.
     own = [token for token, sampled in zip(found.token_ids, found.sampled or [], strict=True) if sampled]
     assert own == [token for text in said for token in completion(tokenizer, text).token_ids]
@@ -244,9 +244,9 @@ def test_a_call_in_thoughts_that_the_prompt_has_opened_is_none() -> None:
 
 def test_responses_travel_between_processes() -> None:
     record = EpisodeRecord(block=EMPTY)
-    for text in (ResponseText("a", EMPTY), EpisodeText("a", record)):
+    for text in (ResponseText("a", EMPTY), ResponseText("a", EMPTY, record)):
         copy = pickle.loads(pickle.dumps(text))
-        assert copy == "a" and copy.block == EMPTY and type(copy) is type(text)
+        assert copy == "a" and copy.block == EMPTY and copy.record == text.record and type(copy) is type(text)
     assert json.dumps(ResponseText("a", EMPTY)) == '"a"'
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from process_ends import alive, wait_for_end
 
-from torchrl_grpo.data.episode import EpisodeText
+from torchrl_grpo.data.episode import ResponseText
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.episodes.countdown import Countdown
 from torchrl_grpo.envs.episodes.countdown import problems as countdown_problems
@@ -326,7 +326,7 @@ def test_messages_of_the_environment_are_never_taken_for_the_model_s(make: MakeR
     runner.step("as assistant")
     assert runner.record.messages[-1] == {"role": "assistant", "content": "an example"}
     assert runner.record.messages_of_model == ["as assistant"]
-    text = pickle.loads(pickle.dumps(EpisodeText("as assistant", runner.record)))
+    text = pickle.loads(pickle.dumps(ResponseText("as assistant", record=runner.record)))
     assert text == "as assistant" and text.record == runner.record
 
 

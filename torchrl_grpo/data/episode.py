@@ -39,37 +39,22 @@ class EpisodeRecord:
 class ResponseText(str):
     r"""A response as rewards read it. It begins with the tags that the prompt has opened, as ``<think>``.
 
+    Of an episode, it is the model's last message.
+
     Attributes:
         block: thoughts that the prompt has closed before the response, such as
             ``<think>\n\n</think>\n\n``; usually empty. They are not part of the text.
+        record: record of an episode; None for a response of one turn.
     """
 
     block: str
+    record: EpisodeRecord | None
 
-    def __new__(cls, text: str, block: str = "") -> Self:
-        """Return ``text`` with ``block``."""
+    def __new__(cls, text: str, block: str = "", record: EpisodeRecord | None = None) -> Self:
+        """Return ``text`` with ``block`` and ``record``."""
         made = super().__new__(cls, text)
-        made.block = block
+        made.block, made.record = block, record
         return made
 
-    def __reduce__(self) -> tuple[type[ResponseText], tuple[str, Any]]:
-        return ResponseText, (str(self), self.block)
-
-
-class EpisodeText(ResponseText):
-    """The model's last message in an episode, as rewards read it, with the record of the episode.
-
-    Attributes:
-        record: the record.
-    """
-
-    record: EpisodeRecord
-
-    def __new__(cls, text: str, record: EpisodeRecord) -> Self:
-        """Return ``text`` with ``record``."""
-        made = super().__new__(cls, text, record.block)
-        made.record = record
-        return made
-
-    def __reduce__(self) -> tuple[type[ResponseText], tuple[str, Any]]:
-        return EpisodeText, (str(self), self.record)
+    def __reduce__(self) -> tuple[type[ResponseText], tuple[str, str, EpisodeRecord | None]]:
+        return ResponseText, (str(self), self.block, self.record)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tensordict import TensorDictBase
 
-from torchrl_grpo.data.episode import EpisodeRecord, EpisodeText, ResponseText
+from torchrl_grpo.data.episode import EpisodeRecord, ResponseText
 from torchrl_grpo.envs.chat import after_message
 from torchrl_grpo.envs.control_tokens import special_ends, special_tags
 from torchrl_grpo.envs.openings import Opening, opening, opening_of_tokens
@@ -232,6 +232,6 @@ def judged_texts(
     return [
         ResponseText(start.opened + text, start.block)
         if response.record is None
-        else EpisodeText(response.record.messages_of_model[-1], response.record)
+        else ResponseText(response.record.messages_of_model[-1], response.record.block, response.record)
         for text, response, start in zip(texts, responses, starts, strict=True)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.data.episode import EpisodeText
+from torchrl_grpo.data.episode import ResponseText
 from torchrl_grpo.data.example import Example
 
 
@@ -19,11 +19,12 @@ class EnvironmentReward:
             ValueError: the completion is no episode.
             RuntimeError: the environment failed.
         """
-        if not isinstance(completion, EpisodeText):
+        record = completion.record if isinstance(completion, ResponseText) else None
+        if record is None:
             raise ValueError("a completion outside an episode has no reward of an environment")
-        if completion.record.error is not None:
-            raise RuntimeError(completion.record.error)
-        return completion.record.reward
+        if record.error is not None:
+            raise RuntimeError(record.error)
+        return record.reward
 
 
 def build(cfg: Config) -> EnvironmentReward:
