@@ -21,7 +21,7 @@ from torchrl_grpo.batch.schema import build_batch
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.values import AnswerFormat, Autocast, Dtype
 from torchrl_grpo.data.example import Example
-from torchrl_grpo.inference.protocol import Completion
+from torchrl_grpo.inference.protocol import Completion, SteppingEngine
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.precision import resolve_autocast
 from torchrl_grpo.models.prepare import compile_layers, prepare_for_training
@@ -83,9 +83,11 @@ def _whole_step(workload: Workload) -> Callable[[], dict[str, float]]:
     reward_set = rewards.RewardSet([(Drawn(), 1.0)])
     grader = rewards.build_grader(cfg, reward_set)
     session = build_session(Job(cfg, folder / "run", data.load(cfg), reward_set, grader))
-    generate = session.parts.engine.generate
-    session.parts.engine.generate = lambda prompts, sampling: generate(  # type: ignore[method-assign]
-        prompts, dataclasses.replace(sampling, ignore_eos=True)
+    engine = session.parts.engine.local_engine
+    assert isinstance(engine, SteppingEngine)
+    submit = engine.submit
+    engine.submit = lambda requests: submit(  # type: ignore[method-assign]
+        [dataclasses.replace(request, ignore_eos=True) for request in requests]
     )
     session.begin()
     record = Path(record) if (record := os.environ.get("BENCH_RECORD")) else None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from benchmarks.protocol import serve
-from benchmarks.workers.ours import Drawn
+from benchmarks.workers.ours import Drawn, config
 from benchmarks.workload import Workload, use_all_cores
 from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.data.example import Example
@@ -19,9 +21,11 @@ from torchrl_grpo.inference.checksums import Checksums
 from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
 from torchrl_grpo.objectives.advantage import GroupAdvantage
 from torchrl_grpo.objectives.coefficients import KLCoefficient
+from torchrl_grpo.planning import placement
+from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.rewards import RewardSet
 from torchrl_grpo.rollout.buffer import GroupBuffer
-from torchrl_grpo.rollout.collector import RolloutCollector
+from torchrl_grpo.rollout.build import EngineSource, build_local_worker
 
 
 class _Instant(SteppingEngine):
@@ -38,7 +42,10 @@ class _Instant(SteppingEngine):
         return [(key, Completion(self._ids, [-1.0] * len(self._ids), "length")) for key in self._keys]
 
     def abort_all(self) -> dict[Hashable, Completion]:
-        raise NotImplementedError
+        return {}
+
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> ProbeResult:
+        return ProbeResult(torch.empty(0), torch.empty(0), 0)
 
     def next_tokens(self, probe: Probe) -> ProbeResult:
         raise NotImplementedError
@@ -80,16 +87,15 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
         repeats=workload.samples,
         max_prompt_tokens=workload.prompt_tokens + 64,
     )
-    collector = RolloutCollector(
-        env,
-        _Instant(workload.response_tokens),
-        tokenizer,
-        max_new_tokens=workload.response_tokens,
-        temperature=1.0,
-        total_dialog_turns=10**9,
-        seed=0,
-        clock=time.perf_counter,
-    )
+    cfg = config(workload)
+    plan = placement.plan(build_request(cfg, asynchronous=False), num_gpus=0)
+
+    def make_engine(*arguments: Any, **options: Any) -> _Instant:
+        return _Instant(workload.response_tokens)
+
+    source = EngineSource(workload.model, workload.model, plan, [], None, True, make_engine)
+    collector = build_local_worker(cfg, source, env, tokenizer)
+    collector.worker_group.send([], 0, Probe([], 0))
     # Advantages and the buffer are part of the path to the loss, as they are of the other library's.
     advantage = GroupAdvantage(PolicyConfig(), KLCoefficient(0.0), (1.0,), workload.response_tokens)
     buffer = GroupBuffer(workload.prompts, workload.prompts, [advantage], 0)

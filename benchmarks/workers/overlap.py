@@ -10,6 +10,7 @@ import functools
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.planning import placement
 from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.rollout import build as collections
-from torchrl_grpo.rollout.collector import RolloutCollector
+from torchrl_grpo.rollout.collector import Collector
 from torchrl_grpo.rollout.workers.ray_pool import RayPool, RolloutActor, WorkerSpec
 from torchrl_grpo.training.build import Job, build_session
 from torchrl_grpo.training.loop import step as loop_step
@@ -115,7 +116,7 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
     # Both sides on the CPU: what takes its time is a clock.
     plan = placement.plan(build_request(cfg, asynchronous=workers > 0), num_gpus=0)
     session = build_session(
-        Job(cfg, folder / "run", data.load(cfg), reward_set, grader), build_collector=collect, plan=plan
+        Job(cfg, folder / "run", data.load(cfg), reward_set, grader), make_collector=collect, plan=plan
     )
     session.begin()
 
@@ -141,21 +142,20 @@ def build(workload: Workload) -> Callable[[], dict[str, float]]:
     return turn
 
 
-def _here(token_s: float, cfg: Any, source: Any, env: Any, tokenizer: Any) -> collections.Collection:
-    engine, collector = collections.build_single_engine(cfg, source, env, tokenizer)
-    assert isinstance(engine, SteppingEngine) and isinstance(collector, RolloutCollector)
-    collector.engine = _Timed(engine, token_s)
-    return collector.engine, collector
+def _here(token_s: float, cfg: Any, source: Any, env: Any, tokenizer: Any) -> Collector:
+    def make_engine(*arguments: Any, **options: Any) -> SteppingEngine:
+        return _Timed(source.make_engine(*arguments, **options), token_s)
+
+    return collections.build_local_worker(cfg, replace(source, make_engine=make_engine), env, tokenizer)
 
 
-def _in_workers(token_s: float, cfg: Any, source: Any, env: Any, tokenizer: Any) -> collections.Collection:
+def _in_workers(token_s: float, cfg: Any, source: Any, env: Any, tokenizer: Any) -> Collector:
     actor = type("TimedActor", (_Actor,), {"token_s": token_s})
     spec = WorkerSpec(
         cfg, source.model, source.eos_token_ids, tokenizer.pad_token_id, 64, threads=1, on_gpu=False
     )
-    count = num_devices(cfg.inference_model)
-    pool = RayPool(cfg, spec, count=count, actor=actor)
-    return collections.with_workers(cfg, env, tokenizer, pool, count, pool.put_weights)
+    pool = RayPool(cfg, spec, count=num_devices(cfg.inference_model), actor=actor)
+    return collections.with_workers(cfg, source, env, tokenizer, pool)
 
 
 if __name__ == "__main__":

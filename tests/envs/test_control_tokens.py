@@ -30,7 +30,7 @@ from torchrl_grpo.envs.episodes.tools.registry import load_tools
 from torchrl_grpo.envs.episodes.types import messages_from
 from torchrl_grpo.envs.group_text import Prompt
 from torchrl_grpo.errors import DataError
-from torchrl_grpo.rollout.solutions import SolutionCollector
+from torchrl_grpo.rollout.solutions import SolutionSource
 from torchrl_grpo.training import build
 
 # Qwen 3: reasoning is taken out of earlier messages, and results of tools are in a message of the user.
@@ -340,16 +340,18 @@ def test_a_solution_teaches_no_end_of_a_turn_but_reasoning_and_what_the_prompt_a
     tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>"]})
     text = "<think>a</think><answer>b<|im_end|><|im_start|>"
 
-    class Sampling:
-        policy_version = 0
+    class Env:
+        def prompt(self, number: int) -> Prompt:
+            return Prompt(number, self.example, "", [])
 
-    collector = SolutionCollector(
-        Sampling(), None, tokenizer, end_token_id=1, max_new_tokens=99, total_dialog_turns=1  # type: ignore[arg-type]
-    )  # fmt: skip
+        example: Example
+
+    env: Any = Env()
+    source = SolutionSource(env, tokenizer, end_token_id=1, max_new_tokens=99)
 
     def taught(**fields: Any) -> list[str]:
-        example = Example("x", user("q"), solution=text, **fields)
-        tokens = collector._group(Prompt(0, example, "", [])).group.responses[0].token_ids
+        env.example = Example("x", user("q"), solution=text, **fields)
+        tokens = source.group(0, 0).group.responses[0].token_ids
         # The prompt has opened the thoughts.
         assert tokens[-1] == 1 and tokenizer.decode(tokens[:-1]) == text.removeprefix("<think>")
         return control(tokenizer, tokens[:-1])

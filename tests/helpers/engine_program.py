@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from batches import make_model
+from publishers import Direct
 from rounding import float64
 from torch import Tensor
 
 from torchrl_grpo.distributed.rank_engine import RankEngine
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.errors import TrainingStopped
-from torchrl_grpo.inference.protocol import Completion, Probe, Sampling
+from torchrl_grpo.inference.protocol import Probe, Request, Sampling
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
 from torchrl_grpo.models.scoring.token_scorer import TokenScorer
 from torchrl_grpo.training.data_parallel_engine import DataParallelEngine
@@ -46,9 +47,10 @@ class Noting(TransformersEngine):
         self.asked: list[list[list[int]]] = []
         self.deaf = False
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
-        self.asked.append([list(prompt) for prompt in prompts])
-        return super().generate(prompts, sampling)
+    def submit(self, requests: Sequence[Request]) -> None:
+        prompts = {request.key[:-1]: list(request.tokens) for request in requests}  # type: ignore[index]
+        self.asked.append(list(prompts.values()))
+        super().submit(requests)
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         if not self.deaf:
@@ -128,6 +130,7 @@ def main(output: Path) -> None:
         pad_token_id=2,
         precision=torch.float32,
         engine_dtype=torch.float32,
+        transport=Direct(shared),
     )
     with torch.no_grad():
         new.lm_head.weight += 1

@@ -22,6 +22,7 @@ from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.inference.build import build_engine
 from torchrl_grpo.inference.protocol import SteppingEngine
 from torchrl_grpo.rollout import build
+from torchrl_grpo.rollout.collector import Collector
 from torchrl_grpo.rollout.groups import Group
 from torchrl_grpo.rollout.workers.reference_actors import ReferenceScorer, ReferenceSpec
 from torchrl_grpo.rollout.workers.types import Command, GenerateForEval, GenerateGroups, LoadWeightsCommand
@@ -34,10 +35,6 @@ _NAMES = {GenerateGroups: "work", LoadWeightsCommand: "load", GenerateForEval: "
 Fault = Callable[[int, str, int], None]
 
 
-def put_weights(weights: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    return [(name, tensor.clone()) for name, tensor in weights]
-
-
 class LocalPool:
     """A thread for each worker.
 
@@ -47,6 +44,8 @@ class LocalPool:
         fault: called with worker, method and number of the call, before it; may raise, sleep or block.
         delay: seconds each token takes at most.
     """
+
+    overwrites = False
 
     def __init__(
         self,
@@ -106,6 +105,9 @@ class LocalPool:
     def call(self, number: int, command: Command, done: Callable[[Any], None]) -> None:
         self._inboxes[number].put((command, done))
 
+    def put_weights(self, weights: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        return [(name, tensor.clone()) for name, tensor in weights]
+
     def kill(self, number: int) -> None:
         self.killed += 1
         self._inboxes[number].put(None)
@@ -144,7 +146,7 @@ def collect_locally(
 
     def collect(
         cfg: Config, source: build.EngineSource, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
-    ) -> build.Collection:
+    ) -> Collector:
         def engine() -> SteppingEngine:
             made = build_engine(
                 cfg, source.model, torch.device("cpu"), source.eos_token_ids, tokenizer.pad_token_id, 64
@@ -155,8 +157,6 @@ def collect_locally(
 
         pools.append(LocalPool(engine, cfg, **options))
         reference = LocalReference(cfg, source, tokenizer) if source.plan.reference_actors else None
-        return build.with_workers(
-            cfg, env, tokenizer, pools[-1], source.plan.num_engines, put_weights, reference
-        )
+        return build.with_workers(cfg, source, env, tokenizer, pools[-1], reference)
 
     return collect

@@ -15,6 +15,7 @@ import frozen_heap
 import pytest
 import torch
 from episodes import check_tokens, problems, record, talking
+from publishers import Direct
 from torch import Tensor
 from torch._dynamo import convert_frame
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -88,6 +89,7 @@ def trained(engine: VLLMEngine, smollm2_dir: Path, prompts: list[list[int]]) -> 
         pad_token_id=2,
         precision=torch.float32,
         engine_dtype=engine.dtype,
+        transport=Direct(engine),
     )
     return Trained(model, publisher, publisher.verify_at_start(0))
 

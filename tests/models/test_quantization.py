@@ -12,6 +12,7 @@ from adapters import move
 from batches import END, PAD, inputs, make_batch, make_model, no_budget
 from faulty_engines import prompts
 from omegaconf import OmegaConf
+from publishers import Direct
 from tiny_runs import Runner, config, train  # noqa: F401  fixtures
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -106,6 +107,7 @@ def test_weight_verification_covers_a_quantized_base(folder: Path, monkeypatch: 
             pad_token_id=PAD,
             precision=torch.float32,
             engine_dtype=torch.float32,
+            transport=Direct(engine),
         )
 
     sound = publisher()

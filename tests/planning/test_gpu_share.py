@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,11 +43,7 @@ def test_share(gpus: int, asked: float | None, share: float, monkeypatch: pytest
     cfg.inference_model.gpu_memory_utilization = asked
     plan = placement.plan(build_request(cfg, asynchronous=False), gpus)
     source = build.EngineSource("weights", "model", plan, [2], torch.bfloat16, True)
-    collect: Any = (
-        partial(build.build_in_turn, build.build_ray_workers)
-        if plan.inference.own_process
-        else build.build_single_engine
-    )
+    collect: Any = build.build_collector
     with pytest.raises(Enough):
         collect(cfg, source, None, SimpleNamespace(pad_token_id=0))
     assert taken == [share]

@@ -19,6 +19,7 @@ import torch
 from batches import END, PAD, make_model
 from faulty_worker import FaultyActor, OneWorker
 from forked import ForkedPopen
+from publishers import Direct
 from stale_parts import Fault, assert_each_is_found, every_part, of_each_kind
 
 from torchrl_grpo.config import Config
@@ -335,6 +336,7 @@ def test_a_part_of_any_tensor_that_is_stale_in_a_worker_is_found(
             pad_token_id=PAD,
             precision=dtype,
             engine_dtype=dtype,
+            transport=Direct(worker),
         )
         cases = every_part(publisher)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+import threading
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,18 @@ import torch
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from torchrl_grpo.config import Config
 from torchrl_grpo.data.example import Example
 from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.envs.stream import PromptStream
-from torchrl_grpo.inference import Completion, Sampling
+from torchrl_grpo.inference import Completion, Probe, Sampling
+from torchrl_grpo.inference.protocol import Request
 from torchrl_grpo.inference.transformers_engine import TransformersEngine
+from torchrl_grpo.planning import placement
+from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.rewards.types import ResponseScore
-from torchrl_grpo.rollout.collector import RolloutCollector
+from torchrl_grpo.rollout.build import EngineSource, build_collector
+from torchrl_grpo.rollout.collector import Collector
 from torchrl_grpo.runtime.rng import derive_seed
 
 P, G = 2, 3
@@ -29,7 +34,11 @@ class LengthReward:
 
     names = ("length",)
 
+    def __init__(self) -> None:
+        self.calls: list[tuple[threading.Thread, int]] = []
+
     def score(self, completions: Sequence[str], examples: Sequence[Example]) -> list[ResponseScore]:
+        self.calls.append((threading.current_thread(), len(completions)))
         return [
             ResponseScore(float(len(text)), {"length": float(len(text))}, {} if text else {"length": "empty"})
             for text in completions
@@ -40,17 +49,28 @@ class Spy(TransformersEngine):
     """Remembers how it was used, and can answer from a script."""
 
     script: list[list[Completion]] | None = None
+    error: BaseException | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.seeds: list[list[int]] = []
+        self.seeds: list[list[int | None]] = []
         self.verbs: list[str] = []
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
-        self.verbs.append("generate")
-        self.seeds.append(list(sampling.seeds or []))
-        self.sampling = sampling
-        return super().generate(prompts, sampling) if self.script is None else self.script
+    def submit(self, requests: Sequence[Request]) -> None:
+        if requests:
+            self.verbs.append("submit")
+        self.seeds.append([request.seed for request in requests[::G]])
+        self.requests = requests
+        if self.script is None:
+            super().submit(requests)
+
+    def step(self) -> list[tuple[Hashable, Completion]]:
+        if self.error is not None:
+            raise self.error
+        if self.script is None:
+            return super().step()
+        answers = [one for group in self.script for one in group]
+        return [(request.key, one) for request, one in zip(self.requests, answers, strict=True)]
 
     def reset_cache(self) -> None:
         self.verbs.append("reset_cache")
@@ -59,16 +79,39 @@ class Spy(TransformersEngine):
         self.verbs.append("close")
 
 
+def engine_of(collector: Collector) -> Spy:
+    engine = collector.worker_group.local_engine
+    assert isinstance(engine, Spy)
+    return engine
+
+
+def publish(collector: Collector, version: int) -> None:
+    weights = dict(engine_of(collector).model.named_parameters())
+    probe = Probe([[1]], 1, {name: tuple(tensor.shape) for name, tensor in weights.items()})
+    collector.worker_group.send(weights.items(), version, probe)
+    collector.worker_group.policy_version = version
+    engine_of(collector).verbs.clear()
+
+
 @pytest.fixture
-def make(tiny_model_dir: Path) -> Any:
+def make(tiny_model_dir: Path) -> Iterator[Any]:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     truths: Any = [str(i + 4) for i in range(5)]
     examples = [
         Example(f"q{i}", [{"role": "user", "content": f"What is {i} + 4?"}], truths[i]) for i in range(5)
     ]
+    collectors: list[Collector] = []
 
-    def build(seed: int = 0, turns: int = 3 * P * G) -> RolloutCollector:
-        model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
+    def build(seed: int = 0, turns: int = 3 * P * G) -> Collector:
+        cfg = Config()
+        cfg.seed, cfg.env.num_envs, cfg.env.repeats, cfg.train.total_dialog_turns = seed, P, G, turns
+        cfg.model.name = str(tiny_model_dir)
+        cfg.inference_model.max_new_tokens, cfg.inference_model.temperature = 6, 0.9
+
+        def make_engine(*arguments: Any, **options: Any) -> Spy:
+            model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
+            return Spy(model, [tokenizer.eos_token_id], tokenizer.pad_token_id)
+
         env = GroupTextEnv(
             PromptStream(examples, seed),
             tokenizer,
@@ -77,18 +120,16 @@ def make(tiny_model_dir: Path) -> Any:
             repeats=G,
             max_prompt_tokens=200,
         )
-        return RolloutCollector(
-            env,
-            Spy(model, [tokenizer.eos_token_id], tokenizer.pad_token_id),
-            tokenizer,
-            max_new_tokens=6,
-            temperature=0.9,
-            total_dialog_turns=turns,
-            seed=seed,
-            clock=itertools.count().__next__,
-        )
+        plan = placement.plan(build_request(cfg, asynchronous=False), num_gpus=0)
+        name, end = cfg.model.name, [tokenizer.eos_token_id]
+        source = EngineSource(name, name, plan, end, None, True, make_engine)
+        collectors.append(build_collector(cfg, source, env, tokenizer))
+        publish(collectors[-1], 0)
+        return collectors[-1]
 
-    return build
+    yield build
+    for collector in collectors:
+        collector.shutdown()
 
 
 def assert_same_rounds(one: Any, other: Any) -> None:
@@ -105,42 +146,47 @@ def test_iterating_yields_rounds_until_the_turns_are_used(make: Any) -> None:
     collector = make(turns=3 * P * G)
     collector.start()
     rounds = list(collector)
-    assert len(rounds) == 3 and collector.rounds_sampled == 3
+    assert len(rounds) == 3 and collector.summary_entries() == {"dialog_turns": 3 * P * G}
     assert collector.dialog_turns_per_batch == P * G
     assert list(collector) == [], "the turns are used up"
     collector.shutdown()
-    assert collector.engine.verbs[-1] == "close"
+    assert engine_of(collector).verbs[-1] == "close"
 
 
 def test_a_round_holds_what_was_sampled(make: Any) -> None:
     collector = make()
-    collector.engine.policy_version = 7
+    publish(collector, 7)
     assert collector.policy_version == 7
     round_ = collector.rollout()
     groups = round_.groups
     assert groups.batch_size == (P,) and (groups["policy_version"] == 7).all()
     assert groups["group_id"].tolist() == [[0] * G, [1] * G]
-    assert collector.engine.sampling.temperature == 0.9 and collector.engine.sampling.num_samples == G
+    requests = engine_of(collector).requests
+    assert len(requests) == P * G and all(request.temperature == 0.9 for request in requests)
     for p in range(P):
         prompt = groups["tokens", "prompt"][p][groups["masks", "prompt"][p]]
-        assert collector.tokenizer.decode(prompt) == round_.prompts[p]
+        assert collector.source.tokenizer.decode(prompt) == round_.prompts[p]
         for s in range(G):
             ids = groups["tokens", "response"][p, s][groups["masks", "response"][p, s]]
-            text = collector.tokenizer.decode(ids).removesuffix(collector.tokenizer.eos_token)
+            tokenizer = collector.source.tokenizer
+            text = tokenizer.decode(ids).removesuffix(tokenizer.eos_token)
             assert text == round_.responses[p][s]
             assert float(groups["next", "reward"][p, s]) == len(round_.responses[p][s])
             assert round_.rewards_by_name[p * G + s] == {"length": len(round_.responses[p][s])}
-    assert round_.seconds == {"time/generate_s": 1, "time/score_s": 1}
+    assert round_.seconds.keys() == {"time/generate_s", "time/score_s"}
+    assert all(seconds > 0 for seconds in round_.seconds.values())
+    speeds = collector.round_metrics(round_)
+    assert speeds.keys() == {"throughput/generated_tokens_per_s", "throughput/scored_tokens_per_s"}
     assert collector.rollout().groups["group_id"].tolist() == [[2] * G, [3] * G]
 
 
 def test_the_end_token_belongs_to_the_response_and_masks_go_by_length(make: Any) -> None:
     collector = make()
-    end = collector.tokenizer.eos_token_id
-    assert end == collector.tokenizer.pad_token_id
+    end = collector.source.tokenizer.eos_token_id
+    assert end == collector.source.tokenizer.pad_token_id
     stop, alone = Completion([70, 71, end], [-1.0, -2.0, -3.0], "stop"), Completion([end], [-4.0], "stop")
     cut = Completion([72, 73, 74, 75, 76, 77], [-0.1] * 6, "length")
-    collector.engine.script = [[stop, alone, cut], [alone, alone, stop]]
+    engine_of(collector).script = [[stop, alone, cut], [alone, alone, stop]]
     round_ = collector.rollout()
     groups = round_.groups
     assert groups["masks", "response"].sum(-1).tolist() == [[3, 1, 6], [1, 1, 3]]
@@ -152,10 +198,26 @@ def test_the_end_token_belongs_to_the_response_and_masks_go_by_length(make: Any)
     assert [bool(e) for e in round_.errors] == [False, True, False, True, True, False]
 
 
-def test_the_cache_is_emptied_before_each_round(make: Any) -> None:
+def test_a_round_is_one_batch_of_the_engine_with_an_empty_cache(make: Any) -> None:
     collector = make()
     list(collector)
-    assert collector.engine.verbs == ["reset_cache", "generate"] * 3
+    assert engine_of(collector).verbs == ["reset_cache", "submit"] * 3
+
+
+def test_a_round_is_scored_at_once_in_the_thread_of_the_trainer(make: Any) -> None:
+    collector = make()
+    list(collector)
+    assert collector.env.reward_set.calls == [(threading.current_thread(), P * G)] * 3
+
+
+@pytest.mark.parametrize("error", [OverflowError("the device is full"), KeyboardInterrupt()])
+def test_an_error_of_the_engine_is_raised_as_it_is_and_again(make: Any, error: BaseException) -> None:
+    collector = make()
+    engine_of(collector).error = error
+    for _ in range(2):
+        with pytest.raises(type(error)) as raised:
+            collector.rollout()
+        assert raised.value is error
 
 
 def test_seeds_depend_on_the_round_and_on_nothing_that_ran_before(make: Any) -> None:
@@ -163,11 +225,11 @@ def test_seeds_depend_on_the_round_and_on_nothing_that_ran_before(make: Any) -> 
     first, second = plain.rollout(), plain.rollout()
     assert_same_rounds(disturbed.rollout(), first)
     # What an evaluation does between two rounds.
-    disturbed.engine.generate([[5, 6]], Sampling(2, 3, 1.0, [1]))
-    disturbed.engine.generate([[5, 6]], Sampling(2, 3, 0.0))
+    disturbed.worker_group.generate([[5, 6]], Sampling(2, 3, 1.0, [1]))
+    disturbed.worker_group.generate([[5, 6]], Sampling(2, 3, 0.0))
     torch.rand(5)
     assert_same_rounds(disturbed.rollout(), second)
-    seeds = [seed for row in plain.engine.seeds for seed in row]
+    seeds = [seed for row in engine_of(plain).seeds for seed in row]
     assert len(set(seeds)) == 2 * P
     assert make(seed=1).rollout().responses != first.responses
 
@@ -179,14 +241,25 @@ def test_a_resumed_collector_continues_with_the_same_rounds(make: Any) -> None:
     # Two rounds of 2 out of 5 examples: the third crosses the epoch.
     for _ in range(2):
         first.rollout()
-    state = first.state_dict()
-    assert all(isinstance(value, int) for value in state.values())
+    # The second is what earlier versions wrote.
+    for state in (first.state_dict(), {"rounds": 2, "taken": 2, "epoch": 0, "position": 4}):
+        resumed = make(turns=5 * P * G)
+        resumed.load_state_dict(state)
+        rest = list(resumed)
+        assert len(rest) == 3
+        for expected, found in zip(rounds[2:], rest, strict=True):
+            assert_same_rounds(found, expected)
+
+
+def test_an_earlier_checkpoint_with_refills_goes_on_with_the_next_problems(make: Any) -> None:
+    whole = make(turns=5 * P * G)
+    whole.rollout()
+    for _ in range(2):
+        whole.rollout(is_refill=True)
     resumed = make(turns=5 * P * G)
-    resumed.load_state_dict(state)
-    rest = list(resumed)
-    assert len(rest) == 3
-    for expected, found in zip(rounds[2:], rest, strict=True):
-        assert_same_rounds(found, expected)
+    resumed.load_state_dict({"rounds": 3, "taken": 1, "epoch": 1, "position": 1})
+    assert resumed.state_dict() == whole.state_dict()
+    assert_same_rounds(resumed.rollout(), whole.rollout())
 
 
 def test_derived_seeds_are_stable_distinct_and_leave_room_for_samples() -> None:
@@ -239,7 +312,7 @@ def test_a_seed_makes_a_collector_what_one_built_with_it_is(make: Any) -> None:
 @pytest.mark.parametrize("form", ["model", "policy", "dict", "tensordict", "nested"])
 def test_weights_that_are_given_sample_the_next_round(make: Any, form: str) -> None:
     collector, other = make(), make()
-    model = other.engine.model
+    model = engine_of(other).model
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
@@ -262,8 +335,9 @@ def test_weights_that_are_given_sample_the_next_round(make: Any, form: str) -> N
 
 def test_weights_are_given_once(make: Any) -> None:
     collector = make()
-    for arguments in ((), (collector.engine.model,)):
-        options = {} if not arguments else {"policy": collector.engine.model}
+    model = engine_of(collector).model
+    for arguments in ((), (model,)):
+        options = {} if not arguments else {"policy": model}
         with pytest.raises(ValueError, match="one model"):
             collector.update_policy_weights_(*arguments, **options)
     assert collector.policy_version == 0
@@ -273,6 +347,6 @@ def test_what_the_engine_cut_is_truncated_whatever_its_length(make: Any) -> None
     collector = make()
     ended = Completion([5, 2], [-1.0, -1.0], "stop")
     cut = Completion([5, 6], [-1.0, -1.0], "length")
-    collector.engine.script = [[ended, cut, ended], [cut, cut, ended]]
+    engine_of(collector).script = [[ended, cut, ended], [cut, cut, ended]]
     groups = collector.rollout().groups
     assert groups["truncated"][..., 0].tolist() == [[False, True, False], [True, True, False]]

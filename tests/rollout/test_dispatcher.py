@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 from batches import END, PAD, make_model
+from torch import Tensor
 
 from torchrl_grpo.errors import WorkersLost
 from torchrl_grpo.inference.protocol import Probe
@@ -29,6 +30,8 @@ class Pool:
         calls: the callback of each call.
     """
 
+    overwrites = False
+
     def __init__(self, starts: bool) -> None:
         self.starts = starts
         self.calls: list[Callable[[Any], None]] = []
@@ -40,6 +43,9 @@ class Pool:
     def call(self, number: int, command: Any, done: Callable[[Any], None]) -> None:
         self.calls.append(done)
 
+    def put_weights(self, weights: Iterable[tuple[str, Tensor]]) -> object:
+        return weights
+
     def kill(self, number: int) -> None:
         """There is nothing to end."""
 
@@ -47,7 +53,7 @@ class Pool:
         """There is nothing to end."""
 
 
-def score(group: Group) -> ScoredGroup:
+def score(groups: Sequence[Group]) -> list[ScoredGroup]:
     raise AssertionError("there is nothing to score")
 
 

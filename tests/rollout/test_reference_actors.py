@@ -26,7 +26,7 @@ from torchrl_grpo.models.reference import load_reference
 from torchrl_grpo.planning.placement import plan
 from torchrl_grpo.planning.request import build_request
 from torchrl_grpo.rollout import build
-from torchrl_grpo.rollout.async_collector import AsyncCollector
+from torchrl_grpo.rollout.collector import Collector
 from torchrl_grpo.rollout.groups import Group
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
 from torchrl_grpo.rollout.round import Round
@@ -94,13 +94,13 @@ def test_groups_come_with_what_the_trainer_would_have_found(
     config: Config, pools: list[LocalPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds: list[Round] = []
-    rollout = AsyncCollector.rollout
+    rollout = Collector.rollout
 
-    def kept(self: AsyncCollector, is_refill: bool = False) -> Round:
+    def kept(self: Collector, is_refill: bool = False) -> Round:
         rounds.append(rollout(self, is_refill))
         return rounds[-1]
 
-    monkeypatch.setattr(AsyncCollector, "rollout", kept)
+    monkeypatch.setattr(Collector, "rollout", kept)
     run_async(config, tmp_path / "run")
     assert len(rounds) == 4
     scorer = load_reference(config, config.model.name, torch.device("cpu"), None, shares_prefix=True)

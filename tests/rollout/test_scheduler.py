@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchrl_grpo.errors import CheckpointError
 from torchrl_grpo.inference.protocol import Completion, Sampling
 from torchrl_grpo.rollout.groups import Group, Response
 from torchrl_grpo.rollout.workers.scheduler import Call, LoadWeights, PublishedWeights, Scheduler, Task
@@ -208,6 +209,7 @@ class Simulation:
 
     def check_books(self) -> None:
         books = self.tracker
+        assert books.max_age is not None
         assert books.issued == books.trained + books.dropped_age + books.dropped_filter + books.outstanding
         assert set(books.accepted) == set(self.accepted)
         assert books.outstanding <= (books.max_age + 1) * books.groups_per_round
@@ -340,6 +342,32 @@ def test_a_resumed_tracker_goes_on_with_the_same_counts() -> None:
     again.load_state_dict(tracker.state_dict())
     assert again.counts() == tracker.counts() and again.running == {3: None} and again.accepted == {2: 0}
     assert tracker.num_admissible(0) == 2 * 2 - 2 - 2 and tracker.num_admissible(1) == 2
+
+
+def test_a_run_in_turn_begins_each_round_with_the_weights_that_were_published_last() -> None:
+    tracker = StalenessTracker(2, None, 3)
+    for done in range(3):
+        assert tracker.num_admissible(version=0) == 2, "published once, and never again"
+        for _ in range(2):
+            number = tracker.register_group()
+            tracker.start(number, 0)
+            tracker.accept(number, 0)
+        assert tracker.num_admissible(0) == 0 and tracker.expire() == []
+        assert tracker.take() == [2 * done, 2 * done + 1]
+    assert tracker.num_admissible(0) == 0, "the run has no more rounds"
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "script"), [(2, None, "grpo-async"), (None, 2, "grpo"), (2, 0, "grpo-async")]
+)
+def test_a_run_that_runs_ahead_and_one_that_does_not_are_not_mixed(
+    saved: int | None, own: int | None, script: str
+) -> None:
+    state = StalenessTracker(2, saved, 5).state_dict()
+    with pytest.raises(CheckpointError, match=rf"was started with {script}\.py; resume it with {script}\.py"):
+        StalenessTracker(2, own, 5).load_state_dict(state)
+    for same in (saved, saved and saved + 1, saved or 0):
+        StalenessTracker(2, same, 5).load_state_dict(state)
 
 
 def test_what_comes_while_a_round_may_be_refilled_is_kept_for_it() -> None:

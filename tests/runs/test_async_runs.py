@@ -12,7 +12,6 @@ from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Any
 
-import local_pool
 import pytest
 from async_runs import AsyncRunner, pools, train  # noqa: F401  fixtures
 from local_pool import LocalPool
@@ -375,7 +374,7 @@ def test_no_more_copies_of_the_weights_are_held_than_there_are_workers_and_two(
     held: weakref.WeakSet[Shipment] = weakref.WeakSet()
     most = []
 
-    def watched(weights: Iterable[tuple[str, Tensor]]) -> Shipment:
+    def watched(self: LocalPool, weights: Iterable[tuple[str, Tensor]]) -> Shipment:
         made = Shipment((name, tensor.clone()) for name, tensor in weights)
         held.add(made)
         most.append(len(held))
@@ -385,7 +384,7 @@ def test_no_more_copies_of_the_weights_are_held_than_there_are_workers_and_two(
         if number == 0 and method == "load" and len(most) > 2:
             time.sleep(1.0)
 
-    monkeypatch.setattr(local_pool, "put_weights", watched)
+    monkeypatch.setattr(LocalPool, "put_weights", watched)
     train(
         "run",
         {"fault": slow},

@@ -12,6 +12,7 @@ from adapters import adapted, by_formula, move
 from batches import END, PAD, make_model
 from faulty_engines import FORMATS, EngineIgnores, KeepsAPart, LoadsIntoACopy, prompts
 from peft.tuners.lora import LoraLayer
+from publishers import Direct
 from stale_parts import Fault, assert_each_is_found, every_part, move_everything
 from torch import Tensor, nn
 
@@ -47,6 +48,7 @@ def make_publisher(
         pad_token_id=PAD,
         precision=dtype,
         engine_dtype=dtype,
+        transport=Direct(own),
     )
 
 

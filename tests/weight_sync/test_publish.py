@@ -11,6 +11,7 @@ import pytest
 import torch
 from batches import END, PAD, VOCAB, make_model
 from faulty_engines import FORMATS, EngineIgnores, KeepsAPart, LoadsIntoACopy, prompts
+from publishers import Direct
 from stale_parts import Fault, assert_each_is_found, every_part
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -47,6 +48,7 @@ def make_publisher(
         pad_token_id=PAD,
         precision=dtype,
         engine_dtype=dtype,
+        transport=Direct(engine),
         bound=bound,
         warn=warn,
         backend=backend,

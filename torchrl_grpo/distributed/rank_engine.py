@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,9 +11,10 @@ from torch import Tensor
 from torchrl_grpo.batch.micro_batches import partition_balanced
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.inference.checksums import Checksums
-from torchrl_grpo.inference.protocol import Completion, Engine, Probe, ProbeResult, Sampling
+from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
 
-Answers = list[list[Completion]]
+# Responses by the keys of their requests.
+Completions = dict[Hashable, Completion]
 
 
 class RankEngine:
@@ -26,25 +28,28 @@ class RankEngine:
         device: device on which weights are received.
     """
 
-    def __init__(self, engine: Engine, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, engine: SteppingEngine, ranks: Ranks, device: torch.device) -> None:
         self.engine = engine
         self.ranks = ranks
         self.device = device
         # On rank 0: the tensor that update() gives to all.
         self.outgoing: Tensor | None = None
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Answers:
-        """See :meth:`Inference.generate`. Every rank gets the same arguments, and returns the same result."""
-        costs = [len(prompt) + sampling.num_samples * sampling.max_new_tokens for prompt in prompts]
-        shares = partition_balanced(costs, self.ranks.size)
-        mine = shares[self.ranks.rank]
-        found: Answers = []
-        if mine:
-            found = self.engine.generate([prompts[number] for number in mine], sampling.select(mine))
-        by_prompt: dict[int, list[Completion]] = {}
-        for numbers, answers in zip(shares, self.ranks.gather(found), strict=True):
-            by_prompt.update(zip(numbers, answers, strict=True))
-        return [by_prompt[number] for number in range(len(prompts))]
+    def answer(self, requests: Sequence[Request]) -> Completions:
+        """Generate the whole responses to this rank's part of the requests, and return those of all ranks.
+
+        Every rank gets the same requests. Those of a prompt are adjacent, and stay together.
+        """
+        prompts = [list(group) for _, group in itertools.groupby(requests, key=_prompt_of)]
+        costs = [len(group[0].tokens) + sum(one.max_new_tokens for one in group) for group in prompts]
+        mine = partition_balanced(costs, self.ranks.size)[self.ranks.rank]
+        own = [request for number in mine for request in prompts[number]]
+        if own:
+            self.engine.submit(own)
+        found: Completions = {}
+        while len(found) < len(own):
+            found.update(self.engine.step())
+        return {key: one for part in self.ranks.gather(found) for key, one in part.items()}
 
     def locate_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """See :meth:`Engine.locate_weights`."""
@@ -94,3 +99,9 @@ class RankEngine:
     def wake(self) -> None:
         """See :meth:`Engine.wake`."""
         self.engine.wake()
+
+
+def _prompt_of(request: Request) -> Hashable:
+    """Return what the keys of a prompt's requests share. They end in the number of the sample."""
+    assert isinstance(request.key, tuple)
+    return request.key[:-1]

@@ -137,22 +137,14 @@ class Inference(ABC):
 
     policy_version: int = 0
 
+    @property
+    def name(self) -> str:
+        """Name of the engine in messages."""
+        return type(self).__name__
+
     @abstractmethod
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         """``sampling.num_samples`` completions for each of ``prompts`` (token ids), in order."""
-
-    @abstractmethod
-    def publish(
-        self,
-        weights: Iterable[tuple[str, Tensor]],
-        version: int,
-        probe: Probe,
-    ) -> ProbeResult:
-        """Receive the weights of ``version``, load them, and run a probe with them.
-
-        The probe runs as in :meth:`Engine.next_tokens`. With several workers, the rows of their results are
-        concatenated along N, and ``checksums`` has one entry per worker.
-        """
 
     @abstractmethod
     def close(self) -> None:
@@ -208,7 +200,10 @@ class Engine(Inference):
         version: int,
         probe: Probe,
     ) -> ProbeResult:
-        """See :meth:`Inference.publish`."""
+        """Receive the weights of ``version``, load them, and run a probe with them.
+
+        The probe runs as in :meth:`next_tokens`.
+        """
         initial_result = None
         if not self._weights_located:
             self.reset_cache()

@@ -1,43 +1,43 @@
-"""Builds the collector of a configuration, with an engine in this process or a group of workers."""
+"""Builds the collector of a configuration, with a worker in this process or a group of workers elsewhere."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import rounds, steps_per_round, total_turns
 from torchrl_grpo.config.values import Dtype
 from torchrl_grpo.distributed.ranks import cores_to_divide
+from torchrl_grpo.envs.chat import end_of_message
 from torchrl_grpo.envs.episodes.build import with_episodes
 from torchrl_grpo.envs.group_text import GroupTextEnv
 from torchrl_grpo.inference.build import build_engine
-from torchrl_grpo.inference.protocol import Engine, Inference, SteppingEngine
+from torchrl_grpo.inference.protocol import SteppingEngine
 from torchrl_grpo.models.precision import resolve_dtype
 from torchrl_grpo.planning.cores import divide_cores
 from torchrl_grpo.planning.plan import Plan
 from torchrl_grpo.planning.workload import max_num_seqs
-from torchrl_grpo.rollout.async_collector import AsyncCollector, GroupSource
-from torchrl_grpo.rollout.collector import RolloutCollector
+from torchrl_grpo.rollout.collector import Collector, GroupSource
+from torchrl_grpo.rollout.solutions import SolutionSource
 from torchrl_grpo.rollout.workers.dispatcher import START_LIMIT_S, Dispatcher
+from torchrl_grpo.rollout.workers.local_pool import LocalPool, TrainerThread
 from torchrl_grpo.rollout.workers.scheduler import Scheduler
 from torchrl_grpo.rollout.workers.staleness import StalenessTracker
 from torchrl_grpo.rollout.workers.types import Pool, ReferenceClient
+from torchrl_grpo.rollout.workers.worker import RolloutWorker
 from torchrl_grpo.rollout.workers.worker_group import WorkerGroup
 from torchrl_grpo.runtime import rank_env, user_code
 
 if TYPE_CHECKING:
     from torchrl_grpo.rollout.workers.ray_pool import RayPool, WorkerSpec
     from torchrl_grpo.rollout.workers.reference_actors import ReferenceActors
-
-Collection = tuple[Inference, RolloutCollector | AsyncCollector]
 
 
 class MakeEngine(Protocol):
@@ -54,7 +54,7 @@ class MakeEngine(Protocol):
         max_num_seqs: int,
         sleeps: bool,
         gpu_memory_utilization: float,
-    ) -> Engine:
+    ) -> SteppingEngine:
         """Build it with the weights at ``source``."""
 
 
@@ -92,23 +92,29 @@ class EngineSource:
         return torch.device(self.plan.engine_device)
 
 
-# Builds the engine or worker group of a run, and its collector: build_single_engine, build_ray_workers,
-# build_servers, or one of the last two in turn with training.
-CollectorFactory = Callable[[Config, EngineSource, GroupTextEnv, PreTrainedTokenizerBase], Collection]
+# Builds the workers of a run, and their collector.
+CollectorFactory = Callable[[Config, EngineSource, GroupTextEnv, PreTrainedTokenizerBase], Collector]
 
 
-def collection_for(cfg: Config, plan: Plan) -> CollectorFactory:
-    """Return the function that builds the collection of a plan."""
-    if not plan.inference.own_process:
-        return build_single_engine
-    build = build_servers if cfg.inference_model.engine.has_servers else build_ray_workers
-    return build if plan.asynchronous else partial(build_in_turn, build)
-
-
-def build_single_engine(
+def build_collector(
     cfg: Config, source: EngineSource, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
-) -> Collection:
-    """Build an engine in this process, or in that of each rank. It generates when a round is requested."""
+) -> Collector:
+    """Build the workers that the plan of ``source`` names, and their collector."""
+    if cfg.train.method == "sft":
+        # A chat template without an end must be refused before engines start.
+        end_of_message(tokenizer, source.eos_token_ids)
+    if not source.plan.asynchronous:
+        cfg = replace(cfg, collector=replace(cfg.collector, max_policy_age=0, partial_rollout=False))
+    if not source.plan.inference.own_process:
+        return build_local_worker(cfg, source, env, tokenizer)
+    build = build_servers if cfg.inference_model.engine.has_servers else build_ray_workers
+    return build(cfg, source, env, tokenizer)
+
+
+def build_local_worker(
+    cfg: Config, source: EngineSource, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
+) -> Collector:
+    """Build a worker in this process, or in that of each rank. It works while the trainer waits for it."""
     engine = source.make_engine(
         cfg,
         source.weights,
@@ -119,37 +125,17 @@ def build_single_engine(
         sleeps=source.plan.sleeps,
         gpu_memory_utilization=source.plan.gpu_memory_utilization,
     )
-    if isinstance(engine, SteppingEngine):
-        # An engine of several ranks is none. It is made of engines that have their episodes already.
+    if not source.plan.engine_in_each_rank:
+        # Those of the ranks have their episodes already.
         engine = with_episodes(cfg, engine, source.max_num_seqs(cfg))
-    collector = RolloutCollector(
-        env,
-        engine,
-        tokenizer,
-        max_new_tokens=cfg.inference_model.max_new_tokens,
-        temperature=cfg.inference_model.temperature,
-        total_dialog_turns=total_turns(cfg),
-        seed=cfg.seed,
-        clock=time.perf_counter,
-    )
-    return engine, collector
-
-
-def build_in_turn(
-    build: CollectorFactory,
-    cfg: Config,
-    source: EngineSource,
-    env: GroupTextEnv,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Collection:
-    """Build workers for ``grpo.py``, with a staleness bound of zero as with a single engine."""
-    in_turn = replace(cfg.collector, max_policy_age=0, partial_rollout=False)
-    return build(replace(cfg, collector=in_turn), source, env, tokenizer)
+    options = cfg.inference_model
+    worker = RolloutWorker(engine, options.max_new_tokens, options.temperature, time.perf_counter)
+    return with_workers(cfg, source, env, tokenizer, LocalPool(worker, TrainerThread()))
 
 
 def build_servers(
     cfg: Config, source: EngineSource, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
-) -> Collection:
+) -> Collector:
     """Build a worker for each server, which runs ahead as far as ``collector.max_policy_age`` allows."""
     from torchrl_grpo.rollout.workers.server_pool import ServerPool, ServerSpec
 
@@ -171,15 +157,12 @@ def build_servers(
         # A little less than the dispatcher's, so that the error says what is missing.
         start_limit_s=0.9 * max(START_LIMIT_S, cfg.collector.timeout_s),
     )
-    pool = ServerPool(spec, plan.num_engines)
-    return with_workers(
-        cfg, env, tokenizer, pool, plan.num_engines, pool.put_weights, overwrites=pool.overwrites
-    )
+    return with_workers(cfg, source, env, tokenizer, ServerPool(spec, plan.num_engines))
 
 
 def build_ray_workers(
     cfg: Config, source: EngineSource, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase
-) -> Collection:
+) -> Collector:
     """Build workers on Ray, which run ahead of the trainer as far as ``collector.max_policy_age`` allows."""
     from torchrl_grpo.rollout.workers.ray_pool import RayPool, WorkerSpec
 
@@ -215,7 +198,7 @@ def build_ray_workers(
     except BaseException:
         pool.close()
         raise
-    return with_workers(cfg, env, tokenizer, pool, count, pool.put_weights, reference)
+    return with_workers(cfg, source, env, tokenizer, pool, reference)
 
 
 def _reference_actors(
@@ -238,45 +221,52 @@ def _reference_actors(
 
 def with_workers(
     cfg: Config,
+    source: EngineSource,
     env: GroupTextEnv,
     tokenizer: PreTrainedTokenizerBase,
     pool: Pool,
-    count: int,
-    put_weights: Callable[[Iterable[tuple[str, Tensor]]], object],
     reference: ReferenceClient | None = None,
-    overwrites: bool = False,
-) -> Collection:
+) -> Collector:
     """Build a group of workers on ``pool``, and its collector.
 
     Args:
         cfg: the run's configuration.
+        source: what engines are built from.
         env: problems and rewards.
         tokenizer: tokenizer of the model.
         pool: pool of the workers.
-        count: number of workers.
-        put_weights: see :class:`WorkerGroup`.
         reference: see :class:`Dispatcher`.
-        overwrites: see :class:`WorkerGroup`.
     """
-    source = GroupSource(env, tokenizer, cfg.seed)
+    local = pool if isinstance(pool, LocalPool) else None
+    make_scored = None
+    if cfg.train.method == "sft":
+        end_token_id = end_of_message(tokenizer, source.eos_token_ids)
+        make_scored = SolutionSource(env, tokenizer, end_token_id, cfg.inference_model.max_new_tokens).group
+    groups = GroupSource(env, tokenizer, cfg.seed)
     tracker = StalenessTracker(
-        cfg.env.num_envs, cfg.collector.max_policy_age, rounds(cfg), steps_per_round(cfg)
+        cfg.env.num_envs,
+        cfg.collector.max_policy_age if source.plan.asynchronous else None,
+        rounds(cfg),
+        steps_per_round(cfg),
     )
     scheduler = Scheduler(
         tracker,
-        count,
-        source.new_group,
+        1 if local else source.plan.num_engines,
+        groups.new_group,
         wait_for_running=cfg.collector.weight_update == "drain",
         return_interrupted=cfg.collector.partial_rollout,
     )
     dispatcher = Dispatcher(
         scheduler,
         pool,
-        score_rewards=source.score_rewards,
-        timeout_s=cfg.collector.timeout_s,
-        max_restarts=cfg.collector.max_restarts,
+        score_rewards=groups.score_rewards,
+        # Nobody could end a worker of this process.
+        timeout_s=math.inf if local else cfg.collector.timeout_s,
+        max_restarts=None if local else cfg.collector.max_restarts,
         may_refill=cfg.policy.constant_groups == "refill",
         reference=reference,
+        trainer_thread=local.thread if local else None,
+        make_scored=make_scored,
     )
-    worker_group = WorkerGroup(dispatcher, put_weights, overwrites)
-    return worker_group, AsyncCollector(env, worker_group, tokenizer, total_dialog_turns=total_turns(cfg))
+    worker_group = WorkerGroup(dispatcher, local.worker.engine if local else None)
+    return Collector(groups, worker_group, total_dialog_turns=total_turns(cfg))

@@ -1,8 +1,9 @@
-"""The synchronous collector: one batched engine call per round, which becomes one TensorDict."""
+"""Makes rounds of groups that workers generate, in turn with the trainer or ahead of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -10,58 +11,98 @@ from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.envs.group_text import GroupTextEnv
-from torchrl_grpo.inference.protocol import Engine, Probe, Sampling
+from torchrl_grpo.inference.protocol import Probe
 from torchrl_grpo.models.lora import merged_weights
-from torchrl_grpo.rollout.groups import Group, response_from_completion
-from torchrl_grpo.rollout.interface import CollectorInterface
+from torchrl_grpo.rewards.types import ResponseScore
+from torchrl_grpo.rollout.groups import Group, Response, ScoredGroup
 from torchrl_grpo.rollout.round import Round, build_round, score_groups
-from torchrl_grpo.rollout.workers.staleness import TRACKER_KEY, wrong_script_error
+from torchrl_grpo.rollout.workers.worker_group import WorkerGroup
 from torchrl_grpo.runtime.rng import group_seed
-from torchrl_grpo.weight_sync.transport import Delivery, DirectTransport
+
+Postproc = Callable[[TensorDictBase], TensorDictBase]
+
+# Key of the StalenessTracker's state. It cannot be renamed, because stored checkpoints have it.
+TRACKER_KEY = "ledger"
 
 
-class RolloutCollector(CollectorInterface):
-    """Collects rounds of P prompts x G responses, with a part of the API of TorchRL's ``LLMCollector``.
-
-    Iterating yields a :class:`Round`. See :mod:`~torchrl_grpo.rollout.interface` for the remaining methods
-    and the omitted ones. It does not subclass ``LLMCollector`` for two reasons. Token ids and
-    log-probabilities must reach the loss exactly as sampled; decoding and re-tokenizing would not guarantee
-    this. And a round of finished groups has to be a function of weights and seed, also after a refill or a
-    resumption.
+class GroupSource:
+    """Creates the group with a given number, and computes its rewards.
 
     Args:
-        env: problems and rewards, batch size ``[P, G]``.
-        engine: engine that generates.
+        env: problems and rewards.
         tokenizer: tokenizer that turns responses into text.
-        max_new_tokens: length bound of a response.
-        temperature: sampling temperature.
-        total_dialog_turns: number of responses after which iteration ends. The name is TorchRL's.
-        seed: seed of the sampling; a round's seeds depend only on it and on the round's number.
-        clock: function that returns seconds, for the two timings of a round.
+        seed: seed of the run. A group's seed depends only on it and on the group's number.
     """
+
+    def __init__(self, env: GroupTextEnv, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        self.env = env
+        self.tokenizer = tokenizer
+        self.seed = seed
+
+    def new_group(self, number: int) -> Group:
+        """Return group ``number`` before its first token."""
+        prompt = self.env.prompt(number)
+        return Group(
+            number,
+            prompt.token_ids,
+            group_seed(self.seed, number, self.env.batch_size[0]),
+            [Response() for _ in range(self.env.batch_size[1])],
+            self.env.problem_of(prompt),
+        )
+
+    def score_rewards(self, groups: Sequence[Group]) -> list[ScoredGroup]:
+        """Return finished groups with their texts and rewards."""
+        examples = [self.env.stream.at(group.group_id) for group in groups]
+        return score_groups(self.env, self.tokenizer, groups=groups, examples=examples)
+
+
+class Collector:
+    """Collects rounds of P prompts x G responses, with a part of the API of TorchRL's ``LLMCollector``.
+
+    Iterating yields a :class:`Round`; :meth:`iterator` and :meth:`next` give its TensorDict alone. It does
+    not subclass ``LLMCollector`` for two reasons. Token ids and log-probabilities must reach the loss exactly
+    as sampled; decoding and re-tokenizing would not guarantee this. And a round of finished groups has to be
+    a function of weights and seed, also after a refill or a resumption.
+
+    ``increment_version`` is left out, because a version belongs to weights and changes with them. Replay
+    buffers, remote copies and weight updaters are left out, because they are the trainer's work here.
+
+    Args:
+        source: problems and rewards, batch size ``[P, G]``.
+        worker_group: workers that generate.
+        total_dialog_turns: number of responses after which iteration ends. The name is TorchRL's.
+        clock: function that returns seconds.
+
+    Attributes:
+        postproc: what :meth:`set_postproc` was given.
+    """
+
+    postproc: Postproc | None = None
 
     def __init__(
         self,
-        env: GroupTextEnv,
-        engine: Engine,
-        tokenizer: PreTrainedTokenizerBase,
+        source: GroupSource,
+        worker_group: WorkerGroup,
         *,
-        max_new_tokens: int,
-        temperature: float,
         total_dialog_turns: int,
-        seed: int,
-        clock: Any,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.env = env
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.max_new_tokens = max_new_tokens
-        self.temperature = temperature
+        self.source = source
+        self.worker_group = worker_group
         self.total_dialog_turns = total_dialog_turns
-        self.seed = seed
-        # Rounds generated, and how many of them were not refills.
-        self.rounds_sampled = self.training_rounds = 0
+        self._dispatcher = worker_group.dispatcher
+        self._tracker = worker_group.dispatcher.scheduler.tracker
+        self._first_counts = self._tracker.state_dict()
+        self._is_local = worker_group.local_engine is not None
         self._clock = clock
+        self._since = (clock(), self._worker_stats())
+        self._waited = 0.0
+        self._tensordicts: Iterator[TensorDictBase] | None = None
+
+    @property
+    def env(self) -> GroupTextEnv:
+        """Problems and rewards."""
+        return self.source.env
 
     @property
     def dialog_turns_per_batch(self) -> int:
@@ -70,12 +111,22 @@ class RolloutCollector(CollectorInterface):
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that the next round is sampled with."""
-        return self.engine.policy_version
+        """Number of optimizer steps that produced the weights that were published last."""
+        return self.worker_group.policy_version
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> Delivery:
-        """Hand weights to the engine: see :meth:`~torchrl_grpo.weight_sync.transport.Transport.send`."""
-        return DirectTransport(self.engine).send(weights, version, probe)
+    def get_policy_version(self) -> int:
+        """:attr:`policy_version`, as a call."""
+        return self.policy_version
+
+    def set_postproc(self, postproc: Postproc) -> None:
+        """Have every TensorDict of :meth:`iterator` and :meth:`next` go through ``postproc``.
+
+        Raises:
+            RuntimeError: one is set already.
+        """
+        if self.postproc is not None:
+            raise RuntimeError("This collector has a postproc already: compose the two into one")
+        self.postproc = postproc
 
     def update_policy_weights_(
         self,
@@ -84,7 +135,7 @@ class RolloutCollector(CollectorInterface):
         weights: TensorDictBase | Mapping[str, Tensor] | None = None,
         policy: nn.Module | None = None,
     ) -> None:
-        """Give the engine other weights and count them as the next version.
+        """Give the workers other weights and count them as the next version.
 
         The update is not verified. Training uses ``WeightPublisher`` instead.
 
@@ -97,17 +148,20 @@ class RolloutCollector(CollectorInterface):
         Raises:
             ValueError: not exactly one of the three is given.
         """
-        given = [one for one in (policy_or_weights, weights, policy) if one is not None]
-        if len(given) != 1:
+        sources = [one for one in (policy_or_weights, weights, policy) if one is not None]
+        if len(sources) != 1:
             raise ValueError("update_policy_weights_ takes one model, or the parameters of one")
-        source = given[0]
+        source = sources[0]
         if isinstance(source, nn.Module):
             source = dict(merged_weights(source))
         elif isinstance(source, TensorDictBase):
             source = source.flatten_keys(".")
-        self.engine.load_weights((name, tensor.detach()) for name, tensor in source.items())
-        self.engine.reset_cache()
-        self.engine.policy_version += 1
+        named = {name: tensor.detach() for name, tensor in source.items()}
+        prompt = [self.source.tokenizer.eos_token_id]
+        probe = Probe([prompt], 1, {name: tuple(tensor.shape) for name, tensor in named.items()})
+        version = self.policy_version + 1
+        self.worker_group.send(named.items(), version, probe).wait()
+        self.worker_group.policy_version = version
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Reset the data, the sampling seeds and the count of responses, as in a new collector with ``seed``.
@@ -118,119 +172,190 @@ class RolloutCollector(CollectorInterface):
 
         Returns:
             The next seed, as in TorchRL's ``set_seed``.
+
+        Raises:
+            RuntimeError: workers run ahead with the seed with which they started.
         """
+        if self._tracker.max_age:
+            raise RuntimeError("Workers run ahead with the seed with which they started")
         following: int = self.env.set_seed(seed, static_seed=static_seed)
-        self.seed = seed
-        self.rounds_sampled = self.training_rounds = 0
+        self.source.seed = seed
         self._tensordicts = None
+        self._dispatcher.run_in_thread(lambda: self._tracker.load_state_dict(self._first_counts))
         return following
 
-    def round_metrics(self, round_: Round) -> dict[str, float]:
-        """Throughput metrics of the round."""
-        seconds, tokens = round_.seconds, round_.response_tokens
-        return {
-            "throughput/generated_tokens_per_s": tokens / seconds["time/generate_s"],
-            "throughput/scored_tokens_per_s": tokens / seconds["time/score_s"],
-        }
-
-    def summary_entries(self) -> dict[str, Any]:
-        """Entries of ``summary.json``."""
-        return {"dialog_turns": self.rounds_sampled * self.dialog_turns_per_batch}
-
     def start(self) -> None:
-        """Do nothing: the synchronous collector has no background work."""
+        """Let workers run ahead of the trainer from now on, as far as the staleness bound allows."""
+
+        def begin() -> None:
+            self._dispatcher.scheduler.may_run_ahead = bool(self._tracker.max_age)
+
+        self._dispatcher.run_in_thread(begin)
 
     def shutdown(self) -> None:
-        """Close the engine."""
-        self.engine.close()
+        """End the workers."""
+        self.worker_group.close()
 
     def __iter__(self) -> Iterator[Round]:
-        while self.rounds_sampled * self.dialog_turns_per_batch < self.total_dialog_turns:
+        """Rounds until ``total_dialog_turns`` responses have been collected."""
+        while self._tracker.trained * self.env.batch_size[1] < self.total_dialog_turns:
             yield self.rollout()
 
+    def iterator(self) -> Iterator[TensorDictBase]:
+        """The groups of each round, ``[P]``: see :mod:`~torchrl_grpo.batch.schema`."""
+        for round_ in self:
+            yield round_.groups if self.postproc is None else self.postproc(round_.groups)
+
+    def next(self) -> TensorDictBase | None:
+        """The groups of the next round; None when all turns are collected."""
+        if self._tensordicts is None:
+            self._tensordicts = self.iterator()
+        return next(self._tensordicts, None)
+
     def rollout(self, is_refill: bool = False) -> Round:
-        """Collect one round.
+        """Wait for a round.
 
         Args:
             is_refill: whether the round completes the previous one, which had too few groups with a signal
                 (dynamic sampling). It then does not count as a training round.
-        """
-        # Cached key/value states are valid, but their rounding depends on the batch in which they were
-        # computed. With an empty cache, a round is a function of weights and seed, whatever ran before.
-        self.engine.reset_cache()
-        prompts = self.env.draw()
-        start = self._clock()
-        seeds = self._seeds(len(prompts))
-        problems = [self.env.problem_of(prompt) for prompt in prompts]
-        completions = self.engine.generate(
-            [prompt.token_ids for prompt in prompts],
-            Sampling(
-                self.env.batch_size[1],
-                self.max_new_tokens,
-                self.temperature,
-                seeds,
-                problems=[one for one in problems if one is not None] or None,
-            ),
-        )
-        generated = self._clock()
-        version = self.engine.policy_version
-        groups = [
-            Group(
-                prompt.group_id,
-                prompt.token_ids,
-                seed,
-                [response_from_completion(one, version) for one in group],
-                problem,
-            )
-            for prompt, seed, group, problem in zip(prompts, seeds, completions, problems, strict=True)
-        ]
-        examples = [prompt.example for prompt in prompts]
-        scored = score_groups(self.env, self.tokenizer, groups=groups, examples=examples)
-        seconds = {"time/generate_s": generated - start, "time/score_s": self._clock() - generated}
-        self.rounds_sampled += 1
-        self.training_rounds += not is_refill
-        return build_round(
-            scored,
-            [prompt.text for prompt in prompts],
-            reward_names=self.env.reward_set.names,
-            pad_token_id=self.tokenizer.pad_token_id,
-            seconds=seconds,
-        )
-
-    def _seeds(self, count: int) -> list[int]:
-        first = self.rounds_sampled * count
-        return [group_seed(self.seed, first + prompt, count) for prompt in range(count)]
-
-    def state_dict(self) -> dict[str, int]:
-        """Rounds sampled, rounds not counting refills, and the position in the data."""
-        # "taken" counts the rounds that the trainer has taken, without refills.
-        return {"rounds": self.rounds_sampled, "taken": self.training_rounds, **self.env.stream.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a :meth:`state_dict` of this collector, or of an asynchronous one with
-        ``max_policy_age=0``.
 
         Raises:
-            CheckpointError: the state is of a run of ``grpo-async.py`` that ran ahead.
+            WorkersLost: workers failed too often.
         """
-        if TRACKER_KEY in state:
-            state = self._from_async_state(state[TRACKER_KEY])
-        self.rounds_sampled, self.training_rounds = state["rounds"], state["taken"]
-        self.env.stream.load_state_dict({"epoch": state["epoch"], "position": state["position"]})
+        start, scored_s = self._clock(), self._dispatcher.stats.score_seconds
+        groups = self._dispatcher.wait_for_round(is_refill)
+        waited = self._clock() - start
+        scored_s = self._dispatcher.stats.score_seconds - scored_s
+        self._waited += waited
+        return build_round(
+            groups,
+            [self.env.prompt(group.group.group_id).text for group in groups],
+            reward_names=self.env.reward_set.names,
+            pad_token_id=self.source.tokenizer.pad_token_id,
+            seconds={"time/generate_s": waited - scored_s, "time/score_s": scored_s}
+            if self._is_local
+            else {"time/wait_s": waited},
+        )
 
-    def _from_async_state(self, tracker_state: dict[str, Any]) -> dict[str, int]:
-        # Older checkpoints lack max_age.
-        if tracker_state.get("max_age") != 0:
-            raise wrong_script_error("grpo-async.py")
-        # The trainer has received "trained" + "dropped_filter" groups. When it asks for a refill,
-        # uncount_last_round moves the groups of the last round from the first counter to the second, so the
-        # sum counts every received group once. Groups that had started but had not reached the trainer are
-        # sampled again.
-        used = tracker_state["trained"] + tracker_state["dropped_filter"]
-        epoch, position = divmod(used, len(self.env.stream.examples))
+    def round_metrics(self, round_: Round) -> dict[str, float]:
+        """Throughput of the round; with workers elsewhere, metrics of their activity since the last call."""
+        if self._is_local:
+            seconds, sampled = round_.seconds, round_.response_tokens
+            return {
+                "throughput/generated_tokens_per_s": sampled / seconds["time/generate_s"],
+                "throughput/scored_tokens_per_s": sampled / seconds["time/score_s"],
+            }
+        before, stats = self._since[1], self._worker_stats()
+        span = max(self._clock() - self._since[0], 1e-9)
+        self._since = (self._clock(), stats)
+        count = len(stats["tokens"])
+        busy = [now - then for now, then in zip(stats["seconds"], before["seconds"], strict=True)]
+        tokens = [now - then for now, then in zip(stats["tokens"], before["tokens"], strict=True)]
+        waited, self._waited = self._waited, 0.0
+        mean_busy = sum(busy) / count
         return {
-            "rounds": used // self.env.batch_size[0],
-            "taken": tracker_state["taken"],
-            "epoch": epoch,
-            "position": position,
+            "throughput/generated_tokens_per_s": sum(tokens) / span,
+            "workers/busy_share": min(1.0, mean_busy / span),
+            "workers/wait_s": max(0.0, span - mean_busy),
+            # Overlap is generation while the trainer trained. Workers are assumed to be busy whenever the
+            # trainer waits, so overlap is their busy time minus the time that it waited.
+            "workers/overlap": min(1.0, max(0.0, mean_busy - waited) / span),
+            "workers/score_s": stats["score_seconds"] - before["score_seconds"],
+            "workers/restarts": stats["restarts"],
+            "workers/queue": stats["queue"],
+            **{f"workers/tokens_per_s_{number}": rate / span for number, rate in enumerate(tokens)},
         }
+
+    def _worker_stats(self) -> dict[str, Any]:
+        stats = self._dispatcher.stats
+        return {
+            "tokens": list(stats.tokens),
+            "seconds": list(stats.seconds),
+            "score_seconds": stats.score_seconds,
+            "restarts": stats.restarts,
+            "queue": len(self._tracker.accepted),
+        }
+
+    def summary_entries(self) -> dict[str, Any]:
+        """Entries of ``summary.json``; with workers elsewhere, counts of what happened to all groups too."""
+        groups = self._dispatcher.run_in_thread(self._tracker.counts)
+        turns = (groups["trained"] + groups["dropped_filter"]) * self.env.batch_size[1]
+        if self._is_local:
+            return {"dialog_turns": turns}
+        restarts = self._dispatcher.stats.restarts
+        return {"dialog_turns": turns, "groups": groups, "worker_restarts": restarts}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts of the tracker, and every group that waits for the trainer; running groups start again."""
+
+        def read() -> dict[str, Any]:
+            accepted = [
+                {
+                    "group": one.group.state_dict(),
+                    "texts": one.texts,
+                    "scored": [[score.total, dict(score.parts), dict(score.errors)] for score in one.scores],
+                    "reference": one.reference,
+                }
+                for _, one in sorted(self._dispatcher.accepted.items())
+            ]
+            restarts = self._dispatcher.stats.restarts
+            return {TRACKER_KEY: self._tracker.state_dict(), "accepted": accepted, "restarts": restarts}
+
+        return self._dispatcher.run_in_thread(read)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a :meth:`state_dict`.
+
+        Raises:
+            CheckpointError: one of the two runs runs ahead of the trainer, and the other does not.
+        """
+        if TRACKER_KEY not in state:
+            state = self._from_rounds(state)
+        accepted = [
+            ScoredGroup(
+                Group.from_state_dict(one["group"]),
+                one["texts"],
+                [ResponseScore(*score) for score in one["scored"]],
+                one.get("reference"),
+            )
+            for one in state["accepted"]
+        ]
+        self._sync_reference_log_probs(accepted)
+
+        def write() -> None:
+            self._tracker.load_state_dict(state[TRACKER_KEY])
+            self._dispatcher.stats.restarts = state["restarts"]
+            self._dispatcher.accepted = {one.group.group_id: one for one in accepted}
+            self._dispatcher.scheduler.reissue(list(self._tracker.running))
+
+        self._dispatcher.run_in_thread(write)
+
+    def _from_rounds(self, state: Mapping[str, int]) -> dict[str, Any]:
+        """Return the state of an older checkpoint of ``grpo.py`` or ``sft.py``, which has rounds only."""
+        size, taken = self.env.batch_size[0], state["taken"]
+        rounds = state.get("rounds", taken)
+        counts = {
+            **self._tracker.state_dict(),
+            "taken": taken,
+            "issued": rounds * size,
+            "trained": taken * size,
+            "dropped_filter": (rounds - taken) * size,
+            "max_age": 0,
+        }
+        return {TRACKER_KEY: counts, "accepted": [], "restarts": 0}
+
+    def _sync_reference_log_probs(self, accepted: list[ScoredGroup]) -> None:
+        """Compute the reference log-probabilities that a checkpoint's groups lack.
+
+        If the trainer computes them in this run, those of the checkpoint are dropped.
+        """
+        reference = self._dispatcher.reference
+        if reference is None:
+            for one in accepted:
+                # The trainer computes them.
+                one.reference = None
+            return
+        missing = [one for one in accepted if one.reference is None]
+        futures = self._dispatcher.run_in_thread(lambda: [reference.log_probs(one.group) for one in missing])
+        for one, future in zip(missing, futures, strict=True):
+            one.reference = future.result()

@@ -20,7 +20,6 @@ from torchrl_grpo.config import Config
 from torchrl_grpo.config.derived import (
     describe_length,
     needs_reference,
-    total_turns,
     with_total_turns,
 )
 from torchrl_grpo.config.values import Dtype
@@ -30,12 +29,11 @@ from torchrl_grpo.data.problems import Problems
 from torchrl_grpo.distributed.ranks import Ranks
 from torchrl_grpo.envs import lengths
 from torchrl_grpo.envs.build import build_environment
-from torchrl_grpo.envs.chat import check_contents, end_of_message, render, render_text
+from torchrl_grpo.envs.chat import check_contents, render, render_text
 from torchrl_grpo.envs.control_tokens import control_tokens
 from torchrl_grpo.envs.episodes.build import check_environment, with_prompts
 from torchrl_grpo.envs.responses import note_on_reading
 from torchrl_grpo.inference.build import build_engine
-from torchrl_grpo.inference.protocol import Inference
 from torchrl_grpo.models import loading, lora
 from torchrl_grpo.models.build import weights_source
 from torchrl_grpo.models.precision import resolve_dtype
@@ -52,12 +50,11 @@ from torchrl_grpo.planning.token_budget import with_budget
 from torchrl_grpo.rewards.graders import CountingGrader
 from torchrl_grpo.rewards.registry import unasked_tags
 from torchrl_grpo.rewards.reward_set import MixtureRewardSet, RewardSet
-from torchrl_grpo.rollout.async_collector import AsyncCollector
 from torchrl_grpo.rollout.buffer import GroupBuffer
-from torchrl_grpo.rollout.build import CollectorFactory, EngineSource, build_single_engine
-from torchrl_grpo.rollout.collector import RolloutCollector
+from torchrl_grpo.rollout.build import CollectorFactory, EngineSource, build_collector
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
-from torchrl_grpo.rollout.solutions import SolutionCollector, check_solutions
+from torchrl_grpo.rollout.solutions import check_solutions
+from torchrl_grpo.rollout.workers.worker_group import WorkerGroup
 from torchrl_grpo.runtime import screen
 from torchrl_grpo.runtime.rng import derive_seed
 from torchrl_grpo.training.data_parallel_engine import build_data_parallel_engine
@@ -69,7 +66,6 @@ from torchrl_grpo.training.session import Outputs, Session, try_out_checkpoint
 from torchrl_grpo.training.state import Parts, SessionState, seed_everything
 from torchrl_grpo.weight_sync.probe import probe_length, probe_prompts
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
-from torchrl_grpo.weight_sync.transport import Transport
 
 # The most precise first.
 _DTYPES_BY_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
@@ -121,7 +117,7 @@ class MessageQueue:
 def build_session(
     job: Job,
     *,
-    build_collector: CollectorFactory = build_single_engine,
+    make_collector: CollectorFactory = build_collector,
     plan: Plan | None = None,
     ranks: Ranks | None = None,
 ) -> Session:
@@ -131,7 +127,7 @@ def build_session(
 
     Args:
         job: configuration, data and rewards.
-        build_collector: function that builds the engine and the collector.
+        make_collector: function that builds the workers and their collector.
         plan: placement on devices; None plans for the devices that this process sees.
         ranks: training ranks, of which this process is rank 0; None for this process alone.
 
@@ -144,11 +140,11 @@ def build_session(
         plan = placement.plan(request, torch.cuda.device_count())
     with ExitStack() as exit_stack:
         # If a later component fails, close those built before it: a sweep's next job needs the memory.
-        return _build(job, build_collector, plan, ranks, exit_stack)
+        return _build(job, make_collector, plan, ranks, exit_stack)
 
 
 def _build(
-    job: Job, build_collector: CollectorFactory, plan: Plan, ranks: Ranks, exit_stack: ExitStack
+    job: Job, make_collector: CollectorFactory, plan: Plan, ranks: Ranks, exit_stack: ExitStack
 ) -> Session:
     cfg, resume_from, messages = job.cfg, job.resume_from, MessageQueue()
     seed_everything(cfg.seed)
@@ -201,18 +197,8 @@ def _build(
         else build_engine,
     )
     progress.phase("starting the engine")
-    engine, sampling_collector = build_collector(cfg, engine_source, env, tokenizer)
-    exit_stack.callback(sampling_collector.shutdown)
-    collector: RolloutCollector | AsyncCollector | SolutionCollector = sampling_collector
-    if cfg.train.method == "sft":
-        collector = SolutionCollector(
-            sampling_collector,
-            env,
-            tokenizer,
-            end_token_id=end_of_message(tokenizer, engine_source.eos_token_ids),
-            max_new_tokens=cfg.inference_model.max_new_tokens,
-            total_dialog_turns=total_turns(cfg),
-        )
+    collector = make_collector(cfg, engine_source, env, tokenizer)
+    exit_stack.callback(collector.shutdown)
     # A reference model in processes of its own scores a group before the group reaches the trainer.
     in_trainer = not plan.reference.own_process
     reference = build_reference(cfg, base_model, plan.reference_devices, learner) if in_trainer else None
@@ -226,21 +212,19 @@ def _build(
     publisher = build_publisher(
         cfg,
         learner,
-        engine=engine,
+        engine=collector.worker_group,
         tokenizer=tokenizer,
         examples=problems.train,
         precision=precision,
         engine_dtype=engine_dtype,
         warn=messages,
-        # The collector also carries weights to its engine or workers.
-        transport=collector,
     )
     parts = Parts(
         ranks=ranks,
         plan=plan,
         tokenizer=tokenizer,
         learner=learner,
-        engine=engine,
+        engine=collector.worker_group,
         collector=collector,
         reference=reference,
         buffer=buffer,
@@ -369,26 +353,24 @@ def build_publisher(
     cfg: Config,
     learner: Learner,
     *,
-    engine: Inference,
+    engine: WorkerGroup,
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
     precision: torch.dtype,
     engine_dtype: torch.dtype,
     warn: Callable[[str], None],
-    transport: Transport,
 ) -> WeightPublisher:
     """Build the publisher, with a probe made from the first training prompts.
 
     Args:
         cfg: configuration; ``inference_model`` is read.
         learner: learner whose weights are published.
-        engine: engine that receives the weights.
+        engine: workers that receive the weights.
         tokenizer: tokenizer that renders the prompts.
         examples: training problems.
         precision: result of :func:`least_precise_dtype`.
         engine_dtype: dtype of the engine.
         warn: function called with a warning for the user.
-        transport: transport of the weights to ``engine``.
     """
     first = [examples[index] for index in range(min(8, len(examples)))]
     length = probe_length(cfg.inference_model.block_size, cfg.inference_model.max_model_len)
@@ -401,8 +383,8 @@ def build_publisher(
         pad_token_id=tokenizer.pad_token_id,
         precision=precision,
         engine_dtype=engine_dtype,
+        transport=engine,
         bound=cfg.inference_model.max_logprob_gap,
         warn=warn,
         backend=cfg.inference_model.backend,
-        transport=transport,
     )

@@ -7,24 +7,26 @@ it, except for the rounding of a batch of another size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchrl_grpo.config import Config
-from torchrl_grpo.distributed.rank_engine import Answers, RankEngine
+from torchrl_grpo.distributed.rank_engine import RankEngine
 from torchrl_grpo.inference.checksums import Checksums
-from torchrl_grpo.inference.protocol import Engine, Probe, ProbeResult, Sampling
+from torchrl_grpo.inference.protocol import Completion, Probe, ProbeResult, Request, SteppingEngine
 from torchrl_grpo.training.learner import Learner
 
 _R = TypeVar("_R")
 _P = ParamSpec("_P")
 
 
-class DataParallelEngine(Engine):
+class DataParallelEngine(SteppingEngine):
     """The engines of all ranks, as one engine on rank 0.
+
+    A step generates whole responses, because ranks that wait for each other at every token are slow.
 
     Args:
         learner: learner of rank 0, with its engine: see :meth:`Learner.build_rank_engine`.
@@ -33,10 +35,21 @@ class DataParallelEngine(Engine):
     def __init__(self, learner: Learner) -> None:
         assert learner.engine is not None
         self._learner, self._rank_engine = learner, learner.engine
+        self._waiting: list[Request] = []
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Answers:
-        """See :meth:`Inference.generate`."""
-        return self._call_all(RankEngine.generate, prompts, sampling)
+    def submit(self, requests: Sequence[Request]) -> None:
+        """See :meth:`SteppingEngine.submit`."""
+        self._waiting += requests
+
+    def step(self) -> list[tuple[Hashable, Completion]]:
+        """See :meth:`SteppingEngine.step`; all responses end."""
+        requests, self._waiting = self._waiting, []
+        return list(self._call_all(RankEngine.answer, requests).items())
+
+    def abort_all(self) -> dict[Hashable, Completion]:
+        """See :meth:`SteppingEngine.abort_all`. None is running between two steps."""
+        requests, self._waiting = self._waiting, []
+        return {request.key: Completion([], [], "aborted") for request in requests}
 
     def next_tokens(self, probe: Probe) -> ProbeResult:
         """See :meth:`Engine.next_tokens`; each rank's engine runs the probe."""
@@ -107,7 +120,7 @@ def build_data_parallel_engine(
     max_num_seqs: int,
     sleeps: bool,
     gpu_memory_utilization: float,
-) -> Engine:
+) -> SteppingEngine:
     """Call :func:`~torchrl_grpo.inference.build.build_engine` on every rank, each on its own device.
 
     Args:

@@ -88,13 +88,12 @@ def evaluate(cfg: Config, resume_from: Path | None) -> dict[str, float]:
         import torch
 
         from torchrl_grpo.distributed.ranks import Ranks
-        from torchrl_grpo.rollout.build import collection_for
         from torchrl_grpo.training.build import Job, build_session
 
         ranks = Ranks(on_cpu=not torch.cuda.is_available())
         job = Job(cfg, Path(folder), problems, reward_set, grader, resume_from, is_evaluation=True)
         try:
-            session = build_session(job, build_collector=collection_for(cfg, plan), plan=plan, ranks=ranks)
+            session = build_session(job, plan=plan, ranks=ranks)
             try:
                 return session.evaluate_only()
             finally:
@@ -198,7 +197,6 @@ def _train(
     from torchrl_grpo.distributed.ranks import Ranks, divide_threads
     from torchrl_grpo.observe import report
     from torchrl_grpo.observe.metrics import METRICS, read_jsonl
-    from torchrl_grpo.rollout.build import collection_for
     from torchrl_grpo.runtime.interrupts import remember_interrupts
     from torchrl_grpo.training.build import Job, build_session
     from torchrl_grpo.training.loop import train
@@ -217,7 +215,7 @@ def _train(
         return summary
     try:
         job = Job(cfg, run_dir, problems, reward_set, grader, resume_from)
-        session = build_session(job, build_collector=collection_for(cfg, plan), plan=plan, ranks=ranks)
+        session = build_session(job, plan=plan, ranks=ranks)
     except BaseException:
         ranks.release()
         raise

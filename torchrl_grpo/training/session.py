@@ -16,7 +16,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.config import Config
-from torchrl_grpo.inference.protocol import Engine
 from torchrl_grpo.models import lora, saving
 from torchrl_grpo.observe.loggers import Loggers
 from torchrl_grpo.observe.metrics import MetricsWriter, RolloutWriter
@@ -196,8 +195,8 @@ class Session:
     def sleep_engine(self) -> None:
         """Free the engine's memory until the next publication, if the plan says that the engine sleeps."""
         if self.parts.plan.sleeps and not self._asleep:
-            assert isinstance(self.parts.engine, Engine)
-            self.parts.engine.sleep()
+            assert self.parts.engine.local_engine is not None
+            self.parts.engine.local_engine.sleep()
             self._asleep = True
 
     def train_on(self, batch: TensorDictBase) -> dict[str, float]:
@@ -226,11 +225,11 @@ class Session:
         if self.parts.plan.offload_optimizer:
             self.parts.ranks.call_all(Learner.park_optimizer, self.parts.learner)
         if self._asleep:
-            assert isinstance(self.parts.engine, Engine)
+            assert self.parts.engine.local_engine is not None
             if self.parts.learner.device.type == "cuda":
                 # The engine needs the memory that the trainer's allocator has cached.
                 torch.cuda.empty_cache()
-            self.parts.engine.wake()
+            self.parts.engine.local_engine.wake()
             self._asleep = False
         wait = self.schedule.is_evaluation_due(step) or self.schedule.is_finished(step)
         metrics = self.parts.publisher.publish(step, wait=wait)

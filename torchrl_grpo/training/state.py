@@ -13,14 +13,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from torchrl_grpo.checkpoints import checkpoint
 from torchrl_grpo.distributed.ranks import Ranks
-from torchrl_grpo.inference.protocol import Inference
 from torchrl_grpo.observe import stats
 from torchrl_grpo.planning.plan import Plan
-from torchrl_grpo.rollout.async_collector import AsyncCollector
 from torchrl_grpo.rollout.buffer import GroupBuffer
-from torchrl_grpo.rollout.collector import RolloutCollector
+from torchrl_grpo.rollout.collector import Collector
 from torchrl_grpo.rollout.log_prob_transform import LogProbScorer
-from torchrl_grpo.rollout.solutions import SolutionCollector
+from torchrl_grpo.rollout.workers.worker_group import WorkerGroup
 from torchrl_grpo.training.evaluator import Evaluator
 from torchrl_grpo.training.learner import Learner
 from torchrl_grpo.weight_sync.publisher import WeightPublisher
@@ -74,8 +72,8 @@ class Parts:
         plan: devices of the trainer, the engines and the reference model.
         tokenizer: tokenizer of the model.
         learner: trained model with its objective and optimizer.
-        engine: one engine, or all workers as one.
-        collector: source of rounds; it also carries published weights to the engine.
+        engine: all workers as one.
+        collector: source of rounds.
         reference: reference model in this process; None if there is none here.
         buffer: replay buffer that holds the current round.
         publisher: sends the weights to the engine and verifies that they arrived.
@@ -87,8 +85,8 @@ class Parts:
     plan: Plan
     tokenizer: PreTrainedTokenizerBase
     learner: Learner
-    engine: Inference
-    collector: RolloutCollector | AsyncCollector | SolutionCollector
+    engine: WorkerGroup
+    collector: Collector
     reference: LogProbScorer | None
     buffer: GroupBuffer
     publisher: WeightPublisher

@@ -31,7 +31,7 @@ from torchrl_grpo.weight_sync.probe import named_weights, perturbed
 from torchrl_grpo.weight_sync.results import ExpectedResult, LogProbDiff
 from torchrl_grpo.weight_sync.sent_weights import SentWeights
 from torchrl_grpo.weight_sync.source import NextTokenScorer, ShardedWeights
-from torchrl_grpo.weight_sync.transport import Delivery, DirectTransport, Transport, concatenate_results
+from torchrl_grpo.weight_sync.transport import Delivery, Transport, concatenate_results
 
 TOP_K = 20
 # Lower limit of the derived bound on the mean difference of log-probabilities, in nats. It is at least
@@ -64,11 +64,11 @@ class WeightPublisher:
         pad_token_id: padding id.
         precision: the less precise of the engine's and the trainer's dtypes.
         engine_dtype: dtype of the engine. Weights are cast to it before they leave the trainer.
+        transport: transport that carries the weights to ``engine``.
         bound: largest mean difference of log-probabilities that causes no warning, in nats. None derives it
             from the first difference measured.
         warn: function that shows a warning once the bound is exceeded.
         backend: value of ``inference_model.backend``; error messages give advice for it.
-        transport: transport that carries the weights to ``engine``. None passes them to ``engine`` directly.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class WeightPublisher:
         pad_token_id: int,
         precision: torch.dtype,
         engine_dtype: torch.dtype,
+        transport: Transport,
         bound: float | None = None,
         warn: Callable[[str], None] = lambda text: None,
         backend: str = DEFAULT_ENGINE,
-        transport: Transport | None = None,
     ) -> None:
         self.model = model
         self.scorer = scorer
         self.engine = engine
-        self._transport = DirectTransport(engine) if transport is None else transport
+        self._transport = transport
         # Deliveries that may still bring probe results, each with its expected result.
         self._deliveries: list[tuple[ExpectedResult, Delivery]] = []
         self.engine_dtype = engine_dtype
@@ -397,4 +397,4 @@ class WeightPublisher:
         return self.scorer.next_token_log_probs(prompt, prompt_mask).cpu()
 
     def _engine_name(self) -> str:
-        return type(self.engine).__name__
+        return self.engine.name

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchrl_grpo.inference.protocol import Inference, Probe, ProbeResult
+from torchrl_grpo.inference.protocol import Probe, ProbeResult
 
 
 class Delivery(Protocol):
@@ -33,40 +33,6 @@ class Transport(Protocol):
             version: number of optimizer steps that produced these weights.
             probe: prompts for which each engine returns its likeliest next tokens with the new weights.
         """
-
-
-class CompletedDelivery:
-    """A :class:`Delivery` that is complete.
-
-    Args:
-        result: probe result of the engine.
-    """
-
-    def __init__(self, result: ProbeResult) -> None:
-        self._results = [result]
-
-    def wait(self) -> None:
-        """See :meth:`Delivery.wait`."""
-
-    def new_results(self) -> Iterator[ProbeResult]:
-        """See :meth:`Delivery.new_results`."""
-        while self._results:
-            yield self._results.pop()
-
-
-class DirectTransport:
-    """Passes weights to one engine, which loads them before :meth:`send` returns.
-
-    Args:
-        engine: engine that loads the weights.
-    """
-
-    def __init__(self, engine: Inference) -> None:
-        self._engine = engine
-
-    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> Delivery:
-        """See :meth:`Transport.send`."""
-        return CompletedDelivery(self._engine.publish(weights, version, probe))
 
 
 def concatenate_results(results: Iterable[ProbeResult]) -> ProbeResult:

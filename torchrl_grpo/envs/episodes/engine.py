@@ -334,7 +334,7 @@ class EpisodeEngine(SteppingEngine):
         return self.engine.checksums()
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> ProbeResult:
-        """See :meth:`Inference.publish`."""
+        """See :meth:`Engine.publish`."""
         return self.engine.publish(weights, version, probe)
 
     def reset_cache(self) -> None:

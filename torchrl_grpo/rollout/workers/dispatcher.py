@@ -14,14 +14,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from torchrl_grpo.errors import UserError, WorkersLost
 from torchrl_grpo.inference.protocol import ProbeResult
 from torchrl_grpo.inference.servers.weight_stream import TransferPostponed
 from torchrl_grpo.rollout.groups import Group, ScoredGroup
+from torchrl_grpo.rollout.workers.local_pool import TrainerThread
 from torchrl_grpo.rollout.workers.scheduler import Call, LoadWeights, PublishedWeights, Scheduler, Task
 from torchrl_grpo.rollout.workers.types import (
     Command,
@@ -47,15 +49,20 @@ class Dispatcher:
     Args:
         scheduler: scheduler that chooses the calls. Once the thread runs, only the thread may change it.
         pool: pool of workers.
-        score_rewards: function that computes the rewards of a whole group.
+        score_rewards: function that computes the rewards of whole groups.
         timeout_s: number of seconds after which a silent worker counts as dead. While a worker
             starts, the limit is :data:`START_LIMIT_S` if that is longer.
-        max_restarts: number of workers that this process replaces before it fails.
+        max_restarts: number of workers that this process replaces before it fails. None if a worker cannot
+            be replaced: its error is the run's.
         may_refill: whether the trainer may ask for a refill of the round that it got last. If so, groups that
             are too old for the next training round are kept until the trainer asks for that round. A refill
             belongs to the previous round, so it may use groups that are one round older.
         reference: client of the reference model in separate processes. None if the model is unused or the
             trainer holds it.
+        trainer_thread: the trainer's thread, if it runs the worker and computes the rewards. These are then
+            computed for a whole round at a time. None for workers elsewhere.
+        make_scored: function that makes a finished group from its number and the version of the weights that
+            were published last. If it is given, workers generate no groups.
     """
 
     def __init__(
@@ -63,17 +70,19 @@ class Dispatcher:
         scheduler: Scheduler,
         pool: Pool,
         *,
-        score_rewards: Callable[[Group], ScoredGroup],
+        score_rewards: Callable[[Sequence[Group]], Sequence[ScoredGroup]],
         timeout_s: float,
-        max_restarts: int,
+        max_restarts: int | None,
         may_refill: bool = False,
         reference: ReferenceClient | None = None,
+        trainer_thread: TrainerThread | None = None,
+        make_scored: Callable[[int, int], ScoredGroup] | None = None,
     ) -> None:
         count = len(scheduler.workers)
         self.scheduler = scheduler
         self.stats = WorkerStats([0] * count, [0.0] * count)
         self.accepted: dict[int, ScoredGroup] = {}
-        self._pool = pool
+        self.pool = pool
         self._score_rewards = score_rewards
         self._timeout_s = timeout_s
         self._max_restarts = max_restarts
@@ -81,12 +90,16 @@ class Dispatcher:
         self._own_restarts = 0
         self._may_refill = may_refill
         self.reference = reference
+        self._trainer_thread = trainer_thread
+        self._make_scored = make_scored
+        # Finished groups of a round that is scored at once.
+        self._unscored: list[Group] = []
         self._starting: Future[None] | None = None
         # The newest weights if the pool has no copy of them; else None. Only the trainer's thread uses this.
         self._trainer_weights: TrainerWeights | None = None
         self._loads_ended: Future[None] | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._reward_pool = ThreadPoolExecutor(1, thread_name_prefix="rewards")
+        self._rewards: Executor = trainer_thread or ThreadPoolExecutor(1, thread_name_prefix="rewards")
         self._incarnations = [0] * count
         # By worker: deadline by the monotonic clock, and the number of seconds allowed.
         self._deadlines: dict[int, tuple[float, float]] = {}
@@ -154,17 +167,20 @@ class Dispatcher:
             self.run_in_thread(self.scheduler.tracker.uncount_last_round)
         future: Future[list[ScoredGroup]] = self._new_future()
         self._inbox.put(lambda: self._request_round(future))
-        self.send_weights_until(future)
+        self.serve_until(future)
         return future.result()
 
-    def send_weights_until(self, until: Future[Any]) -> None:
-        """Send the newest weights to workers that ask for them, until a future is done.
+    def serve_until(self, until: Future[Any]) -> None:
+        """Do in the trainer's thread what workers need of it, until a future is done.
 
-        The trainer's thread calls this wherever it waits for workers. It returns at once if the weights were
+        The trainer's thread calls this wherever it waits for workers. It runs the worker of its own process,
+        or sends the newest weights to workers that ask for them. It returns at once if the weights were
         copied at their publication, for example to Ray's object store. Otherwise it sends the trainer's own
         weights. They are still those that were published last: such transports require a publication at
         the end of every round (``config/checks/schedule.py``).
         """
+        if self._trainer_thread is not None:
+            self._trainer_thread.run_until(until)
         if self._trainer_weights is None:
             return
         self._trainer_weights.open()
@@ -227,7 +243,7 @@ class Dispatcher:
 
         self._inbox.put(post)
         for result in results:
-            self.send_weights_until(result)
+            self.serve_until(result)
         return [result.result() for result in results]
 
     def close(self) -> None:
@@ -240,8 +256,8 @@ class Dispatcher:
             self._inbox.put(stop)
             self._thread.join()
         # Close the workers first, so that a hanging reward does not occupy their devices.
-        self._pool.close()
-        self._reward_pool.shutdown(cancel_futures=True)
+        self.pool.close()
+        self._rewards.shutdown(cancel_futures=True)
 
     def _new_future(self) -> Future[Any]:
         future: Future[Any] = Future()
@@ -290,7 +306,7 @@ class Dispatcher:
     def _start_worker(self, worker_index: int) -> None:
         self._incarnations[worker_index] += 1
         self._set_deadline(worker_index, max(START_LIMIT_S, self._timeout_s))
-        self._pool.start(
+        self.pool.start(
             worker_index, self._make_callback(worker_index, lambda _: self._on_worker_started(worker_index))
         )
 
@@ -344,7 +360,7 @@ class Dispatcher:
                 worker_index, lambda result: self.scheduler.on_task_done(worker_index, result)
             )
         self._set_deadline(worker_index, self._timeout_s)
-        self._pool.call(worker_index, command, handle)
+        self.pool.call(worker_index, command, handle)
 
     def _on_weights_loaded(
         self, worker_index: int, weights: PublishedWeights, result: tuple[ProbeResult, list[Group]]
@@ -360,29 +376,41 @@ class Dispatcher:
     def _on_groups_generated(self, worker_index: int, result: Any) -> None:
         self.stats.tokens[worker_index] += result.tokens
         self.stats.seconds[worker_index] += result.seconds
-        for group in self.scheduler.on_groups_generated(worker_index, result.finished):
-            self._compute_rewards(group)
+        finished = self.scheduler.on_groups_generated(worker_index, result.finished)
+        if self._trainer_thread is None:
+            for group in finished:
+                self._compute_rewards([group])
+            return
+        # Rewards that work side by side have a round of work, and each call a whole round of responses.
+        self._unscored += finished
+        if self._unscored and len(self._unscored) == len(self.scheduler.tracker.running):
+            groups, self._unscored = sorted(self._unscored, key=lambda group: group.group_id), []
+            self._compute_rewards(groups)
 
-    def _compute_rewards(self, group: Group) -> None:
-        reference_future: Future[Any] = Future()
-        if self.reference is None:
-            reference_future.set_result(None)
-        else:
-            reference_future = self.reference.log_probs(group)
-        reward_future = self._reward_pool.submit(self._timed_rewards, group)
+    def _compute_rewards(self, groups: Sequence[Group]) -> None:
+        references = None if self.reference is None else [self.reference.log_probs(one) for one in groups]
+        reward_future = self._rewards.submit(self._timed_rewards, groups)
         reward_future.add_done_callback(
-            lambda future: self._inbox.put(lambda: self._on_rewarded(*future.result(), reference_future))
+            lambda future: self._inbox.put(lambda: self._on_rewarded(*future.result(), references))
         )
 
-    def _on_rewarded(self, scored: ScoredGroup, seconds: float, reference_future: Future[Any]) -> None:
+    def _on_rewarded(
+        self, groups: Sequence[ScoredGroup], seconds: float, references: Sequence[Future[Any]] | None
+    ) -> None:
         self.stats.score_seconds += seconds
-        reference_future.add_done_callback(
-            lambda future: self._inbox.put(lambda: self._accept(replace(scored, reference=future.result())))
-        )
+        if references is None:
+            for scored in groups:
+                self._accept(scored)
+            return
+        for scored, reference in zip(groups, references, strict=True):
+            reference.add_done_callback(partial(self._on_reference_scored, scored))
 
-    def _timed_rewards(self, group: Group) -> tuple[ScoredGroup, float]:
+    def _on_reference_scored(self, scored: ScoredGroup, reference: Future[Any]) -> None:
+        self._inbox.put(lambda: self._accept(replace(scored, reference=reference.result())))
+
+    def _timed_rewards(self, groups: Sequence[Group]) -> tuple[Sequence[ScoredGroup], float]:
         start = time.perf_counter()
-        return self._score_rewards(group), time.perf_counter() - start
+        return self._score_rewards(groups), time.perf_counter() - start
 
     def _accept(self, scored: ScoredGroup) -> None:
         group_id, oldest_version = scored.group.group_id, scored.group.oldest_version
@@ -393,8 +421,14 @@ class Dispatcher:
             self.accepted[group_id] = scored
 
     def _request_round(self, future: Future[list[ScoredGroup]]) -> None:
+        assert self.scheduler.newest is not None, "publish weights before the first round"
         self._round_future = future
-        self.scheduler.round_requested = True
+        if self._make_scored is None:
+            self.scheduler.round_requested = True
+            return
+        tracker, version = self.scheduler.tracker, self.scheduler.newest.version
+        for _ in range(tracker.num_admissible(version)):
+            self._accept(self._make_scored(tracker.register_group(), version))
 
     def _deliver_round(self) -> None:
         if self._round_future is None:
@@ -424,9 +458,9 @@ class Dispatcher:
                 self._on_worker_failed(worker_index, TimeoutError(f"no answer within {allowed:g} s"))
 
     def _on_worker_failed(self, worker_index: int, error: BaseException) -> None:
-        if isinstance(error, UserError) and self._starting is not None:
+        if self._max_restarts is None or (isinstance(error, UserError) and self._starting is not None):
             raise error
-        self._pool.kill(worker_index)
+        self.pool.kill(worker_index)
         self.scheduler.on_worker_lost(worker_index)
         self.stats.restarts += 1
         self._own_restarts += 1

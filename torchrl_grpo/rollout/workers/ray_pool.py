@@ -163,6 +163,8 @@ class RayPool:
         ConfigError: the cluster cannot be reached, or it cannot hold so many workers.
     """
 
+    overwrites = False
+
     def __init__(
         self,
         cfg: Config,

@@ -32,18 +32,6 @@ from typing import Any
 
 from torchrl_grpo.errors import CheckpointError
 
-# Key of the StalenessTracker's state in the checkpoints of AsyncCollector. It cannot be renamed, because
-# stored checkpoints have it.
-TRACKER_KEY = "ledger"
-
-
-def wrong_script_error(script: str) -> CheckpointError:
-    """Return the error for a checkpoint that only ``script`` can continue."""
-    return CheckpointError(
-        f"resume: this run was started with {script}; resume it with {script}, or start a new run from its "
-        "weights with model.name=RUN/checkpoints/STEP/model and without resume"
-    )
-
 
 @dataclass
 class StalenessTracker:
@@ -51,7 +39,8 @@ class StalenessTracker:
 
     Attributes:
         groups_per_round: B.
-        max_age: S, in rounds.
+        max_age: S, in rounds. None for a run in turn: groups begin when the trainer asks for a round, with
+            the weights that were published last, however old they are.
         rounds: rounds of the whole run; no more groups are issued than they can use.
         steps_per_round: optimizer steps that a round is trained for; a version counts optimizer steps.
         training_rounds: r.
@@ -66,7 +55,7 @@ class StalenessTracker:
     """
 
     groups_per_round: int
-    max_age: int
+    max_age: int | None
     rounds: int
     steps_per_round: int = 1
     training_rounds: int = 0
@@ -88,7 +77,8 @@ class StalenessTracker:
 
     def num_admissible(self, version: int) -> int:
         """Number of new groups that a worker with weights of ``version`` (optimizer steps) may begin."""
-        rounds = min(self.in_rounds(version) + self.max_age + 1, self.rounds) - self.training_rounds
+        last = self.training_rounds if self.max_age is None else self.in_rounds(version) + self.max_age
+        rounds = min(last + 1, self.rounds) - self.training_rounds
         return rounds * self.groups_per_round - self.outstanding
 
     def register_group(self) -> int:
@@ -111,7 +101,9 @@ class StalenessTracker:
 
     def too_old(self, version_in_rounds: int | None) -> bool:
         """Whether the next round to be taken is too late for this version."""
-        return version_in_rounds is not None and self.training_rounds - version_in_rounds > self.max_age
+        if version_in_rounds is None or self.max_age is None:
+            return False
+        return self.training_rounds - version_in_rounds > self.max_age
 
     def accept(self, group_id: int, version: int) -> None:
         """A group has finished; ``version`` is its oldest token's.
@@ -181,13 +173,25 @@ class StalenessTracker:
         return {
             "taken": self.training_rounds,
             **{name: count for name, count in self.counts().items() if name != "left"},
-            "max_age": self.max_age,
+            "max_age": self.max_age or 0,
             "running": sorted(self.running),
             "accepted": dict(self.accepted),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state returned by :meth:`state_dict`."""
+        """Restore the state returned by :meth:`state_dict`.
+
+        Raises:
+            CheckpointError: one of the two runs runs ahead of the trainer, and the other does not.
+        """
+        # Older checkpoints lack max_age.
+        saved_age = state.get("max_age", self.max_age)
+        if bool(saved_age) != bool(self.max_age):
+            script = "grpo-async.py" if saved_age else "grpo.py"
+            raise CheckpointError(
+                f"resume: this run was started with {script}; resume it with {script}, or start a new run "
+                "from its weights with model.name=RUN/checkpoints/STEP/model and without resume"
+            )
         self.training_rounds = state["taken"]
         for name in ("issued", "trained", "dropped_age", "dropped_filter"):
             setattr(self, name, state[name])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from torchrl_grpo.inference.protocol import Probe, ProbeResult, Sampling
 from torchrl_grpo.rollout.groups import Group, ReferenceLogProbs
@@ -76,11 +78,18 @@ Command = GenerateGroups | LoadWeightsCommand | GenerateForEval
 class Pool(Protocol):
     """Starts, calls and ends workers. ``done`` gets a result or an exception, and may run in any thread."""
 
+    @property
+    def overwrites(self) -> bool:
+        """Whether :meth:`put_weights` overwrites the previous weights. No worker may load weights then."""
+
     def start(self, worker_index: int, done: Callable[[Any], None]) -> None:
         """Start worker ``worker_index``, in place of an earlier one."""
 
     def call(self, worker_index: int, command: Command, done: Callable[[Any], None]) -> None:
         """Have worker ``worker_index`` run a command: see ``RolloutWorker.run``."""
+
+    def put_weights(self, weights: Iterable[tuple[str, Tensor]]) -> object:
+        """Bring weights into the form in which the pool transfers them, once for all workers."""
 
     def kill(self, worker_index: int) -> None:
         """End worker ``worker_index`` at once; an open call may stay unanswered."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from torchrl_grpo.inference.protocol import Completion, Inference, Probe, ProbeResult, Sampling
+from torchrl_grpo.inference.protocol import Completion, Engine, Inference, Probe, Sampling
 from torchrl_grpo.rollout.workers.dispatcher import Dispatcher
 from torchrl_grpo.rollout.workers.types import GenerateForEval, TrainerWeights, WorkerDelivery
-from torchrl_grpo.weight_sync.transport import concatenate_results
 
 
 class WorkerGroup(Inference):
@@ -17,24 +16,22 @@ class WorkerGroup(Inference):
 
     Args:
         dispatcher: dispatcher that calls them; started here and closed with the group.
-        put_weights: function that converts weights to the form that the pool transfers, once for all workers.
-        overwrites: whether this form takes the place of the one before, so that no worker may be reading it.
+        local_engine: engine of the worker, if it is in the trainer's process; otherwise None.
     """
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        put_weights: Callable[[Iterable[tuple[str, Tensor]]], object],
-        overwrites: bool = False,
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, local_engine: Engine | None = None) -> None:
         self.dispatcher = dispatcher
-        self._put_weights = put_weights
-        self._overwrites = overwrites
+        self.local_engine = local_engine
         try:
             dispatcher.start()
         except BaseException:
             dispatcher.close()
             raise
+
+    @property
+    def name(self) -> str:
+        """See :attr:`Inference.name`."""
+        return super().name if self.local_engine is None else self.local_engine.name
 
     @property
     def size(self) -> int:
@@ -44,24 +41,22 @@ class WorkerGroup(Inference):
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> WorkerDelivery:
         """Send weights to every worker.
 
-        They have been copied when this returns, or every worker has them, so the caller's may change.
+        They have been copied when this returns, or every worker has them, so the caller's may change. If
+        nothing can be generated with other weights, every worker has loaded them.
         """
-        if self._overwrites:
+        pool = self.dispatcher.pool
+        if pool.overwrites:
             self.dispatcher.block_loading()
-        delivery = WorkerDelivery(self._put_weights(weights), probe)
+        delivery = WorkerDelivery(pool.put_weights(weights), probe)
         self.dispatcher.publish(delivery, version)
-        if isinstance(delivery.content, TrainerWeights):
+        sends_own = isinstance(delivery.content, TrainerWeights)
+        if sends_own:
             # When this returns, every free worker has been told to load. So one pass is enough for all.
             self.dispatcher.run_in_thread(lambda: None)
-            self.dispatcher.send_weights_until(delivery.all_loaded_future)
+        if sends_own or not self.dispatcher.scheduler.tracker.max_age:
+            self.dispatcher.serve_until(delivery.all_loaded_future)
             delivery.wait()
         return delivery
-
-    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> ProbeResult:
-        """See :meth:`Inference.publish`; waits until every worker has returned its probe result."""
-        delivery = self.send(weights, version, probe)
-        delivery.wait()
-        return concatenate_results(delivery.new_results())
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         """See :meth:`Inference.generate`; every worker takes a share."""
