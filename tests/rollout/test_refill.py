@@ -74,7 +74,9 @@ def flat(groups: TensorDict) -> Tensor:
 def test_rounds_are_filled_in_order(plan: list[str], limit: int, names: list[str], refills: int) -> None:
     source: Any = Rounds(plan)
     observed: list[str] = []
-    round_, metrics = collect_with_signal(source, flat, limit, lambda one: observed.extend(one.prompts))
+    round_, metrics = collect_with_signal(
+        source.rollout, flat, limit, lambda one: observed.extend(one.prompts)
+    )
     # Groups that are thrown away too, and each once.
     assert observed == [f"{number}.{group}" for number in range(1 + refills) for group in range(3)]
     assert round_.prompts == names and metrics == {"rollout/refills": refills}
@@ -94,5 +96,5 @@ def test_rounds_are_filled_in_order(plan: list[str], limit: int, names: list[str
 
 def test_without_a_limit_the_first_round_is_taken_as_it_is() -> None:
     source: Any = Rounds(["---"])
-    round_, metrics = collect_with_signal(source, flat, 0)
+    round_, metrics = collect_with_signal(source.rollout, flat, 0)
     assert round_.prompts == ["0.0", "0.1", "0.2"] and metrics == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from tensordict import TensorDict
 from torch import Tensor
@@ -12,20 +11,8 @@ from torchrl_grpo.batch.schema import collate
 from torchrl_grpo.rollout.round import Round
 
 
-class Collector(Protocol):
-    """Collects rounds."""
-
-    def rollout(self, is_refill: bool = False) -> Round:
-        """Collect a round.
-
-        Args:
-            is_refill: whether the round completes the previous one. It then does not count as a training
-                round.
-        """
-
-
 def collect_with_signal(
-    collector: Collector,
+    rollout: Callable[[bool], Round],
     no_signal_mask: Callable[[TensorDict], Tensor],
     max_refills: int,
     observe: Callable[[Round], object] = lambda _: None,
@@ -37,7 +24,8 @@ def collect_with_signal(
     ``max_refills`` further rounds do not suffice, groups without a signal fill the rest.
 
     Args:
-        collector: collector of the rounds.
+        rollout: function that collects a round, or with True one that completes the previous round
+            (``Collector.rollout``).
         no_signal_mask: function that returns ``[P]`` bool for the groups of a round, True for groups without
             a signal.
         max_refills: largest number of further rounds; 0 returns the first round unchanged.
@@ -47,7 +35,7 @@ def collect_with_signal(
     Returns:
         One round of the usual size, and the metric ``rollout/refills`` unless ``max_refills`` is 0.
     """
-    rounds = [collector.rollout()]
+    rounds = [rollout(False)]
     if max_refills == 0:
         observe(rounds[0])
         return rounds[0], {}
@@ -61,7 +49,7 @@ def collect_with_signal(
 
     classify(0)
     while len(with_signal) < size and len(rounds) <= max_refills:
-        rounds.append(collector.rollout(is_refill=True))
+        rounds.append(rollout(True))
         classify(len(rounds) - 1)
     for collected in rounds:
         observe(collected)

@@ -50,13 +50,6 @@ class Response:
         self.finish_reason = None if more.finish_reason == "aborted" else more.finish_reason
 
 
-def response_from_completion(completion: Completion, version: int) -> Response:
-    """Return a response whose tokens were all generated with weights of ``version``."""
-    response = Response()
-    response.extend(completion, version)
-    return response
-
-
 @dataclass
 class Group:
     """One prompt and its G responses.

@@ -95,7 +95,7 @@ def collect(run: Session) -> dict[str, float]:
     # until a sweep ends.
     policy_cfg, device = run.cfg.policy, run.parts.learner.device
     round_, refill = collect_with_signal(
-        run.parts.collector,
+        run.parts.collector.rollout,
         run.parts.learner.advantage.no_signal_mask,
         policy_cfg.max_refills if policy_cfg.constant_groups == "refill" else 0,
         # A curriculum learns most from the groups that are thrown away: those that are solved or hopeless.
