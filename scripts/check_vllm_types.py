@@ -24,7 +24,7 @@ CHECKED = (
     "torchrl_grpo/inference/vllm_classes.py",
     "torchrl_grpo/inference/vllm_engine.py",
     "torchrl_grpo/inference/vllm_weights.py",
-    "torchrl_grpo/inference/servers/channels/groups.py",
+    "torchrl_grpo/inference/servers/channels/group.py",
     "torchrl_grpo/inference/servers/vllm/extension.py",
     "torchrl_grpo/inference/servers/vllm/older_routes.py",
 )

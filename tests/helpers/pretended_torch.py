@@ -348,6 +348,7 @@ def _cuda(machine: PretendedCuda) -> Iterator[Replacement]:
         major, minor = machine.capability
         return SimpleNamespace(
             name="a pretended GPU",
+            uuid=f"GPU-{machine.device('cuda' if device is None else device).index}",
             major=major,
             minor=minor,
             total_memory=int(machine.gib * _GIB),

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from publishers import make_publisher
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from vllm_arguments import ON_A_CPU
 
@@ -23,7 +24,9 @@ from torchrl_grpo.inference.checksums import Checksums, compute_checksums
 from torchrl_grpo.inference.protocol import Sampling
 from torchrl_grpo.inference.servers import weight_files
 from torchrl_grpo.inference.servers.carriers import StreamCarrier
-from torchrl_grpo.inference.servers.channels.nccl import SentHalves
+from torchrl_grpo.inference.servers.channels import nccl
+from torchrl_grpo.inference.servers.channels.group import GroupEnded, WeightGroup
+from torchrl_grpo.inference.servers.channels.nccl import Broadcaster
 from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequirements
 from torchrl_grpo.inference.servers.http import ServerConnection
 from torchrl_grpo.inference.servers.kinds import VLLM
@@ -128,8 +131,8 @@ def test_the_ranks_of_a_server_join_the_trainers_group(
     wanted = ServerRequirements(torch.float32, None, 200)
     engine = ServerEngine(connection, VLLM.api, wanted=wanted, folder=tmp_path, timeout_s=60)
     assert engine.gpus == ("", "")
-    halves = SentHalves(torch.device("cpu"), 30.0)
-    carrier = StreamCarrier(tmp_path, halves)
+    channel = Broadcaster(torch.device("cpu"), 30.0)
+    carrier = StreamCarrier(tmp_path, channel)
     carrier.admit("server", process.address, engine.gpus)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     weights = {name: parameter.detach() * 1.03 for name, parameter in model.named_parameters()}
@@ -159,20 +162,20 @@ def test_the_ranks_of_a_server_join_the_trainers_group(
     # The layers that both ranks hold have a checksum for each.
     assert all(set(held.values[name]) == set(expected.values[name]) for name in weights)
     weights = {name: tensor * 1.01 for name, tensor in weights.items()}
-    send = halves.send
+    broadcast = WeightGroup.broadcast
     count = iter(range(1000))
 
-    def interrupted(slot: int, size: int) -> Future[None]:
+    def interrupted(group: WeightGroup, content: Tensor) -> None:
         if next(count) == 3:
-            # Another server has left.
-            halves.interrupt()
-            raise RuntimeError("another server has left")
-        return send(slot, size)
+            # As if another server had left.
+            channel._end_group()
+        broadcast(group, content)
 
-    monkeypatch.setattr(halves, "send", interrupted)
-    with pytest.raises(RuntimeError, match="another server has left"):
+    monkeypatch.setattr(nccl, "_EXIT_NOTICE_S", 0.1)
+    monkeypatch.setattr(WeightGroup, "broadcast", interrupted)
+    with pytest.raises(GroupEnded):
         publish()
-    monkeypatch.setattr(halves, "send", send)
+    monkeypatch.setattr(WeightGroup, "broadcast", broadcast)
     publish().result()
     expected = compute_checksums(weights.items(), torch.float32)
     (held,) = engine.checksums()

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.inference.servers.channels.types import Halves, Opening
+from torchrl_grpo.inference.servers.transfer_types import Channel, Opening
 from torchrl_grpo.inference.servers.weight_files import Bucket, WeightFiles, remove_abandoned
 from torchrl_grpo.inference.servers.weight_folder import FolderWeights
 from torchrl_grpo.inference.servers.weight_stream import Segments, WeightStream
@@ -82,7 +82,7 @@ class Carrier(Protocol):
         """See above."""
 
     def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:
-        """Take on a server: see :meth:`Halves.admit`."""
+        """Take on a server: see :meth:`Channel.admit`."""
 
     def dismiss(self, server: Hashable) -> None:
         """Forget a server: see :meth:`Halves.dismiss`."""
@@ -102,31 +102,31 @@ class StreamCarrier:
 
     Args:
         parent: folder in shared memory.
-        halves: halves of the transfer buffer; by default two files in that folder.
+        channel: way to send them; by default two files in that folder.
     """
 
     overwrites = False
 
-    def __init__(self, parent: Path = SHARED_MEMORY, halves: Halves | None = None) -> None:
+    def __init__(self, parent: Path = SHARED_MEMORY, channel: Channel | None = None) -> None:
         remove_abandoned(parent)
         self.folder = parent
-        self._halves: Halves = Segments(parent) if halves is None else halves
-        self.needs_folder = self._halves.on_this_machine
+        self._channel: Channel = Segments(parent) if channel is None else channel
+        self.needs_folder = self._channel.on_this_machine
         self._current: WeightStream | None = None
 
     def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:
         """See :meth:`Carrier.admit`."""
-        self._halves.admit(server, address, gpus)
+        self._channel.admit(server, address, gpus)
 
     def dismiss(self, server: Hashable) -> None:
         """See :meth:`Carrier.dismiss`."""
-        self._halves.dismiss(server)
+        self._channel.dismiss(server)
         if self._current is not None:
             self._current.mark_done(server)
 
     def put(self, weights: Iterable[tuple[str, Tensor]]) -> WeightStream:
         """See :meth:`Carrier.put`. The weights are read when servers ask for them."""
-        self._current = WeightStream(weights, self._halves, _no_room)
+        self._current = WeightStream(weights, self._channel, _no_room)
         return self._current
 
     def release(self) -> None:
@@ -136,7 +136,7 @@ class StreamCarrier:
 
     def close(self) -> None:
         """See :meth:`Carrier.close`."""
-        self._halves.close()
+        self._channel.close()
 
 
 class _FileCarrier:

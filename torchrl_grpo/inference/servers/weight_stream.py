@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,13 +24,11 @@ from torch import Tensor, get_num_threads, set_num_threads
 
 from torchrl_grpo.inference.pieces import Piece
 from torchrl_grpo.inference.servers import weight_files
-from torchrl_grpo.inference.servers.channels.types import Halves, Opening, nothing_to_do
+from torchrl_grpo.inference.servers.transfer_types import Channel, Opening
 from torchrl_grpo.inference.servers.weight_files import Bucket, Folder, Segment, divide, whole_tensors
 
 # Least size of one file in bytes. A larger row needs more.
 _LEAST_ROOM = 2**16
-# Longest time between a broken connection and the notice that the server has exited, in seconds.
-_EXIT_NOTICE_S = 30.0
 
 
 class TransferEnded(RuntimeError):
@@ -40,24 +39,62 @@ class TransferPostponed(RuntimeError):
     """The trainer does not send now, and a server that asks again gets the weights later."""
 
 
-class Segments:
+class Halves(ABC):
+    """The two halves of a transfer buffer, which weights pass through in turn.
+
+    A :class:`~torchrl_grpo.inference.servers.transfer_types.Channel`. Servers may read in different passes.
+    """
+
+    @property
+    @abstractmethod
+    def room(self) -> int:
+        """Size of a half in bytes."""
+
+    @abstractmethod
+    def write(self, slot: int, pieces: Sequence[Piece]) -> Bucket:
+        """Write pieces to half 0 or 1, whose earlier content every server has loaded.
+
+        The pieces are in place when this returns.
+
+        Raises:
+            OSError: there is no room.
+        """
+
+    def open(self, servers: Sequence[Hashable]) -> Mapping[Hashable, Opening]:
+        """Prepare a pass, and return what servers must open, for those that have to."""
+        return {}
+
+    def misses_a_server(self, servers: Collection[Hashable]) -> bool:
+        """See :meth:`Channel.misses_a_server`."""
+        return False
+
+    def send(self, weights: Iterable[tuple[str, Tensor]], stream: WeightStream) -> bool:
+        """See :meth:`Channel.send`. A server that leaves holds up nobody."""
+        stream.announce(self.open(stream.readers()))
+        for number, pieces in enumerate(divide(weights, self.room)):
+            slot = number % 2
+            stream.wait_until_loaded(slot)
+            stream.announce_half(slot, self.write(slot, pieces))
+        stream.wait_until_all_loaded()
+        return True
+
+
+class Segments(Halves):
     """Two files, which are the halves of a transfer buffer in shared memory.
 
     Args:
         parent: folder to create them in, e.g. ``/dev/shm``.
     """
 
+    # See :class:`Channel`.
+    on_this_machine = True
+    by_cpu = True
+
     def __init__(self, parent: Path) -> None:
         self._folder = Folder(parent)
         self._files: dict[int, Segment] = {}
         # Set at the first pass, when all servers have taken what they need.
         self._room = 0
-
-    # See :class:`Halves`: servers may read in different passes, they must see the files of this machine, and
-    # the CPU copies weights on both ends.
-    all_in_one_pass = False
-    on_this_machine = True
-    by_cpu = True
 
     @property
     def room(self) -> int:
@@ -68,18 +105,10 @@ class Segments:
         return self._room
 
     def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:
-        """See :meth:`Halves.admit`. Does nothing: a server itself reports whether it sees the folder."""
+        """See :meth:`Channel.admit`. Does nothing: a server itself reports whether it sees the folder."""
 
     def dismiss(self, server: Hashable) -> None:
-        """See :meth:`Halves.dismiss`."""
-
-    def misses_a_server(self, servers: Collection[Hashable]) -> bool:
-        """See :meth:`Halves.misses_a_server`."""
-        return False
-
-    def open(self, servers: Sequence[Hashable]) -> tuple[Mapping[Hashable, Opening], Future[None]]:
-        """See :meth:`Halves.open`."""
-        return {}, nothing_to_do()
+        """See :meth:`Channel.dismiss`."""
 
     def write(self, slot: int, pieces: Sequence[Piece]) -> Bucket:
         """See :meth:`Halves.write`."""
@@ -87,13 +116,6 @@ class Segments:
         if slot not in self._files or self._files[slot].size < size:
             self._files[slot] = Segment(self._folder.path / str(slot), max(size, self.room))
         return self._files[slot].write(pieces)
-
-    def send(self, slot: int, size: int) -> Future[None]:
-        """See :meth:`Halves.send`. Servers read the file where it is."""
-        return nothing_to_do()
-
-    def interrupt(self) -> None:
-        """See :meth:`Halves.interrupt`."""
 
     def close(self) -> None:
         """Delete the files."""
@@ -121,17 +143,17 @@ class WeightStream:
 
     Args:
         weights: names and tensors; read again for each server that starts later.
-        halves: transfer buffer that they pass through. Only one stream at a time may use it.
+        channel: way to send them. Only one stream at a time may use it.
         no_room: function that makes the error that is raised if there is no room for the files.
     """
 
     def __init__(
         self,
         weights: Iterable[tuple[str, Tensor]],
-        halves: Halves,
+        channel: Channel,
         no_room: Callable[[OSError], Exception],
     ) -> None:
-        self._weights, self._halves, self._no_room = weights, halves, no_room
+        self._weights, self._channel, self._no_room = weights, channel, no_room
         self._changed = threading.Condition()
         # Servers that were told to load. A server is removed when it begins to read, or when it fails.
         self._expected: set[Hashable] = set()
@@ -148,8 +170,8 @@ class WeightStream:
 
     @property
     def by_cpu(self) -> bool:
-        """See :class:`Halves`."""
-        return self._halves.by_cpu
+        """See :class:`Channel`."""
+        return self._channel.by_cpu
 
     def reader_for(self, server: Hashable) -> StreamReader:
         """Return a reader for a server that was told to load; the next pass waits for that server."""
@@ -161,6 +183,12 @@ class WeightStream:
         """Note that a server no longer loads: it has loaded the weights, has failed, or has ended."""
         with self._changed:
             self._expected.discard(server)
+            self._changed.notify_all()
+
+    def mark_received(self, server: Hashable) -> None:
+        """Note that a server has all weights, whatever becomes of the pass for others."""
+        with self._changed:
+            self._servers_done.add(server)
             self._changed.notify_all()
 
     def buckets(self, server: Hashable) -> Generator[Bucket | Opening | None]:
@@ -240,12 +268,7 @@ class WeightStream:
         Raises:
             Exception: there is no room for the files.
         """
-
-        def wake(_: Future[Any]) -> None:
-            with self._changed:
-                self._changed.notify_all()
-
-        until.add_done_callback(wake)
+        until.add_done_callback(self.wake)
         try:
             while True:
                 with self._changed:
@@ -257,7 +280,7 @@ class WeightStream:
                     self._reading, self._waiting = self._waiting, set()
                     passes = list(self._reading)
                 with half_of_the_threads() if self.by_cpu else nullcontext():
-                    whole = self._send(passes)
+                    whole = self._channel.send(self._weights, self)
                 with self._changed:
                     for server_pass in passes:
                         server_pass.ended, server_pass.interrupted = whole, not whole
@@ -274,71 +297,56 @@ class WeightStream:
     def _must_wait(self) -> bool:
         """Return whether another server is about to ask for the weights."""
         waiting = {server_pass.server for server_pass in self._waiting}
-        return bool(self._expected) or self._halves.misses_a_server(self._servers_done | waiting)
+        return bool(self._expected) or self._channel.misses_a_server(self._servers_done | waiting)
 
-    def _send(self, passes: Sequence[_Pass]) -> bool:
-        """Send all weights; return False if the pass was interrupted."""
-        openings, opened = self._halves.open([server_pass.server for server_pass in passes])
+    def readers(self) -> list[Hashable]:
+        """Return the servers of the pass that is under way."""
         with self._changed:
-            for server_pass in passes:
+            return [server_pass.server for server_pass in self._reading]
+
+    def announce(self, openings: Mapping[Hashable, Opening]) -> None:
+        """Tell servers of the pass what they must open."""
+        with self._changed:
+            for server_pass in self._reading:
                 if server_pass.server in openings:
                     server_pass.inbox.append((None, openings[server_pass.server]))
             self._changed.notify_all()
-        if not self._arrived(opened, passes):
-            return False
-        for number, pieces in enumerate(divide(self._weights, self._halves.room)):
-            slot = number % 2
-            self._wait_until_loaded(slot)
-            bucket = self._halves.write(slot, pieces)
-            with self._changed:
-                self._holding[slot].update(self._reading)
-                for server_pass in self._reading:
-                    server_pass.inbox.append((slot, bucket))
-                self._changed.notify_all()
-            if not self._arrived(self._halves.send(slot, bucket.size), passes):
-                return False
+
+    def announce_half(self, slot: int, bucket: Bucket) -> None:
+        """Tell all servers of the pass what a half holds."""
+        with self._changed:
+            self._holding[slot].update(self._reading)
+            for server_pass in self._reading:
+                server_pass.inbox.append((slot, bucket))
+            self._changed.notify_all()
+
+    def wait_until_loaded(self, slot: int) -> None:
+        """Wait until every server has loaded what a half holds, or has left."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._holding[slot])
+
+    def wait_until_all_loaded(self) -> None:
+        """Wait until every server has loaded everything that was announced, or has left."""
         with self._changed:
             for server_pass in self._reading:
                 server_pass.has_all = True
             self._changed.notify_all()
         for slot in range(2):
-            self._wait_until_loaded(slot)
-        return True
+            self.wait_until_loaded(slot)
 
-    def _arrived(self, sending: Future[None], passes: Sequence[_Pass]) -> bool:
-        """Wait until a future is done. Return False if a server has left that must read in this pass.
+    def wait_for(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Wait for what changes when a server comes or goes, or with a call of :meth:`wake`.
 
-        Args:
-            sending: future that is done when something has reached all servers.
-            passes: passes that began together.
+        Returns:
+            Whether it holds; False after so many seconds.
         """
-
-        def wake(_: Future[None]) -> None:
-            with self._changed:
-                self._changed.notify_all()
-
-        def one_departed() -> bool:
-            return self._halves.all_in_one_pass and not self._reading.issuperset(passes)
-
-        sending.add_done_callback(wake)
         with self._changed:
-            self._changed.wait_for(lambda: sending.done() or one_departed())
-            left = one_departed()
-        if not left and (error := sending.exception()) is not None:
-            # If a server has exited, its broken connection usually shows here first. The notice that the
-            # server has exited comes later.
-            self._halves.interrupt()
-            with self._changed:
-                if not self._changed.wait_for(one_departed, _EXIT_NOTICE_S):
-                    raise error
-            return False
-        if left:
-            self._halves.interrupt()
-        return not left
+            return self._changed.wait_for(condition, seconds)
 
-    def _wait_until_loaded(self, slot: int) -> None:
+    def wake(self, _: object = None) -> None:
+        """Have all who wait look again at what they wait for."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._holding[slot])
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Release servers that wait for weights; they get an error."""
@@ -388,6 +396,10 @@ class StreamReader:
     def buckets(self) -> Generator[Bucket | Opening | None]:
         """See :meth:`WeightStream.buckets`."""
         return self._stream.buckets(self._server)
+
+    def mark_received(self) -> None:
+        """See :meth:`WeightStream.mark_received`."""
+        self._stream.mark_received(self._server)
 
     def mark_done(self) -> None:
         """See :meth:`WeightStream.mark_done`."""

@@ -26,9 +26,8 @@ from torchrl_grpo.config.checks.engine import LOOPBACK
 from torchrl_grpo.envs.episodes.build import with_episodes
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.inference.servers.carriers import Carrier, CopyCarrier, FolderCarrier, StreamCarrier
-from torchrl_grpo.inference.servers.channels.buffers import CudaMemory
 from torchrl_grpo.inference.servers.channels.cuda_ipc import SharedHalves
-from torchrl_grpo.inference.servers.channels.nccl import SentHalves
+from torchrl_grpo.inference.servers.channels.nccl import Broadcaster
 from torchrl_grpo.inference.servers.engine import ServerEngine, ServerRequirements
 from torchrl_grpo.inference.servers.http import ServerConnection, ServerLost
 from torchrl_grpo.inference.servers.kinds import ServerKind, server_kind
@@ -41,8 +40,6 @@ from torchrl_grpo.rollout.workers.types import Command, LoadWeightsCommand
 from torchrl_grpo.rollout.workers.worker import RolloutWorker
 from torchrl_grpo.runtime import screen
 
-# Seconds within which all servers join the process group (NCCL) that sends weights.
-_JOIN_S = 60.0
 # Seconds without an answer after which a run says that it waits for a server.
 _SILENT_S = 3.0
 # Seconds that servers get to end in good order at the end of a run.
@@ -268,11 +265,11 @@ class ServerPool:
         if self.spec.weight_transfer == "folder":
             assert options.weight_folder is not None
             return FolderCarrier(Path(options.weight_folder))
-        limit_s = min(_JOIN_S, self.spec.cfg.collector.timeout_s)
         if self.spec.weight_transfer == "nccl":
-            return StreamCarrier(halves=SentHalves(self.spec.train_device, limit_s))
+            timeout_s = self.spec.cfg.collector.timeout_s
+            return StreamCarrier(channel=Broadcaster(self.spec.train_device, timeout_s))
         if self.spec.weight_transfer == "cuda_ipc":
-            return StreamCarrier(halves=SharedHalves(CudaMemory(self.spec.train_device)))
+            return StreamCarrier(channel=SharedHalves(self.spec.train_device))
         # If responses must have age 0, servers generate only while the trainer waits for them.
         alternates = self.spec.cfg.collector.max_policy_age == 0
         return StreamCarrier() if alternates else CopyCarrier()

@@ -12,12 +12,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_grpo.inference.servers.channels.buffers import gpu_name
-from torchrl_grpo.inference.servers.channels.groups import NotTogether
-from torchrl_grpo.inference.servers.channels.receivers import open_receiver, receive
-from torchrl_grpo.inference.servers.channels.types import INTERRUPTED, Receiver
+from torchrl_grpo.inference.servers.channels.cuda_ipc import OpenedHalves, gpu_name
+from torchrl_grpo.inference.servers.channels.group import GroupEnded, WeightGroup
+from torchrl_grpo.inference.servers.channels.nccl import receive_weights
 from torchrl_grpo.inference.servers.model_identity import describe
-from torchrl_grpo.inference.servers.weight_files import Bucket, read_bucket
+from torchrl_grpo.inference.servers.transfer_types import INTERRUPTED
+from torchrl_grpo.inference.servers.weight_files import Bucket
 from torchrl_grpo.inference.servers.weight_folder import BucketReader
 from torchrl_grpo.inference.servers.weight_stream import half_of_the_threads
 from torchrl_grpo.inference.vllm_arguments import name_of
@@ -39,7 +39,8 @@ class WeightExtension:
     _weights: VLLMWeights | None = None
     _reader: BucketReader | None = None
     # This rank's end of a GPU transfer channel.
-    _receiver: Receiver | None = None
+    _halves: OpenedHalves | None = None
+    _group: WeightGroup | None = None
     # Whether an update has begun and not ended.
     _is_updating = False
     # Set while this process uses fewer threads. Closing it restores their number.
@@ -58,7 +59,7 @@ class WeightExtension:
         """
         weights, config = self._vllm_weights(), vars(self)["model_config"]
         self._reader = BucketReader()
-        self._close_receiver()
+        self._close_channel()
         if self._is_updating:
             self.grpo_finish_update()
         return {
@@ -92,52 +93,60 @@ class WeightExtension:
             self._fewer_threads.enter_context(half_of_the_threads())
 
     def grpo_open(self, opening: dict[str, Any]) -> str | None:
-        """Open a GPU transfer channel, in place of an earlier one.
+        """Open a GPU transfer channel, in place of an earlier one. With NCCL, also load all weights.
 
         Args:
-            opening: an :class:`~torchrl_grpo.inference.servers.channels.types.Opening` as JSON.
+            opening: an :class:`~torchrl_grpo.inference.servers.transfer_types.Opening` as JSON.
 
         Returns:
-            ``INTERRUPTED`` if another server or the trainer was not there; else None.
+            ``INTERRUPTED`` if another server or the trainer was not there, or has left; else None.
         """
-        self._close_receiver()
         worker: Any = self
+        if opening["kind"] == "cuda_ipc":
+            self._close_channel()
+            self._halves = OpenedHalves(opening, worker.device, worker.rank)
+            return None
+        weights = self._vllm_weights()
+        assert weights.layout is not None, "grpo_locate_weights comes first"
         try:
-            self._receiver = open_receiver(opening, worker.device, worker.rank)
-        except NotTogether as error:
+            if "first" in opening:
+                self._close_channel()
+                self._group = WeightGroup(opening, opening["first"] + worker.rank, worker.device)
+            assert self._group is not None, "the trainer keeps a group that all have joined"
+            shapes, room = weights.layout.shapes, opening["room"]
+            for pieces in receive_weights(self._group, shapes, weights.dtype, worker.device, room):
+                weights.load_pieces(pieces)
+        except GroupEnded as error:
             # If this goes on, the trainer fails with an error that says more.
             _LOG.warning("weights are not received yet: %s", error)
+            self._close_channel()
+            self.grpo_finish_update()
             return INTERRUPTED
         return None
 
-    def _close_receiver(self) -> None:
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            receiver.close()
+    def _close_channel(self) -> None:
+        group, self._group, self._halves = self._group, None, None
+        if group is not None:
+            group.leave()
 
-    def grpo_load(self, bucket: dict[str, Any]) -> str | None:
+    def grpo_load(self, bucket: dict[str, Any]) -> None:
         """Load the tensors of a file or of a half.
 
         Args:
             bucket: a :class:`~torchrl_grpo.inference.servers.weight_files.Bucket` as JSON.
 
-        Returns:
-            ``INTERRUPTED`` if the half did not come, because another server has left; else None.
+        Raises:
+            RuntimeError: the content is not what was announced.
         """
-        found = Bucket.from_json(bucket)
-        if found.slot is None:
+        announced = Bucket.from_json(bucket)
+        if announced.slot is None:
             assert self._reader is not None, "grpo_describe comes first"
-            self._vllm_weights().load_pieces(self._reader.read(found))
-            return None
-        content = receive(self._receiver, found)
-        if content is None:
-            self._close_receiver()
-            self.grpo_finish_update()
-            return INTERRUPTED
-        self._vllm_weights().load_pieces(read_bucket(found, content))
-        assert self._receiver is not None
-        self._receiver.wait_until_unused()
-        return None
+            self._vllm_weights().load_pieces(self._reader.read(announced))
+            return
+        if self._halves is None:
+            raise RuntimeError("a half of weights was announced before its transfer channel was opened")
+        self._vllm_weights().load_pieces(self._halves.read(announced))
+        self._halves.wait_until_unused()
 
     def grpo_finish_update(self) -> None:
         """End the update."""

@@ -1,0 +1,80 @@
+"""Types that every stream of weights to servers uses: through files, and through GPU transfer channels."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torchrl_grpo.inference.servers.weight_stream import WeightStream
+
+# What a rank returns if weights did not come whole, because another server or the trainer has left.
+INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What the ranks of a server must open before weights reach them.
+
+    Attributes:
+        kind: how weights travel: ``cuda_ipc`` or ``nccl``.
+        content: arguments as JSON.
+    """
+
+    kind: str
+    content: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return {"kind": self.kind, **self.content}
+
+
+class Channel(Protocol):
+    """A way for weights to leave the trainer's process.
+
+    Attributes:
+        on_this_machine: whether servers must see the files of this machine.
+        by_cpu: whether the CPU of this machine copies weights on both ends.
+    """
+
+    @property
+    def on_this_machine(self) -> bool:
+        """See above."""
+
+    @property
+    def by_cpu(self) -> bool:
+        """See above."""
+
+    def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:
+        """Take on a server, or a worker on Ray.
+
+        Args:
+            server: what the stream knows it by.
+            address: its address, as :class:`ServerConnection` takes it.
+            gpus: name of the GPU of each rank; empty texts on a CPU.
+
+        Raises:
+            ConfigError: weights cannot reach it in this way.
+        """
+
+    def dismiss(self, server: Hashable) -> None:
+        """Forget a server. This may be called from any thread, and for a server that was never admitted."""
+
+    def misses_a_server(self, servers: Collection[Hashable]) -> bool:
+        """Return whether a pass must wait for a server that is not among ``servers``."""
+
+    def send(self, weights: Iterable[tuple[str, Tensor]], stream: WeightStream) -> bool:
+        """Send all weights to the servers that read the stream now.
+
+        Returns:
+            False if the pass was interrupted. The servers then ask again.
+
+        Raises:
+            OSError: there is no room.
+        """
+
+    def close(self) -> None:
+        """Free what the channel holds."""
