@@ -162,7 +162,7 @@ def _as_told(monkeypatch: pytest.MonkeyPatch, stage: str | None) -> None:
         (
             "1",
             {},
-            "zero_stage 1; only 2 and 3 are run; write --config_file config/accelerate/deepspeed_zero2",
+            "zero_stage 1, and only 2 and 3 are run; write --config_file config/accelerate/deepspeed_zero2",
         ),
         ("2", {"parallelism": "ddp"}, "configured for DeepSpeed ZeRO-2.*accelerate/multi_gpu.yaml"),
         ("2", {"parallelism": "fsdp2"}, "configured for DeepSpeed ZeRO-2.*accelerate/fsdp2.yaml"),

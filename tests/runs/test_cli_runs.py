@@ -396,7 +396,7 @@ def test_dry_run_says_what_would_be_resumed(
     assert dry_run("resume=run", "optimizer.lr=2e-5", asynchronous=not asynchronous) == 2
     assert "policy.proximal=" in capsys.readouterr().err
     assert dry_run("resume=elsewhere") == 2
-    assert "resume=elsewhere: no complete checkpoint" in capsys.readouterr().err
+    assert "resume=elsewhere: it has no complete checkpoint" in capsys.readouterr().err
     assert SEEN == [] and sorted(workplace.rglob("*")) == before
     (workplace / "run" / "summary.json").write_text('{"steps": 4}')
     assert dry_run("resume=run", "optimizer.lr=2e-5") == 0
