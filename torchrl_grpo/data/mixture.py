@@ -25,7 +25,6 @@ class Joined(LazyExamples):
         return sum(len(examples) for _, examples in self._parts)
 
     def example_at(self, index: int) -> Example:
-        """See :class:`~torchrl_grpo.data.example.LazyExamples`."""
         for name, examples in self._parts:
             if index < len(examples):
                 return replace(examples[index], part=name)

@@ -160,7 +160,6 @@ class Generated(LazyExamples):
         return self._env.task_size
 
     def without(self, keys: Set[str]) -> Generated:
-        """See :meth:`~torchrl_grpo.data.example.LazyExamples.without`."""
         return Generated(self._env, self._task, self._args, self._seed, self._held_out | keys)
 
     def example_at(self, index: int) -> Example:

@@ -49,7 +49,6 @@ class ZeroNetwork(nn.Module):
         self.__dict__["engine"] = None
 
     def forward(self, *arguments: Any) -> Any:
-        """See :meth:`TokenScorer.forward`."""
         return self.engine(*arguments)
 
 

@@ -52,11 +52,9 @@ class RankEngine:
         return {key: one for part in self.ranks.gather(found) for key, one in part.items()}
 
     def locate_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """See :meth:`Engine.locate_weights`."""
         self.engine.locate_weights(shapes)
 
     def start_update(self) -> None:
-        """See :meth:`Engine.start_update`."""
         self.engine.start_update()
 
     def update(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -72,7 +70,6 @@ class RankEngine:
         self.engine.update([(name, self.ranks.broadcast(tensor))])
 
     def finish_update(self) -> None:
-        """See :meth:`Engine.finish_update`."""
         self.engine.finish_update()
 
     def checksums(self) -> tuple[Checksums, ...]:
@@ -89,15 +86,12 @@ class RankEngine:
         )
 
     def reset_cache(self) -> None:
-        """See :meth:`Engine.reset_cache`."""
         self.engine.reset_cache()
 
     def sleep(self) -> None:
-        """See :meth:`Engine.sleep`."""
         self.engine.sleep()
 
     def wake(self) -> None:
-        """See :meth:`Engine.wake`."""
         self.engine.wake()
 
 

@@ -167,7 +167,6 @@ class _CutWhenDrawn(LazyExamples):
         return len(self._problems)
 
     def example_at(self, index: int) -> Example:
-        """See :class:`~torchrl_grpo.data.example.LazyExamples`."""
         return self._cut(self._problems[index])
 
 

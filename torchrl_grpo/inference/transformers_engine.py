@@ -75,7 +75,6 @@ class TransformersEngine(SteppingEngine):
         self._waiting.extend(requests)
 
     def step(self) -> list[tuple[Hashable, Completion]]:
-        """See :meth:`SteppingEngine.step`."""
         if self._batch is None:
             chosen, self._waiting = _whole_groups(self._waiting, self.max_rows)
             self._batch = _Batch(
@@ -87,7 +86,6 @@ class TransformersEngine(SteppingEngine):
         return ended
 
     def abort_all(self) -> dict[Hashable, Completion]:
-        """See :meth:`SteppingEngine.abort_all`."""
         taken = {} if self._batch is None else self._batch.unfinished()
         taken |= {request.key: Completion([], [], "aborted") for request in self._waiting}
         self._batch, self._waiting = None, []
@@ -108,7 +106,6 @@ class TransformersEngine(SteppingEngine):
 
     @torch.no_grad()
     def next_tokens(self, probe: Probe) -> ProbeResult:
-        """See :meth:`Engine.next_tokens`."""
         ids, mask = (t.to(self._device) for t in pad_left(probe.prompts, self.pad_token_id))
         logits = self._step(
             ids, mask, (mask.long().cumsum(-1) - 1).clamp(min=0), DynamicCache(config=self.model.config)
@@ -117,12 +114,10 @@ class TransformersEngine(SteppingEngine):
         return ProbeResult(top.indices.cpu(), top.values.cpu(), cached_tokens=0)
 
     def start_update(self) -> None:
-        """See :meth:`Engine.start_update`."""
         self.wake()
 
     @torch.no_grad()
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See :meth:`Engine.update`."""
         own = dict(self.model.named_parameters())
         for name, tensor in weights:
             own[name].copy_(tensor)
@@ -137,7 +132,6 @@ class TransformersEngine(SteppingEngine):
             self._published_as[name] = first.setdefault(tensor.data_ptr(), name)
 
     def checksums(self) -> tuple[Checksums, ...]:
-        """See :meth:`Engine.checksums`."""
         return (compute_checksums(self._held(), self.model.dtype),)
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
@@ -152,7 +146,6 @@ class TransformersEngine(SteppingEngine):
         """Do nothing: each call builds its own cache."""
 
     def sleep(self) -> None:
-        """See :meth:`Engine.sleep`."""
         if self._asleep:
             return
         buffers = dict(self.model.named_buffers())
@@ -161,7 +154,6 @@ class TransformersEngine(SteppingEngine):
         self._asleep = True
 
     def wake(self) -> None:
-        """See :meth:`Engine.wake`."""
         if not self._asleep:
             return
         self.model.to_empty(device=self._device)
@@ -173,7 +165,6 @@ class TransformersEngine(SteppingEngine):
         self._asleep = False
 
     def close(self) -> None:
-        """See :meth:`Engine.close`."""
         del self.model
 
 

@@ -141,7 +141,6 @@ class VLLMEngine(SteppingEngine):
         self._gpu_memory_utilization = gpu_memory_utilization
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """See :meth:`SteppingEngine.submit`."""
         for request in requests:
             name = str(next(self._names))
             parameters = vllm_compat.sampling_params(
@@ -157,7 +156,6 @@ class VLLMEngine(SteppingEngine):
             self._running[name] = request.key
 
     def step(self) -> list[tuple[Hashable, Completion]]:
-        """See :meth:`SteppingEngine.step`."""
         with self._stance():
             ended = vllm_compat.step(self.llm)
         return [
@@ -166,7 +164,6 @@ class VLLMEngine(SteppingEngine):
         ]
 
     def abort_all(self) -> dict[Hashable, Completion]:
-        """See :meth:`SteppingEngine.abort_all`."""
         # vLLM returns only complete outputs, so unfinished ones are read from its own state.
         taken = {
             key: _completion(*vllm_compat.unfinished_output(self.llm, name), "aborted")
@@ -177,7 +174,6 @@ class VLLMEngine(SteppingEngine):
         return taken
 
     def next_tokens(self, probe: Probe) -> ProbeResult:
-        """See :meth:`Engine.next_tokens`."""
         parameters = vllm_compat.sampling_params(
             max_tokens=1, temperature=1.0, seed=0, logprobs=probe.top_k, detokenize=False
         )
@@ -204,19 +200,15 @@ class VLLMEngine(SteppingEngine):
         return stance
 
     def start_update(self) -> None:
-        """See :meth:`Engine.start_update`."""
         self._weights.start_pieces()
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See :meth:`Engine.update`."""
         self._weights.load_tensors(weights)
 
     def finish_update(self) -> None:
-        """See :meth:`Engine.finish_update`."""
         self._weights.finish_pieces()
 
     def locate_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """See :meth:`Engine.locate_weights`."""
         with stop_on_oom(
             "memory ran out while finding out where vLLM keeps which weights: lower "
             f"inference_model.gpu_memory_utilization={self._gpu_memory_utilization}, which leaves more "
@@ -225,20 +217,16 @@ class VLLMEngine(SteppingEngine):
             self._weights.locate_weights(shapes, self.load_weights)
 
     def checksums(self) -> tuple[Checksums, ...]:
-        """See :meth:`Engine.checksums`."""
         return (self._weights.checksums(),)
 
     def reset_cache(self) -> None:
-        """See :meth:`Engine.reset_cache`."""
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
     def sleep(self) -> None:
-        """See :meth:`Engine.sleep`."""
         self.llm.sleep(level=2)
 
     def wake(self) -> None:
-        """See :meth:`Engine.wake`."""
         with stop_on_oom(
             "memory ran out when vLLM took its share of the GPU back: lower "
             f"inference_model.gpu_memory_utilization={self._gpu_memory_utilization} and resume, or start a "
@@ -247,7 +235,6 @@ class VLLMEngine(SteppingEngine):
             self.llm.wake_up()
 
     def close(self) -> None:
-        """See :meth:`Engine.close`."""
         # Keep the model until LLMEngine is deleted: vLLM needs it to free compiler state. If the model goes
         # first, hooks of the compiler keep the weights, and the next engine of a sweep lacks memory.
         model = self._weights.model

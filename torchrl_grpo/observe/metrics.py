@@ -215,7 +215,6 @@ class RolloutWriter:
         self.path = self._lines.path
 
     def check(self) -> None:
-        """See :meth:`MetricsWriter.check`."""
         self._lines.check()
 
     def missing(self, expected: Iterable[int]) -> str | None:

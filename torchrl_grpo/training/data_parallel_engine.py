@@ -38,7 +38,6 @@ class DataParallelEngine(SteppingEngine):
         self._waiting: list[Request] = []
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """See :meth:`SteppingEngine.submit`."""
         self._waiting += requests
 
     def step(self) -> list[tuple[Hashable, Completion]]:
@@ -56,11 +55,9 @@ class DataParallelEngine(SteppingEngine):
         return self._call_all(RankEngine.next_tokens, probe)
 
     def locate_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """See :meth:`Engine.locate_weights`."""
         self._call_all(RankEngine.locate_weights, shapes)
 
     def start_update(self) -> None:
-        """See :meth:`Engine.start_update`."""
         self._call_all(RankEngine.start_update)
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -71,7 +68,6 @@ class DataParallelEngine(SteppingEngine):
         self._rank_engine.outgoing = None
 
     def finish_update(self) -> None:
-        """See :meth:`Engine.finish_update`."""
         self._call_all(RankEngine.finish_update)
 
     def checksums(self) -> tuple[Checksums, ...]:
@@ -79,15 +75,12 @@ class DataParallelEngine(SteppingEngine):
         return self._call_all(RankEngine.checksums)
 
     def reset_cache(self) -> None:
-        """See :meth:`Engine.reset_cache`."""
         self._call_all(RankEngine.reset_cache)
 
     def sleep(self) -> None:
-        """See :meth:`Engine.sleep`."""
         self._call_all(RankEngine.sleep)
 
     def wake(self) -> None:
-        """See :meth:`Engine.wake`."""
         self._call_all(RankEngine.wake)
 
     def close(self) -> None:

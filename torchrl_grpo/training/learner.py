@@ -245,7 +245,6 @@ class Learner:
 
     @torch.no_grad()
     def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
-        """See :meth:`TokenScorer.next_token_log_probs`."""
         with reshard_after(self.network):
             return self.scorer.next_token_log_probs(prompt, prompt_mask)
 
@@ -277,7 +276,6 @@ class Learner:
         self.optimizer_step.backend.park()
 
     def optimizer_state(self) -> dict[str, Any]:
-        """See :meth:`OptimizerStep.state_dict`."""
         return self.optimizer_step.state_dict()
 
     def full_model(self) -> PreTrainedModel | GatheredModel:
@@ -311,11 +309,9 @@ class GatheredModel:
             yield name, self._learner.ranks.call_all(Learner.full_parameter, self._learner, name)
 
     def scale_columns(self, factor: float) -> None:
-        """See :meth:`Learner.scale_columns`."""
         self._learner.ranks.call_all(Learner.scale_columns, self._learner, factor)
 
     def next_token_log_probs(self, prompt: Tensor, prompt_mask: Tensor) -> Tensor:
-        """See :meth:`TokenScorer.next_token_log_probs`."""
         return self._learner.ranks.call_all(Learner.next_token_log_probs, self._learner, prompt, prompt_mask)
 
 
@@ -332,6 +328,5 @@ class _DistributedProximalLogProbs(LogProbWriter):
         self.__dict__["learner"] = learner
 
     def compute(self, groups: TensorDictBase) -> Tensor:
-        """See :meth:`Learner.log_probs`."""
         learner: Learner = self.__dict__["learner"]
         return learner.ranks.call_all(Learner.log_probs, learner, groups)

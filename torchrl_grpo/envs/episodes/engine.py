@@ -177,7 +177,6 @@ class EpisodeEngine(SteppingEngine):
                 self._go_on(key, episode, answer)
 
     def step(self) -> list[tuple[Hashable, Completion]]:
-        """See :meth:`SteppingEngine.step`."""
         if self._generating:
             for key, completion in self.engine.step():
                 self._generating.discard(key)
@@ -208,7 +207,6 @@ class EpisodeEngine(SteppingEngine):
         return taken
 
     def forget(self, keys: Iterable[Hashable]) -> None:
-        """See :meth:`SteppingEngine.forget`."""
         for key in keys:
             episode = self._episodes.pop(key, None)
             if episode is not None:
@@ -310,43 +308,33 @@ class EpisodeEngine(SteppingEngine):
         self._ended.append((key, episode.hand_over(reason)))
 
     def next_tokens(self, probe: Probe) -> ProbeResult:
-        """See :meth:`Engine.next_tokens`."""
         return self.engine.next_tokens(probe)
 
     def start_update(self) -> None:
-        """See :meth:`Engine.start_update`."""
         self.engine.start_update()
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See :meth:`Engine.update`."""
         self.engine.update(weights)
 
     def finish_update(self) -> None:
-        """See :meth:`Engine.finish_update`."""
         self.engine.finish_update()
 
     def locate_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """See :meth:`Engine.locate_weights`."""
         self.engine.locate_weights(shapes)
 
     def checksums(self) -> tuple[Checksums, ...]:
-        """See :meth:`Engine.checksums`."""
         return self.engine.checksums()
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> ProbeResult:
-        """See :meth:`Engine.publish`."""
         return self.engine.publish(weights, version, probe)
 
     def reset_cache(self) -> None:
-        """See :meth:`Engine.reset_cache`."""
         self.engine.reset_cache()
 
     def sleep(self) -> None:
-        """See :meth:`Engine.sleep`."""
         self.engine.sleep()
 
     def wake(self) -> None:
-        """See :meth:`Engine.wake`."""
         self.engine.wake()
 
     def close(self) -> None:

@@ -115,11 +115,9 @@ class StreamCarrier:
         self._current: WeightStream | None = None
 
     def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:
-        """See :meth:`Carrier.admit`."""
         self._channel.admit(server, address, gpus)
 
     def dismiss(self, server: Hashable) -> None:
-        """See :meth:`Carrier.dismiss`."""
         self._channel.dismiss(server)
         if self._current is not None:
             self._current.mark_done(server)
@@ -130,12 +128,10 @@ class StreamCarrier:
         return self._current
 
     def release(self) -> None:
-        """See :meth:`Carrier.release`."""
         if self._current is not None:
             self._current.close()
 
     def close(self) -> None:
-        """See :meth:`Carrier.close`."""
         self._channel.close()
 
 
@@ -180,7 +176,6 @@ class CopyCarrier(_FileCarrier):
         """See :meth:`Carrier.release`."""
 
     def close(self) -> None:
-        """See :meth:`Carrier.close`."""
         self._files.close()
 
 
@@ -230,7 +225,6 @@ class FolderCarrier(_FileCarrier):
         """See :meth:`Carrier.release`."""
 
     def close(self) -> None:
-        """See :meth:`Carrier.close`."""
         for version in list(self._versions):
             version.close()
 

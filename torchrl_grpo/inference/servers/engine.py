@@ -135,7 +135,6 @@ class ServerEngine(SteppingEngine):
             )
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """See :meth:`SteppingEngine.submit`."""
         for request in requests:
             name = str(next(self._names))
             self._running[name] = request
@@ -208,7 +207,6 @@ class ServerEngine(SteppingEngine):
         return found.completion
 
     def abort_all(self) -> dict[Hashable, Completion]:
-        """See :meth:`SteppingEngine.abort_all`."""
         found: dict[Hashable, Completion] = {}
         while self._running:
             self._api.abort_all(self._connection)
@@ -216,7 +214,6 @@ class ServerEngine(SteppingEngine):
         return found
 
     def next_tokens(self, probe: Probe) -> ProbeResult:
-        """See :meth:`Engine.next_tokens`."""
         rows = []
         for prompt in probe.prompts:
             call = self._api.likeliest(prompt, probe.top_k)
@@ -229,7 +226,6 @@ class ServerEngine(SteppingEngine):
         )
 
     def start_update(self) -> None:
-        """See :meth:`Engine.start_update`."""
         self._start(shares_cpu=False)
 
     def _start(self, shares_cpu: bool) -> None:
@@ -279,14 +275,12 @@ class ServerEngine(SteppingEngine):
                 _check_not_interrupted(outstanding.popleft().result())
 
     def finish_update(self) -> None:
-        """See :meth:`Engine.finish_update`."""
         self._call("grpo_finish_update")
         self._weights_name = uuid.uuid4().hex
         self._api.name_weights(self._connection, self._weights_name)
         self._api.resume(self._connection)
 
     def locate_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """See :meth:`Engine.locate_weights`."""
         self._shapes = dict(shapes)
         self._call("grpo_locate_weights", shapes={name: list(shape) for name, shape in shapes.items()})
         if self._ranks == 1:
@@ -305,20 +299,16 @@ class ServerEngine(SteppingEngine):
                     raise _loading_error(self._connection.address, f"nothing of {name}")
 
     def checksums(self) -> tuple[Checksums, ...]:
-        """See :meth:`Engine.checksums`."""
         ranks = [Checksums.from_json(found) for found in self._call("grpo_checksums")]
         return (merge_ranks(ranks, self._shapes),)
 
     def reset_cache(self) -> None:
-        """See :meth:`Engine.reset_cache`."""
         self._api.reset_cache(self._connection)
 
     def sleep(self) -> None:
-        """See :meth:`Engine.sleep`."""
         self._api.sleep(self._connection)
 
     def wake(self) -> None:
-        """See :meth:`Engine.wake`."""
         self._api.wake(self._connection)
 
     def close(self) -> None:

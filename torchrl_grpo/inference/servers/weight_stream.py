@@ -65,7 +65,6 @@ class Halves(ABC):
         return {}
 
     def misses_a_server(self, servers: Collection[Hashable]) -> bool:
-        """See :meth:`Channel.misses_a_server`."""
         return False
 
     def send(self, weights: Iterable[tuple[str, Tensor]], stream: WeightStream) -> bool:
@@ -111,7 +110,6 @@ class Segments(Halves):
         """See :meth:`Channel.dismiss`."""
 
     def write(self, slot: int, pieces: Sequence[Piece]) -> Bucket:
-        """See :meth:`Halves.write`."""
         size = weight_files.room_for(pieces)
         if slot not in self._files or self._files[slot].size < size:
             self._files[slot] = Segment(self._folder.path / str(slot), max(size, self.room))
@@ -170,7 +168,6 @@ class WeightStream:
 
     @property
     def by_cpu(self) -> bool:
-        """See :class:`Channel`."""
         return self._channel.by_cpu
 
     def reader_for(self, server: Hashable) -> StreamReader:
@@ -386,7 +383,6 @@ class StreamReader:
 
     @property
     def shares_cpu(self) -> bool:
-        """See :class:`BucketSource`."""
         return self._stream.by_cpu
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -394,13 +390,10 @@ class StreamReader:
         return whole_tensors(item for item in self.buckets() if isinstance(item, Bucket))
 
     def buckets(self) -> Generator[Bucket | Opening | None]:
-        """See :meth:`WeightStream.buckets`."""
         return self._stream.buckets(self._server)
 
     def mark_received(self) -> None:
-        """See :meth:`WeightStream.mark_received`."""
         self._stream.mark_received(self._server)
 
     def mark_done(self) -> None:
-        """See :meth:`WeightStream.mark_done`."""
         self._stream.mark_done(self._server)

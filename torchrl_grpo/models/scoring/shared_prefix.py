@@ -161,7 +161,6 @@ class _Class(NamedTuple):
     runs: list[_Run]
 
     def masks(self, window: int | None) -> tuple[Tensor | None, list[Tensor]]:
-        """See :meth:`PrefixLayout.masks`."""
         L, prompts = self.prompts.width, None
         if window is not None and window < L:
             order = torch.arange(L, device=self.lengths.device)

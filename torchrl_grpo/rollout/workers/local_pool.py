@@ -23,7 +23,6 @@ class TrainerThread(Executor):
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """See :meth:`concurrent.futures.Executor.submit`."""
         future: Future[Any] = Future()
 
         def call() -> None:
@@ -63,7 +62,6 @@ class LocalPool:
         done(None)
 
     def call(self, worker_index: int, command: Command, done: Callable[[Any], None]) -> None:
-        """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
         result = self.thread.submit(self.worker.run, command)
         result.add_done_callback(lambda future: done(future.exception() or future.result()))
 

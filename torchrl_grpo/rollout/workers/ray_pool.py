@@ -203,7 +203,6 @@ class RayPool:
             ) from error
 
     def start(self, worker_index: int, done: Callable[[Any], None]) -> None:
-        """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
         spec = self._spec
         self._actors[worker_index] = (
             ray.remote(self._actor)
@@ -222,7 +221,6 @@ class RayPool:
         return PlacementGroupSchedulingStrategy(self._group, len(self._actors) + index)
 
     def call(self, worker_index: int, command: Command, done: Callable[[Any], None]) -> None:
-        """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
         actor = self._actors[worker_index]
         if isinstance(command, LoadWeightsCommand):
             call_when_done(actor.load.remote(command.content, replace(command, content=None)), done)
@@ -234,12 +232,10 @@ class RayPool:
         return ray.put(pack(weights))
 
     def kill(self, worker_index: int) -> None:
-        """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
         if self._actors[worker_index] is not None:
             ray.kill(self._actors[worker_index])
 
     def close(self) -> None:
-        """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
         for worker_index in range(len(self._actors)):
             self.kill(worker_index)
         self._actors = [None] * len(self._actors)

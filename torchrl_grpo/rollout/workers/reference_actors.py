@@ -124,7 +124,6 @@ class ReferenceActors:
             ) from error
 
     def log_probs(self, group: Group) -> Future[ReferenceLogProbs]:
-        """See :class:`~torchrl_grpo.rollout.workers.types.ReferenceClient`."""
         future: Future[ReferenceLogProbs] = Future()
         with self._lock:
             number = min(range(len(self._actors)), key=self._unanswered.__getitem__)
@@ -147,12 +146,10 @@ class ReferenceActors:
         return future
 
     def deadline(self) -> float:
-        """See :class:`~torchrl_grpo.rollout.workers.types.ReferenceClient`."""
         with self._lock:
             return min(self._deadlines)
 
     def restart_timed_out(self) -> None:
-        """See :class:`~torchrl_grpo.rollout.workers.types.ReferenceClient`."""
         now = time.monotonic()
         with self._lock:
             silent = [number for number, deadline in enumerate(self._deadlines) if deadline <= now]

@@ -290,11 +290,9 @@ class ServerPool:
             self._identities[worker_index] = identity
 
     def start(self, worker_index: int, done: Callable[[Any], None]) -> None:
-        """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
         self._members[worker_index] = _Member(self, worker_index, done)
 
     def call(self, worker_index: int, command: Command, done: Callable[[Any], None]) -> None:
-        """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
         member = self._members[worker_index]
         assert member is not None
         member.call(command, done)
@@ -314,13 +312,11 @@ class ServerPool:
         return self.carrier.put(weights)
 
     def kill(self, worker_index: int) -> None:
-        """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
         member = self._members[worker_index]
         if member is not None:
             member.end()
 
     def close(self) -> None:
-        """See :class:`~torchrl_grpo.rollout.workers.types.Pool`."""
         members = [member for member in self._members if member is not None]
         # Servers that wait for weights fail now, so that they can shut down.
         self.carrier.release()

@@ -30,7 +30,6 @@ class WorkerGroup(Inference):
 
     @property
     def name(self) -> str:
-        """See :attr:`Inference.name`."""
         return super().name if self.local_engine is None else self.local_engine.name
 
     @property
@@ -68,5 +67,4 @@ class WorkerGroup(Inference):
         return [group for part in self.dispatcher.run_tasks(jobs) for group in part]
 
     def close(self) -> None:
-        """See :meth:`Inference.close`."""
         self.dispatcher.close()

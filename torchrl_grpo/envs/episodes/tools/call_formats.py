@@ -109,7 +109,6 @@ class JsonCalls:
 
     @cached_property
     def opening(self) -> re.Pattern[str] | None:
-        """See :attr:`CallFormat.opening`."""
         return _opening(self.open)
 
     @cached_property
@@ -117,7 +116,6 @@ class JsonCalls:
         return re.compile(r"\s*+" + loose(self.close))
 
     def take(self, text: str, position: int, schemas: Schemas) -> tuple[list[ToolCall], int]:
-        """See :meth:`CallFormat.take`."""
         try:
             values, end = _json_values(text, position)
             if self.close and text[end:].strip() and not self._close.match(text, end):
@@ -199,7 +197,6 @@ class NamedCalls:
 
     @cached_property
     def opening(self) -> re.Pattern[str] | None:
-        """See :attr:`CallFormat.opening`."""
         return _opening(self.open)
 
     @cached_property
@@ -207,7 +204,6 @@ class NamedCalls:
         return re.compile(r"\s*+" + self.head)
 
     def take(self, text: str, position: int, schemas: Schemas) -> tuple[list[ToolCall], int]:
-        """See :meth:`CallFormat.take`."""
         head = self._head.match(text, position)
         if head is None:
             return [ToolCall("", {}, f"a call is written as {self.example}")], position
@@ -215,7 +211,6 @@ class NamedCalls:
         return [call], position
 
     def alone(self, text: str) -> list[ToolCall]:
-        """See :meth:`CallFormat.alone`."""
         calls, end = ([], 0) if self.open else self.take(text, 0, {})
         return [] if text[end:].strip() or any(call.error for call in calls) else calls
 
@@ -250,17 +245,14 @@ class PythonCalls:
 
     @cached_property
     def opening(self) -> re.Pattern[str] | None:
-        """See :attr:`CallFormat.opening`."""
         return _opening(self.open)
 
     def take(self, text: str, position: int, schemas: Schemas) -> tuple[list[ToolCall], int]:
-        """See :meth:`CallFormat.take`."""
         close = re.compile(loose(self.close)).search(text, position) if self.close else None
         end = close.start() if close else len(text)
         return _python(text[position:end]), close.end() if close else end
 
     def alone(self, text: str) -> list[ToolCall]:
-        """See :meth:`CallFormat.alone`."""
         calls = [] if self.open else _python(text)
         return [] if any(call.error for call in calls) else calls
 
@@ -317,16 +309,13 @@ class KeyedCalls:
 
     @cached_property
     def opening(self) -> re.Pattern[str] | None:
-        """See :attr:`CallFormat.opening`."""
         return _opening(self.open)
 
     def take(self, text: str, position: int, schemas: Schemas) -> tuple[list[ToolCall], int]:
-        """See :meth:`CallFormat.take`."""
         call, position = self._call(text, position, schemas)
         return [call], position
 
     def alone(self, text: str) -> list[ToolCall]:
-        """See :meth:`CallFormat.alone`."""
         return []
 
     def _call(self, text: str, position: int, schemas: Schemas) -> tuple[ToolCall, int]:

@@ -62,11 +62,9 @@ class SharedHalves(Halves):
 
     @property
     def room(self) -> int:
-        """See :class:`Halves`."""
         return weight_files.BUCKET_BYTES // 2
 
     def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:
-        """See :meth:`Channel.admit`."""
         own = gpu_name(self._device)
         for gpu in gpus:
             if not gpu:
@@ -79,12 +77,10 @@ class SharedHalves(Halves):
         self._ranks[server] = len(gpus)
 
     def dismiss(self, server: Hashable) -> None:
-        """See :meth:`Channel.dismiss`."""
         self._ranks.pop(server, None)
         self._opened.discard(server)
 
     def open(self, servers: Sequence[Hashable]) -> Mapping[Hashable, Opening]:
-        """See :meth:`Halves.open`."""
         if not len(self._buffer):
             with _without_expandable_segments():
                 self._buffer = torch.empty(2 * self.room, dtype=torch.uint8, device=self._device)
@@ -99,7 +95,6 @@ class SharedHalves(Halves):
         return openings
 
     def write(self, slot: int, pieces: Sequence[Piece]) -> Bucket:
-        """See :meth:`Halves.write`."""
         size, half = room_for(pieces), self._buffer.chunk(2)[slot]
         if size > len(half):
             # Only a single row can be larger.
@@ -116,7 +111,6 @@ class SharedHalves(Halves):
         return bucket
 
     def close(self) -> None:
-        """See :meth:`Channel.close`."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
 

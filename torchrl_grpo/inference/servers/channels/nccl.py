@@ -79,7 +79,6 @@ class Broadcaster:
         self._group: WeightGroup | None = None
 
     def admit(self, server: Hashable, address: str, gpus: Sequence[str]) -> None:
-        """See :meth:`Channel.admit`."""
         own = gpu_name(self._device)
         if own and own in gpus:
             raise ConfigError(
@@ -104,7 +103,6 @@ class Broadcaster:
             self._end_group()
 
     def misses_a_server(self, servers: Collection[Hashable]) -> bool:
-        """See :meth:`Channel.misses_a_server`."""
         with self._changing:
             return not self._servers.keys() <= set(servers)
 
@@ -200,7 +198,6 @@ class Broadcaster:
             group.end()
 
     def close(self) -> None:
-        """See :meth:`Channel.close`."""
         self._end_group()
 
 

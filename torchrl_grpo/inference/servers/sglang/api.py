@@ -41,7 +41,6 @@ class SGLangApi:
     sign_of_life = Call("/health_generate", verb="GET")
 
     def generate(self, request: Request, end_token_ids: Sequence[int]) -> Call:
-        """See :class:`ServerApi`."""
         sampling = {
             "max_new_tokens": request.max_new_tokens,
             "temperature": request.temperature,
@@ -53,7 +52,6 @@ class SGLangApi:
         return _generate(request.tokens, sampling)
 
     def sampled(self, answer: Any) -> Sampled:
-        """See :class:`ServerApi`."""
         about = answer["meta_info"]
         reason = about["finish_reason"]["type"]
         # A request that is aborted before its first token has no list of log-probabilities.
@@ -66,11 +64,9 @@ class SGLangApi:
         return Sampled(completion, {span["version"] for span in about.get("weight_versions", ())})
 
     def likeliest(self, prompt: Sequence[int], top_k: int) -> Call:
-        """See :class:`ServerApi`."""
         return _generate(prompt, {"max_new_tokens": 1, "temperature": 1.0}, top_logprobs_num=top_k)
 
     def read_likeliest(self, answer: Any, top_k: int) -> Likeliest:
-        """See :class:`ServerApi`."""
         about = answer["meta_info"]
         (entries,) = about["output_top_logprobs"]
         return Likeliest(
@@ -80,7 +76,6 @@ class SGLangApi:
         )
 
     def abort_all(self, server: ServerConnection) -> None:
-        """See :class:`ServerApi`."""
         server.post("/abort_request", {"abort_all": True})
 
     def pause(self, server: ServerConnection) -> None:
@@ -88,29 +83,23 @@ class SGLangApi:
         server.post("/pause_generation", {"mode": "retract"})
 
     def resume(self, server: ServerConnection) -> None:
-        """See :class:`ServerApi`."""
         server.post("/continue_generation", {})
 
     def name_weights(self, server: ServerConnection, name: str) -> None:
-        """See :class:`ServerApi`."""
         server.post("/update_weight_version", {"new_version": name, "abort_all_requests": False})
 
     def reset_cache(self, server: ServerConnection) -> None:
-        """See :class:`ServerApi`."""
         server.post(f"/flush_cache?timeout={_IDLE_S}", {})
 
     def sleep(self, server: ServerConnection) -> None:
-        """See :class:`ServerApi`."""
         server.post("/release_memory_occupation", {})
 
     def wake(self, server: ServerConnection) -> None:
-        """See :class:`ServerApi`."""
         server.post("/resume_memory_occupation", {})
 
     def call(
         self, server: ServerConnection, method: str, arguments: Mapping[str, Any], folder: Path
     ) -> list[Any]:
-        """See :class:`ServerApi`."""
         alone = method not in (_START, _LOAD, _FINISH)
         if method == _DESCRIBE:
             # An earlier run may have ended in the middle of an update.

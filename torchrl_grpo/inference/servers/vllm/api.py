@@ -35,7 +35,6 @@ class VLLMApi:
         )
 
     def sampled(self, answer: Any) -> Sampled:
-        """See :class:`ServerApi`."""
         (choice,) = answer["choices"]
         reason = choice["finish_reason"]
         completion = Completion(
@@ -46,12 +45,10 @@ class VLLMApi:
         return Sampled(completion, {span["version"] for span in choice["weight_versions"] or ()})
 
     def likeliest(self, prompt: Sequence[int], top_k: int) -> Call:
-        """See :class:`ServerApi`."""
         # The sampled token comes first and counts, whether or not it is among the likeliest.
         return _generate(prompt, max_tokens=1, temperature=1.0, seed=0, logprobs=top_k + 1)
 
     def read_likeliest(self, answer: Any, top_k: int) -> Likeliest:
-        """See :class:`ServerApi`."""
         entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         ranked = sorted((entry for entry in entries if entry["rank"]), key=lambda entry: entry["rank"])
         ranked = ranked[:top_k]
@@ -62,38 +59,30 @@ class VLLMApi:
         )
 
     def abort_all(self, server: ServerConnection) -> None:
-        """See :class:`ServerApi`."""
         server.post("/abort_requests", {})
 
     def pause(self, server: ServerConnection) -> None:
-        """See :class:`ServerApi`."""
         server.post("/pause?mode=keep&clear_cache=true")
 
     def resume(self, server: ServerConnection) -> None:
-        """See :class:`ServerApi`."""
         server.post("/resume")
 
     def name_weights(self, server: ServerConnection, name: str) -> None:
-        """See :class:`ServerApi`."""
         server.post("/update_weight_version", {"new_version": name})
 
     def reset_cache(self, server: ServerConnection) -> None:
-        """See :class:`ServerApi`."""
         if not server.post("/reset_prefix_cache")["success"]:
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
     def sleep(self, server: ServerConnection) -> None:
-        """See :class:`ServerApi`."""
         server.post("/sleep?level=2")
 
     def wake(self, server: ServerConnection) -> None:
-        """See :class:`ServerApi`."""
         server.post("/wake_up")
 
     def call(
         self, server: ServerConnection, method: str, arguments: Mapping[str, Any], folder: Path
     ) -> list[Any]:
-        """See :class:`ServerApi`."""
         answer = server.post(_CALL, {"method": method, "kwargs": dict(arguments)})
         return list((answer or {}).get("results", ()))
 
