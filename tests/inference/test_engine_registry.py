@@ -67,7 +67,7 @@ def test_a_registered_engine_is_named_on_the_command_line() -> None:
         assert parse(tree.compose(words).node).inference_model.engine.program == "Counting"
         names = "vllm, vllm_server, sglang_server, transformers, counting"
         with pytest.raises(ConfigError, match=f"must be one of {names}; write .*=counting, for example"):
-            tree.jobs(["inference_model.backend=countin"], sweep=False)
+            tree.jobs(["inference_model.backend=counted"], sweep=False)
 
 
 @pytest.mark.parametrize("kind", ENGINES.values(), ids=ENGINES)

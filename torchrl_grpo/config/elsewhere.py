@@ -19,7 +19,7 @@ ARGUMENTS = "Arguments of GRPOTrainer"
 _ALIKE = ("The same", "Our default")
 # What the last column says if numbers there count something else.
 _OTHER_UNIT = re.compile(
-    r"[Tt]heirs? (counts?|is)|[Tt]heirs (divides|adds)|[Rr]esponses|in tokens|Tokens|[Dd]ivided by|"
+    r"[Tt]heirs? (counts?|is)|[Tt]heirs (divides|adds)|Responses|responses|in tokens|Tokens|[Dd]ivided by|"
     r"counts once|[Pp]rompt and response|Steps only|As above|other formulas|always env|takes a round"
 )
 # Value as other systems write it, with the key here or the name there -> the value here.
