@@ -75,8 +75,6 @@ class FakeSlurm:
         self.folder = folder
         self._notes = folder / "notes"
         self._notes.touch()
-        self._steps = folder / "steps"
-        self._steps.touch()
         for name, body in _PROGRAMS.items():
             program = folder / "bin" / name
             program.parent.mkdir(exist_ok=True)
@@ -91,7 +89,6 @@ class FakeSlurm:
             **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
             "PATH": f"{folder}/bin:{os.environ['PATH']}",
             "NOTES": str(self._notes),
-            "STEPS": str(self._steps),
             "NODES": nodes,
             "LIMIT": "1-00:00:00",
             "SERVERS": " ".join(engines),
@@ -109,16 +106,15 @@ class FakeSlurm:
         (self.folder / "job.sh").write_text(script)
         return subprocess.Popen(
             ["bash", "job.sh"], cwd=self.folder, env={**self.environment, **environment},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
 
     def finish(self, process: subprocess.Popen[str], code: int) -> str:
         """Wait for a batch script, end its steps as Slurm does, and return what it has printed."""
         process.wait(60)
-        for step in self._steps.read_text().split():
-            # A step that has ended was waited for by the script, or by the system after it.
-            with suppress(ProcessLookupError):
-                os.kill(int(step), signal.SIGTERM)
+        # Steps are in the group of the script, also one that has only just begun.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
         assert process.returncode == code, output
         return output
@@ -150,8 +146,6 @@ def _srun(words: list[str]) -> int:
 
     for passed in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(passed, forward)
-    with Path(os.environ["STEPS"]).open("a") as steps:
-        steps.write(f"{os.getpid()}\n")
     per_node = int(options["ntasks-per-node"])
     for task_id in range(int(options["ntasks"])):
         here = {"SLURM_PROCID": str(task_id), "SLURM_LOCALID": str(task_id % per_node)}

@@ -219,6 +219,8 @@ def test_keys_of_a_reference_that_is_not_loaded_are_refused(node: dict[str, obje
 def test_merging_is_asked_for_only_where_there_is_something_to_merge() -> None:
     from omegaconf import OmegaConf
 
-    with pytest.raises(ConfigError, match=r"checkpoint\.export_merged=true: without an adapter"):
+    with pytest.raises(
+        ConfigError, match=r"export_merged=true: it is only read if train_model\.lora\.rank is not 0"
+    ):
         parse(OmegaConf.create({"checkpoint": {"export_merged": True}}))
     assert lora.ALL_LINEAR == "all-linear"  # type: ignore[attr-defined]
